@@ -1,0 +1,27 @@
+"""Readers of click logs: files to shards, shards to minibatches of sparse examples.
+
+``open_dataset(paths)`` finds the format and gives a :class:`Dataset`; ``dataset.read(file, shard,
+batch_size)`` yields :class:`Batch`. Parsing is done by :mod:`paceline.kernels.text`, which is imported when
+something is read.
+"""
+
+from paceline.data._bad_lines import BadLine, BadLines
+from paceline.data._batch import Batch
+from paceline.data._columns import Columns
+from paceline.data._dataset import Dataset, Spec, open_dataset, open_spec
+from paceline.data._formats import FORMATS, detect_format
+from paceline.data._streams import line_number
+
+__all__ = [
+    "BadLine",
+    "BadLines",
+    "Batch",
+    "Columns",
+    "Dataset",
+    "FORMATS",
+    "Spec",
+    "detect_format",
+    "line_number",
+    "open_dataset",
+    "open_spec",
+]

@@ -1,0 +1,93 @@
+"""Batches of sparse examples, and how a stream of large ones becomes a stream of minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Labelled sparse examples in compressed rows.
+
+    `labels` float32 [n], each 0 or 1; `indptr` int64 [n+1]: row i has the pairs ``indptr[i]`` to
+    ``indptr[i+1]``, and ``indptr[0]`` is 0; `keys` uint64 [pairs]; `values` float32 [pairs], or None where
+    every value is 1.
+    """
+
+    labels: npt.NDArray[np.float32]
+    indptr: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint64]
+    values: npt.NDArray[np.float32] | None = None
+
+    @property
+    def num_examples(self) -> int:
+        """The number of rows."""
+        return len(self.labels)
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """Rows `start` to `stop` (excluded), without copying labels, keys or values."""
+        indptr = self.indptr[start : stop + 1]
+        first, last = int(indptr[0]), int(indptr[-1])
+        return Batch(
+            self.labels[start:stop],
+            indptr - first if first else indptr,
+            self.keys[first:last],
+            None if self.values is None else self.values[first:last],
+        )
+
+    @staticmethod
+    def concatenate(batches: Sequence[Batch]) -> Batch:
+        """The rows of all `batches` in order; with no batch, no rows."""
+        if len(batches) == 1:
+            return batches[0]
+        if not batches:
+            return Batch(np.empty(0, np.float32), np.zeros(1, np.int64), np.empty(0, np.uint64))
+        indptr = np.empty(sum(batch.num_examples for batch in batches) + 1, np.int64)
+        indptr[0] = row = pair = 0
+        for batch in batches:
+            np.add(batch.indptr[1:], pair, out=indptr[row + 1 : row + 1 + batch.num_examples])
+            row += batch.num_examples
+            pair += len(batch.keys)
+        values = None
+        if any(batch.values is not None for batch in batches):
+            values = np.concatenate([_values_of(batch) for batch in batches])
+        return Batch(
+            np.concatenate([batch.labels for batch in batches]),
+            indptr,
+            np.concatenate([batch.keys for batch in batches]),
+            values,
+        )
+
+
+def _values_of(batch: Batch) -> npt.NDArray[np.float32]:
+    return np.ones(len(batch.keys), np.float32) if batch.values is None else batch.values
+
+
+def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
+    """Cut `blocks` into batches of exactly `batch_size` rows, the last excepted; only seams are copied."""
+    pending: list[Batch] = []
+    missing = batch_size
+    for block in blocks:
+        start = 0
+        if pending:
+            start = min(missing, block.num_examples)
+            pending.append(block.slice(0, start))
+            missing -= start
+            if missing:
+                continue
+            yield Batch.concatenate(pending)
+            pending, missing = [], batch_size
+        whole = start + (block.num_examples - start) // batch_size * batch_size
+        for first in range(start, whole, batch_size):
+            yield block.slice(first, first + batch_size)
+        if whole < block.num_examples:
+            pending, missing = (
+                [block.slice(whole, block.num_examples)],
+                batch_size - (block.num_examples - whole),
+            )
+    if pending:
+        yield Batch.concatenate(pending)

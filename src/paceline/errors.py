@@ -1,0 +1,64 @@
+"""One tree of exceptions.
+
+Everything that Paceline raises on purpose is a :class:`PacelineError`. The branches say whose fault it is: the
+caller's (:class:`UsageError` and its kinds, which are also ``ValueError``), the data's, a peer's, or the network's.
+Every message is one sentence or two that says what was got, what was expected, what follows and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """The root of everything that Paceline raises on purpose."""
+
+
+class UsageError(PacelineError, ValueError):
+    """The caller passed something that cannot work: wrong dtype, shape, option or combination of them."""
+
+
+class TableMismatchError(UsageError):
+    """A table was declared again with another kind, dim, size or update rule."""
+
+
+class NonFiniteError(UsageError):
+    """A push held NaN or Inf; it was refused whole and the table is untouched."""
+
+
+class DataError(PacelineError):
+    """A data file is missing, empty, cut off, malformed or of another format than said."""
+
+
+class ModelError(PacelineError):
+    """A saved model is missing, damaged, of another layout, or could not be written."""
+
+
+class PeerError(PacelineError):
+    """Another process of the cluster did something wrong or answered with an error."""
+
+
+class ProtocolError(PeerError):
+    """A peer sent bytes that are no legal frame: wrong magic, version, kind or length."""
+
+
+class AuthenticationError(PeerError):
+    """A peer could not prove that it holds the cluster's token, or its TLS certificate is not trusted."""
+
+
+class VersionError(PeerError):
+    """A peer runs a version of Paceline that does not speak this one's protocol."""
+
+
+class ConnectionLostError(PeerError):
+    """The connection to a peer broke, and could not be made again within the time allowed."""
+
+
+class DeadlineError(PeerError):
+    """A wait ended without an answer; the message names who was awaited, for what and how long."""
+
+
+class StaleEpochError(PeerError):
+    """A request was made under an old map of the cluster; the client retries by itself with the new one."""
+
+
+class AddressError(PacelineError):
+    """An address cannot be bound or reached: a port in use, an unknown host, a path that is too long."""

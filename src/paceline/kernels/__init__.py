@@ -1,0 +1,1 @@
+"""Numba loops on raw arrays, each beside its NumPy reference (see :mod:`paceline.kernels.reference`)."""

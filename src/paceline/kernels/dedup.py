@@ -1,0 +1,108 @@
+"""Distinct keys of a minibatch, and their split by server.
+
+`np.unique` sorts: 160,000 keys take it 66 to 83 ms on the machine where this takes 2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from .index import mix
+
+_BUCKET_SHIFT = np.uint64(55)
+_U32 = np.uint64(32)
+_LOW32 = np.uint64(0xFFFFFFFF)
+
+
+def scratch_size(num_keys: int) -> int:
+    """Return how many int32 of scratch memory :func:`dedup` needs: a power of two, at most half full."""
+    return 1 << max(4, (2 * num_keys - 1).bit_length())
+
+
+@njit(cache=True, nogil=True)
+def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
+    """Write the distinct keys to `unique` in order of first appearance; return how many there are.
+
+    `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n]; `inverse` int32 [n] is such
+    that ``unique[inverse] == keys``.
+    """
+    scratch[:] = 0
+    mask = np.uint64(len(scratch) - 1)
+    count = 0
+    for i in range(len(keys)):
+        key = keys[i]
+        at = np.int64(mix(key) & mask)
+        while True:
+            number = scratch[at]
+            if number == 0:
+                unique[count] = key
+                inverse[i] = count
+                count += 1
+                scratch[at] = count
+                break
+            if unique[number - 1] == key:
+                inverse[i] = number - 1
+                break
+            at = np.int64((np.uint64(at) + np.uint64(1)) & mask)
+    return count
+
+
+@njit(cache=True, nogil=True)
+def sum_rows(inverse, rows, dim, out):  # type: ignore[no-untyped-def]
+    """Sum the rows (float32 [n * dim]) of equal keys into `out` (float32 [unique * dim]), in order of appearance."""
+    out[:] = np.float32(0)
+    if dim == 1:
+        for i in range(len(inverse)):
+            out[inverse[i]] += rows[i]
+        return
+    for i in range(len(inverse)):
+        target = np.int64(inverse[i]) * dim
+        for j in range(dim):
+            out[target + j] += rows[i * dim + j]
+
+
+@njit(cache=True, nogil=True)
+def split(keys, owners, starts, order):  # type: ignore[no-untyped-def]
+    """Group keys by the server that owns their bucket, keeping their order within each (a counting sort).
+
+    `owners` int32 [512], bucket → position of the server; `starts` int64 [servers + 1] and `order` int64 [n] are
+    written: the keys of server s are ``keys[order[starts[s]:starts[s + 1]]]``.
+    """
+    starts[:] = 0
+    for i in range(len(keys)):
+        starts[owners[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)] + 1] += 1
+    for s in range(1, len(starts)):
+        starts[s] += starts[s - 1]
+    for i in range(len(keys)):
+        owner = owners[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)]
+        order[starts[owner]] = i
+        starts[owner] += 1
+    for s in range(len(starts) - 1, 0, -1):
+        starts[s] = starts[s - 1]
+    starts[0] = 0
+
+
+@njit(cache=True, nogil=True)
+def take_keys(keys, order, out):  # type: ignore[no-untyped-def]
+    """Write ``keys[order]`` to `out`."""
+    for i in range(len(order)):
+        out[i] = keys[order[i]]
+
+
+@njit(cache=True, nogil=True)
+def take_rows(rows, order, dim, out):  # type: ignore[no-untyped-def]
+    """Write the rows ``rows[order]`` (float32, `dim` each) to `out`."""
+    for i in range(len(order)):
+        source = order[i] * dim
+        for j in range(dim):
+            out[i * dim + j] = rows[source + j]
+
+
+@njit(cache=True, nogil=True)
+def put_rows(rows, order, dim, out):  # type: ignore[no-untyped-def]
+    """Write the rows (float32, `dim` each) to the places `order` of `out`: the inverse of :func:`take_rows`."""
+    for i in range(len(order)):
+        target = order[i] * dim
+        for j in range(dim):
+            out[target + j] = rows[i * dim + j]

@@ -1,0 +1,36 @@
+"""Kernels of a dense table: one long record of values and state planes, updated by range or by position."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from .initializers import initial_value
+from .rules import INITIAL_A, INITIAL_B, start_state, update_record
+
+
+@njit(cache=True, nogil=True)
+def dense_start(rule, record, size, start, stop, first_key, kind, seed, parameters):  # type: ignore[no-untyped-def]
+    """Set elements ``[start, stop)`` of a record of `size` values to initial values and state.
+
+    `first_key` is the table's key of element `start`, so the values do not depend on where a bucket lies.
+    """
+    for j in range(start, stop):
+        key = np.uint64(first_key + j - start)
+        record[j] = initial_value(kind, seed, key, 0, parameters[INITIAL_A], parameters[INITIAL_B])
+    start_state(rule, record, len(record), size, start, stop, parameters)
+
+
+@njit(cache=True, nogil=True)
+def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type: ignore[no-untyped-def]
+    """Update elements ``[start, stop)`` with ``grads[at:]``."""
+    update_record(rule, record, size, start, stop, grads, at, parameters, True)
+
+
+@njit(cache=True, nogil=True)
+def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ignore[no-untyped-def]
+    """Update the elements at `positions` (int64 [n]) with `grads` (float32 [n])."""
+    for i in range(len(positions)):
+        update_record(
+            rule, record, size, positions[i], positions[i] + 1, grads, i, parameters, True
+        )

@@ -1,0 +1,305 @@
+"""The hash index of a sparse table: uint64 key → row, in fixed buckets that grow one at a time.
+
+Layout. A key's mixed hash picks one of 512 *buckets* by its top 9 bits (the same bucket that placement moves between
+servers). A bucket is an array of 64-byte *lines*; bits 23..54 of the hash pick the home line. A line holds as many
+*entries* as fit; an entry is ``key (2 words) | payload``. A narrow row is the payload itself (*inline*: one cache miss
+for a look-up); of a wide row the payload is its slot number in the bucket's row array (*indirect*). Entries fill a
+line from its front; a full line overflows into the next one. There is no wrap: ``TAIL_LINES`` spare lines follow, and
+a bucket whose tail fills up grows. The all-zero key means *empty*; the real key 0 lives in the line before the first.
+
+Growth is per bucket, to 1.25 times, at sizes that differ from bucket to bucket, so a table of any size pays for it in
+small pieces: at 10^7 rows one growth copies 20,000 rows.
+
+Speed. What counts is cache misses in flight: the home line of the key 32 places ahead is prefetched while this one is
+compared, and all entries of a line are compared without a branch. Measured at 10^7 rows of dim 1, per key: this 17 ns;
+blocks of 64 (prefetch all, then compare all) 23 ns; no prefetch 37 ns; key → slot → row in two arrays 36 ns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from .memory import load_u32, load_u64, prefetch, store_u32, store_u64
+
+NUM_BUCKETS = 512
+LINE_BYTES = 64
+TAIL_LINES = 12
+AHEAD = 32  # keys between prefetch and use; 24 to 48 measure alike
+
+# Sections of the directory, an uint64 array of 7 * NUM_BUCKETS words.
+LINES = 0  # pairs: address of the first line, number of home lines
+ROWS = 2 * NUM_BUCKETS  # address of the row array (indirect), else 0
+COUNT = 3 * NUM_BUCKETS  # entries in the bucket
+LIMIT = 4 * NUM_BUCKETS  # entries at which it must grow
+USED = 5 * NUM_BUCKETS  # row slots ever used (indirect)
+FREE = 6 * NUM_BUCKETS  # 1 + first free slot, 0 for none; a free slot's first word chains on (indirect)
+DIRECTORY_WORDS = 7 * NUM_BUCKETS
+
+# Fields of the layout, an int64 array.
+ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED = range(8)
+LAYOUT_WORDS = 8
+
+_U0, _U1 = np.uint64(0), np.uint64(1)
+_LINE = np.uint64(LINE_BYTES)
+_KEY = np.uint64(8)
+_WORD = np.uint64(4)
+_LOW32 = np.uint64(0xFFFFFFFF)
+_BUCKET_SHIFT = np.uint64(55)
+_LINE_SHIFT = np.uint64(23)
+_S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def mix(key):  # type: ignore[no-untyped-def]
+    """Return the mixed 64-bit hash of a key, one to one (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
+    key = (key ^ (key >> _S30)) * _M1
+    key = (key ^ (key >> _S27)) * _M2
+    return key ^ (key >> _S31)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def home_line(directory, key):  # type: ignore[no-untyped-def]
+    """Return the address of the line where the search for `key` starts."""
+    hashed = mix(key)
+    at = np.int64(hashed >> _BUCKET_SHIFT) * 2
+    return directory[at] + ((((hashed >> _LINE_SHIFT) & _LOW32) * directory[at + 1]) >> _S32) * _LINE
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _find_in_line(line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
+    """Return the address of the entry of `key` in a line, or 0; compares every entry, branches on none."""
+    found = _U0
+    if slots == 5:
+        if load_u64(line) == key:
+            found = line
+        if load_u64(line + np.uint64(12)) == key:
+            found = line + np.uint64(12)
+        if load_u64(line + np.uint64(24)) == key:
+            found = line + np.uint64(24)
+        if load_u64(line + np.uint64(36)) == key:
+            found = line + np.uint64(36)
+        if load_u64(line + np.uint64(48)) == key:
+            found = line + np.uint64(48)
+    elif slots == 3:
+        if load_u64(line) == key:
+            found = line
+        if load_u64(line + np.uint64(20)) == key:
+            found = line + np.uint64(20)
+        if load_u64(line + np.uint64(40)) == key:
+            found = line + np.uint64(40)
+    else:
+        if load_u64(line) == key:
+            found = line
+        if load_u64(line + np.uint64(16)) == key:
+            found = line + np.uint64(16)
+        if load_u64(line + np.uint64(32)) == key:
+            found = line + np.uint64(32)
+        if load_u64(line + np.uint64(48)) == key:
+            found = line + np.uint64(48)
+    return found
+
+
+@njit(cache=True, nogil=True, inline="always")
+def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
+    """Return the address of the entry of `key`, searching from its home line on, or 0 where there is none."""
+    if key == _U0:  # bucket 0, in the line before the first; its last word says whether it is there
+        zero = directory[0] - _LINE
+        return zero if load_u32(zero + np.uint64(60)) != np.uint32(0) else _U0
+    last = np.uint64(slots - 1) * entry_bytes
+    found = _find_in_line(line, key, entry_bytes, slots)
+    while found == _U0 and load_u64(line + last) != _U0:
+        line += _LINE
+        found = _find_in_line(line, key, entry_bytes, slots)
+    return found
+
+
+@njit(cache=True, nogil=True)
+def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
+    """Write `key`, known to be absent, into the first empty entry from `line` on; return its address.
+
+    Returns 0, and writes nothing, when the bucket must grow first.
+    """
+    bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
+    if directory[COUNT + bucket] >= directory[LIMIT + bucket]:
+        return _U0
+    if key == _U0:
+        zero = directory[0] - _LINE
+        store_u32(zero + np.uint64(60), np.uint32(1))
+        directory[COUNT] += _U1
+        return zero
+    base = directory[2 * bucket]
+    # The last tail line's last entry stays empty: it is what ends every search.
+    last_line = base + (directory[2 * bucket + 1] + np.uint64(TAIL_LINES - 1)) * _LINE
+    last = np.uint64(slots - 1) * entry_bytes
+    while load_u64(line + last) != _U0:
+        line += _LINE
+    if line == last_line:
+        return _U0
+    entry = line
+    while load_u64(entry) != _U0:
+        entry += entry_bytes
+    store_u64(entry, key)
+    directory[COUNT + bucket] += _U1
+    return entry
+
+
+@njit(cache=True, nogil=True)
+def take_slot(directory, bucket, row_words):  # type: ignore[no-untyped-def]
+    """Return a free row slot of a bucket (indirect); there is one while COUNT is below LIMIT."""
+    free = directory[FREE + bucket]
+    if free != _U0:
+        slot = free - _U1
+        row = directory[ROWS + bucket] + slot * np.uint64(row_words) * _WORD
+        directory[FREE + bucket] = np.uint64(load_u32(row))
+        return slot
+    slot = directory[USED + bucket]
+    directory[USED + bucket] = slot + _U1
+    return slot
+
+
+@njit(cache=True, nogil=True, inline="always")
+def row_of_entry(directory, entry, key, layout):  # type: ignore[no-untyped-def]
+    """Return the address of the row behind an entry."""
+    if layout[INLINE] == 1:
+        return entry + _KEY
+    bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
+    slot = np.uint64(load_u32(entry + _KEY))
+    return directory[ROWS + bucket] + slot * np.uint64(layout[ROW_WORDS]) * _WORD
+
+
+@njit(cache=True, nogil=True)
+def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[no-untyped-def]
+    """Move every entry of a bucket from its old lines to the empty new ones that `new_directory` names.
+
+    Returns False when the new lines' tail overflows (try again, larger).
+    """
+    entry_words = layout[ENTRY_WORDS]
+    entry_bytes = np.uint64(entry_words) * _WORD
+    slots = layout[SLOTS]
+    zero = old_lines - _LINE
+    if load_u32(zero + np.uint64(60)) != np.uint32(0):
+        for word in range(16):
+            at = np.uint64(word) * _WORD
+            store_u32(new_directory[2 * bucket] - _LINE + at, load_u32(zero + at))
+        new_directory[COUNT + bucket] += _U1
+    for number in range(num_old + TAIL_LINES):
+        for slot in range(slots):
+            entry = old_lines + np.uint64(number) * _LINE + np.uint64(slot) * entry_bytes
+            key = load_u64(entry)
+            if key == _U0:
+                break
+            target = place_entry(new_directory, home_line(new_directory, key), key, entry_bytes, slots)
+            if target == _U0:
+                return False
+            for word in range(2, entry_words):
+                at = np.uint64(word) * _WORD
+                store_u32(target + at, load_u32(entry + at))
+    return True
+
+
+@njit(cache=True, nogil=True)
+def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
+    """Erase the rows of `keys`; return how many there were.
+
+    The hole is closed at once (no tombstones): whatever may have overflowed past a full line is put in again.
+    """
+    entry_words = layout[ENTRY_WORDS]
+    entry_bytes = np.uint64(entry_words) * _WORD
+    slots = layout[SLOTS]
+    last = np.uint64(slots - 1) * entry_bytes
+    erased = 0
+    for i in range(len(keys)):
+        key = keys[i]
+        entry = find_entry(directory, home_line(directory, key), key, entry_bytes, slots)
+        if entry == _U0:
+            continue
+        erased += 1
+        bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
+        directory[COUNT + bucket] -= _U1
+        if layout[INLINE] == 0:
+            store_u32(row_of_entry(directory, entry, key, layout), np.uint32(directory[FREE + bucket]))
+            directory[FREE + bucket] = np.uint64(load_u32(entry + _KEY)) + _U1
+        if key == _U0:
+            for word in range(16):
+                store_u32(entry + np.uint64(word) * _WORD, np.uint32(0))
+            continue
+        base = directory[2 * bucket]
+        line = entry - (entry - base) % _LINE
+        was_full = load_u64(line + last) != _U0
+        _drop_entry(line, entry, entry_words, slots)
+        if was_full:
+            _put_in_again(directory, bucket, line + _LINE, entry_words, slots)
+    return erased
+
+
+@njit(cache=True, nogil=True)
+def _put_in_again(directory, bucket, first_line, entry_words, slots):  # type: ignore[no-untyped-def]
+    """Take out the entries of the run of lines from `first_line` to the first that is not full; place them anew."""
+    entry_bytes = np.uint64(entry_words) * _WORD
+    last = np.uint64(slots - 1) * entry_bytes
+    num_lines = 1
+    while load_u64(first_line + np.uint64(num_lines - 1) * _LINE + last) != _U0:
+        num_lines += 1
+    taken = np.empty((num_lines * slots, entry_words), np.uint32)
+    count = 0
+    for number in range(num_lines):
+        for slot in range(slots):
+            entry = first_line + np.uint64(number) * _LINE + np.uint64(slot) * entry_bytes
+            if load_u64(entry) == _U0:
+                break
+            for word in range(entry_words):
+                at = np.uint64(word) * _WORD
+                taken[count, word] = load_u32(entry + at)
+                store_u32(entry + at, np.uint32(0))
+            count += 1
+    directory[COUNT + bucket] -= np.uint64(count)
+    for i in range(count):
+        key = np.uint64(taken[i, 0]) | (np.uint64(taken[i, 1]) << _S32)
+        target = place_entry(directory, home_line(directory, key), key, entry_bytes, slots)
+        for word in range(2, entry_words):
+            store_u32(target + np.uint64(word) * _WORD, taken[i, word])
+
+
+@njit(cache=True, nogil=True)
+def _drop_entry(line, entry, entry_words, slots):  # type: ignore[no-untyped-def]
+    """Remove an entry from its line; the line's last entry takes its place, so that entries stay at the front."""
+    entry_bytes = np.uint64(entry_words) * _WORD
+    tail = line + np.uint64(slots - 1) * entry_bytes
+    while load_u64(tail) == _U0:
+        tail -= entry_bytes
+    for word in range(entry_words):
+        at = np.uint64(word) * _WORD
+        store_u32(entry + at, load_u32(tail + at))
+        store_u32(tail + at, np.uint32(0))
+    # `entry` may be `tail` itself: it was copied onto itself, then cleared.
+
+
+@njit(cache=True, nogil=True)
+def bucket_keys(directory, layout, bucket, keys_out, rows_out):  # type: ignore[no-untyped-def]
+    """Write the keys of a bucket and the addresses of their rows; return how many there are."""
+    entry_bytes = np.uint64(layout[ENTRY_WORDS]) * _WORD
+    base, num_lines = directory[2 * bucket], directory[2 * bucket + 1]
+    count = 0
+    if bucket == 0 and load_u32(base - _LINE + np.uint64(60)) != np.uint32(0):
+        keys_out[0] = _U0
+        rows_out[0] = row_of_entry(directory, base - _LINE, _U0, layout)
+        count = 1
+    for number in range(np.int64(num_lines) + TAIL_LINES):
+        for slot in range(layout[SLOTS]):
+            entry = base + np.uint64(number) * _LINE + np.uint64(slot) * entry_bytes
+            key = load_u64(entry)
+            if key == _U0:
+                break
+            keys_out[count] = key
+            rows_out[count] = row_of_entry(directory, entry, key, layout)
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def buckets_of(keys, out):  # type: ignore[no-untyped-def]
+    """Write the bucket number of each key (uint16)."""
+    for i in range(len(keys)):
+        out[i] = np.uint16(mix(keys[i]) >> _BUCKET_SHIFT)

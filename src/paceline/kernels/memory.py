@@ -1,0 +1,102 @@
+"""Raw memory for kernels: loads, stores and prefetches at an address.
+
+A sparse table is a few hundred small allocations that grow one by one, so its kernels cannot take it as one NumPy
+array; they take a directory of addresses instead. These intrinsics turn an address into a load. Entries are packed
+32-bit words, so 64-bit accesses are declared as 4-byte aligned.
+
+With ``NUMBA_DISABLE_JIT=1`` the same names are plain Python over :mod:`ctypes`, so that coverage can see the kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numba import config, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+if config.DISABLE_JIT:  # pragma: no cover - taken in coverage runs only
+
+    def prefetch(address: Any) -> None:
+        """Do nothing: plain Python has no caches to warm."""
+
+    def load_u32(address: Any) -> Any:
+        """Return the 32-bit word at `address`."""
+        return np.uint32(ctypes.c_uint32.from_address(int(address)).value)
+
+    def load_u64(address: Any) -> Any:
+        """Return the 64-bit word at `address`."""
+        return np.uint64(ctypes.c_uint64.from_address(int(address)).value)
+
+    def store_u32(address: Any, value: Any) -> None:
+        """Write a 32-bit word at `address`."""
+        ctypes.c_uint32.from_address(int(address)).value = int(value)
+
+    def store_u64(address: Any, value: Any) -> None:
+        """Write a 64-bit word at `address`."""
+        ctypes.c_uint64.from_address(int(address)).value = int(value)
+
+    def float_pointer(address: Any) -> Any:
+        """Return a float32 pointer for ``numba.carray``."""
+        return ctypes.cast(int(address), ctypes.POINTER(ctypes.c_float))
+
+else:
+    from llvmlite import ir
+
+    @intrinsic
+    def prefetch(typing_context: Any, address: Any) -> Any:
+        """Ask for the cache line at `address`; it never faults."""
+        signature = types.void(types.uint64)
+
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            byte_pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+            function = cgutils.get_or_insert_function(
+                builder.module,
+                ir.FunctionType(ir.VoidType(), [byte_pointer, word, word, word]),
+                "llvm.prefetch.p0i8",
+            )
+            # arguments: read or write, locality 0..3, data cache
+            builder.call(function, [builder.inttoptr(args[0], byte_pointer), word(0), word(3), word(1)])
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    def _make_load(machine_type: Any, numba_type: Any) -> Any:
+        @intrinsic
+        def load(typing_context: Any, address: Any) -> Any:
+            def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+                value = builder.load(builder.inttoptr(args[0], machine_type.as_pointer()))
+                value.align = 4
+                return value
+
+            return numba_type(types.uint64), generate
+
+        return load
+
+    def _make_store(machine_type: Any, numba_type: Any) -> Any:
+        @intrinsic
+        def store(typing_context: Any, address: Any, value: Any) -> Any:
+            def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+                instruction = builder.store(args[1], builder.inttoptr(args[0], machine_type.as_pointer()))
+                instruction.align = 4
+                return context.get_dummy_value()
+
+            return types.void(types.uint64, numba_type), generate
+
+        return store
+
+    load_u32 = _make_load(ir.IntType(32), types.uint32)
+    load_u64 = _make_load(ir.IntType(64), types.uint64)
+    store_u32 = _make_store(ir.IntType(32), types.uint32)
+    store_u64 = _make_store(ir.IntType(64), types.uint64)
+
+    @intrinsic
+    def float_pointer(typing_context: Any, address: Any) -> Any:
+        """Return a float32 pointer for ``numba.carray``."""
+
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+        return types.CPointer(types.float32)(types.uint64), generate

@@ -1,0 +1,228 @@
+"""Kernels of a sparse table: read rows, look up and update rows, write and copy whole records.
+
+They take the index's directory and layout (see :mod:`paceline.kernels.index`) and the table's parameters (see
+:mod:`paceline.kernels.rules`). A kernel that inserts stops where a bucket must grow first and returns how far it got;
+the caller grows that key's bucket and calls again from there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from .index import (
+    AHEAD,
+    DIM,
+    ENTRY_WORDS,
+    INITIALIZER,
+    INLINE,
+    ROW_WORDS,
+    RULE,
+    SEED,
+    SLOTS,
+    find_entry,
+    home_line,
+    mix,
+    place_entry,
+    row_of_entry,
+    take_slot,
+)
+from .initializers import initial_value
+from .memory import float_pointer, prefetch, store_u32
+from .rules import INITIAL_A, INITIAL_B, start_state, update_record
+
+_U0 = np.uint64(0)
+_KEY = np.uint64(8)
+_WORD = np.uint64(4)
+_BUCKET_SHIFT = np.uint64(55)
+_RING = 64
+_BLOCK = 64  # rows between look-up and use where the row lies behind the entry
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _entry_bytes(layout):  # type: ignore[no-untyped-def]
+    return np.uint64(layout[ENTRY_WORDS]) * _WORD
+
+
+@njit(cache=True, nogil=True)
+def _find_rows(directory, layout, keys, start, stop, rows, lines, prefetch_words):  # type: ignore[no-untyped-def]
+    """Write the row address (0: none) of keys[start:stop] to `rows` and prefetch the first words of each row."""
+    entry_bytes, slots = _entry_bytes(layout), layout[SLOTS]
+    for i in range(start, stop):
+        line = home_line(directory, keys[i])
+        lines[i - start] = line
+        prefetch(line)
+    for i in range(start, stop):
+        entry = find_entry(directory, lines[i - start], keys[i], entry_bytes, slots)
+        if entry != _U0:
+            entry = row_of_entry(directory, entry, keys[i], layout)
+            for word in range(0, prefetch_words, 16):
+                prefetch(entry + np.uint64(word) * _WORD)
+        rows[i - start] = entry
+
+
+@njit(cache=True, nogil=True)
+def _initial_row(layout, parameters, key, out, at):  # type: ignore[no-untyped-def]
+    kind, seed = layout[INITIALIZER], np.uint64(layout[SEED])
+    for j in range(layout[DIM]):
+        out[at + j] = initial_value(kind, seed, key, j, parameters[INITIAL_A], parameters[INITIAL_B])
+
+
+@njit(cache=True, nogil=True)
+def _gather_narrow(directory, layout, parameters, keys, out):  # type: ignore[no-untyped-def]
+    dim, num_keys = layout[DIM], len(keys)
+    entry_bytes, slots = _entry_bytes(layout), layout[SLOTS]
+    ring = np.empty(_RING, np.uint64)
+    for i in range(min(AHEAD, num_keys)):
+        line = home_line(directory, keys[i])
+        ring[i] = line
+        prefetch(line)
+    for i in range(num_keys):
+        line = ring[i & (_RING - 1)]
+        if i + AHEAD < num_keys:
+            ahead = home_line(directory, keys[i + AHEAD])
+            ring[(i + AHEAD) & (_RING - 1)] = ahead
+            prefetch(ahead)
+        entry = find_entry(directory, line, keys[i], entry_bytes, slots)
+        if entry == _U0:
+            _initial_row(layout, parameters, keys[i], out, i * dim)
+        else:
+            row = carray(float_pointer(entry + _KEY), dim)
+            for j in range(dim):
+                out[i * dim + j] = row[j]
+
+
+@njit(cache=True, nogil=True)
+def _gather_wide(directory, layout, parameters, keys, out):  # type: ignore[no-untyped-def]
+    dim, num_keys = layout[DIM], len(keys)
+    rows, lines = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
+    for start in range(0, num_keys, _BLOCK):
+        stop = min(num_keys, start + _BLOCK)
+        _find_rows(directory, layout, keys, start, stop, rows, lines, dim)
+        for i in range(start, stop):
+            if rows[i - start] == _U0:
+                _initial_row(layout, parameters, keys[i], out, i * dim)
+            else:
+                row = carray(float_pointer(rows[i - start]), dim)
+                for j in range(dim):
+                    out[i * dim + j] = row[j]
+
+
+@njit(cache=True, nogil=True)
+def gather(directory, layout, parameters, keys, out):  # type: ignore[no-untyped-def]
+    """Write the values of `keys` (uint64 [n]) to `out` (float32 [n * dim]); a missing key reads as its initial value."""
+    if layout[INLINE] == 1:
+        _gather_narrow(directory, layout, parameters, keys, out)
+    else:
+        _gather_wide(directory, layout, parameters, keys, out)
+
+
+@njit(cache=True, nogil=True)
+def _insert_row(directory, layout, parameters, key, line):  # type: ignore[no-untyped-def]
+    """Make the row of an absent key, at its initial value; return its address, or 0 if the bucket must grow first."""
+    entry = place_entry(directory, line, key, _entry_bytes(layout), layout[SLOTS])
+    if entry == _U0:
+        return _U0
+    if layout[INLINE] == 0:
+        bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
+        store_u32(entry + _KEY, np.uint32(take_slot(directory, bucket, layout[ROW_WORDS])))
+    row = row_of_entry(directory, entry, key, layout)
+    dim, words = layout[DIM], layout[ROW_WORDS]
+    record = carray(float_pointer(row), words)
+    _initial_row(layout, parameters, key, record, 0)
+    start_state(layout[RULE], record, words, dim, 0, dim, parameters)
+    return row
+
+
+@njit(cache=True, nogil=True)
+def _push_narrow(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
+    dim, words, rule, num_keys = layout[DIM], layout[ROW_WORDS], layout[RULE], len(keys)
+    entry_bytes, slots = _entry_bytes(layout), layout[SLOTS]
+    ring = np.empty(_RING, np.uint64)
+    for i in range(first, min(first + AHEAD, num_keys)):
+        line = home_line(directory, keys[i])
+        ring[i & (_RING - 1)] = line
+        prefetch(line)
+    for i in range(first, num_keys):
+        line = ring[i & (_RING - 1)]
+        if i + AHEAD < num_keys:
+            ahead = home_line(directory, keys[i + AHEAD])
+            ring[(i + AHEAD) & (_RING - 1)] = ahead
+            prefetch(ahead)
+        entry = find_entry(directory, line, keys[i], entry_bytes, slots)
+        row = entry + _KEY
+        if entry == _U0:
+            row = _insert_row(directory, layout, parameters, keys[i], line)
+            if row == _U0:
+                return i
+        update_record(rule, carray(float_pointer(row), words), dim, 0, dim, grads, i * dim, parameters, False)
+    return num_keys
+
+
+@njit(cache=True, nogil=True)
+def _push_wide(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
+    dim, words, rule, num_keys = layout[DIM], layout[ROW_WORDS], layout[RULE], len(keys)
+    rows, lines = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
+    for start in range(first, num_keys, _BLOCK):
+        stop = min(num_keys, start + _BLOCK)
+        _find_rows(directory, layout, keys, start, stop, rows, lines, words)
+        for i in range(start, stop):
+            row = rows[i - start]
+            if row == _U0:  # absent, or inserted a moment ago if the key stands twice
+                entry = find_entry(directory, lines[i - start], keys[i], _entry_bytes(layout), layout[SLOTS])
+                if entry != _U0:
+                    row = row_of_entry(directory, entry, keys[i], layout)
+                else:
+                    row = _insert_row(directory, layout, parameters, keys[i], lines[i - start])
+                    if row == _U0:
+                        return i
+            update_record(rule, carray(float_pointer(row), words), dim, 0, dim, grads, i * dim, parameters, False)
+    return num_keys
+
+
+@njit(cache=True, nogil=True)
+def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
+    """Look up and update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), making rows that are absent.
+
+    Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
+    """
+    if layout[INLINE] == 1:
+        return _push_narrow(directory, layout, parameters, keys, grads, first)
+    return _push_wide(directory, layout, parameters, keys, grads, first)
+
+
+@njit(cache=True, nogil=True)
+def write_records(directory, layout, parameters, keys, records, first):  # type: ignore[no-untyped-def]
+    """Set whole records (values and state, float32 [n * row_words]) of ``keys[first:]``; returns as `push` does."""
+    words = layout[ROW_WORDS]
+    for i in range(first, len(keys)):
+        line = home_line(directory, keys[i])
+        entry = find_entry(directory, line, keys[i], _entry_bytes(layout), layout[SLOTS])
+        if entry == _U0:
+            row = _insert_row(directory, layout, parameters, keys[i], line)
+            if row == _U0:
+                return i
+        else:
+            row = row_of_entry(directory, entry, keys[i], layout)
+        record = carray(float_pointer(row), words)
+        for j in range(words):
+            record[j] = records[i * words + j]
+    return len(keys)
+
+
+@njit(cache=True, nogil=True)
+def copy_records(rows, words, out):  # type: ignore[no-untyped-def]
+    """Copy the records at addresses `rows` to `out` (float32 [n * words])."""
+    for i in range(len(rows)):
+        record = carray(float_pointer(rows[i]), words)
+        for j in range(words):
+            out[i * words + j] = record[j]
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def all_finite(array):  # type: ignore[no-untyped-def]
+    """Return whether a float32 array holds neither NaN nor Inf."""
+    total = np.float32(0)
+    for i in range(len(array)):
+        total += array[i] * np.float32(0)  # 0, or NaN from the first NaN or Inf on
+    return total == np.float32(0)

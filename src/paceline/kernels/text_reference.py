@@ -1,0 +1,190 @@
+"""The text kernels' twins in plain Python: what :mod:`paceline.kernels.text` must compute, readable and slow.
+
+The tables that both share are made here too, so that nothing in them depends on a machine's libm.
+
+**The hash.** A feature's key is a 64-bit hash of bytes under a seed that says which field they stand in. It
+is part of saved models, so it never changes (tests hold golden values). All arithmetic is modulo 2^64::
+
+    h = seed ^ (length * 0x9E3779B97F4A7C15)
+    for each 8 bytes, little-endian, the last word padded with zeros:
+        h = (h ^ word) * 0xBF58476D1CE4E5B9;  h ^= h >> 32
+    h *= 0x94D049BB133111EB;  h ^= h >> 29
+    h *= 0xD6E8FEB86659FD93;  h ^= h >> 32
+
+Every step is a bijection, so two values of up to eight bytes and of one length never collide within a
+field. The multipliers are those of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) and of rrmxmx (Evensen,
+2018).
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from decimal import ROUND_CEILING, Decimal, localcontext
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+MASK = (1 << 64) - 1
+LENGTH_MULTIPLIER = 0x9E3779B97F4A7C15
+WORD_MULTIPLIER = 0xBF58476D1CE4E5B9
+FIRST_FINAL_MULTIPLIER = 0x94D049BB133111EB
+LAST_FINAL_MULTIPLIER = 0xD6E8FEB86659FD93
+
+CRITEO_INTEGERS = 13
+CRITEO_CATEGORIES = 26
+CRITEO_FEATURES = CRITEO_INTEGERS + CRITEO_CATEGORIES
+SMALL_INTEGERS = 4096
+
+MAX_FLOAT32 = 3.4028235677973362e38
+"""The largest double that rounds to a finite float32."""
+
+BAD_FIELDS = 1
+BAD_CRITEO_LABEL = 2
+BAD_INTEGER = 3
+BAD_BYTE = 4
+BAD_LABEL = 5
+BAD_INDEX = 6
+BAD_VALUE = 7
+
+REASONS = {
+    BAD_FIELDS: "it does not have 40 fields with tabs between them",
+    BAD_CRITEO_LABEL: "its label is neither 0 nor 1",
+    BAD_INTEGER: "one of its 13 integer fields is not an integer of at most 18 digits",
+    BAD_BYTE: "it holds a control byte",
+    BAD_LABEL: "its label is not a finite number",
+    BAD_INDEX: "an index is not an integer from 0 to 2^64-1 with a colon after it",
+    BAD_VALUE: "a value is not a finite float32 number",
+}
+
+_NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_CONTROL = re.compile(rb"[\x00-\x1f]")
+
+
+def hash_bytes(data: bytes, seed: int) -> int:
+    """The key of `data` under `seed`, as the module's text defines it."""
+    h = seed ^ (len(data) * LENGTH_MULTIPLIER & MASK)
+    for at in range(0, len(data), 8):
+        h = hash_word(h, int.from_bytes(data[at : at + 8], "little"))
+    return hash_end(h)
+
+
+def hash_word(h: int, word: int) -> int:
+    """One step of the hash: takes in eight bytes."""
+    h = (h ^ word) * WORD_MULTIPLIER & MASK
+    return h ^ (h >> 32)
+
+
+def hash_end(h: int) -> int:
+    """The end of the hash: every bit of the state reaches every bit of the key."""
+    h = h * FIRST_FINAL_MULTIPLIER & MASK
+    h ^= h >> 29
+    h = h * LAST_FINAL_MULTIPLIER & MASK
+    return h ^ (h >> 32)
+
+
+def name_seed(name: str) -> int:
+    """The seed of a named column, which is also the key of a numeric column: the hash of its name."""
+    return hash_bytes(name.encode("utf-8"), 0)
+
+
+def field_seed(field: int) -> int:
+    """The seed of field `field` (1 to 39) of a Criteo row."""
+    return hash_bytes(field.to_bytes(8, "little"), 0)
+
+
+@cache
+def log_thresholds() -> tuple[int, ...]:
+    """Element k is the least integer x with ln(x)² ≥ k + 1, for all such x of up to 18 digits.
+
+    So ⌊ln(x)²⌋ is the number of thresholds ≤ x, exactly: exp(√k) is never an integer, and 50 digits decide.
+    """
+    thresholds = []
+    with localcontext() as context:
+        context.prec = 50
+        for k in range(1, 2000):
+            threshold = int(Decimal(k).sqrt().exp().to_integral_value(rounding=ROUND_CEILING))
+            if threshold >= 10**18:
+                break
+            thresholds.append(threshold)
+    return tuple(thresholds)
+
+
+def integer_category(x: int) -> int:
+    """The category of an integer field: x itself up to 2, ⌊ln(x)²⌋ + 10 above."""
+    return x if x <= 2 else bisect_right(log_thresholds(), x) + 10
+
+
+@cache
+def criteo_tables() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """What the Criteo kernel looks up: the fields' seeds, small integers' categories, the thresholds."""
+    seeds = np.array([field_seed(field) for field in range(1, CRITEO_FEATURES + 1)], dtype=np.uint64)
+    small = np.array([integer_category(x) for x in range(SMALL_INTEGERS)], dtype=np.int64)
+    return seeds, small, np.array(log_thresholds(), dtype=np.int64)
+
+
+@cache
+def powers_of_ten() -> npt.NDArray[np.float64]:
+    """10^0 to 10^75, each the nearest double."""
+    return np.array([float(f"1e{exponent}") for exponent in range(76)], dtype=np.float64)
+
+
+def criteo_line(line: bytes) -> tuple[float, list[int]] | int | None:
+    """Label and keys of one line without its newline; a BAD_ code if it is malformed; None if it is blank."""
+    if not line.strip(b" \r"):
+        return None
+    fields = line.removesuffix(b"\r").split(b"\t")
+    if fields[0] not in (b"0", b"1") or len(fields) == 1:
+        return BAD_CRITEO_LABEL
+    keys = []
+    for field, value in enumerate(fields[1:], 1):
+        if field > CRITEO_FEATURES:
+            return BAD_FIELDS
+        if field <= CRITEO_INTEGERS and value:
+            if len(fields) == field + 1:  # the line ends in this field
+                return BAD_FIELDS if re.fullmatch(rb"-?[0-9]{1,18}", value) else BAD_INTEGER
+            if not re.fullmatch(rb"-?[0-9]{1,18}", value):
+                return BAD_INTEGER
+            value = (integer_category(int(value)) & MASK).to_bytes(8, "little")
+        elif _CONTROL.search(value):
+            return BAD_BYTE
+        keys.append(hash_bytes(value, field_seed(field)))
+    return (float(fields[0]), keys) if len(keys) == CRITEO_FEATURES else BAD_FIELDS
+
+
+def libsvm_line(line: bytes) -> tuple[float, list[int], list[float]] | int | None:
+    """Label, keys and values of one line without its newline; a BAD_ code if malformed; None if blank."""
+    words = [word for word in re.split(rb"[ \t\r]+", line.partition(b"#")[0]) if word]
+    if not words:
+        return None
+    label = parse_float(words[0])
+    if label is None:
+        return BAD_LABEL
+    keys, values = [], []
+    for word in words[1:]:
+        if re.fullmatch(rb"qid:[0-9]+", word):
+            continue
+        index, colon, text = word.partition(b":")
+        if not colon or not re.fullmatch(rb"[0-9]+", index) or int(index) > MASK:
+            return BAD_INDEX
+        value = parse_float(text)
+        if value is None:
+            return BAD_VALUE
+        keys.append(int(index))
+        values.append(value)
+    return float(np.float32(label) > 0), keys, values
+
+
+def parse_float(text: bytes) -> float | None:
+    """The number that `text` spells (decimal, optional exponent); None unless it is a finite float32."""
+    if not _NUMBER.fullmatch(text):
+        return None
+    value = float(text)
+    return value if abs(value) <= MAX_FLOAT32 else None
+
+
+def hash_strings(strings: Sequence[bytes], seed: int) -> npt.NDArray[np.uint64]:
+    """The keys of many strings under one seed."""
+    return np.array([hash_bytes(string, seed) for string in strings], dtype=np.uint64)

@@ -1,0 +1,60 @@
+"""The rules of Paceline as pure state machines: typed events in, typed instructions out.
+
+Nothing here does I/O, reads a clock or draws a random number; the runtimes (``paceline.ps``,
+``paceline.data``) and the simulator feed the machines and carry out what they say. The machines and values
+are exported here. Events and instructions are spoken of within their module: ``clocks.Leave`` is a worker's,
+``membership.Leave`` a node's.
+
+The rules, with diagrams and what they do not promise, are in ``docs/protocol.md``.
+"""
+
+from paceline.protocol import clocks, consistency, delivery, membership, placement, shards
+from paceline.protocol.clocks import Gate, VectorClock
+from paceline.protocol.consistency import (
+    Accept,
+    BoundedDelay,
+    Consistency,
+    DelayCompensate,
+    DropStale,
+    Eventual,
+    Sequential,
+    StalePolicy,
+    parse_consistency,
+    parse_stale_policy,
+)
+from paceline.protocol.delivery import Delivery
+from paceline.protocol.membership import Address, Member, Membership, Role
+from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
+from paceline.protocol.shards import ShardAccount, Shards
+
+__all__ = [
+    "Accept",
+    "Address",
+    "BoundedDelay",
+    "Consistency",
+    "DelayCompensate",
+    "Delivery",
+    "DropStale",
+    "Eventual",
+    "Gate",
+    "Member",
+    "Membership",
+    "Move",
+    "NUM_BUCKETS",
+    "Placement",
+    "Role",
+    "Sequential",
+    "ShardAccount",
+    "Shards",
+    "StalePolicy",
+    "VectorClock",
+    "clocks",
+    "consistency",
+    "delivery",
+    "membership",
+    "parse_consistency",
+    "parse_stale_policy",
+    "place",
+    "placement",
+    "shards",
+]

@@ -1,0 +1,220 @@
+"""The vector clock of one server, and the gate that it keeps.
+
+A server holds one :class:`Gate`. The runtime feeds it what workers say (they joined, they finished an
+iteration, they want to begin one) and does as the instructions bid: answer a held request, aggregate an
+iteration. There is no central round trip per iteration: each server's gate decides alone, from the same
+ticks.
+
+Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 3.4 (flexible
+consistency) and 4.1 (vector clocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.errors import UsageError
+from paceline.protocol._vector import VectorClock as VectorClock
+from paceline.protocol.consistency import Consistency, Sequential
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker arrives. It starts at the minimum clock, or at ``clock`` if that is higher.
+
+    A member that joins again (a retry, or agreement on the highest clock among several servers) keeps its
+    place; its clock is raised to ``clock``, and it does not thereby tick the iterations that it skips.
+    """
+
+    worker: int
+    clock: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A worker left or is dead: nobody waits for it from now on, and its held requests are forgotten."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A worker has no more work: it stays a member, and nobody waits for it."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A finished worker has work again: it counts from the minimum clock or its own, whichever is larger."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A worker has now finished ``clock`` iterations. If its clock does not rise, the tick is a duplicate."""
+
+    worker: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request of a worker that wants to begin iteration ``clock``; ``ticket`` comes back in a Release."""
+
+    worker: int
+    clock: int
+    ticket: object
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tell the worker that it stands at ``clock``: that is the next iteration it begins."""
+
+    worker: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Sequential only: aggregate what ``workers`` pushed in ``iteration``, in this order; apply it once.
+
+    ``workers`` are those who ticked the iteration. Pushes of anybody else for it are dropped: their sender
+    died or finished before it was through.
+    """
+
+    iteration: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The request that was asked with this ticket may now be served."""
+
+    ticket: object
+
+
+Event: TypeAlias = Join | Leave | Finish | Resume | Tick | Ask
+Instruction: TypeAlias = Joined | Complete | Release
+
+
+class Gate:
+    """Who may begin which iteration, at one server.
+
+    ``expected_workers`` distinct workers must have joined once before the clock can move on from
+    ``first_clock`` (more than 0 for a server that starts in mid-run or from a save). A worker id is one
+    incarnation of a worker; a runtime that reuses ids (ranks) drops the buffered pushes of an unfinished
+    iteration itself at the Leave.
+
+    Raises:
+        UsageError: ``expected_workers`` or ``first_clock`` is negative.
+    """
+
+    def __init__(self, consistency: Consistency, expected_workers: int = 1, *, first_clock: int = 0) -> None:
+        if expected_workers < 0 or first_clock < 0:
+            raise UsageError(
+                f"Gate(expected_workers={expected_workers}, first_clock={first_clock}): "
+                "expected both to be at least 0."
+            )
+        self.consistency = consistency
+        self._tau = consistency.tau
+        self._aggregates = isinstance(consistency, Sequential)
+        self._vector = VectorClock(expected_workers, first_clock)
+        self._held: dict[int, list[Ask]] = {}  # clock → requests, in order of arrival
+        self._ticked: dict[int, set[int]] = {}  # iteration not complete yet → who ticked it
+        self._seen_minimum = first_clock  # up to here, iterations are complete and requests released
+
+    @property
+    def minimum(self) -> int:
+        """Every counted worker has finished this many iterations. O(1)."""
+        return self._vector.minimum
+
+    @property
+    def num_missing(self) -> int:
+        """How many expected workers never joined yet; while any is missing the clock stands still."""
+        return self._vector.num_missing
+
+    @property
+    def num_held(self) -> int:
+        """How many requests are waiting."""
+        return sum(map(len, self._held.values()))
+
+    @property
+    def clocks(self) -> Mapping[int, int]:
+        """Every member's clock; a live read-only view."""
+        return self._vector.clocks
+
+    def is_open(self, clock: int) -> bool:
+        """Whether iteration ``clock`` may begin now. O(1)."""
+        # Rule 1: a worker may begin iteration t once every live worker has finished iteration t - tau - 1.
+        return self._tau is None or self._vector.minimum >= clock - self._tau
+
+    def lagging(self, clock: int) -> tuple[int, ...]:
+        """The workers that one who asks for iteration ``clock`` waits for; see also :attr:`num_missing`."""
+        return () if self._tau is None else self._vector.lagging(clock - self._tau)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; return what to do, in order."""
+        match event:
+            case Ask(clock=clock, ticket=ticket):
+                if self.is_open(clock):
+                    return [Release(ticket)]
+                self._held.setdefault(clock, []).append(event)
+                return []
+            case Tick(worker, clock):
+                before = self._vector.clocks.get(worker, clock)
+                if self._vector.tick(worker, clock) and self._aggregates:
+                    # What is complete is closed: a finished worker that ticks late adds nothing to it.
+                    for iteration in range(max(before, self._seen_minimum), clock):
+                        self._ticked.setdefault(iteration, set()).add(worker)
+                return self._advance()
+            case Join(worker, clock):
+                return [Joined(worker, self._vector.join(worker, clock)), *self._advance()]
+            case Leave(worker):
+                # Rule 2: who leaves stops counting at once, and its own requests are forgotten.
+                self._vector.leave(worker)
+                self._forget_requests(worker)
+                return self._advance()
+            case Finish(worker):
+                # Rule 3: who has no more work stops counting, but stays a member and may still be answered.
+                self._vector.finish(worker)
+                return self._advance()
+            case Resume(worker):
+                start = self._vector.resume(worker)
+                return [] if start is None else [Joined(worker, start), *self._advance()]
+
+    def _advance(self) -> list[Instruction]:
+        minimum = self._vector.minimum
+        if minimum == self._seen_minimum:
+            return []
+        instructions: list[Instruction] = []
+        if self._aggregates:
+            # Rule 4: iterations complete in order, each once, and before anything that they make possible.
+            for iteration in range(self._seen_minimum, minimum):
+                workers = tuple(sorted(self._ticked.pop(iteration, ())))
+                instructions.append(Complete(iteration, workers))
+        self._seen_minimum = minimum
+        # Rule 5: a held request is released by the very event that opens its gate, older iterations first.
+        for clock in sorted(c for c in self._held if self.is_open(c)):
+            instructions += [Release(ask.ticket) for ask in self._held.pop(clock)]
+        return instructions
+
+    def _forget_requests(self, worker: int) -> None:
+        for clock in list(self._held):
+            kept = [ask for ask in self._held[clock] if ask.worker != worker]
+            if kept:
+                self._held[clock] = kept
+            else:
+                del self._held[clock]
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        self._vector.validate()
+        assert self._seen_minimum == self._vector.minimum, "the minimum moved and nobody was told"
+        assert not any(self.is_open(clock) for clock in self._held), "a request is held at an open gate"
+        assert all(self._held.values())
+        assert all(iteration >= self._seen_minimum for iteration in self._ticked)
+        assert self._aggregates or not self._ticked

@@ -1,0 +1,190 @@
+"""How far workers may run apart, and what happens to gradients that come late.
+
+These are values, not machines: :mod:`paceline.protocol.clocks` enforces the consistency, the servers apply
+the policy. Each is also its own text, spelled as the command line spells it, so that
+``parse_consistency(str(c)) == c`` and ``parse_stale_policy(str(p)) == p``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequential:
+    """Every worker sees all updates of the iteration before; the run equals one process on the joined batch.
+
+    The gradients of one iteration are aggregated in rank order and applied once. Source: OSDI'14 "Scaling
+    Distributed Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990).
+
+    Raises:
+        UsageError: ``aggregate`` is neither ``"sum"`` nor ``"mean"``.
+    """
+
+    aggregate: Literal["sum", "mean"] = "sum"
+    """How the workers' gradients of one iteration become one."""
+
+    def __post_init__(self) -> None:
+        if self.aggregate not in ("sum", "mean"):
+            raise UsageError(f"Sequential(aggregate={self.aggregate!r}): expected 'sum' or 'mean'.")
+
+    @property
+    def tau(self) -> int | None:
+        """The delay allowed, in iterations: none."""
+        return 0
+
+    def __str__(self) -> str:
+        return "sequential" if self.aggregate == "sum" else f"sequential:{self.aggregate}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedDelay:
+    """A worker runs at most ``tau`` iterations ahead of what every live worker has finished.
+
+    Updates are applied on arrival. Source: OSDI'14, section 3.4; Ho et al. 2013 "More Effective Distributed
+    ML via a Stale Synchronous Parallel Parameter Server".
+
+    Raises:
+        UsageError: ``tau`` is not a non-negative integer.
+    """
+
+    tau: int
+    """The delay allowed, in iterations; 0 keeps step as :class:`Sequential` does, but applies on arrival."""
+
+    def __post_init__(self) -> None:
+        _check_count("BoundedDelay", "tau", self.tau)
+
+    def __str__(self) -> str:
+        return f"bounded:{self.tau}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eventual:
+    """Nobody waits for anybody; updates are applied on arrival. Source: OSDI'14, section 3.4."""
+
+    @property
+    def tau(self) -> int | None:
+        """The delay allowed: None, which stands for infinity."""
+        return None
+
+    def __str__(self) -> str:
+        return "eventual"
+
+
+Consistency: TypeAlias = Sequential | BoundedDelay | Eventual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """A stale gradient is applied as any other."""
+
+    def __str__(self) -> str:
+        return "accept"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropStale:
+    """A gradient whose observed staleness exceeds ``beyond`` is dropped (Ringmaster ASGD, 2025).
+
+    Raises:
+        UsageError: ``beyond`` is not a non-negative integer.
+    """
+
+    beyond: int
+    """The largest staleness still applied, in iterations."""
+
+    def __post_init__(self) -> None:
+        _check_count("DropStale", "beyond", self.beyond)
+
+    def __str__(self) -> str:
+        return f"drop:{self.beyond}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayCompensate:
+    """A stale gradient is corrected to first order for the way the weights went meanwhile.
+
+    DC-ASGD, Zheng et al. 2017 "Asynchronous Stochastic Gradient Descent with Delay Compensation"; the
+    arithmetic lives with the update rules.
+
+    Raises:
+        UsageError: ``strength`` is negative, infinite or no number.
+    """
+
+    strength: float = 0.04
+    """The paper's lambda, the weight of the correction; 0.04 is what it uses for CIFAR-10."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.strength) and self.strength >= 0):
+            raise UsageError(
+                f"DelayCompensate(strength={self.strength!r}): expected a finite number, at least 0."
+            )
+
+    def __str__(self) -> str:
+        return f"compensate:{self.strength!r}"
+
+
+StalePolicy: TypeAlias = Accept | DropStale | DelayCompensate
+
+
+def parse_consistency(text: str) -> Consistency:
+    """Read ``sequential``, ``sequential:mean``, ``bounded:4`` or ``eventual``.
+
+    Raises:
+        UsageError: ``text`` is none of them; the message says which part is wrong.
+    """
+    name, colon, argument = text.strip().partition(":")
+    if name == "sequential" and not colon:
+        return Sequential()
+    if name == "sequential" and argument == "sum":
+        return Sequential(aggregate="sum")
+    if name == "sequential" and argument == "mean":
+        return Sequential(aggregate="mean")
+    if name == "bounded" and _is_count(argument):
+        return BoundedDelay(tau=int(argument))
+    if name == "eventual" and not colon:
+        return Eventual()
+    raise UsageError(
+        f"Consistency {text!r} is not known: expected 'sequential', 'sequential:mean', 'bounded:N' with N "
+        "iterations of delay (such as bounded:4), or 'eventual'."
+    )
+
+
+def parse_stale_policy(text: str) -> StalePolicy:
+    """Read ``accept``, ``drop:8``, ``compensate`` or ``compensate:0.04``.
+
+    Raises:
+        UsageError: ``text`` is none of them; the message says which part is wrong.
+    """
+    name, colon, argument = text.strip().partition(":")
+    if name == "accept" and not colon:
+        return Accept()
+    if name == "drop" and _is_count(argument):
+        return DropStale(beyond=int(argument))
+    if name == "compensate" and not colon:
+        return DelayCompensate()
+    if name == "compensate":
+        try:
+            return DelayCompensate(strength=float(argument))
+        except (
+            ValueError
+        ):  # not a number, or one that DelayCompensate refuses: the sentence below covers both
+            pass
+    raise UsageError(
+        f"Policy for stale gradients {text!r} is not known: expected 'accept', 'drop:N' with N the largest "
+        "staleness in iterations (such as drop:8), or 'compensate:X' with X a finite number, at least 0 "
+        "(such as compensate:0.04)."
+    )
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+def _check_count(owner: str, field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UsageError(f"{owner}({field}={value!r}): expected a whole number of iterations, at least 0.")

@@ -1,0 +1,349 @@
+"""Who reads which part of the data: leases of small shards.
+
+The scheduler holds one :class:`Shards` per data set. A worker leases a shard, reads it, says that it is done;
+what a lost worker held is leased again. So each (epoch, file, shard) ends done exactly once, whoever dies,
+and a slow worker simply leases fewer.
+
+Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.5 (the task
+scheduler); leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from paceline.errors import DataError, ProtocolError, UsageError
+
+Assignment: TypeAlias = Literal["first-come", "strided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A worker wants a shard."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A worker is through with the shard of this lease. A lease that was taken back meanwhile is ignored."""
+
+    worker: int
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker is dead or gone: what it held, and under "strided" what would be its own, is for others."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Somebody found the end of a file: it has this many shards."""
+
+    file: int
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Tell the worker: read this shard."""
+
+    worker: int
+    lease: int
+    epoch: int
+    file: int
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Tell the worker: nothing is free just now. Granted or Exhausted follows without a new Lease."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """Tell the worker: every shard of every epoch is done."""
+
+    worker: int
+
+
+Event: TypeAlias = Lease | Done | Lost | Ended
+Instruction: TypeAlias = Granted | Wait | Exhausted
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAccount:
+    """What became of one shard in one epoch."""
+
+    epoch: int
+    file: int
+    shard: int
+    done: bool
+    num_leases: int
+    """How often it was leased; each beyond the first is one that a lost worker gave back."""
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """The next shard that one position has never leased yet."""
+
+    epoch: int
+    file: int
+    shard: int
+
+
+_Key: TypeAlias = tuple[int, int, int]  # epoch, file, shard: their order is the order of leasing
+
+# The states of a shard, one byte each: FREE → OPEN → DONE, and OPEN ⇄ RETURNED when a worker is lost.
+_FREE: Final = 0
+_OPEN: Final = 1
+_RETURNED: Final = 2
+_DONE: Final = 3
+
+
+class Shards:
+    """The pool of shards, the open leases and the workers that wait.
+
+    Args:
+        files: the number of shards of each file; None where it is unknown (a compressed stream). Such a
+            file's shards are leased until somebody reports the end, and the files after it come after that.
+        epochs: how often the data is read. There is no barrier between epochs.
+        assignment: "first-come": whoever asks gets the next. "strided": shard k in the order of an epoch
+            belongs to worker k mod ``num_workers``, so that without losses every run deals the same shards to
+            the same workers. (In this order a file whose number is unknown at the start takes no place: the
+            file after it counts on from the file before it. So the order is known before the data is read.)
+        num_workers: under "strided", the worker ids 0..num_workers-1 have shards of their own. Others get
+            only what lost workers leave.
+
+    Raises:
+        UsageError: a number is out of range or the assignment unknown.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[int | None],
+        epochs: int = 1,
+        assignment: Assignment = "first-come",
+        num_workers: int = 1,
+    ) -> None:
+        if assignment not in ("first-come", "strided"):
+            raise UsageError(f"Shards(assignment={assignment!r}): expected 'first-come' or 'strided'.")
+        if epochs < 0 or num_workers < 1 or any(n is not None and n < 0 for n in files):
+            raise UsageError(
+                f"Shards(files={list(files)}, epochs={epochs}, num_workers={num_workers}): expected numbers "
+                "of at least 0, and at least one worker."
+            )
+        self._sizes: list[int | None] = list(files)
+        self._epochs = epochs if files else 0
+        self._strided = assignment == "strided"
+        self._stride = num_workers if self._strided else 1
+        self._offsets = [sum(n or 0 for n in files[:i]) for i in range(len(files))]
+        self._states: dict[tuple[int, int], bytearray] = {}  # epoch, file → one state per shard
+        self._leased_again: dict[_Key, int] = {}
+        self._cursors = [
+            _Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)
+        ]
+        self._orphans: set[int] = set()  # positions whose worker was lost: their shards are for all
+        self._returned: list[_Key] = []  # a heap
+        self._open: dict[int, tuple[int, _Key]] = {}  # lease → worker, shard
+        self._waiting: dict[int, None] = {}  # workers, in the order in which they began to wait
+        self._num_done = 0
+        self._next_lease = 0
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The workers that were told to wait, the first first."""
+        return tuple(self._waiting)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; return what to do, in order.
+
+        Raises:
+            ProtocolError: a worker says Done for a lease of another; nothing has changed.
+            DataError: a file's end is reported at odds with its known number; nothing has changed.
+        """
+        match event:
+            case Lease(worker):
+                self._orphans.discard(worker)
+                answer = self._answer(worker)
+                if answer is not None:
+                    self._waiting.pop(worker, None)
+                    return [answer]
+                self._waiting.setdefault(worker)
+                return [Wait(worker)]
+            case Done(worker, lease):
+                self._close(worker, lease)
+                return self._serve()
+            case Lost(worker):
+                self._take_back(worker)
+                return self._serve()
+            case Ended(file, num_shards):
+                self._end(file, num_shards)
+                return self._serve()
+
+    def progress(self) -> tuple[int, int | None]:
+        """How many shards of all epochs are done, and of how many; None while a file's number is unknown."""
+        if None in self._sizes:
+            return self._num_done, None
+        return self._num_done, self._epochs * sum(n or 0 for n in self._sizes)
+
+    def report(self) -> tuple[ShardAccount, ...]:
+        """The account of every shard, in order; of a file whose number is unknown, those leased so far."""
+        accounts = []
+        for epoch in range(self._epochs):
+            for file, size in enumerate(self._sizes):
+                states = self._states.get((epoch, file), bytearray())
+                for shard in range(len(states) if size is None else size):
+                    state = states[shard] if shard < len(states) else _FREE
+                    again = self._leased_again.get((epoch, file, shard), 0)
+                    num_leases = 0 if state == _FREE else 1 + again
+                    accounts.append(ShardAccount(epoch, file, shard, state == _DONE, num_leases))
+        return tuple(accounts)
+
+    def _answer(self, worker: int) -> Granted | Exhausted | None:
+        key = self._next(worker)
+        if key is None:
+            return Exhausted(worker) if self._is_all_done() else None
+        lease = self._next_lease
+        self._next_lease += 1
+        self._open[lease] = worker, key
+        self._set_state(key, _OPEN)
+        return Granted(worker, lease, *key)
+
+    def _next(self, worker: int) -> _Key | None:
+        # Rule 1: what was given back goes out before anything new.
+        if self._returned:
+            key = heapq.heappop(self._returned)
+            self._leased_again[key] = self._leased_again.get(key, 0) + 1
+            return key
+        # Rule 2: then the earliest epoch that has something for this worker; within it, its own before what a
+        # lost worker left. Nobody takes a shard of a living one.
+        own = worker if self._strided else 0
+        best: tuple[int, bool, _Key, int] | None = None
+        for position in {own, *self._orphans}:
+            key_of = self._peek(position) if 0 <= position < self._stride else None
+            if key_of is not None:
+                candidate = (key_of[0], position != own, key_of, position)
+                best = candidate if best is None else min(best, candidate)
+        if best is None:
+            return None
+        self._cursors[best[3]].shard += self._stride
+        return best[2]
+
+    def _peek(self, position: int) -> _Key | None:
+        cursor = self._cursors[position]
+        while cursor.epoch < self._epochs:
+            size = self._sizes[cursor.file]
+            if size is None or cursor.shard < size:
+                return cursor.epoch, cursor.file, cursor.shard
+            cursor.file += 1
+            if cursor.file == len(self._sizes):
+                cursor.epoch, cursor.file = cursor.epoch + 1, 0
+            cursor.shard = self._first(cursor.file, position)
+        return None
+
+    def _first(self, file: int, position: int) -> int:
+        """The first shard of a file that belongs to a position."""
+        return (position - self._offsets[file]) % self._stride
+
+    def _is_all_done(self) -> bool:
+        if self._open or self._returned:
+            return False
+        return all(self._peek(position) is None for position in range(self._stride))
+
+    def _serve(self) -> list[Instruction]:
+        # Rule 3: whoever waits is answered by the event that makes an answer possible, the first first.
+        instructions: list[Instruction] = []
+        for worker in list(self._waiting):
+            answer = self._answer(worker)
+            if answer is not None:
+                del self._waiting[worker]
+                instructions.append(answer)
+        return instructions
+
+    def _close(self, worker: int, lease: int) -> None:
+        # Rule 4: only an open lease can be done. One that was taken back counts where it is leased again.
+        if lease not in self._open:
+            return
+        holder, key = self._open[lease]
+        if holder != worker:
+            raise ProtocolError(
+                f"Worker {worker} says that lease {lease} is done, but worker {holder} holds it; the report "
+                "was ignored. A worker may report only its own leases."
+            )
+        del self._open[lease]
+        self._set_state(key, _DONE)
+        self._num_done += 1
+
+    def _take_back(self, worker: int) -> None:
+        # Rule 5: what a lost worker held goes back, and under "strided" its own shards are for all until it
+        # is back.
+        self._waiting.pop(worker, None)
+        for lease in [lease for lease, (holder, _) in self._open.items() if holder == worker]:
+            _, key = self._open.pop(lease)
+            self._set_state(key, _RETURNED)
+            heapq.heappush(self._returned, key)
+        if self._strided and 0 <= worker < self._stride:
+            self._orphans.add(worker)
+
+    def _end(self, file: int, num_shards: int) -> None:
+        if not 0 <= file < len(self._sizes) or num_shards < 0:
+            raise DataError(
+                f"File {file} was reported to end after {num_shards} shards: there is no such file or end."
+            )
+        size = self._sizes[file]
+        if size is not None:
+            if size == num_shards:
+                return
+            raise DataError(
+                f"File {file} was reported to end after {num_shards} shards, but it has {size}; the report "
+                "was ignored. The file has changed while it was read, or the workers read different files."
+            )
+        # Rule 6: shards past the end do not exist. Leased ones are over, with no examples, and count nowhere.
+        self._sizes[file] = num_shards
+        self._open = {
+            lease: (worker, key) for lease, (worker, key) in self._open.items() if not self._is_past(key)
+        }
+        self._returned = [key for key in self._returned if not self._is_past(key)]
+        heapq.heapify(self._returned)
+        for (_, of), states in self._states.items():
+            if of == file:
+                self._num_done -= states.count(_DONE, num_shards)
+                del states[num_shards:]
+
+    def _is_past(self, key: _Key) -> bool:
+        size = self._sizes[key[1]]
+        return size is not None and key[2] >= size
+
+    def _set_state(self, key: _Key, state: int) -> None:
+        epoch, file, shard = key
+        states = self._states.setdefault((epoch, file), bytearray())
+        if shard >= len(states):
+            states.extend(bytes(shard + 1 - len(states)))
+        states[shard] = state
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        keys = [key for _, key in self._open.values()]
+        assert len(set(keys)) == len(keys), "two open leases of one shard"
+        for state, expected in ((_OPEN, set(keys)), (_RETURNED, set(self._returned))):
+            found = {(e, f, s) for (e, f), ss in self._states.items() for s, x in enumerate(ss) if x == state}
+            assert found == expected
+        assert self._num_done == sum(states.count(_DONE) for states in self._states.values())
+        assert not any(self._is_past(key) for key in [*keys, *self._returned])
+        if self._waiting:
+            assert not self._returned, "a worker waits while shards lie there"
+            assert not self._is_all_done(), "a worker waits for nothing"
+            assert all(self._peek(p) is None for p in self._orphans), (
+                "a worker waits while an orphan's shards lie there"
+            )
+            positions = self._waiting if self._strided else [0]
+            assert all(self._peek(p) is None for p in positions if 0 <= p < self._stride)

@@ -1,0 +1,187 @@
+"""The sparse rows that one process holds: a thin Python shell around the index and row kernels.
+
+Whom it talks to: a server's table, and a prediction that needs no server. It knows nothing of networks, workers or
+iterations. Not safe for several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels import index, sparse
+from ..kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from .pages import Pages
+from .rules import SGD, Initializer, UpdateRule, Zeros
+
+_GROWTH = 1.25
+_LEAST_ROWS = 8
+_SMALL_ROWS = 1024
+_INLINE_WORDS = 3  # rows up to this many words lie in the index itself
+# The fullest a bucket gets, by entries per line: narrow lines (3 entries) overflow sooner.
+_FILL = {5: 0.76, 4: 0.72, 3: 0.66}
+_HEADER_LINES = 1
+
+Keys = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float32]
+
+
+def _aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
+    """Return zeroed memory and its first address that is a multiple of a cache line."""
+    memory = np.zeros(num_bytes + index.LINE_BYTES, np.uint8)
+    address = memory.ctypes.data
+    return memory, address + -address % index.LINE_BYTES
+
+
+def _next_limit(bucket: int, count: int) -> int:
+    """Return the first size above `count` in a bucket's sequence of sizes: doubling while small, then by a quarter.
+
+    Every bucket has its own sequence, evenly shifted, so that the buckets of a table, whose counts rise together, do
+    not all grow in one request.
+    """
+    phase = bucket * 0.6180339887498949 % 1.0
+    if count < _SMALL_ROWS:
+        limit = _LEAST_ROWS * 2.0**phase
+        while int(limit) <= count:
+            limit *= 2.0
+        return int(limit)
+    limit = _SMALL_ROWS * _GROWTH**phase
+    while int(limit) <= count:
+        limit *= _GROWTH
+    return int(limit)
+
+
+class SparseStore:
+    """Rows of `dim` float32 values, by uint64 key, with an update rule's state beside each.
+
+    Arguments: `dim`, values per row; `rule`, what :meth:`push` does; `initializer` and `seed`, what a missing row
+    reads as. A row exists from its first push. Any of the 2^64 keys is legal.
+    """
+
+    def __init__(
+        self, *, dim: int, rule: UpdateRule | None = None, initializer: Initializer | None = None, seed: int = 0
+    ) -> None:
+        rule = SGD(lr=1.0) if rule is None else rule
+        initializer = Zeros() if initializer is None else initializer
+        self.dim = dim
+        self.rule = rule
+        self.row_words = dim * (1 + rule.num_states) + rule.has_count
+        self._inline = self.row_words <= _INLINE_WORDS
+        entry_words = max(3, 2 + self.row_words) if self._inline else 3
+        slots = index.LINE_BYTES // (4 * entry_words)
+        self._slots, self._fill = slots, _FILL[slots]
+
+        self._layout = np.zeros(index.LAYOUT_WORDS, np.int64)
+        self._layout[index.ENTRY_WORDS] = entry_words
+        self._layout[index.SLOTS] = slots
+        self._layout[index.INLINE] = self._inline
+        self._layout[index.DIM] = dim
+        self._layout[index.ROW_WORDS] = self.row_words
+        self._layout[index.RULE] = rule.code
+        self._layout[index.INITIALIZER] = initializer.code
+        self._layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
+        self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
+        self.parameters[: len(rule.hyper)] = rule.hyper
+        self.parameters[INITIAL_A], self.parameters[INITIAL_B] = initializer.arguments
+
+        # All buckets share one empty line, with its header and tail, until their first row.
+        self._directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
+        nothing, address = _aligned_zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
+        self._lines = [nothing] * index.NUM_BUCKETS
+        self._rows: list[Pages | None] = [None] * index.NUM_BUCKETS
+        self._directory[index.LINES : index.ROWS : 2] = address + _HEADER_LINES * index.LINE_BYTES
+        self._directory[index.LINES + 1 : index.ROWS : 2] = 1
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self._directory[index.COUNT : index.LIMIT].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held for index and rows."""
+        lines = {id(memory): memory.nbytes for memory in self._lines}
+        return sum(lines.values()) + sum(pages.num_bytes for pages in self._rows if pages is not None)
+
+    def pull(self, keys: Keys, out: Floats) -> None:
+        """Read the rows of `keys` (uint64 [n]) into `out` (float32, n * dim elements, contiguous)."""
+        sparse.gather(self._directory, self._layout, self.parameters, keys, out.reshape(-1))
+
+    def push(self, keys: Keys, grads: Floats) -> None:
+        """Apply the update rule with `grads` (float32, n * dim elements, contiguous) to the rows of `keys`.
+
+        A key that stands twice is updated twice; sum duplicates first where the rule is not linear.
+        """
+        flat, done = grads.reshape(-1), 0
+        while True:
+            done = sparse.push(self._directory, self._layout, self.parameters, keys, flat, done)
+            if done == len(keys):
+                return
+            self._grow(self._bucket_of(keys[done]))
+
+    def write_records(self, keys: Keys, records: Floats) -> None:
+        """Set whole rows, state included: `records` is float32 [n, row_words]."""
+        flat, done = records.reshape(-1), 0
+        while True:
+            done = sparse.write_records(self._directory, self._layout, self.parameters, keys, flat, done)
+            if done == len(keys):
+                return
+            self._grow(self._bucket_of(keys[done]))
+
+    def erase(self, keys: Keys) -> int:
+        """Erase the rows of `keys`, those that exist; return how many did."""
+        return int(index.erase(self._directory, self._layout, keys))
+
+    def bucket(self, bucket: int) -> tuple[Keys, Floats]:
+        """Return a copy of one bucket: its keys (uint64 [n]) and records (float32 [n, row_words])."""
+        keys, rows = self._bucket_rows(bucket)
+        records = np.empty((len(keys), self.row_words), np.float32)
+        sparse.copy_records(rows, self.row_words, records.reshape(-1))
+        return keys, records
+
+    def items(self) -> Iterator[tuple[Keys, Floats]]:
+        """Yield every non-empty bucket as :meth:`bucket` returns it."""
+        for bucket in range(index.NUM_BUCKETS):
+            if self._directory[index.COUNT + bucket]:
+                yield self.bucket(bucket)
+
+    def _bucket_rows(self, bucket: int) -> tuple[Keys, npt.NDArray[np.uint64]]:
+        count = int(self._directory[index.COUNT + bucket])
+        keys, rows = np.empty(count, np.uint64), np.empty(count, np.uint64)
+        if count:
+            index.bucket_keys(self._directory, self._layout, bucket, keys, rows)
+        return keys, rows
+
+    @staticmethod
+    def _bucket_of(key: np.uint64) -> int:
+        out = np.empty(1, np.uint16)
+        index.buckets_of(np.array([key], np.uint64), out)
+        return int(out[0])
+
+    def _grow(self, bucket: int) -> None:
+        """Give one bucket room for more rows."""
+        directory, count = self._directory, int(self._directory[index.COUNT + bucket])
+        limit = _next_limit(bucket, count)
+        old_lines, num_old = directory[2 * bucket], int(directory[2 * bucket + 1])
+        old_memory = self._lines[bucket]  # alive until its entries have moved
+        num_lines = int(limit / (self._slots * self._fill)) + 1
+        directory[index.LIMIT + bucket] = limit
+        while True:
+            memory, address = _aligned_zeros((_HEADER_LINES + num_lines + index.TAIL_LINES) * index.LINE_BYTES)
+            self._lines[bucket] = memory
+            directory[2 * bucket] = address + _HEADER_LINES * index.LINE_BYTES
+            directory[2 * bucket + 1] = num_lines
+            directory[index.COUNT + bucket] = 0
+            if index.rehash(old_lines, num_old, self._layout, bucket, directory):
+                break
+            num_lines += num_lines // 4 + 1
+        del old_memory
+        if not self._inline:
+            num_bytes = 4 * self.row_words * limit
+            pages = self._rows[bucket]
+            if pages is None:
+                pages = self._rows[bucket] = Pages(num_bytes)
+            else:
+                pages.resize(num_bytes)
+            directory[index.ROWS + bucket] = pages.address

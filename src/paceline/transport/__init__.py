@@ -1,0 +1,64 @@
+"""Bytes between processes: frames, the server's loop, clients' channels, authentication."""
+
+from paceline.transport.addresses import Address, Endpoint, host_identity
+from paceline.transport.authentication import Hello, make_token, read_token
+from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
+from paceline.transport.failures import error_meta, raise_error
+from paceline.transport.faulty import Fault, FaultPlan, FaultyTransport
+from paceline.transport.frames import (
+    FIRST_APPLICATION_KIND,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Buffer,
+    Header,
+    Kind,
+    Limits,
+    WritableBuffer,
+    frame_parts,
+    pack_header,
+    padded,
+    unpack_header,
+)
+from paceline.transport.memory import MemoryTransport
+from paceline.transport.sockets import SocketTransport
+from paceline.transport.tls import TLS
+
+__all__ = [
+    "FIRST_APPLICATION_KIND",
+    "HEADER",
+    "HEADER_BYTES",
+    "MAGIC",
+    "PROTOCOL_VERSION",
+    "TLS",
+    "Address",
+    "Buffer",
+    "Channel",
+    "Endpoint",
+    "Fault",
+    "FaultPlan",
+    "FaultyTransport",
+    "Frame",
+    "Handler",
+    "Header",
+    "Hello",
+    "Kind",
+    "Limits",
+    "Listener",
+    "MemoryTransport",
+    "Peer",
+    "SocketTransport",
+    "Statistics",
+    "Transport",
+    "WritableBuffer",
+    "error_meta",
+    "frame_parts",
+    "host_identity",
+    "make_token",
+    "pack_header",
+    "padded",
+    "raise_error",
+    "read_token",
+    "unpack_header",
+]

@@ -1,0 +1,169 @@
+"""Where a node listens, and which of its addresses to take from here."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from paceline.errors import AddressError
+
+_MAX_UNIX_PATH = 100
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+class Address(msgspec.Struct, frozen=True):
+    """``tcp://host:port``, ``unix:///path`` or, in tests, ``memory://name``."""
+
+    scheme: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read an address; ``host:port`` alone is TCP, IPv6 hosts stand in brackets. Raises AddressError."""
+        scheme, found, rest = text.partition("://")
+        if not found:
+            scheme, rest = "tcp", text
+        if scheme == "unix" and rest.startswith("/"):
+            return cls("unix", path=rest)
+        if scheme == "memory" and rest:
+            return cls("memory", host=rest)
+        host, _, port = rest.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        is_number = port.isascii() and port.isdigit() and int(port) <= 65535
+        if scheme != "tcp" or not host or not is_number or (":" in host and not bracketed):
+            raise AddressError(
+                f"{text!r} is no address; write tcp://host:port, host:port, [ipv6]:port or unix:///path"
+            )
+        return cls("tcp", host=host[1:-1] if bracketed else host, port=int(port))
+
+    @property
+    def netloc(self) -> str:
+        """``host:port``, IPv6 in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        if self.scheme == "unix":
+            return f"unix://{self.path}"
+        return f"tcp://{self.netloc}" if self.scheme == "tcp" else f"{self.scheme}://{self.host}"
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Every address that one node listens on; goes over the wire so that others find it."""
+
+    tcp: Address
+    """The address that works from everywhere (in tests, a ``memory://`` one)."""
+    unix: Address | None = None
+    """A Unix socket, for peers on the same host."""
+    host: str = ""
+    """:func:`host_identity` of the node."""
+
+    def best(self, here: str | None = None) -> Address:
+        """Return the Unix socket if the node runs on this host and its path can be seen, else TCP."""
+        if self.unix is None or self.host != (host_identity() if here is None else here):
+            return self.tcp
+        return self.unix if os.path.exists(self.unix.path) else self.tcp
+
+    def __str__(self) -> str:
+        return str(self.tcp)
+
+
+@functools.cache
+def host_identity() -> str:
+    """Return a string that is the same in two processes exactly if they run on one boot of one host."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = f"{uuid.getnode():x}-{int(psutil.boot_time())}"
+    return f"{socket.gethostname()}/{boot}"
+
+
+def bind_tcp(address: Address) -> socket.socket:
+    """Return a listening TCP socket; raise AddressError if the address cannot be had."""
+    where = address.netloc
+    try:
+        # A name may stand for several addresses; the first is taken, as a node announces one.
+        family, kind, number, _, place = socket.getaddrinfo(
+            address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise AddressError(f"cannot listen on {where}: the host is not known ({error})") from None
+    listening = socket.socket(family, kind, number)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(512)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise AddressError(_cannot_listen(where, error)) from None
+    return listening
+
+
+def _cannot_listen(where: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"cannot listen on {where}: the port is in use by another program; choose another with --port, "
+            "or 0 for a free one"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"cannot listen on {where}: this machine has no such address; give one of its own, or 0.0.0.0"
+    if error.errno == errno.EACCES:
+        return f"cannot listen on {where}: not permitted; choose a port above 1023 with --port, or 0"
+    return f"cannot listen on {where}: {error.strerror or error}"
+
+
+def bind_unix() -> tuple[socket.socket, Address]:
+    """Return a listening Unix socket in a fresh directory that only this user can enter, and its address."""
+    folder = tempfile.mkdtemp(prefix="paceline-")  # made with mode 0700
+    if len(folder) > _MAX_UNIX_PATH - 2:  # sun_path ends at 104 bytes on macOS and 108 on Linux
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
+    path = f"{folder}/s"
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(path)
+        listening.listen(512)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise AddressError(f"cannot listen on unix://{path}: {error.strerror or error}") from None
+    return listening, Address("unix", path=path)
+
+
+def remove_unix(address: Address) -> None:
+    """Remove the socket that :func:`bind_unix` made, and its directory."""
+    shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
+
+
+def announced_host(host: str) -> str:
+    """Return where others reach a socket bound to ``host``: a wildcard becomes this machine's own."""
+    if host not in _WILDCARDS:
+        return host
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        probe.connect(
+            ("192.0.2.1", 9)
+        )  # sends nothing: only asks the routing table which interface leads out
+        return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+    finally:
+        probe.close()
+
+
+def has_unix_sockets() -> bool:
+    """Return whether this platform has Unix sockets."""
+    return hasattr(socket, "AF_UNIX") and sys.platform != "win32"

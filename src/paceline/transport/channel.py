@@ -1,0 +1,311 @@
+"""The client's side of frames on a byte stream; what carries the bytes is a subclass's."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    ProtocolError,
+    UsageError,
+    VersionError,
+)
+from paceline.transport.addresses import Address
+from paceline.transport.authentication import (
+    Hello,
+)
+from paceline.transport.base import Channel, Frame, Statistics
+from paceline.transport.failures import raise_error
+from paceline.transport.frames import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Buffer,
+    Header,
+    Kind,
+    Limits,
+    WritableBuffer,
+    frame_bytes,
+    frame_parts,
+    join,
+    unpack_header,
+    view_of,
+)
+from paceline.transport.receiving import allocate
+
+_ERROR = int(Kind.ERROR)  # looking a member up costs as much as unpacking a header
+
+SMALL_BYTES = 1 << 12
+"""Frames up to here are copied: that is cheaper than what sendmsg and recvmsg_into cost above send and
+recv_into.
+"""
+
+
+class StreamChannel(Channel):
+    """A :class:`Channel` on a stream of bytes. Abstract: a subclass moves the bytes."""
+
+    def __init__(self, address: Address, limits: Limits) -> None:
+        self.address = address
+        self.peer = Hello(role="server")  # until it has introduced itself
+        self._limits = limits
+        self._first = bytearray(SMALL_BYTES)  # the next header, and behind it a small body
+        self._first_view = memoryview(self._first)
+        self._head_view = self._first_view[:HEADER_BYTES]
+        self._pad = memoryview(bytearray(8))
+        self._returned = memoryview(b"")  # received, but to be read again
+        self._meta_left = 0
+        self._body_left = 0
+        self._body_pad = 0
+        self._timeout_s = -1.0
+        self._timeout_ms = 0
+        self._bytes_received = self._bytes_sent = self._frames_received = self._frames_sent = 0
+
+    # what a subclass does. All raise ConnectionLostError and DeadlineError.
+
+    @abstractmethod
+    def _write(self, buffers: Sequence[Any]) -> int:
+        """Send all; return how many bytes that was."""
+
+    @abstractmethod
+    def _read_scattered(self, buffers: Sequence[Any]) -> int:
+        """Wait for something; return how many bytes of the buffers were filled, from the first on."""
+
+    @abstractmethod
+    def _read_first(self, size: int) -> int:
+        """Wait for something; return how many bytes, at most ``size``, were received at the start of
+        ``_first``.
+        """
+
+    @abstractmethod
+    def _read(self, view: memoryview) -> int:
+        """Wait for ``view`` to be filled; may return early with fewer bytes."""
+
+    @abstractmethod
+    def _set_timeout(self, timeout_s: float) -> None:
+        """Bound every later read by this."""
+
+    # sending
+
+    def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
+        """See :meth:`Channel.send`."""
+        self._bytes_sent += self._write((header, *buffers))
+        self._frames_sent += 1
+
+    def send_frame(
+        self,
+        kind: int,
+        *,
+        flags: int = 0,
+        table: int = 0,
+        request: int = 0,
+        epoch: int = 0,
+        clock: int = 0,
+        sequence: int = 0,
+        meta: Buffer = b"",
+        body: Buffer | Sequence[Buffer] = (),
+    ) -> None:
+        """See :meth:`Channel.send_frame`."""
+        parts = frame_parts(
+            kind,
+            flags=flags,
+            table=table,
+            request=request,
+            epoch=epoch,
+            clock=clock,
+            sequence=sequence,
+            meta=meta,
+            body=body,
+        )
+        self._bytes_sent += self._write(parts)
+        self._frames_sent += 1
+
+    # receiving
+
+    def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
+        """See :meth:`Channel.receive`."""
+        if self._meta_left or self._body_left or self._returned:
+            return self._receive_in_steps(into, timeout_s)
+        if timeout_s != self._timeout_s:
+            self._change_timeout(timeout_s)
+        body_bytes = into.nbytes
+        pad = -body_bytes & 7
+        size = HEADER_BYTES + body_bytes + pad
+        is_small = size <= SMALL_BYTES
+        if is_small:
+            got = self._read_first(size)
+        else:
+            buffers = (self._head_view, into, self._pad[:pad]) if pad else (self._head_view, into)
+            got = self._read_scattered(buffers)
+        header: Header = tuple.__new__(Header, HEADER.unpack_from(self._first))
+        if (
+            got < HEADER_BYTES
+            or header[10] != body_bytes
+            or header[9]
+            or header[2] == _ERROR
+            or header[0] != MAGIC
+            or header[1] != PROTOCOL_VERSION
+        ):
+            # Another frame than expected: what was read is read again, with more care.
+            read = self._first if is_small else join((self._head_view, into, self._pad))
+            self._returned = memoryview(bytes(read[:got]))
+            return self._receive_in_steps(into, timeout_s)
+        if is_small:
+            if got < size:
+                self._fill(self._first_view[got:size], within_frame=True)
+            if body_bytes:
+                given: Any = into
+                memoryview(given).cast("B")[:] = self._first_view[HEADER_BYTES : HEADER_BYTES + body_bytes]
+        elif got < size:
+            rest = min(got - HEADER_BYTES, body_bytes)
+            self._fill(view_of(into)[rest:], within_frame=True)
+            if pad:
+                self._fill(self._pad[max(got - HEADER_BYTES - body_bytes, 0) : pad], within_frame=True)
+        self._bytes_received += size
+        self._frames_received += 1
+        self.last_header = header
+        self.last_meta = b""
+        return header
+
+    def _receive_in_steps(self, into: WritableBuffer, timeout_s: float) -> Header:
+        header = self.receive_header(timeout_s)
+        if header.body_bytes > into.nbytes:
+            self.close()
+            raise ProtocolError(
+                f"{self._who()} answered with a body of {header.body_bytes} bytes, at most {into.nbytes} "
+                "were expected; the connection is closed"
+            )
+        self.last_meta = self.receive_meta()
+        if header.body_bytes:
+            self.receive_into(view_of(into)[: header.body_bytes])
+        return header
+
+    def receive_header(self, timeout_s: float) -> Header:
+        """See :meth:`Channel.receive_header`."""
+        if timeout_s != self._timeout_s:
+            self._change_timeout(timeout_s)
+        if self._meta_left:
+            self.receive_meta()
+        if self._body_left:
+            self.receive_into(allocate(self._body_left))
+        self._fill(self._head_view, within_frame=False)
+        header = self._checked_header()
+        self._bytes_received += frame_bytes(header)
+        self._frames_received += 1
+        self.last_header = header
+        self.last_meta = b""
+        self._meta_left = header.meta_bytes
+        self._body_left = header.body_bytes
+        self._body_pad = -header.body_bytes & 7
+        if header.kind == Kind.ERROR or header.kind == Kind.REFUSED:
+            if header.kind == Kind.REFUSED:
+                meta = self.receive_meta()
+                self.close()
+                raise_error(meta)
+            raise_error(self.receive_meta())
+        return header
+
+    def _checked_header(self) -> Header:
+        try:
+            header = unpack_header(self._head_view)
+        except VersionError as error:
+            raise VersionError(f"{self._who()} cannot be talked to: {error}") from None
+        except ProtocolError as error:
+            self.close()
+            raise ProtocolError(f"{self._who()} is no Paceline server: {error}") from None
+        if (
+            header.meta_bytes > self._limits.max_meta_bytes
+            or frame_bytes(header) > self._limits.max_frame_bytes
+        ):
+            self.close()
+            raise ProtocolError(
+                f"{self._who()} sent a frame that claims {frame_bytes(header)} bytes, at most "
+                f"{self._limits.max_frame_bytes} are allowed; the connection is closed"
+            )
+        return header
+
+    def receive_meta(self) -> bytes:
+        """See :meth:`Channel.receive_meta`."""
+        size, self._meta_left = self._meta_left, 0
+        if not size:
+            return b""
+        meta = bytearray((size + 7) & -8)
+        self._fill(memoryview(meta), within_frame=True)
+        return bytes(meta[:size])
+
+    def receive_into(self, buffer: WritableBuffer) -> None:
+        """See :meth:`Channel.receive_into`."""
+        if self._meta_left:
+            self.receive_meta()
+        size = buffer.nbytes
+        if size > self._body_left:
+            raise UsageError(f"{size} bytes of the body were asked for, it has {self._body_left} left")
+        if not size:
+            return
+        self._fill(view_of(buffer), within_frame=True)
+        self._body_left -= size
+        if not self._body_left and self._body_pad:
+            self._fill(self._pad[: self._body_pad], within_frame=True)
+
+    def receive_frame(self, timeout_s: float) -> Frame:
+        """See :meth:`Channel.receive_frame`."""
+        header = self.receive_header(timeout_s)
+        meta = self.receive_meta()
+        body = allocate(header.body_bytes)
+        self.receive_into(body)
+        return Frame(header, meta, body)
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Channel.statistics`."""
+        return Statistics(self._bytes_received, self._bytes_sent, self._frames_received, self._frames_sent)
+
+    # for subclasses and this class
+
+    def _fill(self, view: memoryview, *, within_frame: bool) -> None:
+        returned = self._returned
+        if returned:
+            got = min(len(returned), len(view))
+            view[:got] = returned[:got]
+            self._returned = returned[got:]
+            view = view[got:]
+            within_frame = True
+        deadline = 0.0
+        while view:
+            try:
+                got = self._read(view)
+            except DeadlineError:
+                if within_frame:
+                    self.close()
+                raise
+            if got == len(view):
+                return
+            view = view[got:]
+            within_frame = True
+            # A peer that trickles is bounded too; the clock is read only when a part came short.
+            now = time.monotonic()
+            deadline = deadline or now + self._timeout_s
+            if now > deadline:
+                self.close()
+                raise self._late()
+
+    def _change_timeout(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._set_timeout(max(timeout_s, 1e-6))  # to a socket, 0 would mean for ever or never
+
+    def _who(self) -> str:
+        peer = self.peer
+        return (
+            f"{peer.role} {peer.rank} at {self.address}" if peer.paceline else f"the server at {self.address}"
+        )
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(f"no answer from {self._who()} within {self._timeout_s:g} s")
+
+    def _lost(self, error: Exception | None = None) -> ConnectionLostError:
+        self.close()  # now, not when the caller does: a TLS server waits for it
+        cause = f" ({error})" if error is not None else ""
+        return ConnectionLostError(f"the connection to {self._who()} was closed{cause}")

@@ -1,0 +1,190 @@
+"""Channels on plain sockets, TCP and Unix.
+
+The socket stays in blocking mode. The wait for a frame to begin is a poll(), and only then a receive: for
+64 bytes over a Unix socket that is a round trip of 14.0 µs, against 16.0 with a blocking receive
+(SO_RCVTIMEO) and 14.5 with ``settimeout``, which polls before every send too. Within a frame, and for sends,
+the kernel keeps the deadline (SO_RCVTIMEO, SO_SNDTIMEO).
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import AddressError, DeadlineError, UsageError
+from paceline.transport.addresses import Address
+from paceline.transport.channel import SMALL_BYTES, StreamChannel
+from paceline.transport.connection import enlarge_socket_buffers
+from paceline.transport.frames import Limits, size_of, view_of
+
+_IOV_MAX = 512  # POSIX promises 16, Linux and macOS have 1024
+
+
+def open_socket(address: Address, timeout_s: float) -> socket.socket:
+    """Return a connected socket in blocking mode; raise AddressError or DeadlineError."""
+    try:
+        if address.scheme == "unix":
+            connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connected.settimeout(timeout_s)
+                connected.connect(address.path)
+            except BaseException:
+                connected.close()
+                raise
+        else:
+            connected = socket.create_connection((address.host, address.port), timeout_s)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except socket.gaierror as error:
+        raise AddressError(f"cannot reach {address}: the host is not known ({error.strerror})") from None
+    except TimeoutError:
+        raise DeadlineError(f"cannot reach {address}: no answer within {timeout_s:g} s") from None
+    except (ConnectionRefusedError, FileNotFoundError):
+        raise AddressError(
+            f"cannot reach {address}: nobody listens there; check the address, and that the server was "
+            "started"
+        ) from None
+    except OSError as error:
+        raise AddressError(f"cannot reach {address}: {error.strerror or error}") from None
+    enlarge_socket_buffers(connected)
+    connected.settimeout(None)
+    return connected
+
+
+class PlainChannel(StreamChannel):
+    """A channel on a TCP or Unix socket."""
+
+    def __init__(
+        self, connected: socket.socket, address: Address, limits: Limits, send_timeout_s: float
+    ) -> None:
+        super().__init__(address, limits)
+        self._socket = connected
+        self._send_timeout_s = send_timeout_s
+        self._kernel_timeout_s = 0.0
+        self._poller = select.poll()
+        self._poller.register(connected.fileno(), select.POLLIN)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_timeout_s))
+
+    def _write(self, buffers: Sequence[Any]) -> int:
+        size = 0
+        for buffer in buffers:
+            size += len(buffer) if type(buffer) is bytes else size_of(buffer)
+        if size > self._limits.max_frame_bytes:
+            raise too_long(size, self._limits)
+        try:
+            if size <= SMALL_BYTES:
+                sent = self._socket.send(b"".join(buffers))
+            else:
+                sent = self._socket.sendmsg(buffers[:_IOV_MAX])
+            if sent != size:
+                self._write_rest(buffers, sent)
+        except BlockingIOError:
+            self.close()
+            raise DeadlineError(
+                f"{self._who()} took nothing of what was sent for {self._send_timeout_s:g} s; the "
+                "connection is closed"
+            ) from None
+        except OSError as error:
+            raise self._lost(error) from None
+        return size
+
+    def _write_rest(self, buffers: Sequence[Any], sent: int) -> None:
+        for buffer in buffers:
+            view = view_of(buffer)
+            skipped = min(sent, len(view))
+            sent -= skipped
+            view = view[skipped:]
+            while view:
+                view = view[self._socket.send(view) :]
+
+    def _read_first(self, size: int) -> int:
+        try:
+            if not self._poller.poll(self._timeout_ms):
+                raise self._late()
+            got = self._socket.recv_into(self._first, size)
+        except OSError as error:
+            raise self._lost(error) from None
+        if not got:
+            raise self._lost()
+        return got
+
+    def _read_scattered(self, buffers: Sequence[Any]) -> int:
+        try:
+            if not self._poller.poll(self._timeout_ms):
+                raise self._late()
+            got = self._socket.recvmsg_into(buffers)[0]
+        except OSError as error:
+            raise self._lost(error) from None
+        if not got:
+            raise self._lost()
+        return got
+
+    def _read(self, view: memoryview) -> int:
+        if self._kernel_timeout_s != self._timeout_s:
+            self._set_kernel_timeout()
+        try:
+            got = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise self._late() from None
+        except OSError as error:
+            raise self._lost(error) from None
+        if not got:
+            raise self._lost()
+        return got
+
+    def _set_kernel_timeout(self) -> None:
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self._timeout_s))
+        except OSError as error:
+            raise self._lost(error) from None
+        self._kernel_timeout_s = self._timeout_s
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        self._timeout_ms = math.ceil(timeout_s * 1000)
+
+    def poll(self, timeout_s: float) -> bool:
+        """See :meth:`Channel.poll`."""
+        return bool(self._returned) or wait_readable(self._socket, timeout_s)
+
+    def fileno(self) -> int:
+        """See :meth:`Channel.fileno`."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """See :meth:`Channel.close`."""
+        shut(self._socket)
+
+
+def too_long(size: int, limits: Limits) -> UsageError:
+    """Return the error for a frame that the other end would refuse."""
+    return UsageError(
+        f"a frame of {size} bytes was to be sent, at most {limits.max_frame_bytes} are allowed; split it"
+    )
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 0 if whole else 1))
+
+
+def wait_readable(connected: socket.socket, timeout_s: float) -> bool:
+    """Wait until a receive would not block; return whether it would not."""
+    number = connected.fileno()
+    if number < 0:
+        return True
+    poller = select.poll()
+    poller.register(number, select.POLLIN)
+    return bool(poller.poll(max(timeout_s, 0.0) * 1000))
+
+
+def shut(connected: socket.socket) -> None:
+    """Close a socket and wake the thread that waits on it."""
+    try:
+        # The base class's: SSLSocket.shutdown would drop its TLS object under a thread that still reads.
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+    except OSError:
+        pass
+    connected.close()

@@ -1,0 +1,207 @@
+"""A transport that fails on purpose, at a place given as (rank, step, kind), and says that it did.
+
+Wraps any other transport. The faults happen where the client sends; what the server sends is left alone, but
+``cut`` after a frame is, to the client, a lost answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import ConnectionLostError, UsageError
+from paceline.transport.addresses import Address, Endpoint
+from paceline.transport.authentication import Hello
+from paceline.transport.base import Channel, Frame, Handler, Listener, Statistics, Transport
+from paceline.transport.frames import Buffer, Header, WritableBuffer, frame_parts, unpack_header
+
+Action = Literal["drop", "delay", "duplicate", "cut"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One failure, which happens once."""
+
+    action: Action
+    """drop: the frame does not go out. delay: it does, after ``delay_s``. duplicate: it goes out twice. cut:
+    the connection is closed.
+    """
+    rank: int
+    """The rank of the client that sends."""
+    step: int
+    """The how-many-th frame, from 0, that this rank sends, of this kind if one is given; reconnecting goes on
+    counting.
+    """
+    kind: int | None = None
+    """The kind of frame; ``None`` counts all."""
+    role: str = "worker"
+    """The role of the client."""
+    delay_s: float = 0.0
+    """For delay."""
+    when: Literal["before", "after"] = "before"
+    """For cut: before the frame goes out, or after it (the server gets it, the answer is lost)."""
+
+
+class FaultPlan:
+    """The faults to come, and those that came. Thread-safe; one plan may serve many channels."""
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self._lock = threading.Lock()
+        self._waiting = list(faults)
+        self._num_sent: Counter[tuple[str, int, int | None]] = Counter()
+        self.fired: list[Fault] = []
+        """The faults that have happened, in their order."""
+
+    def add(self, fault: Fault) -> None:
+        """Plan one more."""
+        with self._lock:
+            self._waiting.append(fault)
+
+    def next_fault(self, hello: Hello, kind: int) -> Fault | None:
+        """Count a frame that is about to be sent, and return the fault that is to happen to it, if any."""
+        with self._lock:
+            steps: dict[int | None, int] = {}
+            for counted in (None, kind):
+                key = (hello.role, hello.rank, counted)
+                steps[counted] = self._num_sent[key]
+                self._num_sent[key] += 1
+            for index, fault in enumerate(self._waiting):
+                if (fault.role, fault.rank) == (hello.role, hello.rank) and steps.get(
+                    fault.kind
+                ) == fault.step:
+                    self.fired.append(self._waiting.pop(index))
+                    return fault
+            return None
+
+    def check_all_fired(self) -> None:
+        """Raise UsageError if a planned fault has not happened: the test has not tested what it says."""
+        with self._lock:
+            if self._waiting:
+                raise UsageError(f"these faults never happened: {self._waiting}; those did: {self.fired}")
+
+
+class FaultyTransport(Transport):
+    """Any transport, with the faults of a plan."""
+
+    def __init__(self, inner: Transport, plan: FaultPlan) -> None:
+        self._inner = inner
+        self.plan = plan
+
+    def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
+        """See :meth:`Transport.connect`; the handshake is left alone."""
+        return FaultyChannel(self._inner.connect(target, hello, timeout_s=timeout_s), self.plan, hello)
+
+    async def serve(
+        self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
+    ) -> Listener:
+        """See :meth:`Transport.serve`."""
+        return await self._inner.serve(handler, hello, address=address, unix=unix)
+
+
+class FaultyChannel(Channel):
+    """Any channel, with the faults of a plan. Each ``send`` must be one frame, its header first."""
+
+    def __init__(self, inner: Channel, plan: FaultPlan, hello: Hello) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._hello = hello
+        self.address = inner.address
+        self.peer = inner.peer
+
+    def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
+        """See :meth:`Channel.send`."""
+        fault = self._plan.next_fault(self._hello, unpack_header(header).kind)
+        if fault is None:
+            self._inner.send(header, *buffers)
+            return
+        if fault.action == "delay":
+            time.sleep(fault.delay_s)
+        goes_out = fault.action in ("delay", "duplicate") or (fault.action == "cut" and fault.when == "after")
+        for _ in range(goes_out + (fault.action == "duplicate")):
+            self._inner.send(header, *buffers)
+        if fault.action == "cut":
+            self._inner.close()
+            if fault.when == "before":
+                raise ConnectionLostError(f"the connection to {self.address} was cut by {fault}")
+
+    def send_frame(
+        self,
+        kind: int,
+        *,
+        flags: int = 0,
+        table: int = 0,
+        request: int = 0,
+        epoch: int = 0,
+        clock: int = 0,
+        sequence: int = 0,
+        meta: Buffer = b"",
+        body: Buffer | Sequence[Buffer] = (),
+    ) -> None:
+        """See :meth:`Channel.send_frame`."""
+        parts = frame_parts(
+            kind,
+            flags=flags,
+            table=table,
+            request=request,
+            epoch=epoch,
+            clock=clock,
+            sequence=sequence,
+            meta=meta,
+            body=body,
+        )
+        header = parts[0]
+        assert isinstance(header, bytes)
+        self.send(header, *parts[1:])
+
+    def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
+        """See :meth:`Channel.receive`."""
+        try:
+            return self._inner.receive(into, timeout_s)
+        finally:
+            self._copy_last()
+
+    def receive_header(self, timeout_s: float) -> Header:
+        """See :meth:`Channel.receive_header`."""
+        try:
+            return self._inner.receive_header(timeout_s)
+        finally:
+            self._copy_last()
+
+    def receive_meta(self) -> bytes:
+        """See :meth:`Channel.receive_meta`."""
+        return self._inner.receive_meta()
+
+    def receive_into(self, buffer: WritableBuffer) -> None:
+        """See :meth:`Channel.receive_into`."""
+        self._inner.receive_into(buffer)
+
+    def receive_frame(self, timeout_s: float) -> Frame:
+        """See :meth:`Channel.receive_frame`."""
+        try:
+            return self._inner.receive_frame(timeout_s)
+        finally:
+            self._copy_last()
+
+    def poll(self, timeout_s: float) -> bool:
+        """See :meth:`Channel.poll`."""
+        return self._inner.poll(timeout_s)
+
+    def fileno(self) -> int:
+        """See :meth:`Channel.fileno`."""
+        return self._inner.fileno()
+
+    def close(self) -> None:
+        """See :meth:`Channel.close`."""
+        self._inner.close()
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Channel.statistics`."""
+        return self._inner.statistics()
+
+    def _copy_last(self) -> None:
+        self.last_header = self._inner.last_header
+        self.last_meta = self._inner.last_meta

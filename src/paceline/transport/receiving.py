@@ -1,0 +1,211 @@
+"""The server's receiving side: bytes are received where they will be read, and frames are handed out as
+views.
+
+One buffer per connection takes small frames, many per system call when they are pipelined. A frame that does
+not fit is received in place into a large buffer from a pool that all connections of a listener share, so that
+only its first part is copied and idle connections hold little memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.errors import ProtocolError
+from paceline.transport.frames import (
+    FIRST_APPLICATION_KIND,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Header,
+    Limits,
+    not_a_header,
+    view_of,
+)
+
+BUFFER_BYTES = 1 << 18
+_KEPT_BYTES = 1 << 26
+_NUM_KEPT = 2
+_EMPTY = memoryview(b"")
+
+Deliver = Callable[[Header, memoryview, memoryview], None]
+
+
+def allocate(size: int) -> memoryview:
+    """Return fresh memory, 8-aligned; the system provides its pages when they are first written."""
+    return view_of(np.empty(size, np.uint8))
+
+
+class BufferPool:
+    """Large buffers, reused: fresh pages cost as much as the copy that fills them."""
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []
+
+    def take(self, size: int) -> memoryview:
+        """Return a buffer of at least ``size`` bytes."""
+        for index, buffer in enumerate(self._free):
+            if len(buffer) >= size:
+                return self._free.pop(index)
+        return allocate(1 << (size - 1).bit_length())
+
+    def give(self, buffer: memoryview) -> None:
+        """Take a buffer back; it is kept unless it is over 64 MiB or there are enough."""
+        if len(buffer) <= _KEPT_BYTES:
+            self._free.append(buffer)
+            self._free.sort(key=len)
+            del self._free[:-_NUM_KEPT]
+
+
+class FrameReceiver(asyncio.BufferedProtocol):
+    """Cuts what is received into frames and hands each to ``deliver``. Abstract: a subclass says what failure
+    means.
+    """
+
+    def __init__(self, limits: Limits, pool: BufferPool) -> None:
+        self.deliver: Deliver = self._ignore
+        self.bytes_received = 0
+        self.frames_received = 0
+        self._max_meta_bytes = limits.max_meta_bytes
+        self._max_frame_bytes = limits.max_handshake_bytes
+        self._first_kind = 0
+        self._pool = pool
+        self._buffer = allocate(BUFFER_BYTES)
+        self._start = 0  # the first byte of the first frame that is not yet delivered
+        self._end = 0  # behind the last byte received
+        self._large: memoryview | None = None
+        self._large_header: Header | None = None
+        self._stopped = False
+
+    @abstractmethod
+    def frame_failed(self, header: Header, error: Exception) -> None:
+        """Report that ``deliver`` raised."""
+
+    @abstractmethod
+    def stream_failed(self, error: Exception) -> None:
+        """Close the connection: what comes after cannot be understood."""
+
+    def allow_application(self, limits: Limits, deliver: Deliver) -> None:
+        """Go over from handshake frames to the application's."""
+        self._max_frame_bytes = limits.max_frame_bytes
+        self._first_kind = FIRST_APPLICATION_KIND
+        self.deliver = deliver
+
+    @property
+    def is_within_frame(self) -> bool:
+        """Whether a part of a frame has been received and its rest has not."""
+        return self._end > self._start
+
+    def stop_receiving(self) -> None:
+        """Ignore all that has been or will be received, and free the memory it lies in."""
+        self._stopped = True
+        self.deliver = self._ignore
+        if self._large is not None:
+            self._pool.give(self._large)
+            self._large = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Say where to receive (called by asyncio before each receive)."""
+        if self._large is not None:
+            return self._large[self._end : self._large_bytes]
+        if self._stopped:
+            return self._buffer
+        return self._buffer[self._end :] if self._end else self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Deliver what has become complete (called by asyncio after each receive)."""
+        self.bytes_received += nbytes
+        if self._stopped:
+            return
+        self._end = end = self._end + nbytes
+        if self._large is not None:
+            if end == self._large_bytes:
+                self._deliver_large()
+            return
+        buffer = self._buffer
+        start = self._start
+        stop = 0
+        while end - start >= HEADER_BYTES:
+            header: Header = tuple.__new__(Header, HEADER.unpack_from(buffer, start))
+            if header[0] != MAGIC or header[1] != PROTOCOL_VERSION:
+                self.stream_failed(not_a_header(header, bytes(buffer[start : start + 16])))
+                return
+            meta_bytes, body_bytes = header[9], header[10]
+            body_at = start + HEADER_BYTES + ((meta_bytes + 7) & -8)
+            stop = body_at + ((body_bytes + 7) & -8)
+            if stop - start > self._max_frame_bytes or meta_bytes > self._max_meta_bytes:
+                self.stream_failed(self._too_long(header, stop - start))
+                return
+            if header[2] < self._first_kind:
+                self.stream_failed(self._not_allowed(header))
+                return
+            if stop > end:
+                break
+            self.frames_received += 1
+            meta_at = start + HEADER_BYTES
+            # Moved on before the call: what it raises or closes finds the frame done.
+            self._start = start = stop
+            try:
+                self.deliver(
+                    header,
+                    buffer[meta_at : meta_at + meta_bytes] if meta_bytes else _EMPTY,
+                    buffer[body_at : body_at + body_bytes],
+                )
+            except Exception as error:
+                self.frame_failed(header, error)
+            if self._stopped:  # by what was delivered
+                return  # type: ignore[unreachable]
+        if start == end:
+            self._start = self._end = 0
+        else:
+            self._make_room(stop - start)
+
+    def _make_room(self, frame_bytes: int) -> None:
+        """See to it that the rest of the frame, of which the first part was received, has where to go."""
+        start, end = self._start, self._end
+        have = end - start
+        if have >= HEADER_BYTES and frame_bytes > BUFFER_BYTES:
+            self._large = self._pool.take(frame_bytes)
+            self._large_bytes = frame_bytes
+            self._large_header = Header._make(HEADER.unpack_from(self._buffer, start))
+            self._large[:have] = self._buffer[start:end]
+        elif have < HEADER_BYTES or start + frame_bytes > BUFFER_BYTES:
+            self._buffer[:have] = self._buffer[start:end]
+        else:
+            return
+        self._start, self._end = 0, have
+
+    def _deliver_large(self) -> None:
+        large, header = self._large, self._large_header
+        assert large is not None
+        assert header is not None
+        self._large = None
+        self._start = self._end = 0
+        self.frames_received += 1
+        meta_end = HEADER_BYTES + header.meta_bytes
+        body_at = (meta_end + 7) & -8
+        try:
+            self.deliver(header, large[HEADER_BYTES:meta_end], large[body_at : body_at + header.body_bytes])
+        except Exception as error:
+            self.frame_failed(header, error)
+        self._pool.give(large)
+
+    def _too_long(self, header: Header, size: int) -> ProtocolError:
+        return ProtocolError(
+            f"got a frame of kind {header.kind} that claims {size} bytes ({header.meta_bytes} of them "
+            f"meta), at most {self._max_frame_bytes} ({self._max_meta_bytes}) are allowed here; the "
+            "connection is closed"
+        )
+
+    def _not_allowed(self, header: Header) -> ProtocolError:
+        return ProtocolError(
+            f"got a frame of kind {header.kind} after the handshake, kinds below {FIRST_APPLICATION_KIND} "
+            "are the transport's own; the connection is closed"
+        )
+
+    def _ignore(self, header: Header, meta: memoryview, body: memoryview) -> None:
+        pass

@@ -1,0 +1,163 @@
+"""The server's sending side: a peer on top of an asyncio transport, which never blocks and never copies large
+frames.
+
+asyncio before 3.12 copies what the socket does not take at once. So a large frame is written in chunks, the
+next when the one before has gone: at most one chunk is copied, and the views wait here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from paceline.transport.authentication import Hello
+from paceline.transport.base import Peer, Statistics
+from paceline.transport.failures import error_meta
+from paceline.transport.frames import Buffer, Header, Kind, Limits, frame_parts, join, size_of, view_of
+from paceline.transport.receiving import FrameReceiver
+
+CHUNK_BYTES = 1 << 18
+_JOINED_BYTES = 1 << 16
+
+
+class TransportPeer(Peer):
+    """A :class:`Peer` whose bytes go to an asyncio transport."""
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        receiver: FrameReceiver,
+        hello: Hello,
+        address: str,
+        limits: Limits,
+    ) -> None:
+        self.hello = hello
+        self.address = address
+        self._transport = transport
+        self._write = transport.write
+        self._receiver = receiver
+        self._max_backlog_bytes = limits.max_backlog_bytes
+        self._waiting: deque[memoryview] = deque()
+        self._waiting_bytes = 0
+        self._is_paused = False
+        self._is_closing = False
+        self._reads = True
+        self._bytes_sent = 0
+        self._frames_sent = 0
+
+    def send(self, frame: bytes | bytearray | memoryview) -> None:
+        """See :meth:`Peer.send`."""
+        size = len(frame)
+        self._frames_sent += 1
+        self._bytes_sent += size
+        if self._is_paused or size > CHUNK_BYTES:
+            self._enqueue(memoryview(frame))
+        elif not self._is_closing:
+            self._write(frame)
+
+    def send_frame(
+        self,
+        kind: int,
+        *,
+        flags: int = 0,
+        table: int = 0,
+        request: int = 0,
+        epoch: int = 0,
+        clock: int = 0,
+        sequence: int = 0,
+        meta: Buffer = b"",
+        body: Buffer | Sequence[Buffer] = (),
+    ) -> None:
+        """See :meth:`Peer.send_frame`."""
+        parts = frame_parts(
+            kind,
+            flags=flags,
+            table=table,
+            request=request,
+            epoch=epoch,
+            clock=clock,
+            sequence=sequence,
+            meta=meta,
+            body=body,
+        )
+        size = sum(map(size_of, parts))
+        if size <= _JOINED_BYTES:
+            self.send(join(parts))
+            return
+        self._frames_sent += 1
+        self._bytes_sent += size
+        for part in parts:
+            if size_of(part):
+                self._enqueue(view_of(part))
+
+    def send_error(self, request: Header, error: Exception) -> None:
+        """See :meth:`Peer.send_error`."""
+        self.send_frame(
+            Kind.ERROR,
+            table=request.table,
+            request=request.request,
+            epoch=request.epoch,
+            clock=request.clock,
+            sequence=request.sequence,
+            meta=error_meta(error),
+        )
+
+    @property
+    def write_backlog_bytes(self) -> int:
+        """See :attr:`Peer.write_backlog_bytes`."""
+        return self._waiting_bytes + self._transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        """See :meth:`Peer.close`."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._receiver.stop_receiving()
+            if not self._waiting:
+                self._transport.close()
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Peer.statistics`."""
+        receiver = self._receiver
+        return Statistics(
+            receiver.bytes_received, self._bytes_sent, receiver.frames_received, self._frames_sent
+        )
+
+    def pause(self) -> None:
+        """Hold back what is sent: the socket is full."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on sending: the socket has taken all it was given."""
+        self._is_paused = False
+        self._drain()
+
+    def abandon(self) -> None:
+        """Forget what is not yet sent: the connection is gone."""
+        self._is_closing = True
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _enqueue(self, data: memoryview) -> None:
+        if self._is_closing:
+            return
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        self._drain()
+        if self._waiting_bytes > self._max_backlog_bytes and self._reads:
+            self._reads = False
+            self._transport.pause_reading()
+
+    def _drain(self) -> None:
+        while self._waiting and not self._is_paused:
+            data = self._waiting.popleft()
+            if len(data) > CHUNK_BYTES:
+                self._waiting.appendleft(data[CHUNK_BYTES:])
+                data = data[:CHUNK_BYTES]
+            self._waiting_bytes -= len(data)
+            self._write(data)
+        if self._is_closing and not self._waiting:
+            self._transport.close()
+        elif not self._reads and 2 * self._waiting_bytes <= self._max_backlog_bytes:
+            self._reads = True
+            self._transport.resume_reading()

@@ -1,0 +1,144 @@
+"""The real transport: TCP and Unix sockets, by flag TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import ssl
+
+from paceline.errors import AddressError
+from paceline.transport.addresses import (
+    Address,
+    Endpoint,
+    announced_host,
+    bind_tcp,
+    bind_unix,
+    has_unix_sockets,
+    host_identity,
+    remove_unix,
+)
+from paceline.transport.authentication import Hello, check_token
+from paceline.transport.base import Channel, Handler, Listener, Transport
+from paceline.transport.channel import StreamChannel
+from paceline.transport.client import PlainChannel, open_socket
+from paceline.transport.connection import Connection, Service
+from paceline.transport.frames import Limits
+from paceline.transport.handshake import greet
+from paceline.transport.tls import TLS
+from paceline.transport.tls_channel import TLSChannel, wrap_tls
+
+_LINGER_S = 1.0
+
+
+class SocketTransport(Transport):
+    """Channels and listeners on TCP and Unix sockets."""
+
+    def __init__(
+        self,
+        token: str,
+        *,
+        tls: TLS | None = None,
+        limits: Limits | None = None,
+        handshake_timeout_s: float = 10.0,
+        send_timeout_s: float = 60.0,
+    ) -> None:
+        """``send_timeout_s``: how long a client waits for a server that takes nothing of what is sent."""
+        self._token = check_token(token)
+        self._tls = tls
+        self._limits = limits or Limits()
+        self._handshake_timeout_s = handshake_timeout_s
+        self._send_timeout_s = send_timeout_s
+
+    def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
+        """See :meth:`Transport.connect`. Of an endpoint, the Unix socket is taken if it is on this host."""
+        if isinstance(target, Endpoint):
+            address = target.tcp if self._tls is not None else target.best()
+            try:
+                return self._connect(address, hello, timeout_s)
+            except AddressError:
+                if address == target.tcp:
+                    raise
+            return self._connect(target.tcp, hello, timeout_s)
+        return self._connect(Address.parse(target) if isinstance(target, str) else target, hello, timeout_s)
+
+    def _connect(self, address: Address, hello: Hello, timeout_s: float) -> Channel:
+        context = self._tls.client_context() if self._tls is not None and address.scheme == "tcp" else None
+        connected = open_socket(address, timeout_s)
+        channel: StreamChannel
+        if context is not None:
+            wrapped = wrap_tls(connected, context, address, timeout_s)
+            channel = TLSChannel(wrapped, address, self._limits, self._send_timeout_s)
+        else:
+            channel = PlainChannel(connected, address, self._limits, self._send_timeout_s)
+        greet(channel, self._token, hello, timeout_s)
+        return channel
+
+    async def serve(
+        self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
+    ) -> Listener:
+        """See :meth:`Transport.serve`. With TLS there is no Unix socket."""
+        wanted = Address.parse(address or "127.0.0.1:0") if not isinstance(address, Address) else address
+        context = self._tls.server_context() if self._tls is not None else None
+        service = Service(handler, self._token, hello, self._limits, self._handshake_timeout_s)
+        listening = bind_tcp(wanted)
+        port = listening.getsockname()[1]
+        bound = [listening]
+        place: Address | None = None
+        try:
+            if unix and context is None and has_unix_sockets():
+                on_host, place = bind_unix()
+                bound.append(on_host)
+            servers = [await _start(service, each, context) for each in bound]
+        except BaseException:
+            for each in bound:
+                each.close()
+            if place is not None:
+                remove_unix(place)
+            raise
+        tcp = Address("tcp", host=announced_host(wanted.host), port=port)
+        return _SocketListener(Endpoint(tcp, place, host_identity()), servers, service)
+
+
+async def _start(
+    service: Service, listening: socket.socket, context: ssl.SSLContext | None
+) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
+    timeout_s = service.handshake_timeout_s if context is not None else None
+    return await loop.create_server(
+        functools.partial(Connection, service),
+        sock=listening,
+        backlog=512,
+        ssl=context,
+        ssl_handshake_timeout=timeout_s,
+    )
+
+
+class _SocketListener(Listener):
+    def __init__(self, endpoint: Endpoint, servers: list[asyncio.Server], service: Service) -> None:
+        self.endpoint = endpoint
+        self._servers = servers
+        self._service = service
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._service.connections)
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        connections = self._service.connections
+        for connection in list(connections):
+            connection.close()
+        deadline = asyncio.get_running_loop().time() + _LINGER_S
+        while connections and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.001)  # what was sent goes out
+        for connection in list(connections):
+            connection.transport.abort()
+        while connections:
+            await asyncio.sleep(0)
+        for server in self._servers:
+            await server.wait_closed()
+        self._servers = []
+        if self.endpoint.unix is not None:
+            remove_unix(self.endpoint.unix)

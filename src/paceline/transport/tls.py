@@ -1,0 +1,50 @@
+"""TLS by flag: who the peer is, by certificate, and a channel that nobody else reads."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from os import PathLike
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TLS:
+    """The files (PEM) that a node's TLS is made of. With TLS, nodes talk over TCP only."""
+
+    cert: str | PathLike[str] | None = None
+    """This node's certificate with its chain. A server must have one; a client shows it if it has one."""
+    key: str | PathLike[str] | None = None
+    """The private key of ``cert``; ``None`` if it is in the same file."""
+    ca: str | PathLike[str] | None = None
+    """The authorities to trust. With them a server asks clients for a certificate too (mutual TLS)."""
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context of a listening node; raise UsageError if a file is missing or no certificate."""
+        if self.cert is None:
+            raise UsageError("a server needs a certificate for TLS; give its file as TLS(cert=...)")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._load(context)
+        if self.ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return the context of a connecting node; without ``ca`` the system's authorities are trusted."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the certificate and the host's name in it
+        if self.ca is None:
+            context.load_default_certs()
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except OSError as error:  # ssl.SSLError is one
+            files = ", ".join(str(file) for file in (self.cert, self.key, self.ca) if file is not None)
+            raise UsageError(f"cannot use the TLS files {files}: {error}") from None

@@ -1,0 +1,117 @@
+"""Channels on TLS connections, where neither scattering nor the kernel's deadlines are to be had."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError
+from paceline.transport.addresses import Address
+from paceline.transport.channel import StreamChannel
+from paceline.transport.client import shut, too_long, wait_readable
+from paceline.transport.frames import Limits, join, size_of, view_of
+
+_JOINED_BYTES = 1 << 14  # a TLS record
+
+
+class TLSChannel(StreamChannel):
+    """A channel on a TLS connection, where neither scattering nor kernel deadlines are to be had."""
+
+    def __init__(
+        self, connected: ssl.SSLSocket, address: Address, limits: Limits, send_timeout_s: float
+    ) -> None:
+        super().__init__(address, limits)
+        self._socket = connected
+        self._send_timeout_s = send_timeout_s
+
+    def _write(self, buffers: Sequence[Any]) -> int:
+        size = sum(map(size_of, buffers))
+        if size > self._limits.max_frame_bytes:
+            raise too_long(size, self._limits)
+        parts = (join(buffers),) if size <= _JOINED_BYTES else buffers
+        try:
+            for part in parts:
+                if size_of(part):
+                    self._socket.sendall(view_of(part))
+        except TimeoutError:
+            self.close()
+            raise DeadlineError(
+                f"{self._who()} took nothing of what was sent for {self._timeout_s:g} s; the connection is "
+                "closed"
+            ) from None
+        except OSError as error:
+            raise self._lost(error) from None
+        return size
+
+    def _read_scattered(self, buffers: Sequence[Any]) -> int:
+        return self._read(memoryview(buffers[0]))
+
+    def _read_first(self, size: int) -> int:
+        return self._read(memoryview(self._first)[:size])
+
+    def _read(self, view: memoryview) -> int:
+        try:
+            got = self._socket.recv_into(view)
+        except TimeoutError:
+            raise self._late() from None
+        except ssl.SSLCertVerificationError as error:
+            raise _not_trusted(self.address, error) from None
+        except ssl.SSLError as error:
+            # TLS 1.3: a server that does not like our certificate says so only after the client's handshake.
+            if "ALERT" in (error.reason or "") and not self.peer.paceline:
+                raise _not_trusted(self.address, error) from None
+            raise self._lost(error) from None
+        except OSError as error:
+            raise self._lost(error) from None
+        if not got:
+            raise self._lost()
+        return got
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        try:
+            self._socket.settimeout(timeout_s)
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def poll(self, timeout_s: float) -> bool:
+        """See :meth:`Channel.poll`."""
+        return bool(self._returned) or self._socket.pending() > 0 or wait_readable(self._socket, timeout_s)
+
+    def fileno(self) -> int:
+        """See :meth:`Channel.fileno`."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """See :meth:`Channel.close`."""
+        shut(self._socket)
+
+
+def wrap_tls(
+    connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float
+) -> ssl.SSLSocket:
+    """Return the socket with TLS on it; AuthenticationError if the server's certificate is not trusted."""
+    connected.settimeout(timeout_s)
+    try:
+        return context.wrap_socket(connected, server_hostname=address.host)
+    except TimeoutError:
+        raise DeadlineError(
+            f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s"
+        ) from None
+    except ssl.SSLError as error:
+        raise _not_trusted(address, error) from None
+    except OSError as error:
+        raise ConnectionLostError(
+            f"the server at {address} closed the connection in the TLS handshake ({error})"
+        ) from None
+    finally:
+        connected.close()  # wrap_socket has detached it, or has failed
+
+
+def _not_trusted(address: Address, error: ssl.SSLError) -> AuthenticationError:
+    detail = getattr(error, "verify_message", "") or error.reason or str(error)
+    return AuthenticationError(
+        f"no TLS connection to the server at {address}: {detail}; check that both ends have a certificate "
+        "of the same authority (--tls-ca) and that the server's names this host"
+    )

@@ -1,0 +1,56 @@
+"""What every test here must leave behind: no thread, no file descriptor."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import trustme
+
+from paceline.transport import TLS, SocketTransport
+
+TOKEN = "the-token"
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    process = psutil.Process()
+    threads, files = threading.active_count(), process.num_fds()
+    yield
+    deadline = time.monotonic() + 5
+    while (threading.active_count(), process.num_fds()) > (threads, files) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert threading.active_count() <= threads
+    assert process.num_fds() <= files
+
+
+@pytest.fixture
+def transport() -> SocketTransport:
+    return SocketTransport(TOKEN)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TLS]:
+    """TLS files: ``ours`` and ``client`` of one authority, ``foreign`` of another, ``misnamed`` for another host."""
+    folder: Path = tmp_path_factory.mktemp("tls")
+    authority, foreign = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+    foreign.cert_pem.write_to_path(str(folder / "foreign-ca.pem"))
+
+    def issue(name: str, by: trustme.CA, host: str, ca: str) -> TLS:
+        path = folder / f"{name}.pem"
+        by.issue_cert(host).private_key_and_cert_chain_pem.write_to_path(str(path))
+        return TLS(cert=path, ca=folder / ca)
+
+    return {
+        "ours": issue("ours", authority, "127.0.0.1", "ca.pem"),
+        "misnamed": issue("misnamed", authority, "example.org", "ca.pem"),
+        "foreign": issue("foreign", foreign, "127.0.0.1", "foreign-ca.pem"),
+        "foreign_but_trusting": issue("trusting", foreign, "127.0.0.1", "ca.pem"),
+        "bare": TLS(ca=folder / "ca.pem"),
+    }

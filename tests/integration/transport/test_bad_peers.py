@@ -1,0 +1,343 @@
+"""Peers that misbehave. In every case the others on the same server keep working, and nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import psutil
+import pytest
+
+from paceline.errors import (
+    AddressError,
+    AuthenticationError,
+    ConnectionLostError,
+    DeadlineError,
+    PeerError,
+    ProtocolError,
+    VersionError,
+)
+from paceline.testing import EchoHandler, Served, serve_in_thread
+from paceline.testing.transports import ECHO, SILENT
+from paceline.transport import (
+    HEADER,
+    MAGIC,
+    TLS,
+    Channel,
+    Hello,
+    Kind,
+    Limits,
+    SocketTransport,
+    pack_header,
+    raise_error,
+    unpack_header,
+)
+
+TOKEN = "the-token"
+WORKER = Hello(role="worker")
+
+
+class Bystander:
+    """A server with a well-behaved client."""
+
+    def __init__(self, transport: SocketTransport, handler: EchoHandler, served: Served) -> None:
+        self.handler = handler
+        self.served = served
+        self.endpoint = served.endpoint
+        self.channel = transport.connect(served.endpoint, WORKER)
+
+    def assert_unmoved(self) -> None:
+        self.channel.send_frame(ECHO, body=b"still here")
+        assert bytes(self.channel.receive_frame(10).body) == b"still here"
+
+    def raw(self) -> socket.socket:
+        return socket.create_connection((self.endpoint.tcp.host, self.endpoint.tcp.port), timeout=10)
+
+
+@contextmanager
+def bystander(transport: SocketTransport) -> Iterator[Bystander]:
+    handler = EchoHandler()
+    with serve_in_thread(handler, transport) as served:
+        beside = Bystander(transport, handler, served)
+        try:
+            beside.assert_unmoved()
+            yield beside
+            beside.assert_unmoved()
+        finally:
+            beside.channel.close()
+
+
+def read_to_end(connected: socket.socket) -> bytes:
+    parts = []
+    try:
+        while part := connected.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def refusal(answer: bytes) -> PeerError:
+    """Return the error in what a server sent: its challenge, then REFUSED."""
+    challenge = unpack_header(answer)
+    assert challenge.kind == Kind.CHALLENGE
+    at = 40 + (challenge.meta_bytes + 7 & -8)
+    header = unpack_header(answer, at)
+    assert header.kind == Kind.REFUSED
+    with pytest.raises(PeerError) as caught:
+        raise_error(answer[at + 40 : at + 40 + header.meta_bytes])
+    return caught.value
+
+
+def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> None:
+    with bystander(transport) as beside:
+        for address in (beside.endpoint.tcp, beside.endpoint.unix):
+            assert address is not None
+            with pytest.raises(AuthenticationError, match=f"server at {address} refused the token; start"):
+                SocketTransport("wrong").connect(address, WORKER)
+        assert len(beside.handler.peers) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8\r\n\r\n", ProtocolError),
+        (np.random.default_rng(3).bytes(100_000), ProtocolError),
+        (pack_header(ECHO), ProtocolError),
+        (pack_header(Kind.HELLO), ProtocolError),
+        (pack_header(Kind.HELLO, meta_bytes=8) + b"\xc1" * 8, ProtocolError),
+        (pack_header(Kind.HELLO, meta_bytes=4096), ProtocolError),
+        (pack_header(Kind.HELLO, body_bytes=1 << 60), ProtocolError),
+        (HEADER.pack(MAGIC, 2, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0), VersionError),
+    ],
+    ids=["http", "random", "no-hello", "empty", "garbled", "long", "endless", "version"],
+)
+def test_what_is_no_handshake_is_refused(transport: SocketTransport, sent: bytes, kind: type) -> None:
+    with bystander(transport) as beside, beside.raw() as intruder:
+        intruder.sendall(sent)
+        answer = read_to_end(intruder)
+        if len(sent) < 1000:  # else the reset that follows may overtake the reason
+            assert type(refusal(answer)) is kind
+        assert beside.served.listener.num_connections == 1
+
+
+def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest.LogCaptureFixture) -> None:
+    challenge = HEADER.pack(MAGIC, 9, Kind.CHALLENGE, 0, 0, 0, 0, 0, 0, 0, 0)
+    with socket.create_server(("127.0.0.1", 0)) as future:
+        port = future.getsockname()[1]
+        client = subprocess.Popen(
+            [sys.executable, "-c", _CONNECT, f"127.0.0.1:{port}"], stdout=subprocess.PIPE
+        )
+        accepted, _ = future.accept()
+        with accepted, client:
+            accepted.sendall(challenge)
+            assert unpack_header(accepted.recv(40)).kind == Kind.HELLO  # so that this end can say so as well
+            out, _ = client.communicate(timeout=20)
+    assert b"VersionError" in out
+    assert b"version 9" in out
+    assert b"version 1" in out
+    with bystander(transport) as beside, beside.raw() as old:
+        old.sendall(HEADER.pack(MAGIC, 9, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0))
+        message = str(refusal(read_to_end(old)))
+    assert "version 9" in message
+    assert "version 1" in message
+    assert message in caplog.text
+
+
+_CONNECT = f"""
+import sys
+from paceline.transport import Hello, SocketTransport
+try:
+    SocketTransport({TOKEN!r}).connect(sys.argv[1], Hello(role="worker"))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+_DIE_IN_A_FRAME = f"""
+import sys, time
+from paceline.transport import Hello, SocketTransport, pack_header
+channel = SocketTransport({TOKEN!r}).connect(sys.argv[1], Hello(role="worker", rank=5))
+channel.send(pack_header({ECHO}, body_bytes=10_000_000), bytes(4_000_000))
+print("sent", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_peer_killed_in_mid_frame(transport: SocketTransport) -> None:
+    with bystander(transport) as beside:
+        command = [sys.executable, "-c", _DIE_IN_A_FRAME, str(beside.endpoint.tcp)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as victim:
+            assert victim.stdout is not None
+            assert victim.stdout.readline() == b"sent\n"
+            os.kill(victim.pid, signal.SIGKILL)
+            beside.handler.wait_until(lambda: len(beside.handler.reasons) == 1)
+        reason = beside.handler.reasons[0]
+        assert isinstance(reason, ConnectionLostError)
+        assert "worker 5" in str(reason)
+        assert "in the middle of a frame" in str(reason)
+
+
+def test_claimed_lengths_take_no_memory(transport: SocketTransport) -> None:
+    with bystander(transport) as beside:
+        before = psutil.Process().memory_info()
+        for size in (1 << 60, (1 << 64) - 1, (1 << 30) + 1):
+            channel = transport.connect(beside.endpoint, WORKER)
+            channel.send(pack_header(ECHO, body_bytes=size))
+            with pytest.raises(ProtocolError, match="at most 1073741824"):
+                channel.receive_header(10)
+        after = psutil.Process().memory_info()
+        assert after.vms - before.vms < 1 << 30
+        assert after.rss - before.rss < 1 << 26
+
+
+def test_limits_are_the_callers() -> None:
+    transport = SocketTransport(TOKEN, limits=Limits(max_frame_bytes=4096))
+    with bystander(transport) as beside:
+        with pytest.raises(ValueError, match="at most 4096"):
+            beside.channel.send_frame(ECHO, body=bytes(5000))
+        other = SocketTransport(TOKEN).connect(beside.endpoint, WORKER)
+        other.send_frame(ECHO, body=bytes(5000))
+        with pytest.raises((ProtocolError, ConnectionLostError)):
+            other.receive_header(10)
+
+
+def test_half_a_frame_then_silence_holds_nobody_up(transport: SocketTransport) -> None:
+    with bystander(transport) as beside:
+        silent = transport.connect(beside.endpoint, Hello(role="worker", rank=1))
+        silent.send(pack_header(ECHO, body_bytes=1000), bytes(500))
+        for _ in range(10):
+            beside.assert_unmoved()
+        silent.send(bytes(500))
+        assert silent.receive_header(10).body_bytes == 1000
+        silent.close()
+
+
+def test_a_handshake_that_is_never_finished_ends() -> None:
+    transport = SocketTransport(TOKEN, handshake_timeout_s=0.2)
+    with bystander(transport) as beside, beside.raw() as mute, beside.raw() as slow:
+        slow.sendall(pack_header(Kind.HELLO, meta_bytes=100)[:20])
+        for intruder in (mute, slow):
+            error = refusal(read_to_end(intruder))
+            assert isinstance(error, DeadlineError)
+            assert "within 0.2 s" in str(error)
+
+
+def test_a_server_that_is_none(transport: SocketTransport) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        with pytest.raises(DeadlineError, match=r"127\.0\.0\.1:\d+ within 0\.1 s"):
+            transport.connect(f"127.0.0.1:{mute.getsockname()[1]}", WORKER, timeout_s=0.1)
+    with pytest.raises(AddressError, match="nobody listens"):
+        transport.connect(f"127.0.0.1:{mute.getsockname()[1]}", WORKER)
+    with pytest.raises(AddressError, match="not known"):
+        transport.connect("no-such-host.invalid:1", WORKER)
+
+
+def test_a_reader_that_never_reads_holds_nobody_up() -> None:
+    transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 22), send_timeout_s=0.3)
+    with bystander(transport) as beside:
+        deaf = transport.connect(beside.endpoint, WORKER)
+        with pytest.raises(DeadlineError, match="took nothing"):
+            for _ in range(1000):  # in the end the server reads no more of it
+                deaf.send_frame(ECHO, body=bytes(1 << 20))
+        beside.assert_unmoved()
+
+
+def test_a_slow_reader_gets_everything() -> None:
+    transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 20))
+    with bystander(transport) as beside:
+        channel = transport.connect(beside.endpoint, WORKER)
+        body = np.arange(1 << 19)  # 4 MiB
+        for number in range(3):
+            channel.send_frame(ECHO, request=number, body=body[number:])
+        beside.assert_unmoved()
+        for number in range(3):
+            into = np.empty(len(body) - number, np.int64)
+            assert channel.receive(into, 10).request == number
+            assert np.array_equal(into, body[number:])
+        channel.close()
+
+
+def test_deadline_within_a_frame_closes_the_channel(transport: SocketTransport) -> None:
+    hello = pack_header(ECHO, body_bytes=100) + bytes(10)
+
+    class Stingy(EchoHandler):
+        def frame_received(self, peer, header, meta, body) -> None:  # type: ignore[no-untyped-def]
+            peer.send(hello)
+
+    with serve_in_thread(Stingy(), transport) as served:
+        for size in (100, 100_000):
+            channel: Channel = transport.connect(served.endpoint, WORKER)
+            channel.send_frame(SILENT)
+            with pytest.raises(DeadlineError):
+                channel.receive(np.empty(size, np.uint8), 0.1)
+            with pytest.raises(ConnectionLostError):
+                channel.receive(np.empty(size, np.uint8), 0.1)
+
+
+def test_port_in_use(transport: SocketTransport) -> None:
+    with bystander(transport) as beside:
+        where = beside.endpoint.tcp.netloc
+        message = (
+            f"cannot listen on {where}: the port is in use by another program; choose another with --port"
+        )
+        with (
+            pytest.raises(AddressError, match=message),
+            serve_in_thread(EchoHandler(), transport, address=where),
+        ):
+            pass
+    with (
+        pytest.raises(AddressError, match="no such address"),
+        serve_in_thread(EchoHandler(), transport, address="192.0.2.1:0"),
+    ):
+        pass
+
+
+def test_reset_by_the_peer(transport: SocketTransport) -> None:
+    with bystander(transport) as beside:
+        channel = transport.connect(beside.endpoint.tcp, WORKER)
+        raw = socket.socket(fileno=os.dup(channel.fileno()))
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(os.dup(raw.fileno()))
+        descriptor = channel.fileno()
+        os.dup2(raw.fileno(), descriptor)
+        channel._socket.detach()  # type: ignore[attr-defined]
+        os.close(descriptor)
+        raw.close()  # the last: resets
+        beside.handler.wait_until(lambda: len(beside.handler.reasons) == 1)
+
+
+@pytest.mark.parametrize("server", ["misnamed", "foreign", "foreign_but_trusting"])
+def test_a_servers_wrong_certificate(certificates: dict[str, TLS], server: str) -> None:
+    serving = SocketTransport(TOKEN, tls=certificates[server])
+    client = SocketTransport(TOKEN, tls=certificates["ours"])
+    with serve_in_thread(EchoHandler(), serving) as served:
+        with pytest.raises(
+            AuthenticationError, match=r"no TLS connection to the server at tcp://127.*; check"
+        ):
+            client.connect(served.endpoint, WORKER)
+
+
+@pytest.mark.parametrize("client", ["bare", "foreign_but_trusting"])
+def test_a_clients_wrong_certificate(certificates: dict[str, TLS], client: str) -> None:
+    transport = SocketTransport(TOKEN, tls=certificates["ours"])
+    with bystander(transport) as beside:
+        assert beside.endpoint.unix is None
+        with pytest.raises((AuthenticationError, ConnectionLostError)):
+            SocketTransport(TOKEN, tls=certificates[client]).connect(beside.endpoint, WORKER)
+
+
+def test_plain_text_to_a_tls_server(certificates: dict[str, TLS]) -> None:
+    transport = SocketTransport(TOKEN, tls=certificates["ours"])
+    with bystander(transport) as beside:
+        with beside.raw() as http:
+            http.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            read_to_end(http)
+        with pytest.raises(PeerError):
+            SocketTransport(TOKEN).connect(beside.endpoint.tcp, WORKER, timeout_s=0.3)

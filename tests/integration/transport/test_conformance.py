@@ -1,0 +1,31 @@
+"""The public conformance suite, on every transport there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.testing import CHECKS, FaultPlan, FaultyTransport, check_transport
+from paceline.testing.transports import MakeTransport
+from paceline.transport import TLS, MemoryTransport, SocketTransport
+
+UNIX, TCP, ENCRYPTED = "unix", "tcp", "tls"
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("medium", [UNIX, TCP, ENCRYPTED, "memory", "faulty"])
+def test_transport_conforms(medium: str, check: str, certificates: dict[str, TLS]) -> None:
+    shared = MemoryTransport()
+
+    def make_tls(token: str) -> SocketTransport:
+        return SocketTransport(token, tls=certificates["ours"])
+
+    makers: dict[str, MakeTransport] = {
+        UNIX: SocketTransport,
+        TCP: SocketTransport,
+        ENCRYPTED: make_tls,
+        "memory": shared.with_token,
+        "faulty": lambda token: FaultyTransport(SocketTransport(token), FaultPlan()),
+    }
+    if medium == "faulty" and check == "check_garbage":
+        pytest.skip("a faulty channel takes frames only")
+    check_transport(makers[medium], only=check, unix=medium != TCP)

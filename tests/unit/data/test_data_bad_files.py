@@ -1,0 +1,153 @@
+"""What is said about lines and files that cannot be read."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from paceline.data import BadLine, detect_format, open_dataset
+from paceline.errors import DataError
+
+CRITEO = b"1\t" + b"\t".join([b"5"] * 13 + [b"05db9164"] * 26) + b"\n"
+LIBSVM = b"-1 3:1 11:0.5\n+1 2:1\n"
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def read_all(path: Path, format: str | None = None, **options: bool) -> int:
+    with open_dataset(path, format, **options) as dataset:  # type: ignore[arg-type]
+        return sum(batch.num_examples for batch in dataset.read(0, 0, 100))
+
+
+def failure(path: Path, format: str | None = None, **options: bool) -> str:
+    with pytest.raises(DataError) as caught:
+        read_all(path, format, **options)
+    return str(caught.value).replace(str(path), "X")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "format"),
+    [
+        (CRITEO, "x", "criteo"),
+        (b"0" + b"\t" * 39 + b"\n", "x.tsv", "criteo"),
+        (CRITEO * 1000, "x.gz", "criteo"),
+        (LIBSVM, "x", "libsvm"),
+        (b"# weights\n" + LIBSVM, "x", "libsvm"),
+        (b"1 qid:3 7:2\r\n", "x.csv", "libsvm"),
+        (b"click,site\n1,a\n0,b\n", "x", "csv"),
+        (b'click,site\n1,"a,b"\n0,b\n' * 9000, "x.gz", "csv"),
+        (b"PAR1....", "x", "parquet"),
+    ],
+)
+def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -> None:
+    assert detect_format(write(tmp_path / name, content)) == format
+
+
+@pytest.mark.parametrize(
+    "content", [b"once upon a time\n", b"1,2,3\n4,5,6\n", b"\0\1\2" * 99, b"\n\n", b"\xff\xfe" * 99, b"a,b\n"]
+)
+def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
+    text = failure(write(tmp_path / "x", content))
+    assert text.startswith("X looks like none of criteo, libsvm, csv, parquet: ")
+    assert "--format" in text
+
+
+def test_bad_lines_are_skipped_counted_and_described(tmp_path: Path) -> None:
+    bad = b"".join(b"1 %d:x\n" % i for i in range(7))
+    for name in ("x.svm", "x.svm.gz"):
+        path = write(tmp_path / name, LIBSVM + bad + b"nan 1:1\0\n" + LIBSVM)
+        with open_dataset(path, "libsvm", shard_bytes=30) as dataset:
+            dataset.num_shards(0)
+            for _ in range(2):  # a shard that is read again counts once
+                rows = sum(b.num_examples for s in range(4) for b in dataset.read(0, s, 10))
+                assert rows == 4
+                assert dataset.bad_lines.count == 8
+                assert len(dataset.bad_lines.first) == 5
+            line = BadLine(str(path), len(LIBSVM), None, "1 0:x", "a value is not a finite float32 number")
+            assert dataset.bad_lines.first[0] == line
+
+
+def test_a_bad_line_is_shown_short_and_printable(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", LIBSVM + b"\x00\xff\x1b[31m" + b"z" * 500 + b"\n")
+    with open_dataset(path, "libsvm") as dataset:
+        assert sum(b.num_examples for b in dataset.read(0, 0, 10)) == 2
+        text = dataset.bad_lines.first[0].text
+    assert text.startswith("\\x00\N{REPLACEMENT CHARACTER}\\x1b[31mzzz")
+    assert text.endswith("z…")
+    assert len(text) == 80
+
+
+def test_strict_names_file_line_text_and_reason(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", LIBSVM * 1000 + b"1 a:1\n" + LIBSVM)
+    assert failure(path, strict=True) == (
+        "X: line 2,001 is malformed: "
+        "an index is not an integer from 0 to 2^64-1 with a colon after it: '1 a:1'"
+    )
+    assert read_all(path) == 2002
+
+
+def test_another_format_than_said(tmp_path: Path) -> None:
+    for count in (1, 20):
+        text = failure(write(tmp_path / "x", CRITEO * count), "libsvm")
+        assert text.startswith("X does not look like libsvm: its first line is '1\\t5\\t5")
+        assert text.endswith("'; it looks like criteo: say --format criteo")
+    text = failure(write(tmp_path / "y.gz", b"once upon a time\n" * 20), "criteo").replace("y.gz", "")
+    assert text == "X does not look like criteo: its first line is 'once upon a time'"
+    mostly_bad = write(tmp_path / "z", LIBSVM + b"once upon a time\n" * 20)
+    assert read_all(mostly_bad, "libsvm") == 2
+
+
+def test_missing_empty_folder_unreadable(tmp_path: Path) -> None:
+    assert failure(tmp_path / "x") == "X does not exist"
+    assert failure(write(tmp_path / "x", b"")) == "X is empty: it has no line to read"
+    assert failure(tmp_path).startswith("X is a folder, not a data file")
+    assert "is empty" in failure(write(tmp_path / "x.gz", b""), "libsvm")
+    if os.geteuid():
+        (tmp_path / "x").write_bytes(LIBSVM)
+        (tmp_path / "x").chmod(0)
+        assert failure(tmp_path / "x") == "X cannot be read: permission is denied"
+
+
+def test_gzip_files_that_are_damaged(tmp_path: Path) -> None:
+    text = os.urandom(100_000).hex().encode()
+    whole = gzip.compress(b"1 1:1 #" + text + b"\n" + LIBSVM)
+    path = tmp_path / "x.gz"
+
+    def say(content: bytes) -> str:
+        path.write_bytes(content)
+        return failure(path, "libsvm")
+
+    cut = zlib.decompressobj(wbits=31)
+    num_bytes = len(cut.decompress(whole[:60_000]))
+    expected = f"X is cut off: the gzip stream ends in the middle, after {num_bytes:,} bytes of text"
+    assert say(whole[:60_000]) == expected
+    assert say(whole[:-3]).startswith("X is cut off")
+    assert say(whole[:1]).startswith("X is cut off")
+    assert say(LIBSVM) == "X ends in .gz but is not a gzip file: unpack or rename it"
+    assert say(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: gunzipping it fails")
+    assert say(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: gunzipping it fails")
+    assert say(whole + b"more") == "X is damaged: its gzip stream is followed by something else"
+
+
+def test_a_line_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with open(path, "wb") as file:
+        file.write(LIBSVM)
+        file.truncate(20 << 20)
+    text = failure(path, "libsvm")
+    assert text.startswith("X has a line of more than 16 MiB, from byte 21 on")
+
+
+def test_a_file_that_vanishes(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", LIBSVM)
+    dataset = open_dataset(path)
+    path.unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        list(dataset.read(0, 0, 1))

@@ -1,0 +1,227 @@
+"""Parsed shards on disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch, Dataset, open_dataset, open_spec
+from paceline.data import _text as text_reader
+from paceline.errors import DataError, UsageError
+
+LINES = [
+    b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)
+]
+TEXT = b"".join(line * (1 + i % 2) for i, line in enumerate(LINES))
+BAD = b"1 x:1\n"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "x.svm"
+    path.write_bytes(TEXT + BAD)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def read(dataset: Dataset, batch_size: int = 100) -> Batch:
+    shards = dataset.num_shards(0)
+    assert shards is not None
+    return Batch.concatenate([b for s in range(shards) for b in dataset.read(0, s, batch_size)])
+
+
+def assert_same(a: Batch, b: Batch) -> None:
+    assert np.array_equal(a.labels, b.labels)
+    assert np.array_equal(a.indptr, b.indptr)
+    assert np.array_equal(a.keys, b.keys)
+    assert (a.values is None) == (b.values is None)
+    assert a.values is None or b.values is None or np.array_equal(a.values, b.values)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per block that is parsed from text."""
+    calls: list[int] = []
+    original = text_reader.TextReader._parse_block
+
+    def counted(self: text_reader.TextReader, block: text_reader.Block, report: Any) -> Any:
+        calls.append(block.base)
+        return original(self, block, report)
+
+    monkeypatch.setattr(text_reader.TextReader, "_parse_block", counted)
+    return calls
+
+
+def test_the_second_pass_reads_what_the_first_wrote(source: Path, folder: Path, parsed: list[int]) -> None:
+    plain = read(open_dataset(source, shard_bytes=10_000))
+    first = open_dataset(source, shard_bytes=10_000, cache_dir=folder)
+    assert_same(read(first), plain)
+    count = len(parsed)
+    for batch_size in (1, 77, 10_000):
+        again = open_dataset(source, shard_bytes=10_000, cache_dir=folder)
+        assert_same(read(again, batch_size), plain)
+        assert again.bad_lines == first.bad_lines
+        assert again.bad_lines.count == 1
+        assert again.cache_error is None
+    assert len(parsed) == count
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_cached_arrays_can_be_written_without_changing_the_cache(source: Path, folder: Path) -> None:
+    for _ in range(3):
+        dataset = open_dataset(source, cache_dir=folder)
+        batch = next(dataset.read(0, 0, 10))
+        list(dataset.read(0, 0, 10))
+        assert batch.labels.tolist() == [0, 1, 1, 0, 1, 1, 0, 1, 1, 0]
+        for array in (batch.labels, batch.keys, batch.indptr):
+            assert array.flags.aligned
+            array[:] = 0
+        dataset.close()
+
+
+def test_values_stay_none_and_empty_shards_stay_empty(
+    tmp_path: Path, folder: Path, parsed: list[int]
+) -> None:
+    path = tmp_path / "y.svm"
+    path.write_bytes(b"1\n0\n" + b"1 " + b" ".join(b"%d:1" % i for i in range(500)) + b"\n0 1:1\n")
+    for _ in range(2):
+        dataset = open_dataset(path, "libsvm", shard_bytes=500, cache_dir=folder)
+        batch = read(dataset)
+        assert batch.values is None
+        assert batch.indptr.tolist() == [0, 0, 0, 500, 501]
+        count = len(parsed)
+    assert len(list(folder.iterdir())) == dataset.num_shards(0)
+    assert count == len(parsed)
+
+
+def damage_nothing(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_footer(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-60] ^= 1
+    path.write_bytes(content)
+
+
+def cut_inside(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:64] + content[128:])
+
+
+def flip_indptr(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(np.array([0, 3, 5, 7], np.int64).tobytes())
+    content[at + 8 : at + 16] = b"\xff" * 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [damage_nothing, cut, empty, flip_footer, cut_inside, flip_indptr])
+def test_a_broken_cache_is_ignored_and_written_anew(
+    source: Path, folder: Path, parsed: list[int], damage: Any
+) -> None:
+    plain = read(open_dataset(source, cache_dir=folder))
+    (entry,) = folder.iterdir()
+    good = entry.read_bytes()
+    damage(entry)
+    before = len(parsed)
+    dataset = open_dataset(source, cache_dir=folder)
+    assert_same(read(dataset), plain)
+    assert (len(parsed) > before) == (damage is not damage_nothing)
+    assert entry.read_bytes() == good
+    assert dataset.cache_error is None
+
+
+def test_a_source_that_changed_is_parsed_anew(source: Path, folder: Path, parsed: list[int]) -> None:
+    read(open_dataset(source, cache_dir=folder))
+    status = source.stat()
+    source.write_bytes(TEXT.replace(b"2999:", b"7777:") + BAD)
+    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    assert 7777 in read(open_dataset(source, cache_dir=folder)).keys
+    count = len(parsed)
+    read(open_dataset(source, cache_dir=folder, shard_bytes=9999))
+    assert len(parsed) > count
+
+
+def test_strict_does_not_trust_a_cache_with_bad_lines(source: Path, folder: Path) -> None:
+    read(open_dataset(source, cache_dir=folder))
+    with pytest.raises(DataError, match="is malformed"):
+        read(open_dataset(source, cache_dir=folder, strict=True))
+
+
+def test_a_shard_that_was_not_read_to_its_end_leaves_nothing(source: Path, folder: Path) -> None:
+    dataset = open_dataset(source, cache_dir=folder)
+    batches = dataset.read(0, 0, 10)
+    next(batches)
+    assert len(list(folder.glob("*.tmp"))) == 1
+    del batches
+    assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_ends_caching_not_reading(source: Path, folder: Path) -> None:
+    plain = read(open_dataset(source))
+    dataset = open_dataset(source, cache_dir=folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        batch = read(dataset)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_same(batch, plain)
+    assert dataset.cache_error is not None
+    assert dataset.cache_error.startswith(f"parsed shards are not kept in {folder}: File too large")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_ends_caching(source: Path) -> None:
+    dataset = open_dataset(source, cache_dir=source / "cache")
+    assert read(dataset).num_examples == 4500
+    assert dataset.cache_error is not None
+
+
+def test_gzip_shards_are_cached_with_their_number(tmp_path: Path, folder: Path) -> None:
+    import gzip
+
+    path = tmp_path / "x.svm.gz"
+    path.write_bytes(gzip.compress(TEXT))
+    keys = []
+    for _ in range(2):
+        dataset, shard, found = open_dataset(path, shard_bytes=20_000, cache_dir=folder), 0, []
+        while (count := dataset.ended(0)) is None or shard < count:
+            found += [b.keys for b in dataset.read(0, shard, 1000)]
+            shard += 1
+        keys.append(np.concatenate(found))
+        dataset.close()
+    assert np.array_equal(keys[0], keys[1])
+
+
+def test_a_spec_opens_the_same_dataset(source: Path, folder: Path) -> None:
+    import json
+
+    dataset = open_dataset(source, shard_bytes=12_345, strict=False, cache_dir=folder)
+    spec = json.loads(json.dumps(dataset.spec()))
+    twin = open_spec(spec)
+    assert twin.spec() == dataset.spec()
+    assert_same(read(twin), read(dataset))
+    with pytest.raises(UsageError, match="the spec lacks format"):
+        open_spec({name: value for name, value in spec.items() if name != "format"})
+    source.unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        open_spec(spec)

@@ -1,0 +1,236 @@
+"""CSV and Parquet."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch, Columns, Dataset, open_dataset
+from paceline.errors import DataError, UsageError
+from paceline.kernels.text_reference import hash_bytes, name_seed
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[parquet]'")
+pq = pytest.importorskip("pyarrow.parquet")
+
+COLUMNS = Columns("click", ("site", "ad"), ("price",))
+
+
+def key(column: str, value: str) -> int:
+    return hash_bytes(value.encode(), name_seed(column))
+
+
+def rows(dataset: Dataset, batch_size: int = 4) -> list[tuple[int, dict[int, float]]]:
+    result, shard = [], 0
+    dataset.num_shards(0)
+    while dataset.ended(0) is None or shard < (dataset.ended(0) or 0):
+        for batch in dataset.read(0, shard, batch_size):
+            result += batch_rows(batch)
+        shard += 1
+    return result
+
+
+def batch_rows(batch: Batch) -> list[tuple[int, dict[int, float]]]:
+    values = np.ones(len(batch.keys), np.float32) if batch.values is None else batch.values
+    pairs = list(zip(batch.keys.tolist(), values.tolist(), strict=True))
+    return [
+        (int(label), dict(pairs[a:b]))
+        for label, a, b in zip(batch.labels, batch.indptr[:-1], batch.indptr[1:], strict=True)
+    ]
+
+
+def expected(click: int, site: str, ad: str, price: float | None) -> tuple[int, dict[int, float]]:
+    pairs = {key("site", site): 1.0, key("ad", ad): 1.0}
+    return click, pairs if price is None else {**pairs, name_seed("price"): price}
+
+
+CSV = b"""ad,click,price,note,site
+17,1,2.5,x,a.example
+18,0,,y,"b, ""quoted""
+and broken"
+,-1,NA,z,
+19,0.5,1e3,,\xc3\xa4
+"""
+CSV_ROWS = [
+    expected(1, "a.example", "17", 2.5),
+    expected(0, 'b, "quoted"\nand broken', "18", None),
+    expected(0, "", "", None),
+    expected(1, "ä", "19", 1000.0),
+]
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz"])
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_csv(tmp_path: Path, name: str, batch_size: int) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(CSV) if name.endswith("gz") else CSV)
+    with open_dataset(path, "csv", COLUMNS) as dataset:
+        assert rows(dataset, batch_size) == CSV_ROWS
+        assert dataset.bad_lines.count == 0
+        assert dataset.ended(0) == dataset.num_shards(0) == 1
+
+
+def test_csv_without_columns_takes_strings_as_categories_and_numbers_as_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("site,clicked,price,hour\na,1,0.5,3\nb,0,1.5,4\n")
+    with open_dataset(path) as dataset:
+        assert dataset.columns == Columns("clicked", ("site",), ("price", "hour"))
+        found = rows(dataset)
+    assert found[0] == (1, {key("site", "a"): 1.0, name_seed("price"): 0.5, name_seed("hour"): 3.0})
+    path.write_text("site,outcome\na,1\n")
+    with pytest.raises(
+        UsageError, match=r"no column named label, click, clicked, target, y.* are site, outcome"
+    ):
+        open_dataset(path, "csv")
+
+
+def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(CSV)
+    with open_dataset(path, "csv", Columns("click", ("site",))) as dataset:
+        (batch,) = dataset.read(0, 0, 10)
+    assert batch.values is None
+    assert batch.keys.tolist() == [
+        key("site", site) for site in ("a.example", 'b, "quoted"\nand broken', "", "ä")
+    ]
+
+
+def test_csv_shards_are_runs_of_record_batches(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("click,site,ad,price\n" + "".join(f"{i % 2},s{i},a,{i}\n" for i in range(3000)))
+    everything = [expected(i % 2, f"s{i}", "a", float(i)) for i in range(3000)]
+    with open_dataset(path, columns=COLUMNS, shard_bytes=5000) as dataset:
+        assert dataset.num_shards(0) is None
+        assert rows(dataset) == everything
+        count = dataset.ended(0)
+        assert count is not None
+        assert count > 5
+        backwards = [
+            [row for b in dataset.read(0, shard, 7) for row in batch_rows(b)] for shard in range(count)[::-1]
+        ]
+        assert [row for shard in backwards[::-1] for row in shard] == everything
+        assert list(dataset.read(0, count, 7)) == []
+
+
+def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("click,site,ad,price\n1,a,b,1\nyes,a,b,1\n,a,b,1\n1,a,b,cheap\n1,a,b,inf\n1,a\n0,a,b,2\n")
+    with open_dataset(path, "csv", COLUMNS) as dataset:
+        assert rows(dataset) == [expected(1, "a", "b", 1.0), expected(0, "a", "b", 2.0)]
+        reasons = {line.reason for line in dataset.bad_lines.first}
+        assert dataset.bad_lines.count == 5
+    assert reasons == {
+        "it has 2 cells where the header has 4",
+        "its label 'click' is not a finite number",
+        "its label 'click' is missing",
+        "its column 'price' is not a finite number",
+    }
+    with (
+        open_dataset(path, "csv", COLUMNS, strict=True) as dataset,
+        pytest.raises(DataError, match="is malformed"),
+    ):
+        rows(dataset)
+    path.write_text("click,site,ad,price\n" + "no,a,b,1\n" * 20)
+    with (
+        open_dataset(path, "csv", COLUMNS) as dataset,
+        pytest.raises(DataError, match="no good row at its start"),
+    ):
+        rows(dataset)
+
+
+def test_a_damaged_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv.gz"
+    path.write_bytes(gzip.compress(b"click,site\n" + b"1,a\n" * 99999)[:-30])
+    with pytest.raises(DataError, match="is cut off: the gzip stream ends in the middle"):
+        rows(open_dataset(path, "csv"))
+
+
+def table(count: int = 1000) -> Any:
+    return pa.table(
+        {
+            "click": pa.array([i % 3 == 0 for i in range(count)]),
+            "site": pa.array([None if i % 5 == 0 else f"s{i % 7}" for i in range(count)]).dictionary_encode(),
+            "ad": pa.array(range(count), pa.int32()),
+            "price": pa.array([None if i % 4 == 0 else i / 8 for i in range(count)], pa.float64()),
+            "tags": pa.array([["x"]] * count),
+        }
+    )
+
+
+def table_rows(count: int = 1000) -> list[tuple[int, dict[int, float]]]:
+    return [
+        expected(int(i % 3 == 0), "" if i % 5 == 0 else f"s{i % 7}", str(i), None if i % 4 == 0 else i / 8)
+        for i in range(count)
+    ]
+
+
+def test_parquet_shards_are_row_groups(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(table(), path, row_group_size=300)
+    with open_dataset(path, columns=COLUMNS) as dataset:
+        assert dataset.format == "parquet"
+        assert dataset.num_shards(0) == 4
+        assert rows(dataset, 7) == table_rows()
+        assert [b.num_examples for b in dataset.read(0, 3, 40)] == [40, 40, 20]
+        assert list(dataset.read(0, 4, 40)) == []
+
+
+@pytest.mark.parametrize("text", [pa.string(), pa.large_string(), pa.string_view()])
+def test_parquet_with_other_kinds_of_strings_and_labels(tmp_path: Path, text: Any) -> None:
+    path = tmp_path / "x.parquet"
+    data = {
+        "y": pa.array(["1", "true", None, "0", "x"]),
+        "site": pa.array(["a", "", "c", None, "e"]).cast(text),
+    }
+    pq.write_table(pa.table(data), path)
+    with open_dataset(path) as dataset:
+        assert dataset.columns == Columns("y", ("site",))
+        found = rows(dataset)
+        assert dataset.bad_lines.count == 2
+        assert [line.row for line in dataset.bad_lines.first] == [3, 5]
+    assert found == [(1, {key("site", "a"): 1.0}), (1, {key("site", ""): 1.0}), (0, {key("site", ""): 1.0})]
+
+
+def test_parquet_columns_are_guessed(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(table(5), path)
+    with open_dataset(path) as dataset:
+        assert dataset.columns == Columns("click", ("site",), ("ad", "price"))
+        assert len(rows(dataset)) == 5
+
+
+def test_damaged_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(table(), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        open_dataset(path)
+
+
+def test_columns_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no feature"):
+        Columns("click")
+    with pytest.raises(UsageError, match="'a' is named twice"):
+        Columns("click", ("a",), ("a",))
+    path = tmp_path / "x.csv"
+    path.write_bytes(CSV)
+    with pytest.raises(UsageError, match="no column 'sites': its columns are ad, click, price, note, site"):
+        open_dataset(path, "csv", Columns("click", ("sites",)))
+    path.write_text("click,a,a\n1,2,3\n")
+    with pytest.raises(UsageError, match="more than one column 'a'"):
+        open_dataset(path, "csv", Columns("click", ("a",)))
+    path.write_text("1 1:1\n")
+    with pytest.raises(UsageError, match="libsvm has no columns"):
+        open_dataset(path, columns=COLUMNS)
+
+
+def test_without_pyarrow_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(CSV)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UsageError, match=r"pip install 'paceline\[parquet\]'"):
+        open_dataset(path, "csv")

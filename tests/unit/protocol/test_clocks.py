@@ -1,0 +1,193 @@
+"""The gate by example: one test for each rule of ``docs/protocol.md``."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequential, VectorClock
+from paceline.protocol.clocks import (
+    Ask,
+    Complete,
+    Event,
+    Finish,
+    Instruction,
+    Join,
+    Joined,
+    Leave,
+    Release,
+    Resume,
+    Tick,
+)
+
+
+def feed(gate: Gate, *events: Event) -> list[Instruction]:
+    """The instructions of the last event."""
+    instructions: list[Instruction] = []
+    for event in events:
+        instructions = gate.handle(event)
+        gate.validate()
+    return instructions
+
+
+def gate_of(consistency: Consistency, num_workers: int) -> Gate:
+    gate = Gate(consistency, num_workers)
+    feed(gate, *(Join(worker) for worker in range(num_workers)))
+    return gate
+
+
+def test_sequential_completes_then_releases() -> None:
+    gate = gate_of(Sequential(), 2)
+    assert feed(gate, Tick(0, 1)) == []
+    assert feed(gate, Ask(0, 1, "a")) == []
+    assert gate.lagging(1) == (1,)
+    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Release("a")]
+    assert feed(gate, Ask(1, 1, "b")) == [Release("b")]
+
+
+def test_bounded_delay_allows_tau_iterations() -> None:
+    gate = gate_of(BoundedDelay(tau=2), 2)
+    feed(gate, *(Tick(0, clock) for clock in (1, 2, 3)))
+    assert gate.is_open(2)
+    assert not gate.is_open(3)
+    feed(gate, Ask(0, 3, "far"))
+    assert feed(gate, Tick(1, 1)) == [Release("far")]
+
+
+def test_eventual_never_holds() -> None:
+    gate = Gate(Eventual(), 3)
+    assert feed(gate, Join(0), Ask(0, 10**9, "t")) == [Release("t")]
+    assert gate.lagging(10**9) == ()
+
+
+def test_nobody_moves_on_before_the_expected_workers_are_there() -> None:
+    gate = Gate(Sequential(), 2)
+    assert feed(gate, Join(0), Tick(0, 1), Ask(0, 1, "a")) == []
+    assert gate.num_missing == 1
+    assert gate.lagging(1) == ()
+    assert feed(gate, Join(1)) == [Joined(1, 0)]
+    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Release("a")]
+
+
+def test_before_that_bounded_delay_allows_its_first_iterations() -> None:
+    gate = Gate(BoundedDelay(tau=2), 2)
+    feed(gate, Join(0), Tick(0, 1), Tick(0, 2), Tick(0, 3))
+    assert gate.is_open(2)
+    assert not gate.is_open(3)
+
+
+def test_an_expected_worker_counts_as_one_however_often_it_joins() -> None:
+    gate = Gate(Sequential(), 2)
+    feed(gate, Join(0), Leave(0), Join(0), Tick(0, 1))
+    assert gate.num_missing == 1
+    assert not gate.is_open(1)
+
+
+def test_one_who_leaves_stops_counting_at_once() -> None:
+    gate = gate_of(Sequential(), 3)
+    feed(gate, Tick(0, 1), Tick(1, 1), Ask(0, 1, "a"))
+    assert feed(gate, Leave(2)) == [Complete(0, (0, 1)), Release("a")]
+
+
+def test_who_ticked_and_died_is_named_who_did_not_tick_is_not() -> None:
+    gate = gate_of(Sequential(), 3)
+    feed(gate, Tick(0, 1), Leave(0), Leave(1))
+    assert feed(gate, Tick(2, 1)) == [Complete(0, (0, 2))]
+
+
+def test_the_last_iteration_completes_when_the_others_have_no_work() -> None:
+    gate = gate_of(Sequential(), 2)
+    feed(gate, Tick(0, 1), Finish(0))
+    assert feed(gate, Finish(1)) == [Complete(0, (0,))]
+
+
+def test_a_newcomer_starts_at_the_minimum() -> None:
+    gate = gate_of(BoundedDelay(tau=4), 2)
+    feed(gate, Tick(0, 1), Tick(0, 2), Tick(1, 1))
+    assert feed(gate, Join(7)) == [Joined(7, 1)]
+    assert gate.lagging(6) == (1, 7)
+
+
+def test_joining_again_agrees_on_a_higher_clock_without_ticking() -> None:
+    gate = gate_of(Sequential(), 1)
+    assert feed(gate, Join(1)) == [Joined(1, 0)]
+    assert feed(gate, Join(1)) == [Joined(1, 0)]
+    assert feed(gate, Join(1, clock=1)) == [Joined(1, 1)]
+    assert feed(gate, Tick(0, 1)) == [Complete(0, (0,))]
+
+
+def test_finish_and_resume() -> None:
+    gate = gate_of(Sequential(), 2)
+    feed(gate, Finish(1), Tick(0, 1), Tick(0, 2))
+    assert gate.minimum == 2
+    assert feed(gate, Resume(1)) == [Joined(1, 2)]
+    assert not gate.is_open(3)
+    assert feed(gate, Resume(1)) == []
+    assert feed(gate, Tick(0, 3)) == []
+    assert feed(gate, Tick(1, 3)) == [Complete(2, (0, 1))]
+
+
+def test_resume_keeps_a_higher_clock_of_its_own() -> None:
+    gate = gate_of(BoundedDelay(tau=9), 2)
+    feed(gate, Tick(1, 5), Finish(1))
+    assert feed(gate, Resume(1)) == [Joined(1, 5)]
+
+
+def test_duplicates_and_strangers_are_ignored() -> None:
+    gate = gate_of(Sequential(), 2)
+    feed(gate, Tick(0, 1))
+    assert feed(gate, Tick(0, 1), Tick(0, 0), Tick(9, 5), Leave(9), Finish(9), Resume(9)) == []
+    assert dict(gate.clocks) == {0: 1, 1: 0}
+
+
+def test_the_requests_of_one_who_leaves_are_forgotten() -> None:
+    gate = gate_of(Sequential(), 2)
+    feed(gate, Tick(0, 1), Ask(0, 1, "gone"), Ask(1, 1, "kept"), Ask(0, 2, "gone too"))
+    assert gate.num_held == 3
+    assert feed(gate, Leave(0)) == []
+    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Release("kept")]
+    assert gate.num_held == 0
+
+
+def test_a_late_tick_of_a_finished_worker_adds_nothing_to_a_closed_iteration() -> None:
+    gate = gate_of(Sequential(), 2)
+    feed(gate, Finish(1), Tick(0, 1))
+    assert feed(gate, Tick(1, 1)) == []
+    assert feed(gate, Leave(0)) == []
+
+
+def test_with_all_finished_a_late_tick_still_completes_its_iteration() -> None:
+    gate = gate_of(Sequential(), 2)
+    feed(gate, Finish(0), Finish(1))
+    assert feed(gate, Tick(0, 1)) == [Complete(0, (0,))]
+
+
+def test_a_server_that_starts_in_mid_run() -> None:
+    gate = Gate(Sequential(), 1, first_clock=40)
+    assert feed(gate, Join(0)) == [Joined(0, 40)]
+    assert feed(gate, Tick(0, 41)) == [Complete(40, (0,))]
+
+
+def test_with_nobody_left_a_newcomer_goes_on_from_the_highest_clock() -> None:
+    gate = gate_of(BoundedDelay(tau=3), 2)
+    feed(gate, Tick(0, 3), Leave(0), Leave(1))
+    assert feed(gate, Join(5)) == [Joined(5, 3)]
+
+
+def test_illegal_numbers() -> None:
+    with pytest.raises(UsageError, match="expected_workers=-1"):
+        Gate(Eventual(), -1)
+
+
+def test_vector_clock_finds_the_minimum_after_a_jump_and_a_leave() -> None:
+    clock = VectorClock()
+    for worker in range(3):
+        clock.join(worker)
+    clock.tick(0, 10**12)
+    clock.tick(1, 5)
+    clock.leave(2)
+    clock.validate()
+    assert clock.minimum == 5
+    assert clock.lagging(6) == (1,)
+    clock.leave(1)
+    assert clock.minimum == 10**12

@@ -1,0 +1,27 @@
+"""The public names of the room, and its purity."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from paceline import protocol
+
+PURE = {"__future__", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "types", "typing"}
+
+
+def test_all_is_sorted_complete_and_true() -> None:
+    assert protocol.__all__ == sorted(protocol.__all__)
+    public = {name for name in vars(protocol) if not name.startswith("_")}
+    assert set(protocol.__all__) == public
+
+
+def test_imports_are_pure() -> None:
+    assert protocol.__file__ is not None
+    for path in Path(protocol.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                ours = name == "paceline.errors" or name.split(".")[:2] == ["paceline", "protocol"]
+                assert ours or name.split(".")[0] in PURE, f"{path.name} imports {name}"

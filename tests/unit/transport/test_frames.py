@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import PeerError, ProtocolError, StaleEpochError, VersionError
+from paceline.transport import (
+    HEADER,
+    MAGIC,
+    Kind,
+    error_meta,
+    frame_parts,
+    pack_header,
+    raise_error,
+    unpack_header,
+)
+from paceline.transport.frames import frame_bytes, join
+
+u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+
+
+@given(st.integers(0, 255), u16, u16, u32, u32, u32, u64, u32, u64)
+def test_a_header_comes_back(kind: int, flags: int, table: int, *rest: int) -> None:
+    request, epoch, clock, sequence, meta_bytes, body_bytes = rest
+    packed = pack_header(
+        kind,
+        flags=flags,
+        table=table,
+        request=request,
+        epoch=epoch,
+        clock=clock,
+        sequence=sequence,
+        meta_bytes=meta_bytes,
+        body_bytes=body_bytes,
+    )
+    assert len(packed) == 40
+    assert unpack_header(b"before" + packed, 6) == (MAGIC, 1, kind, flags, table, *rest)
+
+
+def test_the_layout_is_what_the_page_says() -> None:
+    packed = pack_header(
+        3, flags=4, table=5, request=6, epoch=7, clock=8, sequence=9, meta_bytes=10, body_bytes=11
+    )
+    fields = [packed[a:b] for a, b in zip(OFFSETS, [*OFFSETS[1:], 40], strict=True)]
+    assert fields[0] == b"PL"
+    assert [int.from_bytes(field, "little") for field in fields[1:]] == [1, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+
+
+OFFSETS = [0, 2, 3, 4, 6, 8, 12, 16, 20, 28, 32]
+
+
+def test_what_is_no_header_is_named() -> None:
+    with pytest.raises(ProtocolError, match=r"b'GET / HTTP/1\.1"):
+        unpack_header(b"GET / HTTP/1.1\r\n" + bytes(40))
+    with pytest.raises(ProtocolError, match="40 bytes, 39 were got"):
+        unpack_header(bytes(39))
+    with pytest.raises(VersionError, match="version 7, this process version 1"):
+        unpack_header(HEADER.pack(MAGIC, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+
+
+@given(st.binary(max_size=40), st.lists(st.binary(max_size=20), max_size=4))
+def test_parts_are_padded(meta: bytes, body: list[bytes]) -> None:
+    frame = join(frame_parts(20, meta=meta, body=body))
+    header = unpack_header(frame)
+    assert len(frame) == frame_bytes(header)
+    assert len(frame) % 8 == 0
+    at = 40 + (len(meta) + 7) // 8 * 8
+    assert frame[40 : 40 + header.meta_bytes] == meta
+    assert frame[at : at + header.body_bytes] == b"".join(body)
+    assert not frame[40 + len(meta) : at].strip(b"\0")
+    assert not frame[at + header.body_bytes :].strip(b"\0")
+
+
+def test_arrays_count_in_bytes() -> None:
+    header = unpack_header(join(frame_parts(20, body=np.zeros((3, 5), np.float32))))
+    assert header.body_bytes == 60
+    assert unpack_header(join(frame_parts(20, body=np.zeros((0, 5))))).body_bytes == 0
+
+
+def test_errors_travel() -> None:
+    with pytest.raises(StaleEpochError, match="^epoch 3$"):
+        raise_error(error_meta(StaleEpochError("epoch 3")))
+    with pytest.raises(PeerError, match="KeyError: 'x'") as caught:
+        raise_error(error_meta(KeyError("x")))
+    assert type(caught.value) is PeerError
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        raise_error(b"\xc1")
+
+
+@pytest.mark.parametrize("name", ["annotations", "OSError", "__doc__", "NoSuchError"])
+def test_only_our_own_errors_are_raised_by_name(name: str) -> None:
+    import msgspec
+
+    with pytest.raises(PeerError, match=name):
+        raise_error(msgspec.msgpack.encode({"error": name, "message": "text"}))
+
+
+def test_the_transports_own_kinds() -> None:
+    assert {kind.value for kind in Kind} <= set(range(16))

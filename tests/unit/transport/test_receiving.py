@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.transport import Header, Limits, frame_parts
+from paceline.transport.frames import join
+from paceline.transport.receiving import BUFFER_BYTES, BufferPool, FrameReceiver
+
+
+class Collector(FrameReceiver):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(Limits(), BufferPool())
+        self.got: list[tuple[int, bytes, bytes]] = []
+        self.failures: list[Exception] = []
+        self.allow_application(Limits(), self.keep)
+
+    def keep(self, header: Header, meta: memoryview, body: memoryview) -> None:
+        for part in (meta, body):
+            assert not part.nbytes or np.frombuffer(part, np.uint8).ctypes.data % 8 == 0
+        self.got.append((header.request, bytes(meta), bytes(body)))
+
+    def frame_failed(self, header: Header, error: Exception) -> None:
+        raise error
+
+    def stream_failed(self, error: Exception) -> None:
+        self.failures.append(error)
+        self.stop_receiving()
+
+    def feed(self, data: bytes) -> None:
+        view = self.get_buffer(-1)
+        size = min(len(view), len(data))
+        view[:size] = data[:size]
+        self.buffer_updated(size)
+        if size < len(data):
+            self.feed(data[size:])
+
+
+sizes = st.one_of(
+    st.integers(0, 100),
+    st.integers(0, 3 * BUFFER_BYTES),
+    st.sampled_from([BUFFER_BYTES - 40, BUFFER_BYTES - 39, BUFFER_BYTES - 48, BUFFER_BYTES]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), sizes), max_size=6), st.data())
+def test_frames_are_found_however_the_bytes_arrive(
+    lengths: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    frames = [
+        (number, bytes([number]) * meta, bytes([number + 1]) * body)
+        for number, (meta, body) in enumerate(lengths)
+    ]
+    stream = b"".join(join(frame_parts(20, request=n, meta=meta, body=body)) for n, meta, body in frames)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    receiver = Collector()
+    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        receiver.feed(stream[start:stop])
+    assert receiver.got == frames
+    assert receiver.failures == []
+    assert not receiver.is_within_frame
+    assert (receiver.frames_received, receiver.bytes_received) == (len(frames), len(stream))
+
+
+def test_byte_by_byte() -> None:
+    receiver = Collector()
+    for byte in join(frame_parts(20, request=1, meta=b"m", body=b"body")) * 3:
+        receiver.feed(bytes([byte]))
+    assert receiver.got == [(1, b"m", b"body")] * 3
+
+
+def test_the_pool_reuses_and_lets_go() -> None:
+    pool = BufferPool()
+    first = pool.take(300_000)
+    assert len(first) == 1 << 19
+    pool.give(first)
+    assert pool.take(400_000) is first
+    huge = pool.take((1 << 26) + 1)
+    pool.give(huge)
+    assert pool.take((1 << 26) + 1) is not huge
