@@ -1,17 +1,18 @@
-"""Sparse minibatches as CSR matrices: times a vector, transposed times a vector, and the logistic loss between."""
+"""Sparse minibatches as CSR matrices: times a vector, transposed times a vector, logistic loss between."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from .jit import njit
 
 
 @njit(cache=True, nogil=True)
 def csr_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-def]
     """Write matrix times `vector` to `out`.
 
-    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 where every value is 1;
-    `vector` float32; `out` float32 [n]. Sums are taken in float64.
+    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 where every value is
+    1; `vector` float32; `out` float32 [n]. Sums are taken in float64.
     """
     ones = len(values) == 0
     for i in range(len(out)):
@@ -27,7 +28,7 @@ def csr_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-de
 
 @njit(cache=True, nogil=True)
 def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no-untyped-def]
-    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]); arguments as `csr_dot`."""
+    """Write the transposed matrix times `vector` (float32 [n]) to `out` (float32 [columns]); as `csr_dot`."""
     out[:] = np.float32(0)
     ones = len(values) == 0
     for i in range(len(vector)):
@@ -41,7 +42,7 @@ def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no
 
 @njit(cache=True, nogil=True)
 def logistic(margins, labels, probabilities, residuals):  # type: ignore[no-untyped-def]
-    """Write p = 1/(1 + exp(−margin)) and p − label; return the summed log loss (float64), stable for any margin."""
+    """Write p = 1/(1 + exp(−margin)) and p − label; return the summed log loss (float64), stable."""
     loss = 0.0
     for i in range(len(margins)):
         margin = np.float64(margins[i])
@@ -49,5 +50,5 @@ def logistic(margins, labels, probabilities, residuals):  # type: ignore[no-unty
         p = 1.0 / (1.0 + small) if margin >= 0.0 else small / (1.0 + small)
         probabilities[i] = np.float32(p)
         residuals[i] = np.float32(p - labels[i])
-        loss += np.log1p(small) + max(margin, 0.0) - margin * labels[i]
+        loss += np.log1p(small) + (max(margin, 0.0) - margin * labels[i])
     return loss

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .index import mix
+from .jit import njit
 
 _BUCKET_SHIFT = np.uint64(55)
 _U32 = np.uint64(32)
@@ -24,8 +24,8 @@ def scratch_size(num_keys: int) -> int:
 def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
     """Write the distinct keys to `unique` in order of first appearance; return how many there are.
 
-    `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n]; `inverse` int32 [n] is such
-    that ``unique[inverse] == keys``.
+    `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n]; `inverse` int32
+    [n] is such that ``unique[inverse] == keys``.
     """
     scratch[:] = 0
     mask = np.uint64(len(scratch) - 1)
@@ -50,7 +50,7 @@ def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def sum_rows(inverse, rows, dim, out):  # type: ignore[no-untyped-def]
-    """Sum the rows (float32 [n * dim]) of equal keys into `out` (float32 [unique * dim]), in order of appearance."""
+    """Sum the rows (float32 [n * dim]) of equal keys into `out` (float32 [unique * dim]), in their order."""
     out[:] = np.float32(0)
     if dim == 1:
         for i in range(len(inverse)):
@@ -66,8 +66,8 @@ def sum_rows(inverse, rows, dim, out):  # type: ignore[no-untyped-def]
 def split(keys, owners, starts, order):  # type: ignore[no-untyped-def]
     """Group keys by the server that owns their bucket, keeping their order within each (a counting sort).
 
-    `owners` int32 [512], bucket → position of the server; `starts` int64 [servers + 1] and `order` int64 [n] are
-    written: the keys of server s are ``keys[order[starts[s]:starts[s + 1]]]``.
+    `owners` int32 [512], bucket → position of the server; `starts` int64 [servers + 1] and `order` int64 [n]
+    are written: the keys of server s are ``keys[order[starts[s]:starts[s + 1]]]``.
     """
     starts[:] = 0
     for i in range(len(keys)):
@@ -101,7 +101,7 @@ def take_rows(rows, order, dim, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def put_rows(rows, order, dim, out):  # type: ignore[no-untyped-def]
-    """Write the rows (float32, `dim` each) to the places `order` of `out`: the inverse of :func:`take_rows`."""
+    """Write the rows (float32, `dim` each) to the places `order` of `out`: undoes :func:`take_rows`."""
     for i in range(len(order)):
         target = order[i] * dim
         for j in range(dim):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .initializers import initial_value
+from .jit import njit
 from .rules import INITIAL_A, INITIAL_B, start_state, update_record
 
 
@@ -31,6 +31,4 @@ def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type:
 def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ignore[no-untyped-def]
     """Update the elements at `positions` (int64 [n]) with `grads` (float32 [n])."""
     for i in range(len(positions)):
-        update_record(
-            rule, record, size, positions[i], positions[i] + 1, grads, i, parameters, True
-        )
+        update_record(rule, record, size, positions[i], positions[i] + 1, grads, i, parameters, True)

@@ -1,40 +1,46 @@
 """The hash index of a sparse table: uint64 key → row, in fixed buckets that grow one at a time.
 
-Layout. A key's mixed hash picks one of 512 *buckets* by its top 9 bits (the same bucket that placement moves between
-servers). A bucket is an array of 64-byte *lines*; bits 23..54 of the hash pick the home line. A line holds as many
-*entries* as fit; an entry is ``key (2 words) | payload``. A narrow row is the payload itself (*inline*: one cache miss
-for a look-up); of a wide row the payload is its slot number in the bucket's row array (*indirect*). Entries fill a
-line from its front; a full line overflows into the next one. There is no wrap: ``TAIL_LINES`` spare lines follow, and
-a bucket whose tail fills up grows. The all-zero key means *empty*; the real key 0 lives in the line before the first.
+Layout. A key's mixed hash picks one of 512 *buckets* by its top 9 bits (the same bucket that placement moves
+between servers). A bucket is an array of 64-byte *lines*; bits 23..54 of the hash pick the home line. A line
+holds as many *entries* as fit; an entry is ``key (2 words) | payload``. A narrow row is the payload itself
+(*inline*: one cache miss for a look-up); of a wide row the payload is its slot number in the bucket's row
+array (*indirect*). Entries fill a line from its front; a full line overflows into the next one. There is no
+wrap: spare lines, the *tail*, follow. The all-zero key means *empty*; the real key 0 lives in the line before
+the first.
 
-Growth is per bucket, to 1.25 times, at sizes that differ from bucket to bucket, so a table of any size pays for it in
-small pieces: at 10^7 rows one growth copies 20,000 rows.
+Spare lines start at ``TAIL_LINES`` and double where a run of full lines reaches their end: no keys, crafted
+ones included, can make a bucket that no growth can hold.
 
-Speed. What counts is cache misses in flight: the home line of the key 32 places ahead is prefetched while this one is
-compared, and all entries of a line are compared without a branch. Measured at 10^7 rows of dim 1, per key: this 17 ns;
-blocks of 64 (prefetch all, then compare all) 23 ns; no prefetch 37 ns; key → slot → row in two arrays 36 ns.
+Growth is per bucket, to 1.25 times, at sizes that differ from bucket to bucket, so a table of any size pays
+for it in small pieces: at 10^7 rows one growth copies 20,000 rows.
+
+Speed. What counts is cache misses in flight: the home line of the key 32 places ahead is prefetched while
+this one is compared, and all entries of a line are compared without a branch. Measured at 10^7 rows of dim 1,
+per key: this 17 ns; blocks of 64 (prefetch all, then compare all) 23 ns; no prefetch 37 ns; key → slot → row
+in two arrays 36 ns.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from .memory import load_u32, load_u64, prefetch, store_u32, store_u64
+from .jit import njit
+from .memory import load_u32, load_u64, store_u32, store_u64
 
 NUM_BUCKETS = 512
 LINE_BYTES = 64
-TAIL_LINES = 12
+TAIL_LINES = 12  # to begin with
 AHEAD = 32  # keys between prefetch and use; 24 to 48 measure alike
 
-# Sections of the directory, an uint64 array of 7 * NUM_BUCKETS words.
+# Sections of the directory, a uint64 array.
 LINES = 0  # pairs: address of the first line, number of home lines
 ROWS = 2 * NUM_BUCKETS  # address of the row array (indirect), else 0
 COUNT = 3 * NUM_BUCKETS  # entries in the bucket
 LIMIT = 4 * NUM_BUCKETS  # entries at which it must grow
 USED = 5 * NUM_BUCKETS  # row slots ever used (indirect)
 FREE = 6 * NUM_BUCKETS  # 1 + first free slot, 0 for none; a free slot's first word chains on (indirect)
-DIRECTORY_WORDS = 7 * NUM_BUCKETS
+TAIL = 7 * NUM_BUCKETS  # spare lines behind the home lines
+DIRECTORY_WORDS = 8 * NUM_BUCKETS
 
 # Fields of the layout, an int64 array.
 ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED = range(8)
@@ -53,7 +59,7 @@ _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 @njit(cache=True, nogil=True, inline="always")
 def mix(key):  # type: ignore[no-untyped-def]
-    """Return the mixed 64-bit hash of a key, one to one (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
+    """Return the 64-bit hash of a key, one to one (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
     key = (key ^ (key >> _S30)) * _M1
     key = (key ^ (key >> _S27)) * _M2
     return key ^ (key >> _S31)
@@ -119,7 +125,8 @@ def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-unt
 def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
     """Write `key`, known to be absent, into the first empty entry from `line` on; return its address.
 
-    Returns 0, and writes nothing, when the bucket must grow first.
+    Returns 0, and writes nothing, when the bucket must grow first: more rows if it is at its limit, else more
+    tail.
     """
     bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
     if directory[COUNT + bucket] >= directory[LIMIT + bucket]:
@@ -131,7 +138,7 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
         return zero
     base = directory[2 * bucket]
     # The last tail line's last entry stays empty: it is what ends every search.
-    last_line = base + (directory[2 * bucket + 1] + np.uint64(TAIL_LINES - 1)) * _LINE
+    last_line = base + (directory[2 * bucket + 1] + directory[TAIL + bucket] - _U1) * _LINE
     last = np.uint64(slots - 1) * entry_bytes
     while load_u64(line + last) != _U0:
         line += _LINE
@@ -171,9 +178,9 @@ def row_of_entry(directory, entry, key, layout):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[no-untyped-def]
-    """Move every entry of a bucket from its old lines to the empty new ones that `new_directory` names.
+    """Copy a bucket's entries from its `num_old` old lines, with tail, to the empty ones of `new_directory`.
 
-    Returns False when the new lines' tail overflows (try again, larger).
+    Returns False when the new lines' tail overflows (try again with more).
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
@@ -184,7 +191,7 @@ def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[n
             at = np.uint64(word) * _WORD
             store_u32(new_directory[2 * bucket] - _LINE + at, load_u32(zero + at))
         new_directory[COUNT + bucket] += _U1
-    for number in range(num_old + TAIL_LINES):
+    for number in range(num_old):
         for slot in range(slots):
             entry = old_lines + np.uint64(number) * _LINE + np.uint64(slot) * entry_bytes
             key = load_u64(entry)
@@ -236,7 +243,7 @@ def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _put_in_again(directory, bucket, first_line, entry_words, slots):  # type: ignore[no-untyped-def]
-    """Take out the entries of the run of lines from `first_line` to the first that is not full; place them anew."""
+    """Take out the entries of the lines from `first_line` to the first that is not full; place them anew."""
     entry_bytes = np.uint64(entry_words) * _WORD
     last = np.uint64(slots - 1) * entry_bytes
     num_lines = 1
@@ -264,7 +271,7 @@ def _put_in_again(directory, bucket, first_line, entry_words, slots):  # type: i
 
 @njit(cache=True, nogil=True)
 def _drop_entry(line, entry, entry_words, slots):  # type: ignore[no-untyped-def]
-    """Remove an entry from its line; the line's last entry takes its place, so that entries stay at the front."""
+    """Remove an entry from its line; the line's last takes its place, so that entries stay at the front."""
     entry_bytes = np.uint64(entry_words) * _WORD
     tail = line + np.uint64(slots - 1) * entry_bytes
     while load_u64(tail) == _U0:
@@ -280,13 +287,13 @@ def _drop_entry(line, entry, entry_words, slots):  # type: ignore[no-untyped-def
 def bucket_keys(directory, layout, bucket, keys_out, rows_out):  # type: ignore[no-untyped-def]
     """Write the keys of a bucket and the addresses of their rows; return how many there are."""
     entry_bytes = np.uint64(layout[ENTRY_WORDS]) * _WORD
-    base, num_lines = directory[2 * bucket], directory[2 * bucket + 1]
+    base, num_lines = directory[2 * bucket], directory[2 * bucket + 1] + directory[TAIL + bucket]
     count = 0
     if bucket == 0 and load_u32(base - _LINE + np.uint64(60)) != np.uint32(0):
         keys_out[0] = _U0
         rows_out[0] = row_of_entry(directory, base - _LINE, _U0, layout)
         count = 1
-    for number in range(np.int64(num_lines) + TAIL_LINES):
+    for number in range(np.int64(num_lines)):
         for slot in range(layout[SLOTS]):
             entry = base + np.uint64(number) * _LINE + np.uint64(slot) * entry_bytes
             key = load_u64(entry)

@@ -1,16 +1,17 @@
 """Initial values of parameters: a function of seed, key and element alone.
 
-So they do not depend on the order in which rows appear, on the server that holds them or on the number of servers, and
-a row that was never pushed reads the same on every pull without being stored. The generator is counter-based in the
-manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with splitmix64's finalizer.
+So they do not depend on the order in which rows appear, on the server that holds them or on the number of
+servers, and a row that was never pushed reads the same on every pull without being stored. The generator is
+counter-based in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), with
+splitmix64's finalizer.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .index import mix
+from .jit import njit
 
 ZEROS, CONSTANT, UNIFORM, NORMAL = range(4)
 
@@ -29,7 +30,7 @@ def _uniform(seed, key, counter):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def initial_value(kind, seed, key, element, a, b):  # type: ignore[no-untyped-def]
-    """Return the initial value (float32) of one element: kind ZEROS, CONSTANT(a), UNIFORM[a, b), NORMAL(a, b²)."""
+    """Return one element's initial value (float32): kind ZEROS, CONSTANT(a), UNIFORM[a, b), NORMAL(a, b²)."""
     if kind == ZEROS:
         return np.float32(0)
     if kind == CONSTANT:

@@ -1,10 +1,11 @@
 """Raw memory for kernels: loads, stores and prefetches at an address.
 
-A sparse table is a few hundred small allocations that grow one by one, so its kernels cannot take it as one NumPy
-array; they take a directory of addresses instead. These intrinsics turn an address into a load. Entries are packed
-32-bit words, so 64-bit accesses are declared as 4-byte aligned.
+A sparse table is a few hundred small allocations that grow one by one, so its kernels cannot take it as one
+NumPy array; they take a directory of addresses instead. These intrinsics turn an address into a load. Entries
+are packed 32-bit words, so 64-bit accesses are declared as 4-byte aligned.
 
-With ``NUMBA_DISABLE_JIT=1`` the same names are plain Python over :mod:`ctypes`, so that coverage can see the kernels.
+With ``NUMBA_DISABLE_JIT=1`` the same names are plain Python over :mod:`ctypes`, so that coverage can see the
+kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-if config.DISABLE_JIT:  # pragma: no cover - taken in coverage runs only
+if config.DISABLE_JIT:  # type: ignore[attr-defined]  # pragma: no cover - taken in coverage runs only
 
     def prefetch(address: Any) -> None:
         """Do nothing: plain Python has no caches to warm."""

@@ -1,24 +1,26 @@
 """Update rules: what a server does to a row when a gradient arrives.
 
-A rule is one function on one *record*: a float32 view that holds the values first, then the state planes, each `dim`
-long, and a step count last where the rule has one. A sparse row is a record of its own; a dense table is a single long
-one, updated on ``[start, stop)``. All arithmetic is float32, in the order of ``torch.optim``'s single-tensor code, so
-that results agree to 1e-6 over 100 steps. To add a rule, see docs/extending.md.
+A rule is one function on one *record*: a float32 view that holds the values first, then the state planes,
+each `dim` long, and a step count last where the rule has one. A sparse row is a record of its own; a dense
+table is a single long one, updated on ``[start, stop)``. All arithmetic is float32, in the order of
+``torch.optim``'s single-tensor code, so that results agree to 1e-6 over 100 steps. To add a rule, see
+docs/extending.md.
 
-Sources: SGD, momentum and Nesterov as ``torch.optim.SGD`` (Sutskever et al., ICML 2013); Adagrad (Duchi et al., JMLR
-2011); RMSprop (Hinton, lecture 6e); Adam (Kingma & Ba, ICLR 2015); AdamW (Loshchilov & Hutter, ICLR 2019);
-FTRL-proximal (McMahan et al., KDD 2013, algorithm 1).
+Sources: SGD, momentum and Nesterov as ``torch.optim.SGD`` (Sutskever et al., ICML 2013); Adagrad (Duchi et
+al., JMLR 2011); RMSprop (Hinton, lecture 6e); Adam (Kingma & Ba, ICLR 2015); AdamW (Loshchilov & Hutter, ICLR
+2019); FTRL-proximal (McMahan et al., KDD 2013, algorithm 1).
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from .jit import njit
 
 SGD, MOMENTUM, ADAGRAD, RMSPROP, ADAM, ADAMW, FTRL = range(7)
 
-# The parameter array of a table, float64 (so that 1 - beta**step is exact): a rule's hyperparameters, then the
-# initializer's two.
+# The parameter array of a table, float64 (so that 1 - beta**step is exact): a rule's hyperparameters, then
+# the initializer's two.
 NUM_HYPER = 8
 INITIAL_A, INITIAL_B = 8, 9
 NUM_PARAMETERS = 10
@@ -71,7 +73,7 @@ def _rmsprop(record, dim, start, stop, grads, at, hyper):  # type: ignore[no-unt
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def _adam(record, dim, start, stop, grads, at, hyper, decoupled, per_element):  # type: ignore[no-untyped-def]
-    """State: first moment, second moment, step count (one per sparse row; one per element of a dense table)."""
+    """State: first moment, second moment, step count (of a sparse row or of a dense element)."""
     decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
     shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else np.float32(1.0)
     rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
@@ -138,7 +140,7 @@ def update_record(rule, record, dim, start, stop, grads, at, hyper, per_element)
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
-    """Set the state planes of elements ``[start, stop)``, whose values are set already, to those of no updates yet."""
+    """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
     for plane in range(dim, words, dim):
         for j in range(start, min(stop, words - plane)):
             record[plane + j] = _F0

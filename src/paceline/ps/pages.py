@@ -1,7 +1,7 @@
 """Memory that grows in place: what holds the wide rows of a bucket.
 
-On Linux it is an anonymous mapping that `mremap` enlarges by moving page tables, so growth copies nothing, and what
-was never written takes no memory. Elsewhere it is copied.
+On Linux it is an anonymous mapping that `mremap` enlarges by moving page tables, so growth copies nothing,
+and what was never written takes no memory. Elsewhere it is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class Pages:
         """Make it larger; what is there stays, the address may change."""
         try:
             self._map.resize(num_bytes)
-        except (SystemError, ValueError, OSError):  # no mremap here: OSError where memory is out is raised again below
+        except (
+            SystemError,
+            ValueError,
+            OSError,
+        ):  # no mremap here: OSError where memory is out is raised again below
             larger = mmap.mmap(-1, num_bytes, flags=_FLAGS) if _FLAGS else mmap.mmap(-1, num_bytes)
             larger[: self.num_bytes] = self._map[:]
             self._map.close()

@@ -1,24 +1,27 @@
 """Update rules and initializers, as a user writes them.
 
-Each is a keyword-only frozen dataclass that knows its kernel code, its parameter vector and how many state planes lie
-beside the values. They travel as plain dictionaries (:func:`to_fields`, :func:`from_fields`), never pickled.
+Each is a keyword-only frozen dataclass that knows its kernel code, its parameter vector and how many state
+planes lie beside the values. They travel as plain dictionaries (:func:`to_fields`, :func:`from_fields`),
+never pickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import UsageError
+from paceline.errors import UsageError
 
 
 def _check(rule: object, **bounds: tuple[float, float]) -> None:
     """Raise unless every named field is a finite number within its closed bounds."""
     for name, (low, high) in bounds.items():
         value = getattr(rule, name)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or not low <= value <= high:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max or not low <= value <= high:
             raise UsageError(
                 f"{type(rule).__name__}({name}={value!r}): expected a finite number from {low:g} to {high:g}"
             )
@@ -56,6 +59,7 @@ class SGD(UpdateRule):
 
     @property
     def hyper(self) -> tuple[float, ...]:
+        """Rate and weight decay."""
         return (self.lr, self.weight_decay)
 
 
@@ -72,9 +76,12 @@ class Momentum(UpdateRule):
 
     def __post_init__(self) -> None:
         _check(self, lr=(0, math.inf), momentum=(0, 1), weight_decay=(0, math.inf))
+        if not isinstance(self.nesterov, bool):
+            raise UsageError(f"Momentum(nesterov={self.nesterov!r}): expected True or False")
 
     @property
     def hyper(self) -> tuple[float, ...]:
+        """Rate, weight decay, momentum, whether Nesterov's."""
         return (self.lr, self.weight_decay, self.momentum, float(self.nesterov))
 
 
@@ -100,6 +107,7 @@ class Adagrad(UpdateRule):
 
     @property
     def hyper(self) -> tuple[float, ...]:
+        """Rate, weight decay, epsilon, initial accumulator."""
         return (self.lr, self.weight_decay, self.eps, self.initial_accumulator)
 
 
@@ -119,6 +127,7 @@ class RMSprop(UpdateRule):
 
     @property
     def hyper(self) -> tuple[float, ...]:
+        """Rate, weight decay, epsilon, smoothing."""
         return (self.lr, self.weight_decay, self.eps, self.alpha)
 
 
@@ -135,13 +144,16 @@ class Adam(UpdateRule):
     has_count: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))
+        if isinstance(self.betas, list):  # as JSON and msgpack have it
+            object.__setattr__(self, "betas", tuple(self.betas))
         _check(self, lr=(0, math.inf), eps=(0, math.inf), weight_decay=(0, math.inf))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        is_pair = isinstance(self.betas, tuple) and len(self.betas) == 2
+        if not is_pair or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"{type(self).__name__}(betas={self.betas!r}): expected two numbers in [0, 1)")
 
     @property
     def hyper(self) -> tuple[float, ...]:
+        """Rate, weight decay, epsilon, the two betas."""
         return (self.lr, self.weight_decay, self.eps, *self.betas)
 
 
@@ -172,6 +184,7 @@ class FTRL(UpdateRule):
 
     @property
     def hyper(self) -> tuple[float, ...]:
+        """Alpha, beta, L1, L2."""
         return (self.alpha, self.beta, self.l1, self.l2)
 
 
@@ -194,6 +207,7 @@ class Zeros(Initializer):
 
     @property
     def arguments(self) -> tuple[float, float]:
+        """Nothing."""
         return (0.0, 0.0)
 
 
@@ -209,6 +223,7 @@ class Constant(Initializer):
 
     @property
     def arguments(self) -> tuple[float, float]:
+        """The value."""
         return (self.value, 0.0)
 
 
@@ -221,10 +236,12 @@ class Uniform(Initializer):
     code: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _check(self, low=(-math.inf, self.high), high=(-math.inf, math.inf))
+        _check(self, high=(-math.inf, math.inf))
+        _check(self, low=(-math.inf, self.high))
 
     @property
     def arguments(self) -> tuple[float, float]:
+        """The bounds."""
         return (self.low, self.high)
 
 
@@ -241,13 +258,16 @@ class Normal(Initializer):
 
     @property
     def arguments(self) -> tuple[float, float]:
+        """Mean and standard deviation."""
         return (self.mean, self.std)
 
 
 RULES: dict[str, type[UpdateRule]] = {
     rule.__name__: rule for rule in (SGD, Momentum, Adagrad, RMSprop, Adam, AdamW, FTRL)
 }
-INITIALIZERS: dict[str, type[Initializer]] = {kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal)}
+INITIALIZERS: dict[str, type[Initializer]] = {
+    kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal)
+}
 
 _Kind = TypeVar("_Kind")
 
@@ -261,7 +281,7 @@ def from_fields(kinds: dict[str, type[_Kind]], fields: dict[str, Any]) -> _Kind:
     """Return the rule or initializer that :func:`to_fields` described."""
     arguments = dict(fields)
     name = arguments.pop("kind", None)
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise UsageError(f"unknown kind {name!r}: expected one of {', '.join(sorted(kinds))}")
     try:
         return kinds[name](**arguments)

@@ -1,7 +1,7 @@
 """The sparse rows that one process holds: a thin Python shell around the index and row kernels.
 
-Whom it talks to: a server's table, and a prediction that needs no server. It knows nothing of networks, workers or
-iterations. Not safe for several threads at once.
+Whom it talks to: a server's table, and a prediction that needs no server. It knows nothing of networks,
+workers or iterations. Not safe for several threads at once.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels import index, sparse
-from ..kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
-from .pages import Pages
-from .rules import SGD, Initializer, UpdateRule, Zeros
+from paceline.kernels import index, sparse
+from paceline.kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from paceline.ps.pages import Pages
+from paceline.ps.rules import SGD, Initializer, UpdateRule, Zeros
 
 _GROWTH = 1.25
 _LEAST_ROWS = 8
@@ -36,10 +36,10 @@ def _aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
 
 
 def _next_limit(bucket: int, count: int) -> int:
-    """Return the first size above `count` in a bucket's sequence of sizes: doubling while small, then by a quarter.
+    """Return a bucket's first size above `count`: sizes double while small, then grow by a quarter.
 
-    Every bucket has its own sequence, evenly shifted, so that the buckets of a table, whose counts rise together, do
-    not all grow in one request.
+    Every bucket has its own sequence, evenly shifted, so that the buckets of a table, whose counts rise
+    together, do not all grow in one request.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:
@@ -56,12 +56,17 @@ def _next_limit(bucket: int, count: int) -> int:
 class SparseStore:
     """Rows of `dim` float32 values, by uint64 key, with an update rule's state beside each.
 
-    Arguments: `dim`, values per row; `rule`, what :meth:`push` does; `initializer` and `seed`, what a missing row
-    reads as. A row exists from its first push. Any of the 2^64 keys is legal.
+    Arguments: `dim`, values per row; `rule`, what :meth:`push` does; `initializer` and `seed`, what a missing
+    row reads as. A row exists from its first push. Any of the 2^64 keys is legal.
     """
 
     def __init__(
-        self, *, dim: int, rule: UpdateRule | None = None, initializer: Initializer | None = None, seed: int = 0
+        self,
+        *,
+        dim: int,
+        rule: UpdateRule | None = None,
+        initializer: Initializer | None = None,
+        seed: int = 0,
     ) -> None:
         rule = SGD(lr=1.0) if rule is None else rule
         initializer = Zeros() if initializer is None else initializer
@@ -93,6 +98,8 @@ class SparseStore:
         self._rows: list[Pages | None] = [None] * index.NUM_BUCKETS
         self._directory[index.LINES : index.ROWS : 2] = address + _HEADER_LINES * index.LINE_BYTES
         self._directory[index.LINES + 1 : index.ROWS : 2] = 1
+        self._directory[index.TAIL :] = index.TAIL_LINES
+        self._grown = np.zeros_like(self._directory)  # where a growing bucket's new lines are filled
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -106,6 +113,8 @@ class SparseStore:
 
     def pull(self, keys: Keys, out: Floats) -> None:
         """Read the rows of `keys` (uint64 [n]) into `out` (float32, n * dim elements, contiguous)."""
+        assert out.size == len(keys) * self.dim
+        assert out.flags.c_contiguous
         sparse.gather(self._directory, self._layout, self.parameters, keys, out.reshape(-1))
 
     def push(self, keys: Keys, grads: Floats) -> None:
@@ -113,6 +122,7 @@ class SparseStore:
 
         A key that stands twice is updated twice; sum duplicates first where the rule is not linear.
         """
+        assert grads.size == len(keys) * self.dim
         flat, done = grads.reshape(-1), 0
         while True:
             done = sparse.push(self._directory, self._layout, self.parameters, keys, flat, done)
@@ -122,6 +132,7 @@ class SparseStore:
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         """Set whole rows, state included: `records` is float32 [n, row_words]."""
+        assert records.size == len(keys) * self.row_words
         flat, done = records.reshape(-1), 0
         while True:
             done = sparse.write_records(self._directory, self._layout, self.parameters, keys, flat, done)
@@ -160,28 +171,42 @@ class SparseStore:
         return int(out[0])
 
     def _grow(self, bucket: int) -> None:
-        """Give one bucket room for more rows."""
-        directory, count = self._directory, int(self._directory[index.COUNT + bucket])
-        limit = _next_limit(bucket, count)
-        old_lines, num_old = directory[2 * bucket], int(directory[2 * bucket + 1])
-        old_memory = self._lines[bucket]  # alive until its entries have moved
-        num_lines = int(limit / (self._slots * self._fill)) + 1
-        directory[index.LIMIT + bucket] = limit
+        """Give one bucket room for more rows, or more tail where its tail is what is full.
+
+        Nothing changes if memory runs out on the way.
+        """
+        directory, grown = self._directory, self._grown
+        count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
+        num_lines, tail = int(directory[2 * bucket + 1]), int(directory[index.TAIL + bucket])
+        num_old = num_lines + tail
+        if count >= limit:
+            limit = _next_limit(bucket, count)
+            num_lines = int(limit / (self._slots * self._fill)) + 1
+            self._grow_rows(bucket, limit)
+        else:
+            tail *= 2
         while True:
-            memory, address = _aligned_zeros((_HEADER_LINES + num_lines + index.TAIL_LINES) * index.LINE_BYTES)
-            self._lines[bucket] = memory
-            directory[2 * bucket] = address + _HEADER_LINES * index.LINE_BYTES
-            directory[2 * bucket + 1] = num_lines
-            directory[index.COUNT + bucket] = 0
-            if index.rehash(old_lines, num_old, self._layout, bucket, directory):
+            memory, address = _aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
+            grown[2 * bucket] = address + _HEADER_LINES * index.LINE_BYTES
+            grown[2 * bucket + 1] = num_lines
+            grown[index.TAIL + bucket] = tail
+            grown[index.LIMIT + bucket] = limit
+            grown[index.COUNT + bucket] = 0
+            if index.rehash(directory[2 * bucket], num_old, self._layout, bucket, grown):
                 break
-            num_lines += num_lines // 4 + 1
-        del old_memory
-        if not self._inline:
-            num_bytes = 4 * self.row_words * limit
-            pages = self._rows[bucket]
-            if pages is None:
-                pages = self._rows[bucket] = Pages(num_bytes)
-            else:
-                pages.resize(num_bytes)
-            directory[index.ROWS + bucket] = pages.address
+            tail *= 2
+        for at in (2 * bucket, 2 * bucket + 1, index.TAIL + bucket, index.LIMIT + bucket):
+            directory[at] = grown[at]
+        self._lines[bucket] = memory
+
+    def _grow_rows(self, bucket: int, limit: int) -> None:
+        """Make room for `limit` rows behind the entries of a bucket (indirect)."""
+        if self._inline:
+            return
+        num_bytes = 4 * self.row_words * limit
+        pages = self._rows[bucket]
+        if pages is None:
+            pages = self._rows[bucket] = Pages(num_bytes)
+        else:
+            pages.resize(num_bytes)
+        self._directory[index.ROWS + bucket] = pages.address

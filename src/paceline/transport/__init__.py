@@ -23,6 +23,7 @@ from paceline.transport.frames import (
 )
 from paceline.transport.memory import MemoryTransport
 from paceline.transport.sockets import SocketTransport
+from paceline.transport.spinning import new_event_loop
 from paceline.transport.tls import TLS
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "frame_parts",
     "host_identity",
     "make_token",
+    "new_event_loop",
     "pack_header",
     "padded",
     "raise_error",

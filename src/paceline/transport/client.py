@@ -20,6 +20,7 @@ from paceline.transport.addresses import Address
 from paceline.transport.channel import SMALL_BYTES, StreamChannel
 from paceline.transport.connection import enlarge_socket_buffers
 from paceline.transport.frames import Limits, size_of, view_of
+from paceline.transport.spinning import Spinner
 
 _IOV_MAX = 512  # POSIX promises 16, Linux and macOS have 1024
 
@@ -54,6 +55,19 @@ def open_socket(address: Address, timeout_s: float) -> socket.socket:
     return connected
 
 
+class _ClosedPoll:
+    """Stands in for the poll object of a closed channel, whose descriptor may by now be another file's."""
+
+    def register(self, descriptor: int, events: int) -> None:
+        pass
+
+    def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+        return [(-1, select.POLLNVAL)]  # so that the receive that follows finds the socket closed
+
+
+_CLOSED_POLL = _ClosedPoll()
+
+
 class PlainChannel(StreamChannel):
     """A channel on a TCP or Unix socket."""
 
@@ -64,7 +78,8 @@ class PlainChannel(StreamChannel):
         self._socket = connected
         self._send_timeout_s = send_timeout_s
         self._kernel_timeout_s = 0.0
-        self._poller = select.poll()
+        self._look = Spinner().look
+        self._poller: select.poll | _ClosedPoll = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_timeout_s))
 
@@ -102,7 +117,7 @@ class PlainChannel(StreamChannel):
 
     def _read_first(self, size: int) -> int:
         try:
-            if not self._poller.poll(self._timeout_ms):
+            if not self._look(self._poller.poll) and not self._poller.poll(self._timeout_ms):
                 raise self._late()
             got = self._socket.recv_into(self._first, size)
         except OSError as error:
@@ -113,7 +128,7 @@ class PlainChannel(StreamChannel):
 
     def _read_scattered(self, buffers: Sequence[Any]) -> int:
         try:
-            if not self._poller.poll(self._timeout_ms):
+            if not self._look(self._poller.poll) and not self._poller.poll(self._timeout_ms):
                 raise self._late()
             got = self._socket.recvmsg_into(buffers)[0]
         except OSError as error:
@@ -155,6 +170,7 @@ class PlainChannel(StreamChannel):
 
     def close(self) -> None:
         """See :meth:`Channel.close`."""
+        self._poller = _CLOSED_POLL
         shut(self._socket)
 
 

@@ -101,6 +101,7 @@ class Connection(FrameReceiver):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the handler."""
         self._service.connections.discard(self)
+        self.transport.close()  # it is closed, but with TLS Python 3.10 wants to be told
         self._cancel_timer()
         within_frame = self.is_within_frame and not self._stopped
         self.stop_receiving()

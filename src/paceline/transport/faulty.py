@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.errors import ConnectionLostError, UsageError
+from paceline.errors import ConnectionLostError, ProtocolError, UsageError, VersionError
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.authentication import Hello
 from paceline.transport.base import Channel, Frame, Handler, Listener, Statistics, Transport
@@ -114,7 +114,12 @@ class FaultyChannel(Channel):
 
     def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
         """See :meth:`Channel.send`."""
-        fault = self._plan.next_fault(self._hello, unpack_header(header).kind)
+        try:
+            kind = unpack_header(header).kind
+        except (ProtocolError, VersionError):  # garbage, sent on purpose
+            self._inner.send(header, *buffers)
+            return
+        fault = self._plan.next_fault(self._hello, kind)
         if fault is None:
             self._inner.send(header, *buffers)
             return

@@ -9,7 +9,7 @@ only its first part is copied and idle connections hold little memory.
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -61,7 +61,7 @@ class BufferPool:
             del self._free[:-_NUM_KEPT]
 
 
-class FrameReceiver(asyncio.BufferedProtocol):
+class FrameReceiver(asyncio.BufferedProtocol, ABC):
     """Cuts what is received into frames and hands each to ``deliver``. Abstract: a subclass says what failure
     means.
     """

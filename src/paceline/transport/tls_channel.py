@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError
+from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, PeerError
 from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import shut, too_long, wait_readable
@@ -56,18 +56,22 @@ class TLSChannel(StreamChannel):
             got = self._socket.recv_into(view)
         except TimeoutError:
             raise self._late() from None
-        except ssl.SSLCertVerificationError as error:
-            raise _not_trusted(self.address, error) from None
-        except ssl.SSLError as error:
-            # TLS 1.3: a server that does not like our certificate says so only after the client's handshake.
-            if "ALERT" in (error.reason or "") and not self.peer.paceline:
-                raise _not_trusted(self.address, error) from None
-            raise self._lost(error) from None
-        except OSError as error:
-            raise self._lost(error) from None
+        except OSError as error:  # ssl.SSLError is one
+            raise self._ended(error) from None
         if not got:
-            raise self._lost()
+            raise self._ended(None)
         return got
+
+    def _ended(self, error: OSError | None) -> PeerError:
+        lost = self._lost(error)
+        if self._frames_received:
+            return lost
+        # With TLS 1.3 the client's handshake ends before the server has looked at its certificate. One that
+        # does not like it says so (asyncio's just closes) where a server's first frame is due.
+        return AuthenticationError(
+            f"the server at {self.address} closed the TLS connection before its first frame: most likely it "
+            "does not trust this process's certificate; give one of the cluster's authority (--tls-cert)"
+        )
 
     def _set_timeout(self, timeout_s: float) -> None:
         try:

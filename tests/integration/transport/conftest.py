@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ def nothing_leaks() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5
     while (threading.active_count(), process.num_fds()) > (threads, files) and time.monotonic() < deadline:
-        os.sched_yield()
+        time.sleep(0)
     assert threading.active_count() <= threads
     assert process.num_fds() <= files
 
@@ -36,7 +35,7 @@ def transport() -> SocketTransport:
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TLS]:
-    """TLS files: ``ours`` and ``client`` of one authority, ``foreign`` of another, ``misnamed`` for another host."""
+    """TLS files of our authority (``ours``, ``misnamed``) and of another one."""
     folder: Path = tmp_path_factory.mktemp("tls")
     authority, foreign = trustme.CA(), trustme.CA()
     authority.cert_pem.write_to_path(str(folder / "ca.pem"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -231,10 +230,12 @@ def test_a_handshake_that_is_never_finished_ends() -> None:
 
 def test_a_server_that_is_none(transport: SocketTransport) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        with pytest.raises(DeadlineError, match=r"127\.0\.0\.1:\d+ within 0\.1 s"):
-            transport.connect(f"127.0.0.1:{mute.getsockname()[1]}", WORKER, timeout_s=0.1)
+        where = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(DeadlineError) as caught:
+            transport.connect(where, WORKER, timeout_s=0.1)
+        assert f"{where} within 0.1 s" in str(caught.value)
     with pytest.raises(AddressError, match="nobody listens"):
-        transport.connect(f"127.0.0.1:{mute.getsockname()[1]}", WORKER)
+        transport.connect(where, WORKER)
     with pytest.raises(AddressError, match="not known"):
         transport.connect("no-such-host.invalid:1", WORKER)
 
@@ -243,9 +244,13 @@ def test_a_reader_that_never_reads_holds_nobody_up() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_backlog_bytes=1 << 22), send_timeout_s=0.3)
     with bystander(transport) as beside:
         deaf = transport.connect(beside.endpoint, WORKER)
-        with pytest.raises(DeadlineError, match="took nothing"):
+
+        def send_on_and_on() -> None:
             for _ in range(1000):  # in the end the server reads no more of it
                 deaf.send_frame(ECHO, body=bytes(1 << 20))
+
+        with pytest.raises(DeadlineError, match="took nothing"):
+            send_on_and_on()
         beside.assert_unmoved()
 
 
@@ -299,29 +304,15 @@ def test_port_in_use(transport: SocketTransport) -> None:
         pass
 
 
-def test_reset_by_the_peer(transport: SocketTransport) -> None:
-    with bystander(transport) as beside:
-        channel = transport.connect(beside.endpoint.tcp, WORKER)
-        raw = socket.socket(fileno=os.dup(channel.fileno()))
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        os.close(os.dup(raw.fileno()))
-        descriptor = channel.fileno()
-        os.dup2(raw.fileno(), descriptor)
-        channel._socket.detach()  # type: ignore[attr-defined]
-        os.close(descriptor)
-        raw.close()  # the last: resets
-        beside.handler.wait_until(lambda: len(beside.handler.reasons) == 1)
-
-
 @pytest.mark.parametrize("server", ["misnamed", "foreign", "foreign_but_trusting"])
 def test_a_servers_wrong_certificate(certificates: dict[str, TLS], server: str) -> None:
     serving = SocketTransport(TOKEN, tls=certificates[server])
     client = SocketTransport(TOKEN, tls=certificates["ours"])
-    with serve_in_thread(EchoHandler(), serving) as served:
-        with pytest.raises(
-            AuthenticationError, match=r"no TLS connection to the server at tcp://127.*; check"
-        ):
-            client.connect(served.endpoint, WORKER)
+    with (
+        serve_in_thread(EchoHandler(), serving) as served,
+        pytest.raises(AuthenticationError, match=r"no TLS connection to the server at tcp://127.*; check"),
+    ):
+        client.connect(served.endpoint, WORKER)
 
 
 @pytest.mark.parametrize("client", ["bare", "foreign_but_trusting"])
@@ -329,7 +320,7 @@ def test_a_clients_wrong_certificate(certificates: dict[str, TLS], client: str) 
     transport = SocketTransport(TOKEN, tls=certificates["ours"])
     with bystander(transport) as beside:
         assert beside.endpoint.unix is None
-        with pytest.raises((AuthenticationError, ConnectionLostError)):
+        with pytest.raises(AuthenticationError, match="not trust this process's certificate"):
             SocketTransport(TOKEN, tls=certificates[client]).connect(beside.endpoint, WORKER)
 
 

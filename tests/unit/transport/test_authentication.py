@@ -64,7 +64,7 @@ def test_tokens(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(UsageError, match="is empty"):
         read_token(file)
-    with pytest.raises(UsageError, match="cannot read the cluster's token from .*missing"):
+    with pytest.raises(UsageError, match=r"cannot read the cluster's token from .*missing"):
         read_token(tmp_path / "missing")
     with pytest.raises(UsageError, match="is empty"):
         SocketTransport("")

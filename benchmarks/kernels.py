@@ -1,0 +1,126 @@
+"""Times of every kernel beside its NumPy reference, on the cases of the tests.
+
+    python benchmarks/kernels.py [--json] [--only WORD] [--rounds N]
+
+Each line is one case: the median time of the kernel, of its twin, and the kernel's nanoseconds per item (a key, an
+element, a stored pair). One thread; memory is warm; what a call changes is not put back between calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from paceline.kernels.cases import ARRAY_CASES, RULE_NAMES, SPARSE_CASES, SparseCase
+from paceline.kernels.compile import compile_kernels, is_compiled
+from paceline.ps.rules import FTRL, RULES, UpdateRule
+from paceline.ps.sparse_store import SparseStore
+
+_BUDGET_S = 0.2  # per measurement, after the first round
+
+
+@dataclass
+class Result:
+    case: str
+    num_items: int
+    kernel_s: float
+    reference_s: float | None
+    ns_per_item: float
+
+
+def median_s(call: Callable[[], object], rounds: int) -> float:
+    """Return the median time of a call, over at most `rounds` of them."""
+    times: list[float] = []
+    call()
+    while len(times) < rounds and (sum(times) < _BUDGET_S or len(times) < 3):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def make_result(
+    case: str, num_items: int, kernel: Callable[[], object], twin: Callable[[], object] | None, rounds: int
+) -> Result:
+    kernel_s = median_s(kernel, rounds)
+    reference_s = None if twin is None else median_s(twin, 3)
+    return Result(case, num_items, kernel_s, reference_s, 1e9 * kernel_s / num_items)
+
+
+def array_results(only: str, rounds: int) -> Iterator[Result]:
+    for case in ARRAY_CASES:
+        if only in case.label:
+            ours, theirs = case.arguments(), case.arguments()
+            yield make_result(
+                case.label,
+                case.num_items,
+                lambda case=case, ours=ours: case.kernel(*ours),  # type: ignore[misc]
+                lambda case=case, theirs=theirs: case.twin(*theirs),  # type: ignore[misc]
+                rounds,
+            )
+
+
+def rule_of(case: SparseCase) -> UpdateRule:
+    """Return the case's rule; the hyperparameters do not matter to its time."""
+    kind = RULES[RULE_NAMES[case.rule]]
+    return FTRL() if kind is FTRL else kind(lr=0.01)  # type: ignore[call-arg]
+
+
+def sparse_results(only: str, rounds: int) -> Iterator[Result]:
+    for case in SPARSE_CASES:
+        if only not in case.label:
+            continue
+        keys, batch, grads = case.batches()
+        start_grads = np.resize(grads, len(keys) * case.dim)
+        out = np.empty_like(grads)
+        start = time.perf_counter()
+        store, twin = SparseStore(dim=case.dim, rule=rule_of(case), seed=7), case.twin()
+        store.push(keys, start_grads)
+        insert_s = time.perf_counter() - start
+        yield Result(f"{case.label}: insert all", len(keys), insert_s, None, 1e9 * insert_s / len(keys))
+        small = case.num_rows <= 5000  # the dictionary takes minutes to fill beyond
+        if small:
+            twin.push(keys, start_grads)
+        for name, ours, theirs in (
+            ("pull", lambda: store.pull(batch, out), lambda: twin.gather(batch, out)),
+            ("push", lambda: store.push(batch, grads), lambda: twin.push(batch, grads)),
+        ):
+            yield make_result(f"{case.label}: {name}", len(batch), ours, theirs if small else None, rounds)
+
+
+def format_time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1e6 * seconds:.1f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--only", default="", metavar="WORD", help="only cases whose name holds WORD")
+    parser.add_argument("--rounds", type=int, default=50, help="calls per kernel, at most (default 50)")
+    arguments = parser.parse_args()
+    if not is_compiled():
+        print("compiling kernels, once", file=sys.stderr)
+    compile_kernels()
+    if not arguments.json:
+        print(f"{'case':52} {'items':>8} {'kernel':>11} {'reference':>11} {'ratio':>7} {'ns/item':>9}")
+    for results in (array_results, sparse_results):
+        for result in results(arguments.only, arguments.rounds):
+            if arguments.json:
+                print(json.dumps(asdict(result)), flush=True)
+                continue
+            ratio = "-" if result.reference_s is None else f"{result.reference_s / result.kernel_s:.1f}"
+            times = f"{format_time(result.kernel_s):>11} {format_time(result.reference_s):>11}"
+            print(f"{result.case:52} {result.num_items:>8} {times} {ratio:>7} {result.ns_per_item:>9.2f}")
+
+
+if __name__ == "__main__":
+    main()

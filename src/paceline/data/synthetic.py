@@ -1,0 +1,380 @@
+"""Click logs made up from a known model: data of any size whose best possible AUC and log loss are known.
+
+A row is drawn as Criteo's rows look, 13 integers and 26 categories, and its label from a logistic model over
+the features as :mod:`paceline.data` reads them: each feature's weight is a function of its key, so an integer
+counts through its ⌊ln(x)²⌋ category and a missing value is a category of its own. No trained model can be
+better, but for luck, than the probabilities that the labels were drawn from.
+
+The same spec gives the same bytes on every machine: random bits come from PCG64's raw output, rows are
+looked up in tables of integers, and the tables are made with what IEEE 754 or :mod:`decimal` define to the
+last digit. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import DataError, UsageError
+from paceline.kernels import text_reference as reference
+from paceline.kernels.text_reference import CRITEO_CATEGORIES, CRITEO_FEATURES, CRITEO_INTEGERS
+
+Words = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+
+class _IntegerShape(NamedTuple):
+    """A field of integers ⌊exp(N(ln median, spread))⌋ + shift."""
+
+    median: int
+    spread: str
+    """In natural logarithms; text, because it becomes a Decimal."""
+    shift: int
+    missing: int
+    """Thousandths of the rows in which the field is empty."""
+    effect: int
+    """The standard deviation of the field's part of the logit, in thousandths."""
+
+
+class _CategoryShape(NamedTuple):
+    """A field of categories; the k-th most frequent has a share proportional to 1 / (k + offset)."""
+
+    vocabulary: int
+    offset: int
+    missing: int
+    effect: int
+
+
+_INTEGERS = (
+    _IntegerShape(2, "1.4", 0, 450, 280),
+    _IntegerShape(8, "2.0", -3, 0, 240),
+    _IntegerShape(7, "1.5", 0, 215, 220),
+    _IntegerShape(5, "1.0", 0, 217, 220),
+    _IntegerShape(2800, "2.2", 0, 26, 280),
+    _IntegerShape(35, "1.8", 0, 223, 300),
+    _IntegerShape(4, "1.5", 0, 43, 280),
+    _IntegerShape(9, "1.0", 0, 5, 200),
+    _IntegerShape(40, "1.5", 0, 43, 220),
+    _IntegerShape(1, "0.8", 0, 450, 200),
+    _IntegerShape(2, "0.9", 0, 43, 260),
+    _IntegerShape(1, "1.0", 0, 765, 140),
+    _IntegerShape(5, "1.1", 0, 217, 260),
+)
+
+_CATEGORIES = (
+    _CategoryShape(1_460, 0, 0, 160),
+    _CategoryShape(583, 2, 0, 200),
+    _CategoryShape(100_000, 1, 34, 80),
+    _CategoryShape(60_000, 2, 34, 80),
+    _CategoryShape(305, 0, 0, 200),
+    _CategoryShape(24, 0, 121, 240),
+    _CategoryShape(12_500, 8, 0, 120),
+    _CategoryShape(633, 0, 0, 200),
+    _CategoryShape(12, 0, 0, 240),
+    _CategoryShape(30_000, 4, 0, 80),
+    _CategoryShape(5_683, 6, 0, 120),
+    _CategoryShape(90_000, 1, 34, 80),
+    _CategoryShape(3_194, 6, 0, 160),
+    _CategoryShape(27, 1, 0, 240),
+    _CategoryShape(14_992, 4, 0, 120),
+    _CategoryShape(80_000, 1, 34, 80),
+    _CategoryShape(10, 0, 0, 240),
+    _CategoryShape(5_652, 4, 0, 120),
+    _CategoryShape(2_173, 1, 440, 160),
+    _CategoryShape(15, 0, 440, 240),
+    _CategoryShape(90_000, 1, 34, 80),
+    _CategoryShape(18, 0, 763, 240),
+    _CategoryShape(15, 1, 0, 240),
+    _CategoryShape(50_000, 2, 34, 80),
+    _CategoryShape(105, 1, 440, 200),
+    _CategoryShape(40_000, 1, 440, 80),
+)
+
+assert (len(_INTEGERS), len(_CATEGORIES)) == (CRITEO_INTEGERS, CRITEO_CATEGORIES)
+
+_CHUNK_ROWS = 8192
+_PILOT_ROWS = 1 << 15  # from these the effects and the share of clicks are set
+_TRAIN, _EVAL, _PILOT = range(3)  # streams of random bits
+_SEGMENTS = 1 << 16
+_UNIT = 256  # a logit of 1 is this many units
+_MAX_LOGIT = 16 * _UNIT
+_ROW_WORDS = 20  # 39 fields and a label, 32 bits each
+_TAB, _NEWLINE, _ZERO = 9, 10, 48
+_CELL = np.dtype([("text", "<u8"), ("end", "u1")])
+assert _CELL.itemsize == 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickLogSpec:
+    """What :func:`write_click_log` writes. Another seed is another model with other categories."""
+
+    rows: int = 1_000_000
+    """Rows of the log itself, which is for training. A longer log begins with the rows of a shorter one."""
+    eval_rows: int = 100_000
+    """Rows of the second file, if one is asked for."""
+    seed: int = 0
+    click_share: float = 0.25
+    """The mean probability of a click, up to a percent or so."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.eval_rows < 1:
+            raise UsageError(f"{self.rows} rows and {self.eval_rows} to evaluate: a file has at least 1 row")
+        if not 0 <= self.seed < 1 << 64:
+            raise UsageError(f"the seed is {self.seed}: it is an integer from 0 to 2^64-1")
+        if not 0.01 <= self.click_share <= 0.99:
+            raise UsageError(f"the share of clicks is {self.click_share}: it is between 0.01 and 0.99")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickLogTruth:
+    """What the true model itself reaches on the evaluation file, or on the only file if there is one."""
+
+    best_auc: float
+    """The AUC of the true probabilities against the drawn labels; exact; NaN if all labels are the same."""
+    best_log_loss: float
+    """Their mean log loss, in nats."""
+    examples: int
+    """Rows of the file that both are about."""
+    clicks: int
+    """Rows of it with label 1."""
+
+
+def write_click_log(
+    path: str | Path, spec: ClickLogSpec | None = None, *, eval_path: str | Path | None = None
+) -> ClickLogTruth:
+    """Write a made-up click log in Criteo's format (tab-separated, about 300 bytes a row, not compressed).
+
+    `path` gets ``spec.rows`` rows; `eval_path`, if given, ``spec.eval_rows`` further ones of the same model,
+    and then the truth is about these. Each file appears when it is whole, and replaces one of that
+    name. Needs about 50 MB of memory, and some two seconds for a million rows. :exc:`DataError` if a file
+    cannot be written.
+    """
+    spec = ClickLogSpec() if spec is None else spec
+    if eval_path is not None and os.path.realpath(path) == os.path.realpath(eval_path):
+        raise UsageError(f"both files would be {path}: give the evaluation rows another name")
+    model = _Model(spec)
+    histogram = _write(Path(path), model, _TRAIN, spec.rows)
+    if eval_path is not None:
+        histogram = _write(Path(eval_path), model, _EVAL, spec.eval_rows)
+    return _truth(histogram)
+
+
+def _write(path: Path, model: _Model, stream: int, rows: int) -> Ints:
+    """Write one file; how many rows of each label (first axis) had each logit (second axis, in units)."""
+    histogram = np.zeros((2, 2 * _MAX_LOGIT + 1), np.int64)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            for cells, logits in model.chunks(stream, rows):
+                text = cells.reshape(-1).view(np.uint8)
+                file.write(text[text != 0].data)
+                labels = cells["text"][:, 0] == _ZERO + 1
+                histogram[0] += np.bincount(logits[~labels], minlength=histogram.shape[1])
+                histogram[1] += np.bincount(logits[labels], minlength=histogram.shape[1])
+        os.replace(part, path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror or error}; the click log is not whole"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return histogram
+
+
+def _truth(histogram: Ints) -> ClickLogTruth:
+    """Exact AUC and the log loss of the true probabilities, from the counts of :func:`_write`."""
+    no_clicks, clicks = histogram
+    total, total_clicks = int(histogram.sum()), int(clicks.sum())
+    pairs = total_clicks * (total - total_clicks)
+    below = np.cumsum(no_clicks) - no_clicks
+    # Summed as Python integers: 2^63 is reached at some billion rows.
+    twice = sum(
+        c * (2 * b + n) for c, b, n in zip(*(a.tolist() for a in (clicks, below, no_clicks)), strict=True)
+    )
+    loss = 0.0
+    for threshold, n, c in zip(_thresholds().tolist(), no_clicks.tolist(), clicks.tolist(), strict=True):
+        if n or c:
+            probability = threshold / 2**32
+            loss -= c * math.log(probability) + n * math.log1p(-probability)
+    return ClickLogTruth(
+        best_auc=twice / (2 * pairs) if pairs else math.nan,
+        best_log_loss=loss / total,
+        examples=total,
+        clicks=total_clicks,
+    )
+
+
+def _thresholds() -> Ints:
+    """Element i is 2^32 times the probability at a logit of i - _MAX_LOGIT units, rounded."""
+    with localcontext() as context:
+        context.prec = 25
+        step, power, one = (Decimal(1) / _UNIT).exp(), Decimal(1), Decimal(1)
+        upper = []
+        for _ in range(_MAX_LOGIT + 1):
+            upper.append(int((Decimal(2**32) * power / (power + one)).to_integral_value()))
+            power *= step
+    return np.array([2**32 - x for x in upper[:0:-1]] + upper, dtype=np.int64)
+
+
+class _Field(NamedTuple):
+    """A field's values: how they are drawn, what they look like, what they do."""
+
+    first: npt.NDArray[np.uint32]
+    """[segments]: which value a draw's upper 16 bits begin at; the last value means missing."""
+    width: npt.NDArray[np.uint32]
+    """[segments]: over how many values its lower 16 bits spread."""
+    text: npt.NDArray[Any]
+    """Little-endian uint64 [values]: up to eight characters, the first one lowest, zeros behind them."""
+    weight: npt.NDArray[np.int32]
+    """[values], in units of logit."""
+
+    def draw(self, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """The values that 32 random bits each choose."""
+        segment = bits >> np.uint32(16)
+        values: npt.NDArray[np.uint32] = (bits & np.uint32(0xFFFF)) * self.width[segment]
+        values >>= np.uint32(16)
+        values += self.first[segment]
+        return values
+
+
+class _Model:
+    """The true model of one spec, and the rows drawn from it."""
+
+    def __init__(self, spec: ClickLogSpec) -> None:
+        self._seed = spec.seed
+        self._thresholds = _thresholds()
+        bits = next(_random_bits(spec.seed, _PILOT, _PILOT_ROWS, _PILOT_ROWS))
+        logits = np.zeros(_PILOT_ROWS, np.int64)
+        self._fields = []
+        shapes: list[_IntegerShape | _CategoryShape] = [*_INTEGERS, *_CATEGORIES]
+        for number, shape in enumerate(shapes, 1):
+            if isinstance(shape, _IntegerShape):
+                field = _integer_field(shape, spec.seed, number)
+            else:
+                field = _category_field(shape, spec.seed, number)
+            values = field.draw(bits[:, number])
+            weight = _scaled(field.weight, values, shape.effect)
+            logits += weight[values]
+            self._fields.append(field._replace(weight=weight))
+        self._intercept = self._find_intercept(logits, spec.click_share)
+
+    def _find_intercept(self, logits: Ints, share: float) -> int:
+        """The least number of units that brings the pilot's mean probability to `share`."""
+        low, high = -_MAX_LOGIT, _MAX_LOGIT
+        while low < high:
+            middle = (low + high) // 2
+            if int(self._thresholds[self._places(logits, middle)].sum()) < share * 2**32 * len(logits):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    @staticmethod
+    def _places(logits: Ints, intercept: int) -> Ints:
+        return np.clip(logits + (intercept + _MAX_LOGIT), 0, 2 * _MAX_LOGIT)
+
+    def chunks(self, stream: int, rows: int) -> Iterator[tuple[npt.NDArray[Any], Ints]]:
+        """The rows of a stream: cells [n, 40], valid until the next, and logits [n], as places in the table."""
+        buffer = np.zeros((_CHUNK_ROWS, 1 + CRITEO_FEATURES), _CELL)
+        buffer["end"] = _TAB
+        buffer["end"][:, -1] = _NEWLINE
+        for bits in _random_bits(self._seed, stream, rows, _CHUNK_ROWS):
+            cells = buffer[: len(bits)]
+            logits = np.zeros(len(bits), np.int64)
+            for number, field in enumerate(self._fields, 1):
+                values = field.draw(bits[:, number])
+                cells["text"][:, number] = field.text[values]
+                logits += field.weight[values]
+            places = self._places(logits, self._intercept)
+            cells["text"][:, 0] = _ZERO + (bits[:, 0] < self._thresholds[places])
+            yield cells, places
+
+
+def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator[npt.NDArray[np.uint32]]:
+    """Random bits, 32 each, of a label and 39 fields [n, 40]; row i's do not depend on the chunks."""
+    # Generator's methods may change from one NumPy to the next (NEP 19), the raw output does not.
+    source = np.random.PCG64([seed, stream])
+    for start in range(0, rows, chunk_rows):
+        count = min(chunk_rows, rows - start)
+        raw = np.asarray(source.random_raw(count * _ROW_WORDS), dtype="<u8")
+        yield raw.view("<u4").astype(np.uint32, copy=False).reshape(count, 2 * _ROW_WORDS)
+
+
+def _segments(
+    shares: npt.NDArray[np.float64], missing: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """First values and widths: the inverse of the distribution function, linear between 65,536 points."""
+    cumulative = np.cumsum(shares)  # one after the other, so the same everywhere
+    taken = _SEGMENTS * (1000 - missing) // 1000
+    edges = np.searchsorted(cumulative, np.arange(taken) * (cumulative[-1] / taken), side="right")
+    edges = np.append(edges, len(shares)).astype(np.uint32)
+    first = np.full(_SEGMENTS, len(shares), np.uint32)
+    width = np.zeros(_SEGMENTS, np.uint32)
+    first[:taken] = edges[:-1]
+    width[:taken] = np.diff(edges)
+    return first, width
+
+
+def _integer_field(shape: _IntegerShape, seed: int, number: int) -> _Field:
+    """Integers whose logarithm is a sum of four bytes, scaled: as good as normal up to three deviations."""
+    shares = np.ones(1)
+    for _ in range(4):
+        shares = np.convolve(shares, np.ones(256))  # whole numbers below 2^53, so exact
+    with localcontext() as context:
+        context.prec = 25
+        step = (Decimal(shape.spread) / Decimal("147.8")).exp()
+        number_of_medians = step**-510
+        integers = []
+        for _ in range(len(shares)):
+            integers.append(int(shape.median * number_of_medians) + shape.shift)
+            number_of_medians *= step
+    assert len(str(integers[-1])) <= 8
+    text = np.array([str(x).encode() for x in integers] + [b""], dtype="S8").view("<u8")
+    categories = np.array([reference.integer_category(x) & reference.MASK for x in integers], dtype=np.uint64)
+    return _Field(*_segments(shares, shape.missing), text, _weights(categories, seed, number))
+
+
+def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
+    """Categories of eight hexadecimal digits, no two alike."""
+    ranks = np.arange(shape.vocabulary)
+    names = ranks.astype(np.uint64) + np.uint64(reference.hash_bytes(bytes([number]), seed) & 0xFFFFFFFF)
+    names = (names * np.uint64(0x9E3779B1)) & np.uint64(
+        0xFFFFFFFF
+    )  # a bijection of 32 bits, and the next too
+    names ^= names >> np.uint64(15)
+    nibbles = (names[:, None] >> np.arange(28, -4, -4).astype(np.uint64)) & np.uint64(15)
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)[nibbles.astype(np.int64)]
+    text = np.zeros(shape.vocabulary + 1, "<u8")
+    text[:-1] = digits.view("<u8").reshape(-1)
+    words = text[:-1].astype(np.uint64)
+    shares = 1.0 / (ranks + (1 + shape.offset))
+    return _Field(*_segments(shares, shape.missing), text, _weights(words, seed, number))
+
+
+def _weights(words: Words, seed: int, number: int) -> npt.NDArray[np.int32]:
+    """Raw weights of the values of eight bytes each, and of the missing one: each a function of its key."""
+    field = reference.field_seed(number)
+    hash_word: Any = reference.hash_word  # they work on arrays as they do on integers
+    hash_end: Any = reference.hash_end
+    start = np.uint64(field ^ (8 * reference.LENGTH_MULTIPLIER & reference.MASK))
+    keys = np.append(hash_end(hash_word(start, words)), np.uint64(reference.hash_bytes(b"", field)))
+    random: Words = hash_end(hash_word(np.uint64(seed), keys))
+    parts = [(random >> np.uint64(shift)) & np.uint64(0xFFFF) for shift in (0, 16, 32, 48)]
+    return (sum(parts, np.zeros(len(keys), np.uint64)).astype(np.int64) - 0x1FFFE).astype(np.int32)
+
+
+def _scaled(raw: npt.NDArray[np.int32], values: npt.NDArray[np.uint32], effect: int) -> npt.NDArray[np.int32]:
+    """The weights in units, with mean 0 and a deviation of `effect` thousandths over the pilot's values."""
+    seen = raw[values].astype(np.int64)
+    mean = int(seen.sum()) // len(seen)
+    deviation = math.isqrt(int(((seen - mean) ** 2).sum()) // len(seen))
+    scaled = (raw.astype(np.int64) - mean) * (effect * _UNIT) // (1000 * max(deviation, 1))
+    return np.clip(scaled, -_MAX_LOGIT, _MAX_LOGIT).astype(np.int32)

@@ -1,0 +1,301 @@
+"""One table of cases for the kernels: the tests run each against its twin, the benchmark times both.
+
+Nothing here is random between runs: a case is made from its own name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from . import csr, dedup, dense, index, initializers, reference, rules, sparse
+from .reference import Doubles, Floats, Keys
+
+SMALL, MIDDLE, LARGE = 100, 10_000, 160_000
+
+
+@dataclass(frozen=True)
+class ArrayCase:
+    """A kernel that works on arrays alone, and one set of arguments."""
+
+    kernel: Any
+    twin: Callable[..., Any]
+    name: str
+    num_items: int
+    make: Callable[[np.random.Generator], tuple[Any, ...]]
+    outputs: tuple[int, ...]
+    """Positions of the arguments that are written and must agree."""
+    tolerance: float = 0.0
+    """Allowed difference, relative and absolute; 0 where the twin computes in the same order."""
+
+    @property
+    def label(self) -> str:
+        """The kernel's name and the case's."""
+        return f"{self.kernel.__name__} {self.name}"
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return new arguments, the same at every call."""
+        return self.make(_generator(self.label))
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """A sparse table of `num_rows` rows, and a batch of `num_keys` keys, most of which are in it."""
+
+    name: str
+    dim: int
+    rule: int
+    hyper: tuple[float, ...]
+    num_rows: int
+    num_keys: int
+    initializer: int = initializers.ZEROS
+    initial: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def label(self) -> str:
+        """The case's name."""
+        return f"table {self.name}"
+
+    @property
+    def row_words(self) -> int:
+        """Length of a record."""
+        return self.dim * (1 + _NUM_STATES[self.rule]) + (self.rule in (rules.ADAM, rules.ADAMW))
+
+    def parameters(self) -> Doubles:
+        """Return the kernels' parameter array."""
+        return parameters(self.hyper, self.initial)
+
+    def twin(self) -> reference.SparseTable:
+        """Return an empty reference table."""
+        return reference.SparseTable(
+            self.dim, self.row_words, self.rule, self.parameters(), self.initializer, seed=7
+        )
+
+    def batches(self) -> tuple[Keys, Keys, Floats]:
+        """Return the table's keys, the batch's keys (a tenth absent from the table) and its gradients."""
+        generator = _generator(self.label)
+        keys = random_keys(generator, self.num_rows)
+        picked = keys[generator.integers(0, self.num_rows, self.num_keys)]
+        absent = generator.random(self.num_keys) < 0.1
+        picked[absent] = random_keys(generator, int(absent.sum()))
+        grads = generator.standard_normal(self.num_keys * self.dim).astype(np.float32)
+        return keys, picked, grads
+
+
+_NUM_STATES: Final = {
+    rules.SGD: 0,
+    rules.MOMENTUM: 1,
+    rules.ADAGRAD: 1,
+    rules.RMSPROP: 1,
+    rules.ADAM: 2,
+    rules.ADAMW: 2,
+    rules.FTRL: 2,
+}
+
+
+def _generator(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+def random_keys(generator: np.random.Generator, count: int, distinct: int = 1 << 64) -> Keys:
+    """Return keys (uint64 [count]), spread over all 64 bits; `distinct` bounds how many differ."""
+    high = min(distinct, 1 << 63)
+    return reference.mix(generator.integers(0, high, count, dtype=np.uint64))
+
+
+def parameters(hyper: tuple[float, ...], initial: tuple[float, float] = (0.0, 0.0)) -> Doubles:
+    """Return a table's parameter array."""
+    array = np.zeros(rules.NUM_PARAMETERS, np.float64)
+    array[: len(hyper)] = hyper
+    array[rules.INITIAL_A], array[rules.INITIAL_B] = initial
+    return array
+
+
+def _floats(generator: np.random.Generator, count: int) -> Floats:
+    return generator.standard_normal(count).astype(np.float32)
+
+
+def _dedup(count: int, distinct: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        keys = random_keys(generator, count, distinct)
+        scratch = np.empty(dedup.scratch_size(count), np.int32)
+        return keys, scratch, np.zeros(count, np.uint64), np.zeros(count, np.int32)
+
+    return make
+
+
+def _sum_rows(count: int, dim: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        num_unique = max(1, count // 3)
+        inverse = generator.integers(0, num_unique, count).astype(np.int32)
+        return inverse, _floats(generator, count * dim), dim, np.zeros(num_unique * dim, np.float32)
+
+    return make
+
+
+def _split(count: int, num_servers: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        owners = generator.integers(0, num_servers, index.NUM_BUCKETS).astype(np.int32)
+        starts, order = np.empty(num_servers + 1, np.int64), np.empty(count, np.int64)
+        return random_keys(generator, count), owners, starts, order
+
+    return make
+
+
+def _rows(count: int, dim: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        rows, out = _floats(generator, count * dim), np.zeros(count * dim, np.float32)
+        return rows, generator.permutation(count).astype(np.int64), dim, out
+
+    return make
+
+
+def _take_keys(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        order = generator.permutation(count).astype(np.int64)
+        return random_keys(generator, count), order, np.zeros(count, np.uint64)
+
+    return make
+
+
+def _csr(
+    num_rows: int, width: int, *, ones: bool, transposed: bool
+) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        lengths = generator.integers(0, 2 * width + 1, num_rows)
+        lengths[::7] = 0
+        indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        num_pairs, num_columns = int(indptr[-1]), max(1, num_rows * width // 4)
+        indices = generator.integers(0, num_columns, num_pairs).astype(np.int32)
+        values = _floats(generator, 0 if ones else num_pairs)
+        sizes = (num_rows, num_columns) if transposed else (num_columns, num_rows)
+        return indptr, indices, values, _floats(generator, sizes[0]), np.zeros(sizes[1], np.float32)
+
+    return make
+
+
+def _logistic(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        margins = _floats(generator, count) * np.float32(10)
+        extremes = np.array([0, -0.0, 20, -20, 104, -104, 1e5, -1e5, 3e38, -3e38], np.float32)
+        margins[: len(extremes)] = extremes[:count]
+        labels = (generator.random(count) < 0.3).astype(np.float32)
+        return margins, labels, np.zeros(count, np.float32), np.zeros(count, np.float32)
+
+    return make
+
+
+def _dense_push(size: int, rule: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        record = _dense_record(generator, size, rule)
+        start, stop = size // 5, size - size // 7
+        grads = _floats(generator, stop - start + 3)
+        return rule, record, size, start, stop, grads, 3, parameters(HYPER[rule])
+
+    return make
+
+
+def _dense_push_at(size: int, rule: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        positions = generator.integers(0, size, size).astype(np.int64)
+        record = _dense_record(generator, size, rule)
+        return rule, record, size, positions, _floats(generator, size), parameters(HYPER[rule])
+
+    return make
+
+
+def _dense_record(generator: np.random.Generator, size: int, rule: int) -> Floats:
+    """Return values and plausible state: squares that are positive, counts that differ in runs."""
+    planes = 1 + _NUM_STATES[rule] + (rule in (rules.ADAM, rules.ADAMW))
+    record = np.abs(_floats(generator, planes * size))
+    record[:size] *= generator.choice(np.array([-1, 1], np.float32), size)
+    if planes == 4:
+        record[3 * size :] = np.repeat(generator.integers(0, 9, size), 5)[:size]
+    return record
+
+
+def _dense_start(size: int, kind: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        record = np.full(3 * size, np.nan, np.float32)
+        start, stop = size // 5, size - size // 7
+        array = parameters(HYPER[rules.FTRL], (-0.5, 0.25))
+        return rules.FTRL, record, size, start, stop, 1_000_003, kind, np.uint64(11), array
+
+    return make
+
+
+def _all_finite(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    return lambda generator: (_floats(generator, count),)
+
+
+def _buckets_of(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    return lambda generator: (random_keys(generator, count), np.zeros(count, np.uint16))
+
+
+HYPER: Final[dict[int, tuple[float, ...]]] = {
+    rules.SGD: (0.1, 0.01),
+    rules.MOMENTUM: (0.1, 0.01, 0.9, 1.0),
+    rules.ADAGRAD: (0.1, 0.01, 1e-10, 0.1),
+    rules.RMSPROP: (0.01, 0.01, 1e-8, 0.99),
+    rules.ADAM: (0.01, 0.01, 1e-8, 0.9, 0.999),
+    rules.ADAMW: (0.01, 0.01, 1e-8, 0.9, 0.999),
+    rules.FTRL: (0.05, 1.0, 0.1, 0.2),
+}
+RULE_NAMES: Final = ("SGD", "Momentum", "Adagrad", "RMSprop", "Adam", "AdamW", "FTRL")
+
+
+def _array_cases() -> Iterator[ArrayCase]:
+    for n in (1, SMALL, MIDDLE, LARGE):
+        for name, distinct in (("distinct", 1 << 64), ("of a third", max(1, n // 3)), ("one key", 1)):
+            make = _dedup(n, distinct)
+            yield ArrayCase(dedup.dedup, reference.dedup, f"{n} {name}", n, make, (2, 3))
+        for dim in (1, 16):
+            rows, sums = _rows(n, dim), _sum_rows(n, dim)
+            yield ArrayCase(dedup.sum_rows, reference.sum_rows, f"{n}x{dim}", n, sums, (3,))
+            yield ArrayCase(dedup.take_rows, reference.take_rows, f"{n}x{dim}", n, rows, (3,))
+            yield ArrayCase(dedup.put_rows, reference.put_rows, f"{n}x{dim}", n, rows, (3,))
+        yield ArrayCase(dedup.take_keys, reference.take_keys, f"{n}", n, _take_keys(n), (2,))
+        for servers in (1, 3, 40):
+            make = _split(n, servers)
+            yield ArrayCase(dedup.split, reference.split, f"{n} to {servers}", n, make, (2, 3))
+        yield ArrayCase(index.buckets_of, reference.buckets_of, f"{n}", n, _buckets_of(n), (1,))
+        yield ArrayCase(sparse.all_finite, reference.all_finite, f"{n}", n, _all_finite(n), ())
+        yield ArrayCase(csr.logistic, reference.logistic, f"{n}", n, _logistic(n), (2, 3), 1e-6)
+    for n in (1, 8, 256, 4096):
+        for ones in (True, False):
+            name, items = f"{n}x39 {'ones' if ones else 'values'}", n * 39
+            make = _csr(n, 39, ones=ones, transposed=False)
+            yield ArrayCase(csr.csr_dot, reference.csr_dot, name, items, make, (4,), 1e-5)
+            make = _csr(n, 39, ones=ones, transposed=True)
+            yield ArrayCase(
+                csr.csr_transposed_dot, reference.csr_transposed_dot, name, items, make, (4,), 1e-5
+            )
+    for rule, name in enumerate(RULE_NAMES):
+        for n in (1, 1000, 1_000_000):
+            make = _dense_push(n, rule)
+            yield ArrayCase(dense.dense_push, reference.dense_push, f"{name} {n}", n, make, (1,), 1e-6)
+        make = _dense_push_at(1000, rule)
+        yield ArrayCase(dense.dense_push_at, reference.dense_push_at, f"{name} 1000", 1000, make, (1,), 1e-6)
+    for kind, name in enumerate(("zeros", "constant", "uniform", "normal")):
+        make = _dense_start(MIDDLE, kind)
+        yield ArrayCase(dense.dense_start, reference.dense_start, name, MIDDLE, make, (1,), 1e-6)
+
+
+def _sparse_cases() -> Iterator[SparseCase]:
+    # Row words 1, 2 and 3 lie in the index, wider rows behind it; Adam of dim 1 has 4 words.
+    for rule, name in enumerate(RULE_NAMES):
+        for dim in (1, 3, 16):
+            case = f"{name} dim {dim}, 5000 rows"
+            kind, initial = initializers.NORMAL, (0.1, 0.2)
+            yield SparseCase(case, dim, rule, HYPER[rule], 5000, 2000, kind, initial)
+    for dim, rule in ((1, rules.SGD), (1, rules.FTRL), (16, rules.ADAGRAD)):
+        name = f"{RULE_NAMES[rule]} dim {dim}, 1000000 rows"
+        yield SparseCase(name, dim, rule, HYPER[rule], 1_000_000, 100_000)
+
+
+ARRAY_CASES: Final = tuple(_array_cases())
+SPARSE_CASES: Final = tuple(_sparse_cases())

@@ -1,0 +1,110 @@
+"""Compile every kernel before it is needed, or load it from the cache on disk.
+
+Called once by whoever starts processes, so that no server and no worker compiles in the middle of training,
+and so that several processes do not compile the same thing at once. Every call here has the argument types of
+the real calls: arrays that are C-contiguous and writable, Python integers, and unsigned NumPy scalars for
+seeds and addresses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import csr, dedup, dense, index, sparse, text
+from .jit import is_cached
+from .rules import NUM_PARAMETERS, SGD
+
+KERNELS: tuple[Any, ...] = (
+    csr.csr_dot,
+    csr.csr_transposed_dot,
+    csr.logistic,
+    dedup.dedup,
+    dedup.put_rows,
+    dedup.split,
+    dedup.sum_rows,
+    dedup.take_keys,
+    dedup.take_rows,
+    dense.dense_push,
+    dense.dense_push_at,
+    dense.dense_start,
+    index.bucket_keys,
+    index.buckets_of,
+    index.erase,
+    index.rehash,
+    sparse.all_finite,
+    sparse.copy_records,
+    sparse.gather,
+    sparse.push,
+    sparse.write_records,
+    *text.KERNELS,
+)
+"""Every kernel that is called from Python."""
+
+
+def is_compiled() -> bool:
+    """Return whether :func:`compile_kernels` will find every kernel in the cache. Takes milliseconds."""
+    return all(is_cached(kernel) for kernel in KERNELS)
+
+
+def compile_kernels() -> None:
+    """Compile every kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    text.compile_kernels()
+    _compile_sparse()
+    _compile_dense()
+    _compile_batch()
+
+
+def _compile_sparse() -> None:
+    """On a directory whose buckets all share one empty line and may not hold a row."""
+    num_lines = 1 + 1 + index.TAIL_LINES  # the header, home and tail
+    memory = np.zeros((num_lines + 1) * index.LINE_BYTES, np.uint8)
+    line = memory.ctypes.data + -memory.ctypes.data % index.LINE_BYTES + index.LINE_BYTES
+    directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
+    directory[index.LINES : index.ROWS : 2] = line
+    directory[index.LINES + 1 : index.ROWS : 2] = 1
+    directory[index.TAIL :] = index.TAIL_LINES
+    layout = np.zeros(index.LAYOUT_WORDS, np.int64)
+    layout[[index.ENTRY_WORDS, index.SLOTS, index.INLINE, index.DIM, index.ROW_WORDS]] = 3, 5, 1, 1, 1
+    parameters = np.zeros(NUM_PARAMETERS, np.float64)
+    keys, rows = np.ones(1, np.uint64), np.zeros(0, np.uint64)
+    floats, buckets = np.zeros(1, np.float32), np.zeros(1, np.uint16)
+    sparse.gather(directory, layout, parameters, keys, floats)
+    assert sparse.push(directory, layout, parameters, keys, floats, 0) == 0
+    assert sparse.write_records(directory, layout, parameters, keys, floats, 0) == 0
+    sparse.copy_records(rows, 1, floats)
+    sparse.all_finite(floats)
+    index.erase(directory, layout, keys)
+    index.bucket_keys(directory, layout, 0, keys, keys)
+    index.buckets_of(keys, buckets)
+    index.rehash(directory[0], 1 + index.TAIL_LINES, layout, 0, directory)
+
+
+def _compile_dense() -> None:
+    record, parameters = np.zeros(1, np.float32), np.zeros(NUM_PARAMETERS, np.float64)
+    grads, positions = np.zeros(1, np.float32), np.zeros(1, np.int64)
+    dense.dense_start(SGD, record, 1, 0, 1, 0, 0, np.uint64(0), parameters)
+    dense.dense_push(SGD, record, 1, 0, 1, grads, 0, parameters)
+    dense.dense_push_at(SGD, record, 1, positions, grads, parameters)
+
+
+def _compile_batch() -> None:
+    keys, taken, scratch = np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.zeros(16, np.int32)
+    inverse, indices = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    rows, out = np.zeros(1, np.float32), np.zeros(1, np.float32)
+    owners, starts, order = (
+        np.zeros(index.NUM_BUCKETS, np.int32),
+        np.zeros(2, np.int64),
+        np.zeros(1, np.int64),
+    )
+    dedup.dedup(keys, scratch, taken, inverse)
+    dedup.sum_rows(inverse, rows, 1, out)
+    dedup.split(keys, owners, starts, order)
+    dedup.take_keys(keys, order, taken)
+    dedup.take_rows(rows, order, 1, out)
+    dedup.put_rows(rows, order, 1, out)
+    indptr, labels = np.array([0, 1], np.int64), np.zeros(1, np.float32)
+    csr.csr_dot(indptr, indices, rows, rows, out)
+    csr.csr_transposed_dot(indptr, indices, rows, labels, out)
+    csr.logistic(out, labels, rows, np.zeros(1, np.float32))

@@ -1,0 +1,58 @@
+"""Numba's `njit` with a cache that is renewed when any file that a kernel inlines has changed.
+
+Numba keeps one cache file per function and checks it against the function's own source file only. These
+kernels are inlined across files, so an upgrade that changes `index.py` alone would leave an old hash inside
+`sparse.gather`, which then looks in the wrong places. Here the check covers all of them. It reaches into
+private attributes of Numba (the same from 0.57 to 0.68); where they are missing, Numba's own check is what is
+left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+
+_SOURCES = ("csr", "dedup", "dense", "index", "initializers", "jit", "memory", "rules", "sparse")
+
+
+@cache
+def _package_stamp() -> str:
+    """Return a hash of every source file that may stand inside a compiled kernel."""
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        source = Path(__file__).with_name(f"{name}.py")
+        digest.update(source.read_bytes() if source.exists() else b"")
+    return digest.hexdigest()
+
+
+def njit(**options: Any) -> Any:
+    """Return a decorator as ``numba.njit(**options)`` does."""
+    decorate_with_numba = numba.njit(**options)
+
+    def decorate(function: Any) -> Any:
+        kernel = decorate_with_numba(function)
+        file = _cache_file(kernel)
+        if file is not None and hasattr(file, "_source_stamp"):
+            file._source_stamp = (file._source_stamp, _package_stamp())
+        return kernel
+
+    return decorate
+
+
+def is_cached(kernel: Any) -> bool:
+    """Return whether a kernel needs no compilation: its cache holds something made from today's source."""
+    if numba.config.DISABLE_JIT or kernel.signatures:  # type: ignore[attr-defined]
+        return True
+    load_index = getattr(_cache_file(kernel), "_load_index", None)
+    try:
+        return load_index is not None and bool(load_index())
+    except Exception:  # a damaged index, which unpickles to anything: Numba will say so when it compiles
+        return False
+
+
+def _cache_file(kernel: Any) -> Any:
+    return getattr(getattr(kernel, "_cache", None), "_cache_file", None)

@@ -1,0 +1,348 @@
+"""The kernels' twins in NumPy and plain Python: what they must compute, readable and slow.
+
+A twin takes its kernel's arguments and writes the same outputs, so that tests and the benchmark can hand both
+the same case (see :mod:`paceline.kernels.cases`). The kernels of a sparse table work on raw memory; their
+twin is :class:`SparseTable`, a dictionary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .index import NUM_BUCKETS
+from .initializers import CONSTANT, UNIFORM, ZEROS
+from .rules import ADAGRAD, ADAM, ADAMW, FTRL, INITIAL_A, INITIAL_B, MOMENTUM, NUM_PARAMETERS, RMSPROP, SGD
+
+Keys = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+MASK = (1 << 64) - 1
+_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _word(value: int) -> np.uint64:
+    return np.uint64(value & MASK)
+
+
+def mix(keys: npt.ArrayLike) -> Keys:
+    """Return the hash of each key: splitmix64's finalizer."""
+    h = np.atleast_1d(np.asarray(keys, np.uint64)).copy()
+    h = (h ^ (h >> _word(30))) * _word(_M1)
+    h = (h ^ (h >> _word(27))) * _word(_M2)
+    return h ^ (h >> _word(31))
+
+
+def unmix(hashes: npt.ArrayLike) -> Keys:
+    """Return the keys that have these hashes: the inverse of :func:`mix`, to make keys that collide."""
+    h = np.atleast_1d(np.asarray(hashes, np.uint64)).copy()
+    h = h ^ (h >> _word(31)) ^ (h >> _word(62))
+    h = h * _word(pow(_M2, -1, 1 << 64))
+    h = h ^ (h >> _word(27)) ^ (h >> _word(54))
+    h = h * _word(pow(_M1, -1, 1 << 64))
+    return h ^ (h >> _word(30)) ^ (h >> _word(60))
+
+
+def bucket_of(keys: npt.ArrayLike) -> npt.NDArray[np.uint16]:
+    """Return the bucket of each key."""
+    return (mix(keys) >> _word(55)).astype(np.uint16)
+
+
+def buckets_of(keys: Keys, out: npt.NDArray[np.uint16]) -> None:
+    """Write the bucket of each key."""
+    out[:] = bucket_of(keys)
+
+
+def initial_values(kind: int, seed: int, keys: Keys, dim: int, a: float, b: float) -> Floats:
+    """Return the initial values of rows (float32 [n, dim])."""
+    shape = (len(keys), dim)
+    if kind == ZEROS:
+        return np.zeros(shape, np.float32)
+    if kind == CONSTANT:
+        return np.full(shape, a, np.float32)
+    counters = 2 * np.arange(dim, dtype=np.uint64)
+    first = _uniform(seed, keys[:, None], counters)
+    if kind == UNIFORM:
+        return (a + (b - a) * first).astype(np.float32)
+    second = _uniform(seed, keys[:, None], counters + _word(1))
+    return (a + b * np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * np.pi * second)).astype(np.float32)
+
+
+def _uniform(seed: int, keys: Keys, counters: Keys) -> Doubles:
+    rows = mix(keys ^ mix(_word(seed + _GOLDEN)))
+    bits = mix(rows + counters * _word(_GOLDEN)) >> _word(11)
+    result: Doubles = (bits.astype(np.float64) + 0.5) * 2.0**-53
+    return result
+
+
+def update_record(
+    rule: int,
+    record: Floats,
+    dim: int,
+    start: int,
+    stop: int,
+    grads: Floats,
+    at: int,
+    hyper: Doubles,
+    per_element: bool,
+) -> None:
+    """Apply the gradients ``grads[at : at + stop - start]`` to elements ``[start, stop)`` of a record."""
+    w = record[start:stop]
+    first = record[dim + start : dim + stop]
+    second = record[2 * dim + start : 2 * dim + stop]
+    g = grads[at : at + stop - start].copy()
+    count = record[3 * dim + start : 3 * dim + stop] if per_element else record[3 * dim : 3 * dim + 1]
+    if rule == FTRL:
+        _ftrl(w, first, second, g, hyper)
+        return
+    if rule == ADAMW:
+        w *= np.float32(1.0 - hyper[0] * hyper[1])
+    else:
+        g += np.float32(hyper[1]) * w
+    if rule in (ADAM, ADAMW):
+        _adam(w, first, second, count, g, hyper)
+    elif rule == SGD:
+        w -= np.float32(hyper[0]) * g
+    elif rule == MOMENTUM:
+        first[:] = np.float32(hyper[2]) * first + g
+        w -= np.float32(hyper[0]) * (g + np.float32(hyper[2]) * first if hyper[3] else first)
+    elif rule == ADAGRAD:
+        first += g * g
+        w -= np.float32(hyper[0]) * _ratio(g, np.sqrt(first) + np.float32(hyper[2]))
+    elif rule == RMSPROP:
+        first[:] = np.float32(hyper[3]) * first + np.float32(1 - hyper[3]) * g * g
+        w -= np.float32(hyper[0]) * _ratio(g, np.sqrt(first) + np.float32(hyper[2]))
+
+
+def _ratio(numerator: Floats, denominator: Floats) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return numerator / denominator
+
+
+def _adam(w: Floats, first: Floats, second: Floats, count: Floats, g: Floats, hyper: Doubles) -> None:
+    rate, epsilon, beta1, beta2 = hyper[0], np.float32(hyper[2]), hyper[3], hyper[4]
+    count += np.float32(1)
+    steps = count.astype(np.float64)
+    first += np.float32(1 - beta1) * (g - first)
+    second[:] = np.float32(beta2) * second + np.float32(1 - beta2) * g * g
+    size = (rate / (1 - beta1**steps)).astype(np.float32)
+    root = np.sqrt(1 - beta2**steps).astype(np.float32)
+    w -= size * (first / (np.sqrt(second) / root + epsilon))
+
+
+def _ftrl(w: Floats, z: Floats, n: Floats, g: Floats, hyper: Doubles) -> None:
+    inverse, beta, l1, l2 = (np.float32(value) for value in (1 / hyper[0], hyper[1], hyper[2], hyper[3]))
+    after = n + g * g
+    z += g - (np.sqrt(after) - np.sqrt(n)) * inverse * w
+    n[:] = after
+    w[:] = np.where(
+        np.abs(z) > l1, (np.copysign(l1, z) - z) / ((beta + np.sqrt(n)) * inverse + l2), np.float32(0)
+    )
+
+
+def ftrl_float64(
+    gradients: Doubles, alpha: float, beta: float, l1: float, l2: float, start: float = 0.0
+) -> Doubles:
+    """Return the weight after each gradient, by McMahan et al., KDD 2013, algorithm 1, in float64.
+
+    `start`, the weight before the first, is not of the paper: z starts where it gives that weight.
+    """
+    z, n, weights = 0.0, 0.0, []
+    if start:
+        z = -start * (beta / alpha + l2) - math.copysign(l1, start)
+    for g in gradients.tolist():
+        w = 0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2)
+        sigma = (math.sqrt(n + g * g) - math.sqrt(n)) / alpha
+        z += g - sigma * w
+        n += g * g
+        weights.append(
+            0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2)
+        )
+    return np.array(weights, np.float64)
+
+
+def start_state(
+    rule: int, record: Floats, words: int, dim: int, start: int, stop: int, hyper: Doubles
+) -> None:
+    """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
+    for plane in range(dim, words, dim):
+        record[plane + start : min(plane + stop, words)] = 0
+    w, first = record[start:stop], record[dim + start : dim + stop]
+    if rule == ADAGRAD:
+        first[:] = hyper[3]
+    elif rule == FTRL:
+        z = -w * np.float32(hyper[1] / hyper[0] + hyper[3]) - np.copysign(np.float32(hyper[2]), w)
+        first[:] = np.where(w != 0, z, np.float32(0))
+
+
+class SparseTable:
+    """The twin of a sparse table: a dictionary of records (float32 [row_words])."""
+
+    def __init__(
+        self,
+        dim: int,
+        row_words: int,
+        rule: int,
+        parameters: Doubles,
+        initializer: int = ZEROS,
+        seed: int = 0,
+    ) -> None:
+        assert len(parameters) == NUM_PARAMETERS
+        self.dim = dim
+        self.row_words = row_words
+        self.rule = rule
+        self.parameters = parameters
+        self.initializer = initializer
+        self.seed = seed
+        self.rows: dict[int, Floats] = {}
+
+    def initial(self, keys: Keys) -> Floats:
+        """Return what absent rows read as (float32 [n, dim])."""
+        a, b = float(self.parameters[INITIAL_A]), float(self.parameters[INITIAL_B])
+        return initial_values(self.initializer, self.seed, keys, self.dim, a, b)
+
+    def gather(self, keys: Keys, out: Floats) -> None:
+        """Twin of ``sparse.gather``."""
+        rows = self.initial(keys)
+        for i, key in enumerate(keys.tolist()):
+            if key in self.rows:
+                rows[i] = self.rows[key][: self.dim]
+        out[:] = rows.reshape(-1)
+
+    def push(self, keys: Keys, grads: Floats) -> None:
+        """Twin of ``sparse.push``."""
+        for i, key in enumerate(keys.tolist()):
+            if key not in self.rows:
+                record = np.zeros(self.row_words, np.float32)
+                record[: self.dim] = self.initial(keys[i : i + 1])[0]
+                start_state(self.rule, record, self.row_words, self.dim, 0, self.dim, self.parameters)
+                self.rows[key] = record
+            at = i * self.dim
+            update_record(self.rule, self.rows[key], self.dim, 0, self.dim, grads, at, self.parameters, False)
+
+    def write_records(self, keys: Keys, records: Floats) -> None:
+        """Twin of ``sparse.write_records``."""
+        for key, record in zip(keys.tolist(), records.reshape(-1, self.row_words), strict=True):
+            self.rows[key] = record.copy()
+
+    def erase(self, keys: Iterable[int]) -> int:
+        """Twin of ``index.erase``."""
+        return sum(self.rows.pop(int(key), None) is not None for key in keys)
+
+    def bucket(self, bucket: int) -> dict[int, Floats]:
+        """Twin of ``index.bucket_keys`` and ``sparse.copy_records``."""
+        assert 0 <= bucket < NUM_BUCKETS
+        return {key: record for key, record in self.rows.items() if int(bucket_of(key)[0]) == bucket}
+
+
+def dense_start(
+    rule: int,
+    record: Floats,
+    size: int,
+    start: int,
+    stop: int,
+    first_key: int,
+    kind: int,
+    seed: Any,
+    parameters: Doubles,
+) -> None:
+    """Set elements ``[start, stop)`` of a record to initial values and state."""
+    keys = np.arange(first_key, first_key + stop - start, dtype=np.uint64)
+    a, b = float(parameters[INITIAL_A]), float(parameters[INITIAL_B])
+    record[start:stop] = initial_values(kind, int(seed), keys, 1, a, b)[:, 0]
+    start_state(rule, record, len(record), size, start, stop, parameters)
+
+
+def dense_push(
+    rule: int, record: Floats, size: int, start: int, stop: int, grads: Floats, at: int, parameters: Doubles
+) -> None:
+    """Update elements ``[start, stop)`` with ``grads[at:]``."""
+    update_record(rule, record, size, start, stop, grads, at, parameters, True)
+
+
+def dense_push_at(
+    rule: int, record: Floats, size: int, positions: Integers, grads: Floats, parameters: Doubles
+) -> None:
+    """Update the elements at `positions` with `grads`."""
+    for i, position in enumerate(positions.tolist()):
+        update_record(rule, record, size, position, position + 1, grads, i, parameters, True)
+
+
+def all_finite(array: Floats) -> bool:
+    """Return whether an array holds neither NaN nor Inf."""
+    return bool(np.isfinite(array).all())
+
+
+def dedup(keys: Keys, scratch: npt.NDArray[np.int32], unique: Keys, inverse: npt.NDArray[np.int32]) -> int:
+    """Write the distinct keys in order of first appearance, and where each key went; return how many."""
+    found, first, places = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    unique[: len(found)] = found[order]
+    inverse[:] = rank[places.reshape(-1)]
+    return len(found)
+
+
+def sum_rows(inverse: npt.NDArray[np.int32], rows: Floats, dim: int, out: Floats) -> None:
+    """Sum the rows of equal keys, in their order."""
+    out[:] = 0
+    np.add.at(out.reshape(-1, dim), inverse, rows.reshape(-1, dim))
+
+
+def split(keys: Keys, owners: npt.NDArray[np.int32], starts: Integers, order: Integers) -> None:
+    """Group keys by the server that owns their bucket, keeping their order within each."""
+    owner = owners[bucket_of(keys)]
+    order[:] = np.argsort(owner, kind="stable")
+    starts[:] = np.searchsorted(owner[order], np.arange(len(starts)))
+
+
+def take_keys(keys: Keys, order: Integers, out: Keys) -> None:
+    """Write ``keys[order]`` to `out`."""
+    np.take(keys, order, out=out)
+
+
+def take_rows(rows: Floats, order: Integers, dim: int, out: Floats) -> None:
+    """Write the rows ``rows[order]`` to `out`."""
+    out.reshape(-1, dim)[:] = rows.reshape(-1, dim)[order]
+
+
+def put_rows(rows: Floats, order: Integers, dim: int, out: Floats) -> None:
+    """Write the rows to the places `order` of `out`."""
+    out.reshape(-1, dim)[order] = rows.reshape(-1, dim)
+
+
+def csr_dot(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, vector: Floats, out: Floats
+) -> None:
+    """Write matrix times `vector` to `out`."""
+    products = vector[indices].astype(np.float64) * (values if len(values) else 1.0)
+    out[:] = np.bincount(_row_numbers(indptr), products, len(out))
+
+
+def csr_transposed_dot(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, vector: Floats, out: Floats
+) -> None:
+    """Write the transposed matrix times `vector` to `out`."""
+    products = vector[_row_numbers(indptr)].astype(np.float64) * (values if len(values) else 1.0)
+    out[:] = np.bincount(indices, products, len(out))
+
+
+def _row_numbers(indptr: Integers) -> Integers:
+    return np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+
+
+def logistic(margins: Floats, labels: Floats, probabilities: Floats, residuals: Floats) -> float:
+    """Write p = 1/(1 + exp(−margin)) and p − label; return the summed log loss."""
+    wide = margins.astype(np.float64)
+    p = np.exp(-np.logaddexp(0.0, -wide))
+    probabilities[:] = p
+    residuals[:] = p - labels
+    return float((np.logaddexp(0.0, wide) - wide * labels).sum())

@@ -1,0 +1,166 @@
+"""The line that shows how training goes: live on a terminal, a plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
+
+_BAR_CELLS = 20
+_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_SAMPLES_A_WINDOW = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """How far training is and how it goes, at one moment."""
+
+    examples: int
+    """So many were trained on so far, by all workers."""
+    examples_per_s: float
+    done_fraction: float | None = None
+    """From 0 to 1; None takes `examples` of the total, if there is a total."""
+    log_loss: float | None = None
+    """A running mean over the last examples, each judged before it was trained on."""
+    staleness_mean: float | None = None
+    """In iterations."""
+    staleness_max: int | None = None
+    bytes_per_s: float = 0.0
+    """What went over the wire, both ways."""
+    workers: int = 1
+    epoch: str | None = None
+    """Such as ``2/4``."""
+
+
+class RateMeter:
+    """A rate over the last few seconds, from samples of a count that rises; asks no clock itself.
+
+    Holds some fifty samples, however many come.
+    """
+
+    def __init__(self, window: timedelta = timedelta(seconds=5)) -> None:
+        self._window_s = window.total_seconds()
+        self._samples: deque[tuple[float, float]] = deque()
+
+    def add(self, now_s: float, count: float) -> None:
+        """Say what the count was at a time; a count below the last one starts anew, as after a restart."""
+        samples = self._samples
+        if samples and (count < samples[-1][1] or now_s < samples[-1][0]):
+            samples.clear()
+        if len(samples) > 1 and now_s - samples[-2][0] < self._window_s / _SAMPLES_A_WINDOW:
+            samples.pop()
+        samples.append((now_s, count))
+        # The second oldest stays inside: a rate over less than the window would jump about.
+        while len(samples) > 2 and samples[1][0] <= now_s - self._window_s:
+            samples.popleft()
+
+    @property
+    def per_s(self) -> float:
+        """The rate per second over the window; 0 before there are two samples at different times."""
+        if len(self._samples) < 2:
+            return 0.0
+        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+
+class TrainingProgress:
+    """Shows snapshots of training while its ``with`` block runs; any thread may update it.
+
+    On a terminal one line is redrawn in place, cut to the width there is. Elsewhere (a file, a pipe, a dumb
+    terminal) a plain line comes with the first snapshot, then at most one every `plain_every`, and one with
+    the last snapshot at the end. With `enabled` False nothing is ever written. The cursor comes back however
+    the block ends.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        total_examples: int | None = None,
+        enabled: bool = True,
+        *,
+        plain_every: timedelta = timedelta(seconds=5),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`console` None is standard error; `total_examples` None means that the end is not known."""
+        self._console = Console(stderr=True) if console is None else console
+        self._total = total_examples
+        self._enabled = enabled
+        self._plain_every_s = plain_every.total_seconds()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._snapshot: Snapshot | None = None
+        self._shown: Snapshot | None = None
+        self._shown_s = self._start_s = 0.0
+        self._live: Live | None = None
+
+    def __enter__(self) -> TrainingProgress:
+        self._start_s = self._clock()
+        if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(_Line(self._parts), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+        elif self._enabled:
+            with self._lock:
+                self._print_plain()
+        self._enabled = False
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show this from now on; costs next to nothing, so call it as often as there is news."""
+        with self._lock:
+            self._snapshot = snapshot
+            if not self._enabled or self._live is not None:
+                return
+            if self._shown is None or self._clock() - self._shown_s >= self._plain_every_s:
+                self._print_plain()
+
+    def _print_plain(self) -> None:
+        """One line for the present snapshot, unless it was shown already. With the lock held."""
+        if self._snapshot is None or self._snapshot is self._shown:
+            return
+        self._shown, self._shown_s = self._snapshot, self._clock()
+        self._console.out("  ".join(part for _, part in self._parts()), style=None, highlight=False)
+
+    def _parts(self) -> list[tuple[int, str]]:
+        """What the line says, in order, each with its rank; those with a high rank go first."""
+        elapsed = format_duration(self._clock() - self._start_s)
+        snapshot = self._snapshot
+        if snapshot is None:
+            return [(0, "waiting for the first examples"), (1, elapsed)]
+        fraction = self._fraction(snapshot)
+        parts = [(0, f"{format_count(snapshot.examples)} examples" if fraction is None else f"{fraction:4.0%}")]
+        if snapshot.epoch is not None:
+            parts.append((5, f"epoch {snapshot.epoch}"))
+        parts.append((2, f"{format_rate(snapshot.examples_per_s, ' ex')}"))
+        if snapshot.log_loss is not None:
+            parts.append((1, f"loss {snapshot.log_loss:.4f}"))
+        if snapshot.staleness_mean is not None:
+            most = "" if snapshot.staleness_max is None else f" (max {snapshot.staleness_max})"
+            parts.append((4, f"stale {snapshot.staleness_mean:.1f}{most}"))
+        parts.append((6, f"{format_bytes(snapshot.bytes_per_s)}/s"))
+        parts.append((7, f"{snapshot.workers} worker{'' if snapshot.workers == 1 else 's'}"))
+        parts.append((3, elapsed))
+        return parts
+
+    def _fraction(self, snapshot: Snapshot) -> float | None:
+        fraction = snapshot.done_fraction
+        if fraction is None and self._total:
+            fraction = snapshot.examples / self._total
+        return None if fraction is None else min(max(fraction, 0.0), 1.0)

@@ -1,0 +1,106 @@
+"""Tables of results, and how numbers are written for people: three digits, decimal units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.markup import escape
+from rich.table import Table
+
+_PREFIXES = ("", "k", "M", "G", "T", "P")
+_NONE = "–"
+
+
+def format_rate(per_s: float, unit: str = "") -> str:
+    """A rate in three digits: ``312k/s``, ``4.07/s``; `unit` is put before the stroke."""
+    number, prefix = _three_digits(per_s, whole=False)
+    return f"{number}{prefix}{unit}/s"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size in three digits and decimal units, as networks and disks have them: ``512 B``, ``1.50 MB``."""
+    number, prefix = _three_digits(num_bytes, whole=True)
+    return f"{number} {prefix}B"
+
+
+def format_count(count: int) -> str:
+    """A count in three digits: ``999``, ``1.05M``."""
+    return "".join(_three_digits(count, whole=True))
+
+
+def format_duration(seconds: float) -> str:
+    """Whole seconds as a clock shows them: ``0:07``, ``12:34``, ``1:02:03``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _three_digits(value: float, whole: bool) -> tuple[str, str]:
+    """The number and its prefix; `whole` says that without a prefix there is no fraction."""
+    if not math.isfinite(value):
+        return (_NONE if math.isnan(value) else f"{value}"), ""
+    size = abs(value)
+    for prefix in _PREFIXES:
+        if size < 999.5 or prefix == _PREFIXES[-1]:
+            break
+        size /= 1000
+    if (whole and not prefix) or size == 0:
+        digits = 0
+    else:
+        digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{'-' if value < 0 else ''}{size:.{digits}f}", prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRow:
+    """One training run in a comparison; None for what was not measured or has no meaning there."""
+
+    consistency: str
+    seconds: float | None = None
+    examples_per_s: float | None = None
+    log_loss: float | None = None
+    auc: float | None = None
+    best_auc: float | None = None
+    """What the model that drew the labels reaches, where it is known."""
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+
+
+def results_table(rows: Iterable[ResultRow], title: str | None = None) -> Table:
+    """A table for a rich console, one line a run. Columns in which no run has anything are left out."""
+    runs = list(rows)
+    cells = {
+        "consistency": [run.consistency for run in runs],
+        "seconds": [_fixed(run.seconds, 1) for run in runs],
+        "examples/s": [
+            _NONE if run.examples_per_s is None else format_rate(run.examples_per_s).removesuffix("/s")
+            for run in runs
+        ],
+        "log loss": [_fixed(run.log_loss, 4) for run in runs],
+        "AUC": [_fixed(run.auc, 4) for run in runs],
+        "best AUC": [_fixed(run.best_auc, 4) for run in runs],
+        "staleness": [_staleness(run) for run in runs],
+    }
+    shown = {name: column for name, column in cells.items() if any(cell != _NONE for cell in column)}
+    table = Table(title=title)
+    for name in shown or cells:
+        header = "staleness\nmean / max" if name == "staleness" else name
+        table.add_column(header, justify="left" if name == "consistency" else "right", no_wrap=True)
+    for line in zip(*shown.values(), strict=True):
+        table.add_row(*(escape(cell) for cell in line))
+    return table
+
+
+    return escape(cell)
+
+
+def _fixed(value: float | None, digits: int) -> str:
+    return _NONE if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _staleness(run: ResultRow) -> str:
+    if run.staleness_mean is None and run.staleness_max is None:
+        return _NONE
+    return f"{_fixed(run.staleness_mean, 2)} / {_NONE if run.staleness_max is None else run.staleness_max}"

@@ -1,0 +1,139 @@
+"""The scheduler's side of a job: who reads which shard, how far it is, and what workers report."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from ..protocol import Shards, shards
+from ..transport import Header, Peer
+from . import messages
+from .messages import RESULT
+
+NOTHING_NOW, ALL_DONE = -1, -2
+
+
+class JobBoard:
+    """One job: its shards, leases and findings. `number` identifies it."""
+
+    def __init__(self, number: int, request: messages.PostJob, num_workers: int) -> None:
+        self.number = number
+        self.description = request.description
+        self.failed: tuple[str, str] | None = None
+        self._shards = Shards(
+            request.files,
+            epochs=request.epochs,
+            assignment="strided" if request.assignment == "strided" else "first-come",
+            num_workers=max(num_workers, 1),
+        )
+        self._answers: dict[int, messages.Lease] = {}  # granted while nobody was listening
+        self._waiting: dict[int, tuple[Peer, Header]] = {}
+        self._waits: set[int] = set()
+        self._progress: dict[int, dict[str, float]] = {}
+        self._reports: deque[tuple[dict[str, Any], bytes]] = deque()
+        self._started: float | None = None
+        self._ended: float | None = None
+        self._active: set[int] = set()
+        self._lost = 0
+        self._exhausted = False
+
+    def take_lease(self, peer: Peer, header: Header, rank: int, wait: bool) -> None:
+        """Answer a worker that wants a shard; with `wait`, when there is one."""
+        self._started = self._started or time.monotonic()
+        self._active.add(rank)
+        self._waiting[rank] = (peer, header)
+        if rank in self._answers:
+            self._tell(rank, self._answers.pop(rank))
+        elif rank not in self._waits:
+            self._obey(self._shards.handle(shards.Lease(rank)))
+        if not wait and rank in self._waiting:
+            self._tell(rank, messages.Lease(lease=NOTHING_NOW))
+
+    def lease_done(self, rank: int, request: messages.LeaseDone) -> None:
+        """Note that a shard is done."""
+        self._obey(self._shards.handle(shards.Done(rank, request.lease)))
+
+    def file_ended(self, file: int, num_shards: int) -> None:
+        """Note the number of shards of a file whose end has been read."""
+        self._obey(self._shards.handle(shards.Ended(file, num_shards)))
+
+    def worker_lost(self, rank: int) -> None:
+        """Lease again what a worker held."""
+        self._lost += 1
+        self.worker_left(rank)
+
+    def worker_left(self, rank: int) -> None:
+        """Forget a worker that went; its findings stay."""
+        self._active.discard(rank)
+        self._waits.discard(rank)
+        self._waiting.pop(rank, None)
+        self._answers.pop(rank, None)
+        self._obey(self._shards.handle(shards.Lost(rank)))
+        self._look_for_end()
+
+    def worker_rests(self, rank: int) -> None:
+        """Note that a worker has asked for the next job: it is through with this one."""
+        self._active.discard(rank)
+        self._look_for_end()
+
+    def note_progress(self, key: int, progress: dict[str, float]) -> None:
+        """Keep a worker's counters, which only rise."""
+        if progress.get("job") == self.number:
+            self._progress[key] = progress
+
+    def add_report(self, fields: dict[str, Any], body: bytes) -> None:
+        """Keep a report for whoever posted the job."""
+        self._reports.append((fields, body))
+
+    def take_report(self) -> tuple[dict[str, Any], bytes] | None:
+        """Return the next report."""
+        return self._reports.popleft() if self._reports else None
+
+    def state(self, num_workers: int) -> messages.JobState:
+        """Return how far the job is."""
+        done, total = self._shards.progress()
+        progress: dict[str, float] = {}
+        for counters in self._progress.values():
+            for name, value in counters.items():
+                if name != "job":
+                    progress[name] = progress.get(name, 0.0) + value
+        now = self._ended or time.monotonic()
+        return messages.JobState(
+            done=done,
+            total=total,
+            finished=self._ended is not None,
+            failed=self.failed,
+            progress=progress,
+            seconds=now - self._started if self._started is not None else 0.0,
+            num_workers=num_workers,
+            lost_workers=self._lost,
+            num_reports=len(self._reports),
+        )
+
+    def _obey(self, instructions: list[shards.Instruction]) -> None:
+        for instruction in instructions:
+            rank = instruction.worker
+            if isinstance(instruction, shards.Wait):
+                self._waits.add(rank)
+                continue
+            self._waits.discard(rank)
+            if isinstance(instruction, shards.Granted):
+                answer = messages.Lease(
+                    lease=instruction.lease, epoch=instruction.epoch, file=instruction.file, shard=instruction.shard
+                )
+            else:
+                self._exhausted = True
+                answer = messages.Lease(lease=ALL_DONE)
+            if rank in self._waiting:
+                self._tell(rank, answer)
+            else:
+                self._answers[rank] = answer
+
+    def _tell(self, rank: int, answer: messages.Lease) -> None:
+        peer, header = self._waiting.pop(rank)
+        peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer))
+
+    def _look_for_end(self) -> None:
+        if self._exhausted and not self._active and self._ended is None:
+            self._ended = time.monotonic()

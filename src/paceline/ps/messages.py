@@ -1,0 +1,345 @@
+"""What the processes of a cluster say to each other: kinds of frames, and typed control messages.
+
+Data frames (PUSH, PULL and their answers) have no meta: all that they need is in the header and the arrays of the body.
+Control is a CALL frame whose meta is one of the structs below (a tagged union in msgpack), answered by a RESULT frame,
+or by an ERROR frame of the transport. A NOTICE is a control message that wants no answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from ..transport import Endpoint
+
+# Kinds of frames.
+PUSH: Final = 16
+PULL: Final = 17
+PUSH_PULL: Final = 18
+TICK: Final = 19
+ACK: Final = 20
+VALUES: Final = 21
+CALL: Final = 24
+RESULT: Final = 25
+NOTICE: Final = 26
+
+# Flags of data frames.
+TICKS: Final = 1
+"""The push is the last of its iteration: it ticks the worker's clock."""
+RANGE: Final = 2
+"""Dense: the body begins with (start, stop), two uint64, instead of keys."""
+DROPPED: Final = 4
+"""In an ACK or VALUES: the gradient was too stale and was dropped."""
+
+
+class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that defines a table; two declarations of one name must be equal."""
+
+    name: str
+    kind: str
+    """``sparse`` or ``dense``."""
+    dim: int = 1
+    size: int = 0
+    """Elements of a dense table; 0 for a sparse one."""
+    update: dict[str, Any] = {}
+    initializer: dict[str, Any] = {}
+    seed: int = 0
+
+    def __str__(self) -> str:
+        shape = f"dim={self.dim}" if self.kind == "sparse" else f"size={self.size}"
+        rule = ", ".join(f"{key}={value}" for key, value in self.update.items() if key != "kind")
+        start = ", ".join(f"{key}={value}" for key, value in self.initializer.items() if key != "kind")
+        update = f"{self.update.get('kind')}({rule})"
+        return f"{self.kind}({shape}, {update}, {self.initializer.get('kind')}({start}), seed={self.seed})"
+
+
+class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One server or worker of the cluster."""
+
+    node: str
+    role: str
+    rank: int
+    incarnation: int
+    endpoint: Endpoint | None = None
+
+
+class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The members at one epoch. The scheduler sends it as a NOTICE on every change."""
+
+    epoch: int
+    members: tuple[MemberInfo, ...]
+    ready: bool
+    """Whether all expected servers are there."""
+
+    def of_role(self, role: str) -> tuple[MemberInfo, ...]:
+        """Return the members of a role, by rank."""
+        return tuple(sorted((m for m in self.members if m.role == role), key=lambda m: m.rank))
+
+
+# To the scheduler.
+
+
+class GetMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for the members; answered by ClusterMap."""
+
+
+class GetSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask how the cluster works, before joining it; answered by Settings."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How the cluster works."""
+
+    consistency: str
+    stale: str
+    num_servers: int
+    num_workers: int
+    """How many workers must have joined before the first iteration can complete."""
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A process joins the cluster; answered by Welcome."""
+
+    node: str
+    role: str
+    endpoint: Endpoint | None = None
+    rank: int | None = None
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Who the newcomer is."""
+
+    rank: int
+    incarnation: int
+    heartbeat_s: float
+    settings: Settings
+    cluster: ClusterMap
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A sign of life (NOTICE), with what a worker has to show for it."""
+
+    progress: dict[str, float] = {}
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The process leaves in good order."""
+
+
+class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Give a table its number; answered by int. Raises TableMismatchError if it is known otherwise."""
+
+    spec: TableSpec
+
+
+class ListTables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answered by a list of TableSpec."""
+
+
+class PostJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Post work for the workers: `description` is theirs to understand, `files` are shards per file (None: unknown).
+
+    Posting another job ends the one before. Answered by the job's number.
+    """
+
+    description: bytes
+    files: tuple[int | None, ...]
+    epochs: int
+    assignment: str
+
+
+class GetJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker asks for the first job after number `after`; answered by Job, held until there is one."""
+
+    after: int
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A job, or its absence: number -1 means that the cluster is done and the worker may go."""
+
+    number: int
+    description: bytes = b""
+
+
+class TakeLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker asks for a shard of job `job`; answered by Lease at once, or, with `wait`, when there is one."""
+
+    job: int
+    wait: bool
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A shard of work; lease -1: none now, ask again with wait; -2: all is done."""
+
+    lease: int
+    epoch: int = 0
+    file: int = 0
+    shard: int = 0
+
+
+class LeaseDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A shard is done: all that came of it is acknowledged by the servers."""
+
+    job: int
+    lease: int
+    progress: dict[str, float] = {}
+
+
+class FileEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reading has shown how many shards a file has."""
+
+    job: int
+    file: int
+    num_shards: int
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker's findings for whoever posted the job; the frame's body goes with them."""
+
+    job: int
+    fields: dict[str, Any]
+
+
+class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker found that the job cannot be done by anybody: the data is bad, say."""
+
+    job: int
+    error: str
+    message: str
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for a job's state; answered by JobState."""
+
+    job: int
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """How far a job is. `progress` sums what workers told, the dead included."""
+
+    done: int
+    total: int | None
+    finished: bool
+    failed: tuple[str, str] | None
+    progress: dict[str, float]
+    seconds: float
+    """From the first shard leased to the last worker through."""
+    num_workers: int
+    lost_workers: int
+    num_reports: int
+
+
+class TakeReports(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Take the next report of a job; answered by its fields, or None; the report's body is the answer's."""
+
+    job: int
+
+
+class EndCluster(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All processes of the cluster shall end in good order."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE from the scheduler: end in good order."""
+
+    reason: str = ""
+
+
+class Expelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE from the scheduler: you were declared dead."""
+
+    reason: str
+
+
+# To a server.
+
+
+class CreateTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Hold your part of a table. Answered by None; idempotent."""
+
+    number: int
+    spec: TableSpec
+    servers: tuple[int, ...]
+    """Ranks of all servers: what the placement follows from."""
+
+
+class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker takes part in the iterations, from `clock` or later; answered by its clock."""
+
+    rank: int
+    clock: int
+
+
+class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker has no more work for now: nobody waits for it until it joins again."""
+
+
+class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read a bucket whole. Answered by the number of rows; the body is keys, then records."""
+
+    table: int
+    bucket: int
+
+
+class WriteRecords(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Set whole records: the body is `rows` keys, then their records."""
+
+    table: int
+    rows: int
+
+
+class SetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Change a table's hyperparameters (the rule itself must be the same)."""
+
+    table: int
+    update: dict[str, Any]
+
+
+class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Erase rows: the body is their keys. Answered by how many there were."""
+
+    table: int
+
+
+class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answered by ServerStatistics."""
+
+
+class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One table on one server."""
+
+    rows: int
+    num_bytes: int
+    pushes: int
+    pulls: int
+    dropped: int
+    staleness: tuple[int, ...]
+    """How many gradients were applied (or dropped) at staleness 0, 1, …; the last also counts all above."""
+
+
+class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One server."""
+
+    tables: dict[str, TableStatistics]
+    bytes_in: int
+    bytes_out: int
+    resident_bytes: int
+    held: int
+    """Requests that wait at the gate now."""
+
+
+ToScheduler = (
+    GetMap | GetSettings | Register | Heartbeat | Leave | DeclareTable | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded
+    | Report
+    | JobFailed | JobStatus | TakeReports | EndCluster
+)  # fmt: skip
+ToServer = (
+    CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
+)  # fmt: skip
+FromScheduler = ClusterMap | Ended | Expelled
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
+decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
+decode_notice = msgspec.msgpack.Decoder(FromScheduler).decode

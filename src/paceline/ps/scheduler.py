@@ -1,0 +1,291 @@
+"""The scheduler: who is a member, which table has which number, which worker reads which shard.
+
+One asyncio loop with a transport's :class:`Handler`. Its rules are :mod:`paceline.protocol`'s `membership` and `shards`.
+It sees no parameters and no gradients; while tables and members stay as they are, nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ..errors import PacelineError, ProtocolError, TableMismatchError, UsageError
+from ..protocol import Accept, Consistency, Membership, Role, Sequential, StalePolicy, membership
+from ..transport import Endpoint, Handler, Header, Peer
+from . import messages
+from .job import JobBoard
+from .messages import CALL, NOTICE, RESULT, MemberInfo, TableSpec
+
+_MAX_TABLES = 65535
+_ROLES = {"server": Role.SERVER, "worker": Role.WORKER, "observer": Role.OBSERVER}
+_UNANSWERED: Any = object()
+
+
+class Scheduler(Handler):
+    """The soft state of one cluster.
+
+    Arguments: how many servers and workers are expected (iterations begin when so many workers have joined; more may
+    join later), the `consistency` and `stale` policy, and after how long a silent member counts as dead.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_servers: int,
+        num_workers: int,
+        consistency: Consistency,
+        stale: StalePolicy,
+        heartbeat_timeout_s: float = 10.0,
+    ) -> None:
+        self._membership = Membership(num_servers, heartbeat_timeout_s)
+        self._heartbeat_s = heartbeat_timeout_s / 10.0
+        self._num_workers = num_workers
+        if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
+            raise UsageError(
+                f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is "
+                "stale: leave it out, or choose bounded or eventual"
+            )
+        self._settings = messages.Settings(
+            consistency=str(consistency), stale=str(stale), num_servers=num_servers, num_workers=num_workers
+        )
+        self._peers: dict[str, Peer] = {}  # node → connection
+        self._nodes: dict[Peer, tuple[str, int]] = {}  # connection → node, incarnation
+        self._endpoints: dict[str, Endpoint | None] = {}
+        self._specs: dict[str, tuple[int, TableSpec]] = {}
+        self._job: JobBoard | None = None
+        self._job_seekers: dict[Peer, tuple[Header, int]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.ended = asyncio.Event()
+        """Set when the cluster shall end."""
+        self._calls: dict[type, Any] = {
+            messages.GetMap: self._get_map,
+            messages.GetSettings: self._get_settings,
+            messages.Register: self._register,
+            messages.DeclareTable: self._declare_table,
+            messages.ListTables: self._list_tables,
+            messages.PostJob: self._post_job,
+            messages.GetJob: self._get_job,
+            messages.TakeLease: self._take_lease,
+            messages.LeaseDone: self._lease_done,
+            messages.FileEnded: self._file_ended,
+            messages.Report: self._report,
+            messages.JobFailed: self._job_failed,
+            messages.JobStatus: self._job_status,
+            messages.TakeReports: self._take_reports,
+            messages.EndCluster: self._end_cluster,
+            messages.Heartbeat: self._heartbeat,
+            messages.Leave: self._leave,
+        }
+
+    @property
+    def num_members(self) -> int:
+        """How many processes belong to the cluster, observers included."""
+        return len(self._membership.members)
+
+    def connected(self, peer: Peer) -> None:
+        """See :meth:`Handler.connected`."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._look_at_clock)
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """See :meth:`Handler.frame_received`."""
+        if header.kind not in (CALL, NOTICE):
+            raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
+        request = messages.decode_to_scheduler(meta)
+        answer = self._calls[type(request)](peer, header, request, body)
+        if header.kind == CALL and answer is not _UNANSWERED:
+            data, parts = answer if isinstance(answer, tuple) else (answer, ())
+            peer.send_frame(RESULT, request=header.request, meta=messages.encode(data), body=parts)
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        """See :meth:`Handler.disconnected`. A broken connection is a death: a process keeps one as long as it lives."""
+        self._job_seekers.pop(peer, None)
+        node = self._nodes.pop(peer, None)
+        if node is not None:
+            self._obey(self._membership.handle(membership.Disconnected(*node, time.monotonic())))
+            self._peers.pop(node[0], None)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # Membership.
+
+    def _look_at_clock(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._look_at_clock)
+        self._obey(self._membership.handle(membership.Clock(time.monotonic())))
+
+    def _get_map(self, peer: Peer, header: Header, request: messages.GetMap, body: memoryview) -> Any:
+        return self._map()
+
+    def _get_settings(self, peer: Peer, header: Header, request: messages.GetSettings, body: memoryview) -> Any:
+        return self._settings
+
+    def _register(self, peer: Peer, header: Header, request: messages.Register, body: memoryview) -> Any:
+        role = _ROLES.get(request.role)
+        if role is None:
+            raise UsageError(f"role {request.role!r}: expected one of {', '.join(_ROLES)}")
+        self._endpoints[request.node] = request.endpoint
+        self._peers[request.node] = peer
+        event = membership.Register(request.node, role, (), time.monotonic(), request.rank)
+        instructions = self._membership.handle(event)
+        for instruction in instructions:
+            if isinstance(instruction, membership.Refuse):
+                self._peers.pop(request.node, None)
+                raise PacelineError(instruction.reason)
+            if isinstance(instruction, membership.Welcome):
+                self._nodes[peer] = (request.node, instruction.incarnation)
+                welcome = instruction
+        self._obey(instructions)
+        return messages.Welcome(
+            rank=welcome.rank,
+            incarnation=welcome.incarnation,
+            heartbeat_s=self._heartbeat_s,
+            settings=self._settings,
+            cluster=self._map(),
+        )
+
+    def _heartbeat(self, peer: Peer, header: Header, request: messages.Heartbeat, body: memoryview) -> None:
+        node = self._nodes.get(peer)
+        if node is not None:
+            self._obey(self._membership.handle(membership.Heartbeat(*node, time.monotonic())))
+            if self._job is not None and request.progress:
+                self._job.note_progress(node[1], request.progress)
+
+    def _leave(self, peer: Peer, header: Header, request: messages.Leave, body: memoryview) -> None:
+        node = self._nodes.pop(peer, None)
+        if node is None:
+            return
+        member = next((m for m in self._membership.members if m.node == node[0]), None)
+        if member is not None and member.role is Role.WORKER and self._job is not None:
+            self._job.worker_left(member.rank)
+        self._obey(self._membership.handle(membership.Leave(*node)))
+        self._peers.pop(node[0], None)
+
+    def _obey(self, instructions: list[membership.Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, membership.Publish):
+                notice = messages.encode(self._map())
+                for node in self._peers.values():
+                    node.send_frame(NOTICE, meta=notice)
+            elif isinstance(instruction, membership.Dead):
+                self._declared_dead(instruction)
+            elif isinstance(instruction, membership.Expelled):
+                self._expel(instruction.node, "it was silent too long")
+
+    def _declared_dead(self, dead: membership.Dead) -> None:
+        if dead.role is Role.WORKER and self._job is not None:
+            self._job.worker_lost(dead.rank)
+        self._expel(dead.node, dead.reason)
+
+    def _expel(self, node: str, reason: str) -> None:
+        peer = self._peers.get(node)
+        if peer is not None:
+            peer.send_frame(NOTICE, meta=messages.encode(messages.Expelled(reason=reason)))
+
+    def _map(self) -> messages.ClusterMap:
+        members = tuple(
+            MemberInfo(
+                node=member.node,
+                role=member.role.name.lower(),
+                rank=member.rank,
+                incarnation=member.incarnation,
+                endpoint=self._endpoints.get(member.node),
+            )
+            for member in self._membership.members
+            if member.role is not Role.OBSERVER
+        )
+        return messages.ClusterMap(epoch=self._membership.epoch, members=members, ready=self._membership.ready)
+
+    # Tables.
+
+    def _declare_table(self, peer: Peer, header: Header, request: messages.DeclareTable, body: memoryview) -> int:
+        spec = request.spec
+        known = self._specs.get(spec.name)
+        if known is None:
+            if len(self._specs) >= _MAX_TABLES:
+                raise UsageError(f"a cluster has at most {_MAX_TABLES} tables")
+            known = self._specs[spec.name] = (len(self._specs) + 1, spec)
+        if known[1] != spec:
+            raise TableMismatchError(
+                f"table {spec.name!r} was declared as {spec}, and is known as {known[1]}: use the same settings in every "
+                "process, or another name"
+            )
+        return known[0]
+
+    def _list_tables(self, peer: Peer, header: Header, request: messages.ListTables, body: memoryview) -> Any:
+        return [spec for _, spec in sorted(self._specs.values(), key=lambda known: known[0])]
+
+    # Work.
+
+    def _post_job(self, peer: Peer, header: Header, request: messages.PostJob, body: memoryview) -> int:
+        number = self._job.number + 1 if self._job is not None else 1
+        ranks = [m.rank for m in self._membership.members if m.role is Role.WORKER]
+        # Strided work is dealt by rank: whoever is expected has a place in it, here or not.
+        self._job = JobBoard(number, request, max(self._num_workers, max(ranks, default=-1) + 1))
+        for seeker, (asked, after) in list(self._job_seekers.items()):
+            if after < number:
+                del self._job_seekers[seeker]
+                answer = messages.Job(number=number, description=request.description)
+                seeker.send_frame(RESULT, request=asked.request, meta=messages.encode(answer))
+        return number
+
+    def _get_job(self, peer: Peer, header: Header, request: messages.GetJob, body: memoryview) -> Any:
+        job = self._job
+        if job is not None and job.number > request.after:
+            return messages.Job(number=job.number, description=job.description)
+        if job is not None:
+            job.worker_rests(self._rank(peer))
+        self._job_seekers[peer] = (header, request.after)
+        return _UNANSWERED
+
+    def _rank(self, peer: Peer) -> int:
+        node = self._nodes.get(peer)
+        for member in self._membership.members:
+            if node is not None and member.node == node[0]:
+                return member.rank
+        raise PacelineError("this process is no member of the cluster (any more)")
+
+    def _current(self, number: int) -> JobBoard:
+        if self._job is None or self._job.number != number:
+            raise PacelineError(f"job {number} is over")
+        return self._job
+
+    def _take_lease(self, peer: Peer, header: Header, request: messages.TakeLease, body: memoryview) -> Any:
+        self._current(request.job).take_lease(peer, header, self._rank(peer), request.wait)
+        return _UNANSWERED
+
+    def _lease_done(self, peer: Peer, header: Header, request: messages.LeaseDone, body: memoryview) -> None:
+        job = self._current(request.job)
+        job.note_progress(self._nodes[peer][1], request.progress)
+        job.lease_done(self._rank(peer), request)
+
+    def _file_ended(self, peer: Peer, header: Header, request: messages.FileEnded, body: memoryview) -> None:
+        self._current(request.job).file_ended(request.file, request.num_shards)
+
+    def _report(self, peer: Peer, header: Header, request: messages.Report, body: memoryview) -> None:
+        self._current(request.job).add_report(request.fields, bytes(body))
+
+    def _job_failed(self, peer: Peer, header: Header, request: messages.JobFailed, body: memoryview) -> None:
+        job = self._current(request.job)
+        job.failed = job.failed or (request.error, request.message)
+
+    def _job_status(self, peer: Peer, header: Header, request: messages.JobStatus, body: memoryview) -> Any:
+        workers = sum(member.role is Role.WORKER for member in self._membership.members)
+        return self._current(request.job).state(workers)
+
+    def _take_reports(self, peer: Peer, header: Header, request: messages.TakeReports, body: memoryview) -> Any:
+        report = self._current(request.job).take_report()
+        return None if report is None else (report[0], (report[1],))
+
+    def _end_cluster(self, peer: Peer, header: Header, request: messages.EndCluster, body: memoryview) -> None:
+        for seeker, (asked, _) in self._job_seekers.items():
+            seeker.send_frame(RESULT, request=asked.request, meta=messages.encode(messages.Job(number=-1)))
+        self._job_seekers.clear()
+        notice = messages.encode(messages.Ended(reason="the cluster was told to end"))
+        for other in self._peers.values():
+            if other is not peer:
+                other.send_frame(NOTICE, meta=notice)
+        self.ended.set()

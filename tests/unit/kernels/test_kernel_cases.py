@@ -1,0 +1,94 @@
+"""Every kernel against its twin, on the table of cases that the benchmark times too."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+
+from paceline.kernels.cases import ARRAY_CASES, SPARSE_CASES, ArrayCase, SparseCase
+from paceline.kernels.compile import KERNELS
+from paceline.kernels.initializers import NORMAL
+from paceline.ps.rules import RULES, Initializer, Normal, UpdateRule, Zeros, from_fields
+from paceline.ps.sparse_store import SparseStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+
+_MOST_ITEMS = 200 if numba.config.DISABLE_JIT else 1_000_000  # type: ignore[attr-defined]
+_FIELDS = {
+    "SGD": ("lr", "weight_decay"),
+    "Momentum": ("lr", "weight_decay", "momentum", "nesterov"),
+    "Adagrad": ("lr", "weight_decay", "eps", "initial_accumulator"),
+    "RMSprop": ("lr", "weight_decay", "eps", "alpha"),
+    "FTRL": ("alpha", "beta", "l1", "l2"),
+}
+
+
+def rule_of(case: SparseCase) -> UpdateRule:
+    (name,) = (name for name, rule in RULES.items() if rule.code == case.rule)
+    if name in ("Adam", "AdamW"):
+        rate, decay, eps, *betas = case.hyper
+        fields = {"lr": rate, "weight_decay": decay, "eps": eps, "betas": tuple(betas)}
+    else:
+        fields = dict(zip(_FIELDS[name], case.hyper, strict=True))
+    rule: UpdateRule = from_fields(RULES, {"kind": name, **fields})  # type: ignore[type-abstract]
+    assert rule.hyper == case.hyper
+    return rule
+
+
+def store_of(case: SparseCase) -> SparseStore:
+    initializer: Initializer = Zeros()
+    if case.initializer == NORMAL:
+        initializer = Normal(mean=case.initial[0], std=case.initial[1])
+    return SparseStore(dim=case.dim, rule=rule_of(case), initializer=initializer, seed=7)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in ARRAY_CASES if case.num_items <= _MOST_ITEMS], ids=lambda case: case.label
+)
+def test_kernel_and_twin_agree(case: ArrayCase) -> None:
+    ours, theirs = case.arguments(), case.arguments()
+    result, expected = case.kernel(*ours), case.twin(*theirs)
+    if isinstance(expected, float):
+        assert result == pytest.approx(expected, rel=case.tolerance, abs=case.tolerance)
+    else:
+        assert result == expected
+    for position in case.outputs:
+        np.testing.assert_allclose(
+            ours[position], theirs[position], rtol=case.tolerance, atol=case.tolerance, strict=True
+        )
+    for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if position not in case.outputs and not (case.kernel.__name__ == "dedup" and position == 1):
+            np.testing.assert_array_equal(mine, other)  # an argument that is no output is left alone
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SPARSE_CASES if case.num_rows <= 5000], ids=lambda case: case.label
+)
+def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
+    if numba.config.DISABLE_JIT and case.dim > 1:  # type: ignore[attr-defined]
+        pytest.skip("one width is enough for coverage")
+    store, twin = store_of(case), case.twin()
+    keys, batch, grads = case.batches()
+    start = np.resize(grads, len(keys) * case.dim)
+    for some, some_grads in ((keys, start), (batch, grads), (batch, grads)):
+        store.push(some, some_grads)
+        twin.push(some, some_grads)
+    erased = batch[::3].copy()
+    assert store.erase(erased) == twin.erase(erased.tolist())
+    assert len(store) == len(twin.rows)
+    found, expected = (np.empty(len(batch) * case.dim, np.float32) for _ in range(2))
+    store.pull(batch, found)
+    twin.gather(batch, expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    for some_keys, records in store.items():
+        for key, record in zip(some_keys.tolist(), records, strict=True):
+            np.testing.assert_allclose(record, twin.rows.pop(key), rtol=1e-6, atol=1e-6)
+    assert not twin.rows
+
+
+def test_every_kernel_has_a_case() -> None:
+    in_cases = {case.kernel.__name__ for case in ARRAY_CASES}
+    through_the_store = {"gather", "push", "write_records", "copy_records", "erase", "bucket_keys", "rehash"}
+    texts = {"parse_criteo", "parse_libsvm", "hash_strings", "parse_floats"}  # test_text_kernels.py
+    assert in_cases | through_the_store | texts == {kernel.__name__ for kernel in KERNELS}

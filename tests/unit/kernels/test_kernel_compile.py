@@ -1,0 +1,100 @@
+"""Compilation: once, and for one signature."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+from paceline.kernels import dedup, dense, jit
+from paceline.kernels.cases import ARRAY_CASES, parameters
+from paceline.kernels.compile import KERNELS, compile_kernels, is_compiled
+from paceline.kernels.sparse import all_finite
+from paceline.ps.rules import FTRL, Adam, Normal
+from paceline.ps.sparse_store import SparseStore
+
+pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to compile")  # type: ignore[attr-defined]
+
+
+def signatures() -> dict[str, int]:
+    return {kernel.__name__: len(kernel.signatures) for kernel in KERNELS}
+
+
+def test_real_use_adds_no_signatures() -> None:
+    compile_kernels()
+    assert is_compiled()
+    before = signatures()
+
+    keys = np.arange(3000, dtype=np.uint64)
+    for dim, rule in ((1, FTRL()), (4, Adam(lr=0.1))):
+        store = SparseStore(dim=dim, rule=rule, initializer=Normal(), seed=2**63 + 1)
+        buffer = np.ones(dim * len(keys) + 3, np.float32)[3:]
+        store.push(keys, buffer)
+        store.push(keys, buffer.reshape(-1, dim))
+        store.pull(keys, buffer)
+        store.erase(keys[10:20])
+        for some_keys, records in store.items():
+            store.write_records(some_keys, records)
+
+    record, array = np.zeros(40, np.float32), parameters(Adam(lr=0.1).hyper)
+    grads = np.ones(10, np.float32)
+    dense.dense_start(4, record, 10, 0, 10, 0, 2, np.uint64(2**64 - 1), array)
+    dense.dense_push(4, record, 10, 2, 9, grads, 1, array)
+    dense.dense_push_at(4, record, 10, np.arange(10), grads, array)
+    assert all_finite(grads)
+    scratch = np.empty(dedup.scratch_size(len(keys)), np.int32)
+    dedup.dedup(keys, scratch, np.empty_like(keys), np.empty(len(keys), np.int32))
+    for case in ARRAY_CASES:
+        if case.num_items <= 100:
+            case.kernel(*case.arguments())
+    assert signatures() == before
+
+
+def test_one_signature_each_and_a_cache_for_the_next_process() -> None:
+    compile_kernels()
+    code = "from paceline.kernels.compile import *; print(is_compiled()); compile_kernels()\n"
+    code += "print({len(k.signatures) for k in KERNELS}, sum(len(k.stats.cache_misses) for k in KERNELS))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.split() == ["True", "{1}", "0"]
+
+
+CODE = """
+import numba, sys
+from paceline.kernels import jit
+from paceline.kernels.dedup import take_keys
+import numpy as np
+print(jit.is_cached(take_keys))
+keys = np.ones(1, np.uint64)
+take_keys(keys, np.zeros(1, np.int64), keys)
+print(jit.is_cached(take_keys), sum(take_keys.stats.cache_hits.values()))
+"""
+
+
+def run_with_cache(cache_dir: Path, before: str = "") -> list[str]:
+    result = subprocess.run(
+        [sys.executable, "-c", before + CODE],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(cache_dir)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return result.stdout.split()
+
+
+def test_cache_says_what_it_holds(tmp_path: Path) -> None:
+    assert run_with_cache(tmp_path) == ["False", "True", "0"]
+    assert run_with_cache(tmp_path) == ["True", "True", "1"]
+    # Another file of the package has changed: what was inlined from it is stale.
+    changed = "from paceline.kernels import jit\njit._package_stamp = lambda: 'another'\n"
+    assert run_with_cache(tmp_path, changed) == ["False", "True", "0"]
+    for index in tmp_path.rglob("*take_keys*.nbi"):
+        index.write_bytes(b"damaged")
+    assert not jit.is_cached(type("Kernel", (), {"signatures": ()})())

@@ -1,0 +1,235 @@
+"""Update rules against torch.optim, and FTRL against its paper in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from paceline.kernels import dense, reference
+from paceline.kernels.cases import parameters
+from paceline.kernels.initializers import CONSTANT, ZEROS
+from paceline.ps.rules import FTRL, SGD, Adagrad, Adam, AdamW, Constant, Momentum, RMSprop, UpdateRule
+from paceline.ps.sparse_store import SparseStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+
+Floats = npt.NDArray[np.float32]
+STEPS = 100
+
+RULES: dict[str, tuple[UpdateRule, str, dict[str, Any]]] = {
+    "SGD": (SGD(lr=0.05), "SGD", {"lr": 0.05}),
+    "SGD decay": (SGD(lr=0.05, weight_decay=0.1), "SGD", {"lr": 0.05, "weight_decay": 0.1}),
+    "Momentum": (Momentum(lr=0.02), "SGD", {"lr": 0.02, "momentum": 0.9}),
+    "Momentum decay": (
+        Momentum(lr=0.02, momentum=0.8, weight_decay=0.1),
+        "SGD",
+        {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.1},
+    ),
+    "Nesterov": (Momentum(lr=0.02, nesterov=True), "SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
+    "Nesterov decay": (
+        Momentum(lr=0.02, nesterov=True, weight_decay=0.1),
+        "SGD",
+        {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "Adagrad": (Adagrad(lr=0.1), "Adagrad", {"lr": 0.1}),
+    "Adagrad decay": (
+        Adagrad(lr=0.1, initial_accumulator=0.5, weight_decay=0.1),
+        "Adagrad",
+        {"lr": 0.1, "initial_accumulator_value": 0.5, "weight_decay": 0.1},
+    ),
+    "RMSprop": (RMSprop(lr=0.01), "RMSprop", {"lr": 0.01}),
+    "RMSprop decay": (
+        RMSprop(lr=0.01, alpha=0.9, weight_decay=0.1),
+        "RMSprop",
+        {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.1},
+    ),
+    "Adam": (Adam(lr=0.01), "Adam", {"lr": 0.01}),
+    "Adam decay": (
+        Adam(lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
+        "Adam",
+        {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1},
+    ),
+    "AdamW": (AdamW(lr=0.01, weight_decay=0.0), "AdamW", {"lr": 0.01, "weight_decay": 0.0}),
+    "AdamW decay": (AdamW(lr=0.01, weight_decay=0.1), "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+def gradients(size: int, seed: int = 0) -> Floats:
+    """Gradients (float32 [STEPS, size]) of a noisy descent, some of them exactly zero."""
+    generator = np.random.default_rng(seed)
+    grads = generator.standard_normal((STEPS, size)).astype(np.float32)
+    grads[generator.random((STEPS, size)) < 0.1] = 0
+    grads[:, 0] = 0  # an element that is never moved by its gradient
+    return grads
+
+
+def torch_result(
+    optimizer: str, settings: dict[str, Any], start: Floats, grads: Floats, parts: bool = False
+) -> Floats:
+    """What torch.optim makes of `start`; with `parts`, each element is a parameter of its own, skipped where NaN."""
+    torch = pytest.importorskip("torch")
+    if parts:
+        columns = []
+        for j in range(len(start)):
+            mine = grads[:, j : j + 1]
+            columns.append(torch_result(optimizer, settings, start[j : j + 1], mine[~np.isnan(mine[:, 0])]))
+        return np.concatenate(columns)
+    weight = torch.nn.Parameter(torch.tensor(start))
+    stepper = getattr(torch.optim, optimizer)([weight], **settings, foreach=False)
+    for grad in grads:
+        weight.grad = torch.tensor(grad)
+        stepper.step()
+    result: Floats = weight.detach().numpy().copy()
+    return result
+
+
+def check(found: Floats, expected: Floats) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dim", [1, 16])
+def test_sparse_rows_are_as_torch(name: str, dim: int) -> None:
+    rule, optimizer, settings = RULES[name]
+    keys = np.array([0, 5, 2**64 - 1], np.uint64)
+    start, grads = np.float32(0.75), gradients(len(keys) * dim)
+    store = SparseStore(dim=dim, rule=rule, initializer=Constant(value=float(start)))
+    for grad in grads:
+        store.push(keys, grad)
+    found = np.empty(len(keys) * dim, np.float32)
+    store.pull(keys, found)
+    check(found, torch_result(optimizer, settings, np.full(len(found), start), grads))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_sparse_rows_count_their_own_steps(name: str) -> None:
+    rule, optimizer, settings = RULES[name]
+    keys, grads = np.arange(4, dtype=np.uint64), gradients(4)
+    absent = np.random.default_rng(1).random(grads.shape) < 0.5
+    store = SparseStore(dim=1, rule=rule, initializer=Constant(value=0.5))
+    for grad, skip in zip(grads, absent, strict=True):
+        store.push(keys[~skip], grad[~skip])
+    found = np.empty(4, np.float32)
+    store.pull(keys, found)
+    grads[absent] = np.nan
+    check(found, torch_result(optimizer, settings, np.full(4, 0.5, np.float32), grads, parts=True))
+
+
+def dense_record(rule: UpdateRule, start: Floats) -> tuple[Floats, npt.NDArray[np.float64]]:
+    size = len(start)
+    array = parameters(rule.hyper)
+    record = np.full(size * (1 + rule.num_states + rule.has_count), np.nan, np.float32)
+    dense.dense_start(rule.code, record, size, 0, size, 0, ZEROS, np.uint64(0), array)
+    assert not record[:size].any()
+    record[:size] = start
+    return record, array
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_dense_ranges_are_as_torch(name: str) -> None:
+    rule, optimizer, settings = RULES[name]
+    size = 23
+    start, grads = np.linspace(-1, 1, size, dtype=np.float32), gradients(size)
+    record, array = dense_record(rule, start)
+    for grad in grads:
+        dense.dense_push(rule.code, record, size, 0, size, grad, 0, array)
+    check(record[:size], torch_result(optimizer, settings, start, grads))
+
+
+def push_by_range(rule: UpdateRule, record: Floats, array: Any, chosen: Any, grad: Floats) -> None:
+    size, stop = len(grad), 0
+    for begin in range(size):
+        if begin >= stop and chosen[begin]:
+            stop = begin + int(np.argmin([*chosen[begin:], False]))
+            dense.dense_push(rule.code, record, size, begin, stop, grad, begin, array)
+
+
+def push_by_position(rule: UpdateRule, record: Floats, array: Any, chosen: Any, grad: Floats) -> None:
+    positions = np.random.default_rng(0).permutation(np.flatnonzero(chosen))
+    dense.dense_push_at(rule.code, record, len(grad), positions, grad[positions], array)
+
+
+@pytest.mark.parametrize("push", [push_by_range, push_by_position])
+@pytest.mark.parametrize("name", RULES)
+def test_dense_elements_count_their_own_steps(name: str, push: Callable[..., None]) -> None:
+    rule, optimizer, settings = RULES[name]
+    size = 11
+    start, grads = np.linspace(-1, 1, size, dtype=np.float32), gradients(size)
+    record, array = dense_record(rule, start)
+    generator = np.random.default_rng(2)
+    chosen = np.zeros(grads.shape, bool)
+    for row in chosen:  # a range with uneven ends, and an element apart
+        low, high = np.sort(generator.integers(0, size + 1, 2))
+        row[low:high] = row[generator.integers(0, size)] = True
+    for grad, mine in zip(grads, chosen, strict=True):
+        push(rule, record, array, mine, grad)
+    grads[~chosen] = np.nan
+    check(record[:size], torch_result(optimizer, settings, start, grads, parts=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        ({}, 0.0),
+        ({"alpha": 0.1, "beta": 0.5, "l1": 0.3, "l2": 0.7}, 0.0),
+        ({"alpha": 0.1, "beta": 0.5, "l1": 0.3, "l2": 0.7}, 0.25),
+        ({"alpha": 0.5, "l1": 2.0}, -0.75),
+    ],
+)
+@pytest.mark.parametrize("dim", [1, 16])
+def test_ftrl_is_as_in_the_paper(settings: dict[str, float], start: float, dim: int) -> None:
+    rule = FTRL(**settings)
+    grads = gradients(dim, seed=4) + np.float32(0.1)
+    store = SparseStore(dim=dim, rule=rule, initializer=Constant(value=start))
+    key, found = np.array([9], np.uint64), np.empty((STEPS, dim), np.float32)
+    before = np.empty(dim, np.float32)
+    store.pull(key, before)
+    assert (before == np.float32(start)).all()  # an initial weight is not hidden by l1
+    array = parameters(rule.hyper, (start, 0.0))
+    record, dense_found = np.empty(3 * dim, np.float32), np.empty_like(found)
+    dense.dense_start(rule.code, record, dim, 0, dim, 0, CONSTANT, np.uint64(0), array)
+    assert (record[:dim] == np.float32(start)).all()
+    for t, grad in enumerate(grads):
+        store.push(key, grad)
+        store.pull(key, found[t])
+        dense.dense_push(rule.code, record, dim, 0, dim, grad, 0, array)
+        dense_found[t] = record[:dim]
+    for j in range(dim):
+        expected = reference.ftrl_float64(
+            grads[:, j].astype(np.float64), rule.alpha, rule.beta, rule.l1, rule.l2, start
+        )
+        np.testing.assert_allclose(found[:, j], expected, rtol=1e-4, atol=1e-5)
+    if settings.get("l1") and start == 0:
+        assert not found[:2, 0].any()  # the gradients of element 0 are 0.1 each: too little evidence
+    np.testing.assert_array_equal(dense_found, found)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.3, -0.3])
+def test_ftrl_does_not_move_on_a_zero_gradient(start: float) -> None:
+    store = SparseStore(dim=1, rule=FTRL(l1=0.5, l2=0.1), initializer=Constant(value=start))
+    key, found = np.array([3], np.uint64), np.empty(1, np.float32)
+    for _ in range(3):
+        store.push(key, np.zeros(1, np.float32))
+        store.pull(key, found)
+        assert found[0] == pytest.approx(start, rel=1e-6)
+    if start == 0:
+        assert found[0] == 0  # exactly, so that a model of it can be stored sparse
+
+
+def test_initial_state_of_a_row() -> None:
+    key, zero = np.array([7], np.uint64), np.zeros(2, np.float32)
+    for rule, expected in (
+        (Adagrad(lr=0.0, initial_accumulator=0.25), [0.5, 0.5, 0.25, 0.25]),
+        (Momentum(lr=0.0), [0.5, 0.5, 0, 0]),
+        (RMSprop(lr=0.0), [0.5, 0.5, 0, 0]),
+        (Adam(lr=0.0), [0.5, 0.5, 0, 0, 0, 0, 1]),
+        (FTRL(alpha=0.5, beta=1.0, l1=0.25), [0.5, 0.5, -1.25, -1.25, 0, 0]),
+    ):
+        store = SparseStore(dim=2, rule=rule, initializer=Constant(value=0.5))
+        store.push(key, zero)
+        ((_, records),) = store.items()
+        assert records.tolist() == [expected], rule

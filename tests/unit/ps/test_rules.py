@@ -1,0 +1,139 @@
+"""Update rules and initializers as users write them: what is refused, and how they travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.kernels import initializers as kernel_initializers
+from paceline.kernels import rules as kernel_rules
+from paceline.ps.rules import (
+    FTRL,
+    INITIALIZERS,
+    RULES,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Constant,
+    Initializer,
+    Momentum,
+    Normal,
+    RMSprop,
+    Uniform,
+    UpdateRule,
+    Zeros,
+    from_fields,
+    to_fields,
+)
+
+EXAMPLES: list[UpdateRule] = [
+    SGD(lr=0.1),
+    SGD(lr=1, weight_decay=0.5),
+    Momentum(lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1),
+    Adagrad(lr=0.1, eps=0, initial_accumulator=0.1, weight_decay=0.1),
+    RMSprop(lr=0.1, alpha=0.5, eps=1e-3),
+    Adam(lr=0.1, betas=(0.5, 0.25)),
+    AdamW(lr=0.1),
+    FTRL(alpha=0.1, beta=0.5, l1=2, l2=3),
+]
+STARTS: list[Initializer] = [Zeros(), Constant(value=2), Uniform(low=-1, high=1), Normal(mean=1, std=0)]
+
+
+@pytest.mark.parametrize("rule", EXAMPLES)
+def test_rules_travel_as_fields(rule: UpdateRule) -> None:
+    fields = to_fields(rule)
+    assert fields["kind"] == type(rule).__name__
+    assert from_fields(RULES, fields) == rule  # type: ignore[type-abstract]
+    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    assert from_fields(RULES, as_json) == rule  # type: ignore[type-abstract]
+    assert fields == to_fields(rule)  # from_fields left them alone
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_initializers_travel_as_fields(start: Initializer) -> None:
+    assert from_fields(INITIALIZERS, to_fields(start)) == start  # type: ignore[type-abstract]
+
+
+@pytest.mark.parametrize(("kinds", "examples"), [(RULES, EXAMPLES), (INITIALIZERS, STARTS)])
+def test_every_kind_has_an_example(kinds: dict[str, type], examples: list[object]) -> None:
+    assert set(kinds.values()) == {type(example) for example in examples}
+
+
+def test_codes_are_the_kernels() -> None:
+    for name, rule in RULES.items():
+        assert rule.code == getattr(kernel_rules, name.upper())
+        assert RULES[name].__name__ == name
+    for name, start in INITIALIZERS.items():
+        assert start.code == getattr(kernel_initializers, name.upper())
+    for example in EXAMPLES:
+        assert len(example.hyper) <= kernel_rules.NUM_HYPER
+        assert all(math.isfinite(value) for value in example.hyper)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SGD(lr=-1), r"SGD\(lr=-1\): expected a finite number from 0 to inf"),
+        (lambda: SGD(lr=math.nan), r"SGD\(lr=nan\): expected a finite number"),
+        (lambda: SGD(lr=math.inf), r"SGD\(lr=inf\): expected a finite number"),
+        (lambda: SGD(lr="0.1"), r"SGD\(lr='0.1'\): expected a finite number"),
+        (lambda: SGD(lr=True), r"SGD\(lr=True\): expected a finite number"),
+        (lambda: SGD(lr=0.1, weight_decay=-0.1), r"SGD\(weight_decay=-0.1\)"),
+        (
+            lambda: Momentum(lr=0.1, momentum=1.5),
+            r"Momentum\(momentum=1.5\): expected a finite number from 0 to 1",
+        ),
+        (lambda: Momentum(lr=0.1, nesterov=1), r"Momentum\(nesterov=1\): expected True or False"),
+        (lambda: Adagrad(lr=0.1, eps=-1), r"Adagrad\(eps=-1\)"),
+        (lambda: Adagrad(lr=0.1, initial_accumulator=None), r"Adagrad\(initial_accumulator=None\)"),
+        (lambda: RMSprop(lr=0.1, alpha=2), r"RMSprop\(alpha=2\)"),
+        (
+            lambda: Adam(lr=0.1, betas=(0.9, 1.0)),
+            r"Adam\(betas=\(0.9, 1.0\)\): expected two numbers in \[0, 1\)",
+        ),
+        (lambda: Adam(lr=0.1, betas=(0.9,)), r"Adam\(betas=\(0.9,\)\): expected two numbers"),
+        (lambda: Adam(lr=0.1, betas=0.9), r"Adam\(betas=0.9\): expected two numbers"),
+        (lambda: AdamW(lr=0.1, betas=("a", "b")), r"AdamW\(betas=\('a', 'b'\)\): expected two numbers"),
+        (lambda: FTRL(alpha=0), r"FTRL\(alpha=0\): expected a finite number from 4.94066e-324"),
+        (lambda: FTRL(l1=-1), r"FTRL\(l1=-1\)"),
+        (lambda: Constant(value=math.nan), r"Constant\(value=nan\)"),
+        (lambda: Uniform(low=1, high=0), r"Uniform\(low=1\): expected a finite number from -inf to 0"),
+        (lambda: Uniform(low=0, high=None), r"Uniform\(high=None\): expected a finite number"),
+        (lambda: Normal(std=-1), r"Normal\(std=-1\): expected a finite number from 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"kind": "Sgd", "lr": 1},
+            "unknown kind 'Sgd': expected one of Adagrad, Adam, AdamW, FTRL, Momentum",
+        ),
+        ({"lr": 1}, "unknown kind None"),
+        ({"kind": ["SGD"]}, "unknown kind"),
+        ({"kind": "SGD", "lr": 1, "speed": 2}, "SGD does not take these settings: .*speed"),
+        ({"kind": "SGD"}, "SGD does not take these settings: .*lr"),
+        ({"kind": "SGD", "lr": -1}, "expected a finite number"),
+    ],
+)
+def test_fields_that_name_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_fields(RULES, fields)  # type: ignore[type-abstract]
+
+
+def test_rules_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SGD(lr=0.1).lr = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        UpdateRule()  # type: ignore[abstract]

@@ -1,0 +1,256 @@
+"""A table's rows against a dictionary: every key, every layout, growth, erasure, export."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.kernels import index, reference
+from paceline.kernels.cases import random_keys
+from paceline.protocol.placement import NUM_BUCKETS
+from paceline.ps.rules import FTRL, SGD, Adagrad, Adam, Constant, Momentum, UpdateRule
+from paceline.ps.sparse_store import SparseStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+compiled_only = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="too slow")  # type: ignore[attr-defined]
+
+Keys = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float32]
+
+# Row words 1, 2, 3 inline (5, 4, 3 entries in a line), the others behind the index; Adam has a step count.
+LAYOUTS: list[tuple[int, UpdateRule]] = [
+    (1, SGD(lr=1.0)),
+    (1, Momentum(lr=1.0, momentum=0.0)),
+    (1, FTRL()),
+    (3, SGD(lr=1.0)),
+    (1, Adam(lr=0.1)),
+    (16, Adagrad(lr=0.1)),
+]
+MAX_KEY = 2**64 - 1
+
+
+def crafted(bucket: int, count: int, line: int = 0, low_bits: int = 0) -> Keys:
+    """Keys whose hashes share bucket and home line; `line` is a 32-bit fraction of the bucket's lines."""
+    hashes = (bucket << 55) | (line << 23) | np.arange(low_bits, low_bits + count, dtype=np.uint64)
+    return reference.unmix(hashes.astype(np.uint64))
+
+
+def pull(store: SparseStore, keys: Keys) -> Floats:
+    out = np.empty((len(keys), store.dim), np.float32)
+    store.pull(keys, out)
+    return out
+
+
+class Model:
+    """A store and a dictionary that live through the same; the value of a row is what was written last."""
+
+    def __init__(self, dim: int, rule: UpdateRule) -> None:
+        self.store = SparseStore(dim=dim, rule=rule, initializer=Constant(value=-1.0))
+        self.rows: dict[int, Floats] = {}
+        self.num_writes = 0
+
+    def write(self, keys: Keys) -> None:
+        words = self.store.row_words
+        records = (np.arange(len(keys) * words, dtype=np.float32) + self.num_writes).reshape(-1, words)
+        self.num_writes += len(keys)
+        self.store.write_records(keys, records)
+        self.rows.update(zip(keys.tolist(), records, strict=True))
+
+    def push(self, keys: Keys) -> None:
+        """A push of zeros makes the rows that are absent; what it does to the others, the rule's tests say."""
+        absent = np.array([key not in self.rows for key in keys.tolist()], bool)
+        new = np.ascontiguousarray(keys[absent])
+        self.store.push(new, np.zeros(len(new) * self.store.dim, np.float32))
+        for bucket in np.unique(reference.bucket_of(new)).tolist():
+            some, records = self.store.bucket(bucket)
+            for key, record in zip(some.tolist(), records, strict=True):
+                if key not in self.rows:
+                    assert (record[: self.store.dim] == -1).all()
+                    self.rows[key] = record
+
+    def erase(self, keys: Keys) -> None:
+        there = sum(self.rows.pop(key, None) is not None for key in keys.tolist())
+        assert self.store.erase(keys) == there
+
+    def check(self, others: Keys) -> None:
+        assert len(self.store) == len(self.rows)
+        keys = np.array(list(self.rows), np.uint64)
+        dim = self.store.dim
+        if len(keys):
+            expected = np.stack(list(self.rows.values()))
+            np.testing.assert_array_equal(pull(self.store, keys), expected[:, :dim])
+        absent = others[[key not in self.rows for key in others.tolist()]]
+        assert (pull(self.store, absent) == -1).all()
+        seen = 0
+        for some, records in self.store.items():
+            assert len(some)
+            assert len(np.unique(reference.bucket_of(some))) == 1
+            seen += len(some)
+            for key, record in zip(some.tolist(), records, strict=True):
+                np.testing.assert_array_equal(record, self.rows[key])
+        assert seen == len(self.rows)
+
+
+def test_buckets_are_those_of_placement() -> None:
+    assert index.NUM_BUCKETS == NUM_BUCKETS
+
+
+def test_unmix_is_the_inverse_of_mix() -> None:
+    keys = np.concatenate([np.array([0, 1, MAX_KEY], np.uint64), random_keys(np.random.default_rng(0), 1000)])
+    np.testing.assert_array_equal(reference.unmix(reference.mix(keys)), keys)
+    assert set(reference.bucket_of(crafted(77, 100, line=2**32 - 1)).tolist()) == {77}
+
+
+# Few distinct keys, many of them in the same line or the last one of a bucket, and the two ends of the range.
+SOME_KEYS = np.concatenate(
+    [
+        np.array([0, 1, MAX_KEY], np.uint64),
+        crafted(0, 40),
+        crafted(0, 90, line=2**32 - 1),
+        crafted(511, 90, line=2**32 - 1),
+        crafted(511, 30, line=2**31),
+        random_keys(np.random.default_rng(1), 50),
+    ]
+)
+KEY_SETS = st.lists(st.integers(0, len(SOME_KEYS) - 1), max_size=120).map(
+    lambda places: SOME_KEYS[np.array(places, np.int64)]
+)
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+@settings(deadline=None, max_examples=40)
+@given(steps=st.lists(st.tuples(st.sampled_from(["write", "push", "erase"]), KEY_SETS), max_size=8))
+def test_any_history(dim: int, rule: UpdateRule, steps: list[tuple[str, Keys]]) -> None:
+    model = Model(dim, rule)
+    for step, keys in steps:
+        getattr(model, step)(keys)
+    model.check(SOME_KEYS)
+
+
+@compiled_only
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+def test_thousands_of_keys(dim: int, rule: UpdateRule) -> None:
+    generator = np.random.default_rng(2)
+    keys = random_keys(generator, 12_000)
+    keys[:2] = 0, MAX_KEY
+    model = Model(dim, rule)
+    for _ in range(6):
+        model.write(generator.choice(keys, 4000))
+        model.push(generator.choice(keys, 1000))
+        model.erase(generator.choice(keys, 3000))
+    model.check(keys)
+    model.erase(keys)
+    assert len(model.store) == 0
+    assert not list(model.store.items())
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+@pytest.mark.parametrize("line", [0, 2**31, 2**32 - 1])
+def test_keys_crafted_to_share_a_line(dim: int, rule: UpdateRule, line: int) -> None:
+    model, keys = Model(dim, rule), crafted(300, 400, line)
+    model.write(keys)
+    model.check(crafted(300, 20, line, low_bits=1000))
+    assert model.store.num_bytes < 400_000  # the tail grows, not the bucket without end
+    model.erase(keys[::2].copy())
+    model.check(keys)
+    model.write(keys)
+    model.check(keys)
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+def test_a_full_tail_of_a_bucket_that_was_larger(dim: int, rule: UpdateRule) -> None:
+    model = Model(dim, rule)
+    many, few = crafted(9, 3000, line=2**20), crafted(9, 200, line=2**32 - 1)
+    spread = reference.unmix(
+        (9 << 55) + np.linspace(0, 2**55 - 1, 3000).astype(np.uint64)  # fills the bucket evenly
+    )
+    model.write(spread)
+    model.erase(spread[:-300].copy())
+    model.write(few)
+    model.check(many[:50])
+    model.write(spread)
+    model.check(few)
+
+
+def test_a_key_that_stands_twice_is_updated_twice() -> None:
+    for dim, rule in LAYOUTS[:1] + LAYOUTS[3:4] + [(16, SGD(lr=1.0))]:
+        keys = np.repeat(np.array([0, MAX_KEY, 17, 0, 17], np.uint64), 200)
+        store = SparseStore(dim=dim, rule=rule)
+        store.push(keys, np.ones(len(keys) * dim, np.float32))
+        found = pull(store, np.array([0, MAX_KEY, 17, 5], np.uint64))
+        assert found.tolist() == [[-400.0] * dim, [-200.0] * dim, [-400.0] * dim, [0.0] * dim]
+        assert len(store) == 3
+
+
+def test_batches_of_no_keys() -> None:
+    for dim, rule in LAYOUTS:
+        store, keys, rows = SparseStore(dim=dim, rule=rule), np.empty(0, np.uint64), np.empty(0, np.float32)
+        store.push(keys, rows)
+        store.pull(keys, rows)
+        store.write_records(keys, rows)
+        assert store.erase(keys) == len(store) == 0
+        assert [len(part) for part in store.bucket(0)] == [0, 0]
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+def test_export_and_import(dim: int, rule: UpdateRule) -> None:
+    keys = np.unique(np.concatenate([SOME_KEYS, random_keys(np.random.default_rng(3), 2000)]))
+    grads = np.random.default_rng(4).standard_normal((3, len(keys) * dim)).astype(np.float32)
+    store, copy = SparseStore(dim=dim, rule=rule), SparseStore(dim=dim, rule=rule)
+    store.push(keys, grads[0])
+    store.push(keys, grads[1])
+    for some, records in store.items():
+        assert records.shape == (len(some), store.row_words)
+        copy.write_records(some, records)
+    assert len(copy) == len(keys)
+    for table in (store, copy):
+        table.push(keys, grads[2])  # the state came along, or this would differ
+    np.testing.assert_array_equal(pull(copy, keys), pull(store, keys))
+    whole = np.concatenate([some for some, _ in store.items()])
+    np.testing.assert_array_equal(np.sort(whole), keys)
+
+
+@compiled_only
+@pytest.mark.parametrize(("dim", "rule"), [(1, Adam(lr=0.1)), (16, Adagrad(lr=0.1))])
+def test_erased_rows_make_room(dim: int, rule: UpdateRule) -> None:
+    store, generator = SparseStore(dim=dim, rule=rule), np.random.default_rng(5)
+    keys = random_keys(generator, 20_000)
+    store.push(keys, np.ones(len(keys) * dim, np.float32))
+    num_bytes, room = store.num_bytes, len(keys) // 2
+    for _ in range(10):
+        assert store.erase(keys[:room]) == room
+        assert (pull(store, keys[:room]) == 0).all()
+        keys = np.concatenate([keys[room:], random_keys(generator, room)])
+        store.push(keys[-room:], np.ones(room * dim, np.float32))
+    assert len(store) == len(keys)
+    assert store.num_bytes < 1.3 * num_bytes
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("dim", "rule", "limit"), [(1, SGD(lr=0.1), 2.2), (1, FTRL(), 2.2), (16, Adagrad(lr=0.1), 1.3)]
+)
+def test_bytes_per_row(dim: int, rule: UpdateRule, limit: float) -> None:
+    store, keys = SparseStore(dim=dim, rule=rule), random_keys(np.random.default_rng(6), 1_000_000)
+    bare = 8 + 4 * dim * (1 + rule.num_states)
+    for start in range(0, len(keys), 100_000):
+        batch = keys[start : start + 100_000]
+        store.push(batch, np.ones(len(batch) * dim, np.float32))
+        per_row = store.num_bytes / len(store)
+        assert per_row < limit * bare or start < 900_000
+    assert len(store) == len(np.unique(keys))
+    assert (pull(store, keys[::1000].copy()) < 0).all()
+
+
+def test_arrays_of_the_wrong_size_are_refused() -> None:
+    store, keys = SparseStore(dim=4), np.arange(3, dtype=np.uint64)
+    for call in (store.pull, store.push, store.write_records):
+        with pytest.raises(AssertionError):
+            call(keys, np.zeros(11, np.float32))
+    with pytest.raises(AssertionError):
+        store.pull(keys, np.zeros((4, 3), np.float32).T)
+    assert len(store) == 0
