@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--json] [--only WORD] [--rounds N]
 
-Each line is one case: the median time of the kernel, of its twin, and the kernel's nanoseconds per item (a key, an
-element, a stored pair). One thread; memory is warm; what a call changes is not put back between calls.
+Each line is one case: the median time of the kernel and of its twin, and the kernel's time per item (a
+key, an element, a stored pair). One thread; memory is warm; what a call changes is not put back between calls.
 """
 
 from __future__ import annotations
@@ -75,24 +75,26 @@ def rule_of(case: SparseCase) -> UpdateRule:
 
 def sparse_results(only: str, rounds: int) -> Iterator[Result]:
     for case in SPARSE_CASES:
-        if only not in case.label:
-            continue
-        keys, batch, grads = case.batches()
-        start_grads = np.resize(grads, len(keys) * case.dim)
-        out = np.empty_like(grads)
-        start = time.perf_counter()
-        store, twin = SparseStore(dim=case.dim, rule=rule_of(case), seed=7), case.twin()
-        store.push(keys, start_grads)
-        insert_s = time.perf_counter() - start
-        yield Result(f"{case.label}: insert all", len(keys), insert_s, None, 1e9 * insert_s / len(keys))
-        small = case.num_rows <= 5000  # the dictionary takes minutes to fill beyond
-        if small:
-            twin.push(keys, start_grads)
-        for name, ours, theirs in (
-            ("pull", lambda: store.pull(batch, out), lambda: twin.gather(batch, out)),
-            ("push", lambda: store.push(batch, grads), lambda: twin.push(batch, grads)),
-        ):
-            yield make_result(f"{case.label}: {name}", len(batch), ours, theirs if small else None, rounds)
+        if only in case.label:
+            yield from table_results(case, rounds)
+
+
+def table_results(case: SparseCase, rounds: int) -> Iterator[Result]:
+    """Yield the times of filling a table, of pulls and of pushes."""
+    keys, batch, grads = case.batches()
+    all_grads, out = np.resize(grads, len(keys) * case.dim), np.empty_like(grads)
+    store, twin = SparseStore(dim=case.dim, rule=rule_of(case), seed=7), case.twin()
+    start = time.perf_counter()
+    store.push(keys, all_grads)
+    insert_s = time.perf_counter() - start
+    yield Result(f"{case.label}: insert all", len(keys), insert_s, None, 1e9 * insert_s / len(keys))
+    pull: Callable[[], object] | None = None
+    push: Callable[[], object] | None = None
+    if case.num_rows <= 5000:  # the dictionary takes minutes to fill beyond
+        twin.push(keys, all_grads)
+        pull, push = lambda: twin.gather(batch, out), lambda: twin.push(batch, grads)
+    yield make_result(f"{case.label}: pull", len(batch), lambda: store.pull(batch, out), pull, rounds)
+    yield make_result(f"{case.label}: push", len(batch), lambda: store.push(batch, grads), push, rounds)
 
 
 def format_time(seconds: float | None) -> str:

@@ -2,7 +2,7 @@
 
 ``open_dataset(paths)`` finds the format and gives a :class:`Dataset`; ``dataset.read(file, shard,
 batch_size)`` yields :class:`Batch`. Parsing is done by :mod:`paceline.kernels.text`, which is imported when
-something is read.
+something is read. ``write_click_log(path)`` makes a log up whose best possible AUC is known.
 """
 
 from paceline.data._bad_lines import BadLine, BadLines
@@ -11,11 +11,14 @@ from paceline.data._columns import Columns
 from paceline.data._dataset import Dataset, Spec, open_dataset, open_spec
 from paceline.data._formats import FORMATS, detect_format
 from paceline.data._streams import line_number
+from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
 
 __all__ = [
     "BadLine",
     "BadLines",
     "Batch",
+    "ClickLogSpec",
+    "ClickLogTruth",
     "Columns",
     "Dataset",
     "FORMATS",
@@ -24,4 +27,5 @@ __all__ = [
     "line_number",
     "open_dataset",
     "open_spec",
+    "write_click_log",
 ]

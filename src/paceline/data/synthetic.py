@@ -282,7 +282,7 @@ class _Model:
         return np.clip(logits + (intercept + _MAX_LOGIT), 0, 2 * _MAX_LOGIT)
 
     def chunks(self, stream: int, rows: int) -> Iterator[tuple[npt.NDArray[Any], Ints]]:
-        """The rows of a stream: cells [n, 40], valid until the next, and logits [n], as places in the table."""
+        """The rows of a stream: cells [n, 40], valid until the next, and logits [n] as places in tables."""
         buffer = np.zeros((_CHUNK_ROWS, 1 + CRITEO_FEATURES), _CELL)
         buffer["end"] = _TAB
         buffer["end"][:, -1] = _NEWLINE

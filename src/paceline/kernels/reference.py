@@ -34,20 +34,22 @@ def _word(value: int) -> np.uint64:
 
 def mix(keys: npt.ArrayLike) -> Keys:
     """Return the hash of each key: splitmix64's finalizer."""
-    h = np.atleast_1d(np.asarray(keys, np.uint64)).copy()
+    h: Keys = np.atleast_1d(np.asarray(keys, np.uint64)).copy()
     h = (h ^ (h >> _word(30))) * _word(_M1)
     h = (h ^ (h >> _word(27))) * _word(_M2)
-    return h ^ (h >> _word(31))
+    h ^= h >> _word(31)
+    return h
 
 
 def unmix(hashes: npt.ArrayLike) -> Keys:
     """Return the keys that have these hashes: the inverse of :func:`mix`, to make keys that collide."""
-    h = np.atleast_1d(np.asarray(hashes, np.uint64)).copy()
+    h: Keys = np.atleast_1d(np.asarray(hashes, np.uint64)).copy()
     h = h ^ (h >> _word(31)) ^ (h >> _word(62))
     h = h * _word(pow(_M2, -1, 1 << 64))
     h = h ^ (h >> _word(27)) ^ (h >> _word(54))
     h = h * _word(pow(_M1, -1, 1 << 64))
-    return h ^ (h >> _word(30)) ^ (h >> _word(60))
+    h ^= (h >> _word(30)) ^ (h >> _word(60))
+    return h
 
 
 def bucket_of(keys: npt.ArrayLike) -> npt.NDArray[np.uint16]:

@@ -14,7 +14,7 @@ from ..environment import environment
 from ..errors import PacelineError
 from ..protocol import parse_consistency, parse_stale_policy
 from ..transport import TLS, Endpoint
-from .roles import Joining, run_scheduler, run_server
+from .roles import Joining, run_scheduler, run_server, watch_parent
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
         else:
             from ..models.worker import run_worker
 
-            run_worker(joining.transport(), joining.scheduler, rank=options["rank"], with_parent=True)
+            run_worker(joining.transport(), joining.scheduler, rank=options["rank"], watch=watch_parent)
     except PacelineError as error:
         who = f"{options['role']} {options.get('rank', '')}".strip()
         print(f"paceline {who}: {error}", file=sys.stderr, flush=True)

@@ -90,6 +90,25 @@ class LocalCluster:
         """Return the process ids of a role that live, by rank."""
         return [child.pid for name, child in self._children if name.startswith(role) and child.poll() is None]
 
+    def wait_workers(self, client: Client, count: int, timeout_s: float = _START_S) -> None:
+        """Wait until `count` workers have joined. Raises PeerError if one ends before."""
+        deadline = time.monotonic() + timeout_s
+        while len(client.link.call(messages.GetMap(), messages.ClusterMap).of_role("worker")) < count:
+            ended = self.dead_children("worker")
+            if ended:
+                raise PeerError(f"{ended[0][0]} ended with status {ended[0][1]} at its start; what it said is above")
+            if time.monotonic() > deadline:
+                raise PeerError(f"the workers did not start within {timeout_s:g} s")
+            time.sleep(0.005)
+
+    def end_workers(self) -> None:
+        """End the worker processes; servers and scheduler stay."""
+        workers = [child for name, child in self._children if name.startswith("worker")]
+        for child in workers:
+            child.kill()
+        for child in workers:
+            child.wait()
+
     def close(self) -> None:
         """End every process of the cluster. Idempotent."""
         if not self._children:

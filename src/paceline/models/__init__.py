@@ -1,1 +1,1 @@
-"""TODO room"""
+"""Models: sparse logistic regression."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -18,7 +19,8 @@ from rich.text import Text
 from paceline.observe.table import format_bytes, format_count, format_duration, format_rate
 
 _BAR_CELLS = 20
-_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_LEAST_BAR_CELLS = 6
+_GAP = "  "
 _SAMPLES_A_WINDOW = 50
 
 
@@ -107,20 +109,25 @@ class TrainingProgress:
     def __enter__(self) -> TrainingProgress:
         self._start_s = self._clock()
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(_Line(self._parts), console=self._console, refresh_per_second=4)
-            self._live.start()
+            self._live = Live(
+                _Line(self),
+                console=self._console,
+                refresh_per_second=4,
+                # What is printed to a terminal goes above the line; what is printed to a file stays there.
+                redirect_stdout=sys.stdout.isatty(),
+            )
+            self._live.start(refresh=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
-        elif self._enabled:
-            with self._lock:
+        with self._lock:
+            if self._enabled and self._live is None:
                 self._print_plain()
-        self._enabled = False
+            self._enabled = False
+        if self._live is not None:
+            self._live.stop()
 
     def update(self, snapshot: Snapshot) -> None:
         """Show this from now on; costs next to nothing, so call it as often as there is news."""
@@ -136,24 +143,30 @@ class TrainingProgress:
         if self._snapshot is None or self._snapshot is self._shown:
             return
         self._shown, self._shown_s = self._snapshot, self._clock()
-        self._console.out("  ".join(part for _, part in self._parts()), style=None, highlight=False)
+        self._console.out(_GAP.join(part for _, part in self._parts(self._snapshot)).strip(), highlight=False)
 
-    def _parts(self) -> list[tuple[int, str]]:
-        """What the line says, in order, each with its rank; those with a high rank go first."""
+    def _parts(self, snapshot: Snapshot | None) -> list[tuple[int, str]]:
+        """What the line says, in order, each with its rank; where there is no room, high ranks go first."""
         elapsed = format_duration(self._clock() - self._start_s)
-        snapshot = self._snapshot
         if snapshot is None:
             return [(0, "waiting for the first examples"), (1, elapsed)]
         fraction = self._fraction(snapshot)
-        parts = [(0, f"{format_count(snapshot.examples)} examples" if fraction is None else f"{fraction:4.0%}")]
+        parts = [
+            (
+                0,
+                f"{format_count(snapshot.examples)} examples"
+                if fraction is None
+                else f"{int(100 * fraction):3}%",
+            )
+        ]
         if snapshot.epoch is not None:
             parts.append((5, f"epoch {snapshot.epoch}"))
-        parts.append((2, f"{format_rate(snapshot.examples_per_s, ' ex')}"))
+        parts.append((2, format_rate(snapshot.examples_per_s, " examples")))
         if snapshot.log_loss is not None:
-            parts.append((1, f"loss {snapshot.log_loss:.4f}"))
+            parts.append((1, f"log loss {snapshot.log_loss:.4f}"))
         if snapshot.staleness_mean is not None:
             most = "" if snapshot.staleness_max is None else f" (max {snapshot.staleness_max})"
-            parts.append((4, f"stale {snapshot.staleness_mean:.1f}{most}"))
+            parts.append((4, f"staleness {snapshot.staleness_mean:.1f}{most}"))
         parts.append((6, f"{format_bytes(snapshot.bytes_per_s)}/s"))
         parts.append((7, f"{snapshot.workers} worker{'' if snapshot.workers == 1 else 's'}"))
         parts.append((3, elapsed))
@@ -164,3 +177,34 @@ class TrainingProgress:
         if fraction is None and self._total:
             fraction = snapshot.examples / self._total
         return None if fraction is None else min(max(fraction, 0.0), 1.0)
+
+
+class _Line:
+    """The live line, made anew at each refresh to fit the terminal as it is then."""
+
+    def __init__(self, progress: TrainingProgress) -> None:
+        self._progress = progress
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        snapshot = self._progress._snapshot
+        parts = self._progress._parts(snapshot)
+        width = options.max_width
+        while len(parts) > 1 and _num_cells(parts) > width:
+            parts.remove(max(parts))
+        line = Text(_GAP.join(part for _, part in parts), no_wrap=True, overflow="crop", end="")
+        fraction = None if snapshot is None else self._progress._fraction(snapshot)
+        room = min(width - _num_cells(parts) - len(_GAP), _BAR_CELLS)
+        if fraction is not None and room >= _LEAST_BAR_CELLS:
+            line = _bar(fraction, room, options.ascii_only) + Text(_GAP) + line
+        line.truncate(width, overflow="crop")
+        yield line
+
+
+def _num_cells(parts: list[tuple[int, str]]) -> int:
+    return sum(cell_len(part) + len(_GAP) for _, part in parts) - len(_GAP)
+
+
+def _bar(fraction: float, num_cells: int, ascii_only: bool) -> Text:
+    done = int(fraction * num_cells)
+    full, empty = "#-" if ascii_only else "━─"
+    return Text.assemble((full * done, "bar.complete"), (empty * (num_cells - done), "bar.back"))

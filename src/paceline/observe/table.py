@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
-_NONE = "–"
+_NONE = "-"
 
 
 def format_rate(per_s: float, unit: str = "") -> str:
@@ -91,9 +91,6 @@ def results_table(rows: Iterable[ResultRow], title: str | None = None) -> Table:
     for line in zip(*shown.values(), strict=True):
         table.add_row(*(escape(cell) for cell in line))
     return table
-
-
-    return escape(cell)
 
 
 def _fixed(value: float | None, digits: int) -> str:

@@ -20,6 +20,7 @@ from .rules import (
     from_fields,
     to_fields,
 )
+from .saving import SavedModel, load_tables, read_model, save_tables
 from .scheduler import Scheduler
 from .scheduler_link import SchedulerLink
 from .server import Server
@@ -41,6 +42,7 @@ __all__ = [
     "Momentum",
     "Normal",
     "RMSprop",
+    "SavedModel",
     "Scheduler",
     "SchedulerLink",
     "Server",
@@ -51,6 +53,9 @@ __all__ = [
     "UpdateRule",
     "Zeros",
     "from_fields",
+    "load_tables",
     "make_node_name",
+    "read_model",
+    "save_tables",
     "to_fields",
 ]

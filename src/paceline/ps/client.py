@@ -221,6 +221,18 @@ class Client:
         """Open a table as :meth:`tables` lists it."""
         return self._declare(spec)
 
+    def save(self, directory: str | os.PathLike[str], **model: Any) -> None:
+        """Write all tables to a directory, whole or not at all; `model` is kept in its manifest. See ps.saving."""
+        from .saving import save_tables
+
+        save_tables(self, directory, **model)
+
+    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Load the tables of a saved model, state included; return what was kept in its manifest."""
+        from .saving import load_tables
+
+        return load_tables(self, directory).manifest.model
+
     # Statistics and end.
 
     def statistics(self) -> list[messages.ServerStatistics]:

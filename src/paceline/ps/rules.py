@@ -144,12 +144,14 @@ class Adam(UpdateRule):
     has_count: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.betas, list):  # as JSON and msgpack have it
-            object.__setattr__(self, "betas", tuple(self.betas))
+        betas: Any = self.betas
+        if isinstance(betas, list):  # as JSON and msgpack have it
+            betas = tuple(betas)
+            object.__setattr__(self, "betas", betas)
         _check(self, lr=(0, math.inf), eps=(0, math.inf), weight_decay=(0, math.inf))
-        is_pair = isinstance(self.betas, tuple) and len(self.betas) == 2
-        if not is_pair or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in self.betas):
-            raise UsageError(f"{type(self).__name__}(betas={self.betas!r}): expected two numbers in [0, 1)")
+        is_pair = isinstance(betas, tuple) and len(betas) == 2
+        if not is_pair or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
+            raise UsageError(f"{type(self).__name__}(betas={betas!r}): expected two numbers in [0, 1)")
 
     @property
     def hyper(self) -> tuple[float, ...]:

@@ -16,7 +16,6 @@ from . import messages
 from .messages import CALL, NOTICE, ClusterMap
 
 _Result = TypeVar("_Result")
-_DEAF_S = 0.02  # how long a call of another thread may wait for the listening thread to hear of the lock
 
 
 class SchedulerLink:
@@ -48,8 +47,6 @@ class SchedulerLink:
         self._heartbeat_s = 1.0
         self._map_changed = threading.Condition()
         self._map: ClusterMap | None = None
-        self.progress: dict[str, float] = {}
-        """What the heartbeats carry; replace it, do not change it."""
         self._thread = threading.Thread(target=self._listen, name="paceline-scheduler-link", daemon=True)
         self._thread.start()
 
@@ -90,6 +87,13 @@ class SchedulerLink:
                 f"the scheduler at {self.address} did not answer {type(message).__name__} within {timeout_s:g} s"
             ) from None
         return (msgspec.msgpack.decode(meta, type=result) if result is not None else msgspec.msgpack.decode(meta)), data
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message that wants no answer."""
+        with self._send_lock:
+            if self._lost is not None:
+                raise self._lost
+            self._channel.send_frame(NOTICE, meta=messages.encode(message))
 
     def register(self, message: messages.Register) -> messages.Welcome:
         """Join the cluster."""
@@ -140,9 +144,7 @@ class SchedulerLink:
                 now = time.monotonic()
                 if now >= next_beat:
                     next_beat = now + self._heartbeat_s
-                    with self._send_lock:
-                        message = messages.Heartbeat(progress=self.progress)
-                        self._channel.send_frame(NOTICE, meta=messages.encode(message))
+                    self.tell(messages.Heartbeat())
                 if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
                     self._receive()
         except (PacelineError, OSError, ValueError) as error:

@@ -83,6 +83,11 @@ class _Table:
         """The table's name."""
         return self.spec.name
 
+    @property
+    def number(self) -> int:
+        """The table's number in this cluster."""
+        return self._number
+
     def set_update(self, update: UpdateRule) -> None:
         """Change hyperparameters, the learning rate for instance, on every server; the rule must be the same one."""
         with self._client.lock:

@@ -10,7 +10,7 @@ def test_all_is_sorted_and_complete() -> None:
     names = paceline.data.__all__
     assert names == sorted(names)
     public = {name for name, value in vars(paceline.data).items() if not name.startswith("_")}
-    assert public - {"annotations"} == set(names)
+    assert public - {"annotations", "synthetic"} == set(names)
 
 
 def test_importing_it_imports_neither_numba_nor_pyarrow() -> None:

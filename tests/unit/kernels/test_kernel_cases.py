@@ -31,7 +31,9 @@ def rule_of(case: SparseCase) -> UpdateRule:
         fields = {"lr": rate, "weight_decay": decay, "eps": eps, "betas": tuple(betas)}
     else:
         fields = dict(zip(_FIELDS[name], case.hyper, strict=True))
-    rule: UpdateRule = from_fields(RULES, {"kind": name, **fields})  # type: ignore[type-abstract]
+        if name == "Momentum":
+            fields["nesterov"] = bool(fields["nesterov"])
+    rule: UpdateRule = from_fields(RULES, {"kind": name, **fields})
     assert rule.hyper == case.hyper
     return rule
 

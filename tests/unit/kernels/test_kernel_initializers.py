@@ -75,7 +75,7 @@ def test_moments() -> None:
     quarters = np.histogram(rows, 4, (-0.5, 1.5))[0] / rows.size
     np.testing.assert_allclose(quarters, 0.25, atol=error)
 
-    rows = (pulled(SparseStore(dim=16, initializer=Normal(mean=2, std=3))) - 2) / 3
+    normal = (pulled(SparseStore(dim=16, initializer=Normal(mean=2, std=3))).astype(np.float64) - 2) / 3
     for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
-        assert (rows.astype(np.float64) ** power).mean() == pytest.approx(moment, abs=5 * error * power)
-    assert np.isfinite(rows).all()
+        assert (normal**power).mean() == pytest.approx(moment, abs=5 * error * power)
+    assert np.isfinite(normal).all()

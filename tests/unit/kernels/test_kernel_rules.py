@@ -70,7 +70,7 @@ def gradients(size: int, seed: int = 0) -> Floats:
 def torch_result(
     optimizer: str, settings: dict[str, Any], start: Floats, grads: Floats, parts: bool = False
 ) -> Floats:
-    """What torch.optim makes of `start`; with `parts`, each element is a parameter of its own, skipped where NaN."""
+    """What torch.optim makes of `start`; with `parts`, each element is one parameter, skipped where NaN."""
     torch = pytest.importorskip("torch")
     if parts:
         columns = []

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.ps import pages as module
 from paceline.ps.pages import Pages
 from paceline.ps.rules import Adagrad
 from paceline.ps.sparse_store import SparseStore
@@ -30,7 +29,7 @@ class MapWithoutRemap(mmap.mmap):
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "copy":
         MapWithoutRemap.resized = 0
-        monkeypatch.setattr(module.mmap, "mmap", MapWithoutRemap)
+        monkeypatch.setattr("paceline.ps.pages.mmap.mmap", MapWithoutRemap)
     name: str = request.param
     return name
 

@@ -61,7 +61,7 @@ class Model:
         self.rows.update(zip(keys.tolist(), records, strict=True))
 
     def push(self, keys: Keys) -> None:
-        """A push of zeros makes the rows that are absent; what it does to the others, the rule's tests say."""
+        """Zeros make the rows that are absent; what they do to the others, the rules' tests say."""
         absent = np.array([key not in self.rows for key in keys.tolist()], bool)
         new = np.ascontiguousarray(keys[absent])
         self.store.push(new, np.zeros(len(new) * self.store.dim, np.float32))

@@ -1,0 +1,294 @@
+"""Tables on disk: safetensors files and a manifest with their checksums.
+
+A model is a directory. Its data files carry a fresh name each time they are written; the manifest, written last, aside
+and renamed into place, names those that belong to it. So whatever is interrupted, the directory holds the old model or
+the new one, whole. Rows are stored by key, not by server: a model saved from three servers loads into two.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..errors import ModelError
+from ..kernels.dedup import split
+from ..protocol import NUM_BUCKETS
+from . import messages
+from .client import Client
+from .messages import TableSpec
+from .rules import INITIALIZERS, RULES, from_fields
+from .sparse_store import Floats, Keys, SparseStore
+
+MANIFEST = "manifest.json"
+FORMAT = "paceline-model"
+FORMAT_VERSION = 1
+_PART_BYTES = 64 << 20
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One data file: `keys` uint64 [rows] and `records` float32 [rows, words] (values, then the rule's state)."""
+
+    file: str
+    rows: int
+    num_bytes: int
+    sha256: str
+
+
+class SavedTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of a saved model."""
+
+    spec: TableSpec
+    rows: int
+    parts: tuple[Part, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a saved model consists of; `model` is the description of whoever saved it."""
+
+    format: str
+    version: int
+    paceline: str
+    tables: tuple[SavedTable, ...]
+    model: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model on disk whose manifest has been read."""
+
+    directory: Path
+    manifest: Manifest
+
+    def table(self, name: str) -> SavedTable:
+        """Return a table by name; raise ModelError if there is none."""
+        for table in self.manifest.tables:
+            if table.spec.name == name:
+                return table
+        raise ModelError(f"the model in {self.directory} has no table {name!r}")
+
+    def records(self, table: SavedTable) -> Iterator[tuple[Keys, Floats]]:
+        """Yield the keys and records of a table, file by file, checksums verified."""
+        for part in table.parts:
+            yield self._read_part(part)
+
+    def load_store(self, name: str) -> SparseStore:
+        """Return a sparse table as rows in this process."""
+        table = self.table(name)
+        spec = table.spec
+        store = SparseStore(
+            dim=spec.dim,
+            rule=from_fields(RULES, spec.update),  # type: ignore[type-abstract]
+            initializer=from_fields(INITIALIZERS, spec.initializer),  # type: ignore[type-abstract]
+            seed=spec.seed,
+        )
+        for keys, records in self.records(table):
+            store.write_records(keys, records)
+        return store
+
+    def _read_part(self, part: Part) -> tuple[Keys, Floats]:
+        from safetensors.numpy import load
+
+        path = self.directory / part.file
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"cannot read {path}, a part of the model: {error.strerror}") from None
+        found = hashlib.sha256(data).hexdigest()
+        if found != part.sha256:
+            raise ModelError(
+                f"{path} is damaged: its SHA-256 is {found[:16]}…, the manifest says {part.sha256[:16]}…; "
+                "take another copy of the model"
+            )
+        tensors = load(data)
+        return tensors["keys"], tensors["records"]
+
+
+def read_model(directory: str | os.PathLike[str]) -> SavedModel:
+    """Read a model's manifest. Raises ModelError when there is none, or it is none of ours."""
+    folder = Path(directory)
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise ModelError(f"{folder} holds no model: there is no {MANIFEST} in it") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        head = json.loads(text)
+        if not isinstance(head, dict) or head.get("format") != FORMAT:
+            raise ModelError(f"{path} is no manifest of a Paceline model")
+        if head.get("version") != FORMAT_VERSION:
+            raise ModelError(
+                f"{path} has format version {head.get('version')}, this Paceline reads {FORMAT_VERSION}: "
+                f"use Paceline {head.get('paceline')}, which wrote it"
+            )
+        return SavedModel(folder, msgspec.json.decode(text, type=Manifest))
+    except (ValueError, msgspec.MsgspecError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} is damaged: {error}") from None
+
+
+def save_tables(
+    client: Client, directory: str | os.PathLike[str], names: Iterable[str] | None = None, **model: Any
+) -> Manifest:
+    """Write tables (default: all) of a cluster to a directory, whole or not at all; a model that is there is replaced.
+
+    `model` is kept in the manifest. Raises ModelError if there is no space or no permission; then what was there before
+    is untouched. What workers push meanwhile may or may not be part of it.
+    """
+    from .. import __version__
+
+    folder = Path(directory)
+    generation = secrets.token_hex(4)
+    written: list[Path] = []
+    try:
+        _prepare(folder)
+        wanted = None if names is None else set(names)
+        specs = [spec for spec in client.tables() if wanted is None or spec.name in wanted]
+        tables = tuple(_save_table(client, folder, spec, number, generation, written) for number, spec in enumerate(specs))
+        manifest = Manifest(
+            format=FORMAT, version=FORMAT_VERSION, paceline=__version__, tables=tables, model=model
+        )
+        aside = folder / f".{MANIFEST}.{generation}"
+        written.append(aside)
+        _write(aside, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+        os.replace(aside, folder / MANIFEST)
+    except BaseException as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise ModelError(_cannot_write(folder, error)) from None
+        raise
+    _sync(folder)
+    kept = {part.file for table in manifest.tables for part in table.parts}
+    for path in folder.glob("*.safetensors"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+    return manifest
+
+
+def load_tables(client: Client, directory: str | os.PathLike[str], names: Iterable[str] | None = None) -> SavedModel:
+    """Load tables of a saved model (default: all) into a cluster, whatever its number of servers, state included.
+
+    Raises ModelError for a damaged model, TableMismatchError if the cluster has such a table with other settings.
+    """
+    model = read_model(directory)
+    wanted = None if names is None else set(names)
+    for table in model.manifest.tables:
+        if wanted is not None and table.spec.name not in wanted:
+            continue
+        handle = client.open_table(table.spec)
+        for keys, records in model.records(table):
+            _load_part(client, handle.number, table.spec, keys, records)
+    return model
+
+
+def _load_part(client: Client, number: int, spec: TableSpec, keys: Keys, records: Floats) -> None:
+    with client.lock:
+        if spec.kind == "sparse":
+            order, starts = np.empty(len(keys), np.int64), np.empty(len(client.connections) + 1, np.int64)
+            split(keys, client.owners, starts, order)
+        else:
+            width = max(1, -(-spec.size // NUM_BUCKETS))
+            owners = client.owners[(keys // np.uint64(width)).astype(np.int64)]
+            order = np.argsort(owners, kind="stable")
+            starts = np.searchsorted(owners[order], np.arange(len(client.connections) + 1))
+        for i, connection in enumerate(client.connections):
+            chosen = order[starts[i] : starts[i + 1]]
+            if len(chosen):
+                message = messages.WriteRecords(table=number, rows=len(chosen))
+                connection.call(message, (keys[chosen], records[chosen]))
+
+
+def _save_table(
+    client: Client, folder: Path, spec: TableSpec, number: int, generation: str, written: list[Path]
+) -> SavedTable:
+    parts: list[Part] = []
+    waiting: list[tuple[Keys, Floats]] = []
+    size = 0
+
+    def flush() -> None:
+        nonlocal waiting, size
+        if waiting:
+            path = folder / f"table{number}-{len(parts):05d}.{generation}.safetensors"
+            written.append(path)
+            parts.append(_write_part(path, waiting))
+            waiting, size = [], 0
+
+    for keys, records in _buckets(client, spec):
+        waiting.append((keys, records))
+        size += keys.nbytes + records.nbytes
+        if size >= _PART_BYTES:
+            flush()
+    flush()
+    return SavedTable(spec=spec, rows=sum(part.rows for part in parts), parts=tuple(parts))
+
+
+def _buckets(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats]]:
+    """Yield the buckets of a table that hold something."""
+    handle = client.open_table(spec)
+    client.flush()
+    for bucket in range(NUM_BUCKETS):
+        with client.lock:
+            connection = client.connections[int(client.owners[bucket])]
+            rows, body = connection.call(messages.ReadBucket(table=handle.number, bucket=bucket))
+        if rows:
+            keys = np.frombuffer(body, np.uint64, rows)
+            yield keys, np.frombuffer(body, np.float32, offset=8 * rows).reshape(rows, -1)
+
+
+def _write_part(path: Path, waiting: list[tuple[Keys, Floats]]) -> Part:
+    from safetensors.numpy import save
+
+    keys = np.concatenate([keys for keys, _ in waiting])
+    records = np.concatenate([records for _, records in waiting])
+    data = save({"keys": keys, "records": records})
+    _write(path, data)
+    return Part(file=path.name, rows=len(keys), num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _prepare(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ModelError(f"cannot save a model as {folder}: there is a file of that name")
+    if folder.exists() and not (folder / MANIFEST).exists() and any(folder.iterdir()):
+        if any(not path.name.endswith(".safetensors") and not path.name.startswith(".") for path in folder.iterdir()):
+            raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the renames last, where directories can be synced."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(number)
+    except OSError:
+        pass
+    finally:
+        os.close(number)
+
+
+def _cannot_write(folder: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left to save the model in {folder}; a model that was there before is untouched"
+    return f"cannot save the model in {folder}: {error.strerror or error}"
