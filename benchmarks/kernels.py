@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--json] [--only WORD] [--rounds N]
 
-Each line is one case: the median time of the kernel and of its twin, and the kernel's time per item (a
-key, an element, a stored pair). One thread; memory is warm; what a call changes is not put back between calls.
+Each line is one case: the median time of the kernel and of its twin, and the kernel's time per item (a key,
+an element, a stored pair). One thread; memory is warm; what a call changes is not put back between calls.
 """
 
 from __future__ import annotations

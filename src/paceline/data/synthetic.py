@@ -150,7 +150,7 @@ class ClickLogTruth:
 def write_click_log(
     path: str | Path, spec: ClickLogSpec | None = None, *, eval_path: str | Path | None = None
 ) -> ClickLogTruth:
-    """Write a made-up click log in Criteo's format (tab-separated, about 300 bytes a row, not compressed).
+    """Write a made-up click log in Criteo's format (tab-separated, some 244 bytes a row, not compressed).
 
     `path` gets ``spec.rows`` rows; `eval_path`, if given, ``spec.eval_rows`` further ones of the same model,
     and then the truth is about these. Each file appears when it is whole, and replaces one of that

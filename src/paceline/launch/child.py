@@ -39,6 +39,9 @@ def main() -> int:
                 with_parent=True,
             )
             return 0
+        from ..kernels.compile import compile_kernels
+
+        compile_kernels()  # from the cache, so that no request waits for it
         joining = Joining(scheduler=options["scheduler"], token=token, tls=tls)
         if options["role"] == "server":
             run_server(joining, rank=options["rank"], with_parent=True)

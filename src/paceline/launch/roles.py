@@ -62,9 +62,10 @@ def run_scheduler(
             ended = asyncio.ensure_future(scheduler.ended.wait())
             stopped = asyncio.ensure_future(stop.wait())
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if ended.done():  # until everybody has heard it and left
+            scheduler.end("the scheduler was told to end")
+            if not with_parent or ended.done():  # until everybody has heard it and left
                 deadline = asyncio.get_running_loop().time() + _LINGER_S
-                while scheduler.num_members and asyncio.get_running_loop().time() < deadline and not stop.is_set():
+                while scheduler.num_members and asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(0.01)
             for task in (ended, stopped):
                 task.cancel()

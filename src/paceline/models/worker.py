@@ -36,8 +36,12 @@ def run_worker(
     rank: int | None = None,
     timeout_s: float = 60.0,
     watch: Callable[[Callable[[], None]], None] | None = None,
+    on_ready: Callable[[int], None] = lambda rank: None,
 ) -> None:
-    """Work until the cluster ends. `watch`, if given, is called with a function that ends this process at once."""
+    """Work until the cluster ends.
+
+    `watch`, if given, is called with a function that ends this process at once; `on_ready` with the rank.
+    """
     if watch is not None:
         watch(lambda: os.kill(os.getpid(), signal.SIGKILL))
     expelled = threading.Event()
@@ -47,6 +51,7 @@ def run_worker(
             expelled.set()
 
     with Client(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=heard) as client:
+        on_ready(client.rank)
         worker = Worker(client)
         number = 0
         while True:

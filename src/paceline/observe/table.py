@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 _PREFIXES = ("", "k", "M", "G", "T", "P")
 _NONE = "-"
+_HEADERS = {"log loss": "log\nloss", "best AUC": "best\nAUC", "staleness": "staleness\nmean/max"}
 
 
 def format_rate(per_s: float, unit: str = "") -> str:
@@ -84,10 +86,13 @@ def results_table(rows: Iterable[ResultRow], title: str | None = None) -> Table:
         "staleness": [_staleness(run) for run in runs],
     }
     shown = {name: column for name, column in cells.items() if any(cell != _NONE for cell in column)}
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in shown or cells:
-        header = "staleness\nmean / max" if name == "staleness" else name
-        table.add_column(header, justify="left" if name == "consistency" else "right", no_wrap=True)
+        # On a narrow terminal the names are folded, and no figure loses a digit.
+        if name == "consistency":
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(_HEADERS.get(name, name), justify="right", no_wrap=True)
     for line in zip(*shown.values(), strict=True):
         table.add_row(*(escape(cell) for cell in line))
     return table

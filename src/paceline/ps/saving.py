@@ -147,7 +147,7 @@ def save_tables(
     `model` is kept in the manifest. Raises ModelError if there is no space or no permission; then what was there before
     is untouched. What workers push meanwhile may or may not be part of it.
     """
-    from .. import __version__
+    from ..version import __version__
 
     folder = Path(directory)
     generation = secrets.token_hex(4)

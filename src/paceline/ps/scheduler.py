@@ -281,11 +281,14 @@ class Scheduler(Handler):
         return None if report is None else (report[0], (report[1],))
 
     def _end_cluster(self, peer: Peer, header: Header, request: messages.EndCluster, body: memoryview) -> None:
+        self.end("the cluster was told to end")
+
+    def end(self, reason: str) -> None:
+        """Tell every process of the cluster to end in good order."""
         for seeker, (asked, _) in self._job_seekers.items():
             seeker.send_frame(RESULT, request=asked.request, meta=messages.encode(messages.Job(number=-1)))
         self._job_seekers.clear()
-        notice = messages.encode(messages.Ended(reason="the cluster was told to end"))
-        for other in self._peers.values():
-            if other is not peer:
-                other.send_frame(NOTICE, meta=notice)
+        notice = messages.encode(messages.Ended(reason=reason))
+        for peer in self._peers.values():
+            peer.send_frame(NOTICE, meta=notice)
         self.ended.set()

@@ -84,7 +84,7 @@ def check_token(token: str, source: str = "the token") -> str:
 
 def encode_hello(hello: Hello) -> bytes:
     """Return the Hello as msgpack, with this package's version filled in."""
-    from paceline import __version__
+    from paceline.version import __version__
 
     return msgspec.msgpack.encode(msgspec.structs.replace(hello, paceline=hello.paceline or __version__))
 
@@ -102,7 +102,7 @@ def verify(token: str, label: str, client_nonce: bytes, server_nonce: bytes, giv
         raise AuthenticationError(f"the {label} does not hold this cluster's token")
     hello = decode(given.hello, Hello)
     if hello.protocol != PROTOCOL_VERSION:
-        from paceline import __version__
+        from paceline.version import __version__
 
         raise VersionError(
             f"the {label} speaks protocol version {hello.protocol} (paceline {hello.paceline}), this "

@@ -16,7 +16,10 @@ from paceline.kernels import csr, dedup, reference
 from paceline.kernels.cases import random_keys
 from paceline.kernels.sparse import all_finite
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+pytestmark = [  # without the JIT
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
 
 
 @settings(deadline=None)

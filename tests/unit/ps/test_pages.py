@@ -14,6 +14,8 @@ from paceline.ps.pages import Pages
 from paceline.ps.rules import Adagrad
 from paceline.ps.sparse_store import SparseStore
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+
 
 class MapWithoutRemap(mmap.mmap):
     """As on systems that have no mremap."""

@@ -1,0 +1,28 @@
+"""``paceline doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+
+import typer
+
+from . import options
+
+
+def doctor(json: options.Json = False) -> None:
+    """Say what is here, what is missing, and what to do about it; exit status 1 if something must be done.
+
+    Example: paceline doctor
+    """
+    from ..launch.doctor import examine
+
+    failed = False
+    for finding in examine():
+        failed |= finding.status == "fail"
+        if json:
+            typer.echo(json_module.dumps(dataclasses.asdict(finding)))
+        else:
+            advice = f": {finding.advice}" if finding.advice else ""
+            typer.echo(f"{finding.status:5} {finding.what:22} {finding.found}{advice}")
+    raise typer.Exit(1 if failed else 0)

@@ -1,0 +1,69 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..environment import environment
+from ..errors import UsageError
+from ..transport import TLS, make_token, read_token
+
+Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
+Format = Annotated[
+    str | None, typer.Option("--format", help="criteo, libsvm, csv or parquet; guessed from the content if not given.")
+]
+Label = Annotated[str | None, typer.Option(help="csv, parquet: the column that holds the label.")]
+Categorical = Annotated[str | None, typer.Option(help="csv, parquet: categorical columns, separated by commas.")]
+Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns, separated by commas.")]
+Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+Scheduler = Annotated[str | None, typer.Option(help="Address of the cluster's scheduler, HOST:PORT.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File that holds the cluster's token (or set PACELINE_TOKEN).")
+]
+TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
+TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
+TLSCa = Annotated[Path | None, typer.Option("--tls-ca", help="Certificate that the others' are signed by (PEM).")]
+
+
+def find_scheduler(given: str | None) -> str:
+    """Return the scheduler's address from the option or the environment."""
+    found = given or environment().scheduler
+    if not found:
+        raise UsageError("which cluster? give its scheduler's address with --scheduler HOST:PORT or PACELINE_SCHEDULER")
+    return found
+
+
+def find_token(file: Path | None, *, create: bool = False) -> str:
+    """Return the token from the file or the environment; with `create`, make the file if it is missing."""
+    if file is not None:
+        if create and not file.exists():
+            token = make_token()
+            try:
+                number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            except OSError as error:
+                raise UsageError(f"cannot write the token to {file}: {error.strerror}") from None
+            with os.fdopen(number, "w") as out:
+                out.write(token + "\n")
+            return token
+        return read_token(file)
+    token_found = environment().token
+    if token_found:
+        return token_found
+    raise UsageError("a cluster needs a token, which all its processes hold: give --token-file FILE or set PACELINE_TOKEN")
+
+
+def find_tls(cert: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
+    """Return the TLS settings, None if no option is given."""
+    if cert is None and key is None and ca is None:
+        return None
+    return TLS(cert=cert, key=key, ca=ca)
+
+
+def split_names(text: str | None) -> tuple[str, ...]:
+    """Return names separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()

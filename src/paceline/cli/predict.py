@@ -1,0 +1,35 @@
+"""``paceline predict``."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(help="Directory that 'paceline train --save' wrote.")],
+    data: options.Data,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the predictions; standard output if not given.")
+    ] = None,
+    format: options.Format = None,
+    strict: options.Strict = False,
+    json: options.Json = False,
+) -> None:
+    """Write P(click) of each line, one per line, and say on standard error how good they are, given the labels.
+
+    With --json the final figures go to standard output as one object, and predictions only to --output.
+    Example: paceline predict model day4.tsv --output predictions.txt
+    """
+    from ..launch.predict import run_prediction
+
+    result = run_prediction(model, data, output=output, format=format, strict=strict, echo=not json)
+    if json:
+        typer.echo(json_module.dumps(result.as_json()))
+    else:
+        typer.echo(result.sentence(), err=True)

@@ -1,0 +1,103 @@
+"""One role of a cluster by hand: ``paceline scheduler | server | worker``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import options
+
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")]
+
+
+def scheduler(
+    servers: Annotated[int, typer.Option(min=1, help="Servers that the cluster will have.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Workers that iterations wait for at the start.")] = 1,
+    consistency: Annotated[str, typer.Option(help="sequential, bounded:N or eventual.")] = "bounded:4",
+    stale: Annotated[str, typer.Option(help="Stale gradients: accept, drop:N or compensate:STRENGTH.")] = "accept",
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 7337,
+    token_file: Annotated[
+        options.Path | None, typer.Option(help="The cluster's token; made (mode 0600) if there is no such file.")
+    ] = None,
+    tls_cert: options.TLSCert = None,
+    tls_key: options.TLSKey = None,
+    tls_ca: options.TLSCa = None,
+) -> None:
+    """Run a cluster's scheduler; start it first, end the cluster by ending it (Ctrl-C).
+
+    Example: paceline scheduler --servers 2 --workers 2 --token-file token
+    """
+    from ..launch import run_scheduler
+    from ..protocol import parse_consistency, parse_stale_policy
+
+    run_scheduler(
+        token=options.find_token(token_file, create=True),
+        address=f"{f'[{host}]' if ':' in host else host}:{port}",
+        tls=options.find_tls(tls_cert, tls_key, tls_ca),
+        num_servers=servers,
+        num_workers=workers,
+        consistency=parse_consistency(consistency),
+        stale=parse_stale_policy(stale),
+        on_ready=lambda endpoint: typer.echo(f"paceline scheduler: listening on {endpoint}"),
+    )
+
+
+def server(
+    scheduler: options.Scheduler = None,
+    token_file: options.TokenFile = None,
+    host: Host = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 0,
+    rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; the next free one if not given.")] = None,
+    tls_cert: options.TLSCert = None,
+    tls_key: options.TLSKey = None,
+    tls_ca: options.TLSCa = None,
+) -> None:
+    """Run a parameter server until the cluster ends.
+
+    Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
+    """
+    from ..launch import Joining, prepare_kernels, run_server
+
+    joining = Joining(
+        scheduler=options.find_scheduler(scheduler),
+        token=options.find_token(token_file),
+        tls=options.find_tls(tls_cert, tls_key, tls_ca),
+    )
+    prepare_kernels()
+    run_server(
+        joining,
+        address=f"{f'[{host}]' if ':' in host else host}:{port}",
+        rank=rank,
+        on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
+    )
+
+
+def worker(
+    scheduler: options.Scheduler = None,
+    token_file: options.TokenFile = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; the next free one if not given.")] = None,
+    tls_cert: options.TLSCert = None,
+    tls_key: options.TLSKey = None,
+    tls_ca: options.TLSCa = None,
+) -> None:
+    """Run a worker, which takes the jobs that 'paceline train --scheduler …' posts, until the cluster ends.
+
+    Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
+    """
+    from ..launch import Joining, prepare_kernels
+    from ..models.worker import run_worker
+
+    joining = Joining(
+        scheduler=options.find_scheduler(scheduler),
+        token=options.find_token(token_file),
+        tls=options.find_tls(tls_cert, tls_key, tls_ca),
+    )
+    prepare_kernels()
+    run_worker(
+        joining.transport(),
+        joining.scheduler,
+        rank=rank,
+        on_ready=lambda own: typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}"),
+    )

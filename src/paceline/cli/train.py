@@ -1,0 +1,115 @@
+"""``paceline train``."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options
+
+if TYPE_CHECKING:
+    from ..launch.train import TrainResult
+
+
+def train(
+    data: options.Data,
+    evaluation: Annotated[
+        list[str] | None, typer.Option("--eval", help="File to evaluate on after training; may be given several times.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="lr: sparse logistic regression.")] = "lr",
+    format: options.Format = None,
+    label: options.Label = None,
+    categorical: options.Categorical = None,
+    numeric: options.Numeric = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per minibatch of one worker.")] = 256,
+    servers: Annotated[int, typer.Option(min=1, help="Server processes, which hold the parameters.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Worker processes, which read the data; default: cores less servers.")
+    ] = None,
+    consistency: Annotated[
+        str, typer.Option(help="sequential (as one process, reproducible), bounded:N or eventual.")
+    ] = "bounded:4",
+    stale: Annotated[str, typer.Option(help="Stale gradients: accept, drop:N or compensate:STRENGTH.")] = "accept",
+    update: Annotated[str, typer.Option(help="ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.")] = "ftrl",
+    lr: Annotated[float | None, typer.Option(help="Learning rate (FTRL: alpha); default depends on --update.")] = None,
+    beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
+    l1: Annotated[float | None, typer.Option(help="FTRL's L1 penalty; default 1.")] = None,
+    l2: Annotated[float | None, typer.Option(help="L2 penalty (weight decay for rules other than ftrl).")] = None,
+    save: Annotated[Path | None, typer.Option(help="Directory to save the model in.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Directory to keep parsed data in, for later passes and later runs.")
+    ] = None,
+    strict: options.Strict = False,
+    json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
+    scheduler: options.Scheduler = None,
+    token_file: options.TokenFile = None,
+    tls_cert: options.TLSCert = None,
+    tls_key: options.TLSKey = None,
+    tls_ca: options.TLSCa = None,
+) -> None:
+    """Train a click model on parameter servers: processes of this machine, or (--scheduler) a cluster that runs.
+
+    Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
+    """
+    from ..data import Columns
+    from ..errors import UsageError
+    from ..launch.train import TrainOptions
+    from ..launch.training_run import run_training
+    from ..models.update import make_update
+    from ..protocol import parse_consistency, parse_stale_policy
+
+    if model != "lr":
+        raise UsageError(f"--model {model}: there is one model, lr")
+    columns = None
+    if label or categorical or numeric:
+        if not label:
+            raise UsageError("--categorical and --numeric need --label, the column that holds the label")
+        columns = Columns(label, options.split_names(categorical), options.split_names(numeric))
+    result = run_training(
+        TrainOptions(
+            data=data,
+            evaluation=evaluation or (),
+            format=format,
+            columns=columns,
+            epochs=epochs,
+            batch_size=batch_size,
+            update=make_update(update, lr=lr, l1=l1, l2=l2, beta=beta),
+            save=save,
+            cache=cache,
+            strict=strict,
+        ),
+        servers=servers,
+        workers=workers or max((os.cpu_count() or 2) - servers, 1),
+        consistency=parse_consistency(consistency),
+        stale=parse_stale_policy(stale),
+        scheduler=scheduler,
+        token=None if scheduler is None else options.find_token(token_file),
+        tls=options.find_tls(tls_cert, tls_key, tls_ca),
+        quiet=quiet,
+    )
+    if json:
+        typer.echo(json_module.dumps(result.as_json()))
+    else:
+        _print(result, save)
+
+
+def _print(result: TrainResult, save: Path | None) -> None:
+    typer.echo(
+        f"trained on {result.examples:,} examples in {result.seconds:.2f} s ({result.examples_per_s:,.0f}/s), "
+        f"{result.num_features:,} features, log loss {result.train_log_loss:.4f}, "
+        f"staleness {result.staleness['mean']:.2f} (at most {result.staleness['max']})"
+    )
+    found = result.evaluation
+    if found is not None:
+        typer.echo(
+            f"evaluated on {found.examples:,} examples: AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
+            f"calibration {found.calibration:.3f}, accuracy {found.accuracy:.4f}"
+        )
+    if save is not None:
+        typer.echo(f"saved in {save}")

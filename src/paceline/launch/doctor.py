@@ -1,0 +1,109 @@
+"""What this machine has, what it lacks, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+from ..version import __version__
+from ..errors import PacelineError
+from ..ps import SGD
+from .kernels import prepare_kernels
+from .local import LocalCluster
+
+_LEAST_FILES = 1024
+_LEAST_DISK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `status` is ok, note (works without it) or fail."""
+
+    status: str
+    what: str
+    found: str
+    advice: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """Yield the findings, the quick ones first; the last starts a cluster and uses it."""
+    yield Finding("ok", "paceline", __version__)
+    supported = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    yield Finding(
+        "ok" if supported else "note",
+        "python",
+        f"{platform.python_implementation()} {platform.python_version()}",
+        "" if supported else "tested on CPython 3.10 to 3.13",
+    )
+    yield Finding("ok", "platform", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    memory = psutil.virtual_memory()
+    yield Finding("ok", "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
+    yield _disk()
+    yield _files()
+    for package in ("numpy", "numba", "msgspec", "safetensors"):
+        yield Finding("ok", package, importlib.metadata.version(package))
+    yield _extra("pyarrow", "csv and parquet", "pip install 'paceline[parquet]'")
+    yield _kernels()
+    yield _cluster()
+
+
+def _disk() -> Finding:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    enough = free >= _LEAST_DISK_BYTES
+    advice = "" if enough else "parsed data is cached there: make room, or set TMPDIR"
+    return Finding("ok" if enough else "note", "temporary files", f"{folder}, {free / 2**30:.1f} GiB free", advice)
+
+
+def _files() -> Finding:
+    try:
+        import resource
+    except ImportError:
+        return Finding("ok", "open files", "no limit known")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = soft >= _LEAST_FILES or soft == resource.RLIM_INFINITY
+    return Finding("ok" if enough else "note", "open files", str(soft), "" if enough else "for many workers: ulimit -n 4096")
+
+
+def _extra(package: str, use: str, install: str) -> Finding:
+    if importlib.util.find_spec(package) is not None:
+        return Finding("ok", package, f"{importlib.metadata.version(package)}, for {use}")
+    return Finding("note", package, f"not installed, needed for {use}", install)
+
+
+def _kernels() -> Finding:
+    start = time.perf_counter()
+    try:
+        prepare_kernels(lambda text: None)
+    except Exception as error:  # whatever Numba raises is the finding
+        return Finding("fail", "kernels", f"cannot be compiled ({error})", "reinstall numba and llvmlite")
+    return Finding("ok", "kernels", f"compiled, ready in {time.perf_counter() - start:.1f} s")
+
+
+def _cluster() -> Finding:
+    try:
+        with LocalCluster(servers=1) as cluster, cluster.connect(timeout_s=20.0) as client:
+            table = client.sparse_table("doctor", dim=1, update=SGD(lr=1.0))
+            keys = np.arange(1000, dtype=np.uint64)
+            table.push(keys, np.ones((1000, 1), np.float32)).wait()
+            times = []
+            for _ in range(200):
+                start = time.perf_counter()
+                values = table.pull(keys)
+                times.append(time.perf_counter() - start)
+            if not (values == -1.0).all():
+                return Finding("fail", "local cluster", "gives wrong values", "please report this")
+    except (PacelineError, OSError) as error:
+        return Finding("fail", "local cluster", str(error), "check that processes may open loopback and Unix sockets")
+    return Finding("ok", "local cluster", f"works, a pull of 1,000 keys takes {np.median(times) * 1e6:.0f} µs")

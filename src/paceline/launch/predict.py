@@ -1,0 +1,94 @@
+"""Prediction as a person runs it: a file of probabilities, and how good they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from ..data import open_dataset
+from ..errors import DataError, ModelError
+from ..models.metrics import Evaluation, evaluate
+from ..models.prediction import Predictor
+from .kernels import prepare_kernels
+
+
+@dataclass(frozen=True)
+class PredictionResult:
+    """What a prediction amounts to."""
+
+    evaluation: Evaluation
+    seconds: float
+    bad_lines: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of ``paceline predict --json``."""
+        found = self.evaluation
+        return {
+            "auc": None if np.isnan(found.auc) else found.auc,
+            "log_loss": found.log_loss,
+            "calibration": None if np.isnan(found.calibration) else found.calibration,
+            "accuracy": found.accuracy,
+            "examples": found.examples,
+            "seconds": self.seconds,
+            "examples_per_s": found.examples / self.seconds,
+            "bad_lines": self.bad_lines,
+        }
+
+    def sentence(self) -> str:
+        """Return the result for people."""
+        found = self.evaluation
+        text = (
+            f"{found.examples:,} predictions in {self.seconds:.2f} s: AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
+            f"calibration {found.calibration:.3f}, accuracy {found.accuracy:.4f}"
+        )
+        if self.bad_lines:
+            text += f"; {self.bad_lines} malformed line(s) have no prediction (use --strict to stop at the first)"
+        return text
+
+
+def run_prediction(
+    model: Path, data: Sequence[str], *, output: Path | None, format: str | None, strict: bool, echo: bool
+) -> PredictionResult:
+    """Predict every line of the data; write probabilities to `output`, or to standard output if `echo`."""
+    prepare_kernels()
+    predictor = Predictor(model)
+    with open_dataset(data, format or predictor.format, predictor.columns, strict=strict) as dataset:
+        start = time.perf_counter()
+        labels, probabilities = [], []
+        with _opened(output, echo) as out:
+            for found, predicted in predictor.predict(dataset):
+                labels.append(found.copy())
+                probabilities.append(predicted)
+                if out is not None:
+                    out.write("".join([f"{value:.6f}\n" for value in predicted.tolist()]))
+        if not labels:
+            raise DataError(f"{data[0]} has no line that can be predicted")
+        seconds = time.perf_counter() - start
+        return PredictionResult(
+            evaluate(np.concatenate(labels), np.concatenate(probabilities)), seconds, dataset.bad_lines.count
+        )
+
+
+@contextlib.contextmanager
+def _opened(output: Path | None, echo: bool) -> Iterator[TextIO | None]:
+    """Open the output aside and rename it into place at the end, so that a failure leaves no half file."""
+    if output is None:
+        yield sys.stdout if echo else None
+        return
+    aside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with open(aside, "w", encoding="ascii") as out:
+            yield out
+        os.replace(aside, output)
+    except OSError as error:
+        raise ModelError(f"cannot write the predictions to {output}: {error.strerror or error}") from None
+    finally:
+        aside.unlink(missing_ok=True)
