@@ -1,0 +1,44 @@
+# Set-up happens by itself: every target creates .venv when it is missing and installs what it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: .venv/.core
+	$(BIN)/python examples/demo.py
+
+test: .venv/.dev
+	$(BIN)/python -m pytest
+
+check: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/unit
+
+bench: .venv/.dev .venv/.bench
+	$(BIN)/paceline bench ps
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/vowpal_wabbit.py
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# The two kinds of installation, as stamps: what `make demo` needs, and what developers need.
+.venv/.core: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	touch $@
+
+.venv/.dev: .venv/.core
+	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv/.bench: .venv/.dev
+	$(PIP) -e '.[bench]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	find src tests benchmarks examples -name __pycache__ -type d -exec rm -rf {} +
