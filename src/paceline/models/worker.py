@@ -1,8 +1,9 @@
 """A worker process: it takes jobs from the scheduler, shards of their data, and trains or predicts.
 
-The loop overlaps what it can without adding staleness: as soon as a minibatch's gradient is sent, the next one's weights
-are asked for (the server answers after it has applied the gradient), and while they are on their way the minibatch after
-that is parsed and its keys deduped.
+The loop overlaps what it can. While a minibatch's weights are on their way, the next one is parsed and its keys deduped;
+where the consistency allows a worker to be an iteration behind itself (τ ≥ 1), the next one's weights are asked for as
+well, so that servers work while gradients are computed. Nor does it wait at the end of a shard: a shard is reported done
+when the servers have acknowledged the last push that came of it.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from ..data import Batch, Dataset, open_spec
+from ..data import Dataset, open_spec
 from ..errors import DataError, PacelineError, PeerError
-from ..ps import RULES, Client, SparseTable, Ticket, from_fields, messages
+from ..ps import RULES, Client, SchedulerLink, SparseTable, Ticket, from_fields, messages
 from ..transport import Transport
 from . import jobs
 from .logistic import Minibatch, Preparation
 
 NOTHING_NOW, ALL_DONE = -1, -2
 _PROGRESS_S = 0.2
+_FOREVER_S = 365 * 86400.0
 
 
 def run_worker(
@@ -57,7 +60,7 @@ def run_worker(
         while True:
             try:
                 job: messages.Job = client.link.call(
-                    messages.GetJob(after=number), messages.Job, timeout_s=365 * 86400.0
+                    messages.GetJob(after=number), messages.Job, timeout_s=_FOREVER_S
                 )
             except PacelineError:
                 if expelled.is_set():
@@ -122,45 +125,44 @@ class Worker:
     # Training.
 
     def _train(self, job: jobs.Job, dataset: Dataset, table: SparseTable, counters: _Counters) -> None:
-        leases = _Leases(self, dataset, counters, iterates=True)
-        current: Minibatch | None = None
-        ticket: Ticket | None = None
-        for batch in leases.batches(job.batch_size):
-            if batch is None:  # a shard ends here: what came of it must be acknowledged before it counts as done
-                if current is not None and ticket is not None:
-                    self._step(table, current, ticket, counters)
-                current = ticket = None
-                self._client.flush()
-                continue
-            following = self._preparation.prepare(batch)
-            if current is not None and ticket is not None:
-                self._step(table, current, ticket, counters)
-            current, ticket = following, table.pull_async(following.keys, assume_unique=True)
-            self._tell(counters)
-
-    def _step(self, table: SparseTable, minibatch: Minibatch, ticket: Ticket, counters: _Counters) -> None:
-        weights = ticket.result().reshape(-1)
-        gradient, loss = minibatch.gradients(weights)
-        table.push(minibatch.keys, gradient, tick=True, assume_unique=True)
-        counters.examples += minibatch.num_examples
-        counters.loss += loss
+        leases = _Leases(self._client.link, counters)
+        tau = self._client.consistency.tau
+        pipeline = _Pipeline(self._client, table, leases, counters, ahead=0 if tau == 0 else 1)
+        while True:
+            lease = leases.next_nowait()
+            if lease is None:
+                pipeline.drain()
+                self._rest()
+                lease = leases.wait_next()
+            if lease.lease == ALL_DONE:
+                pipeline.drain()
+                return
+            self._take_part()
+            leases.prefetch()
+            for batch in dataset.read(lease.file, lease.shard, job.batch_size):
+                pipeline.feed(self._preparation.prepare(batch))
+                self._tell(counters)
+            pipeline.end_shard(lease, dataset.ended(lease.file))
 
     # Evaluation.
 
     def _evaluate(self, job: jobs.Job, dataset: Dataset, table: SparseTable, counters: _Counters) -> None:
         self._rest()
-        leases = _Leases(self, dataset, counters, iterates=False)
-        found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-        for batch in leases.batches(max(job.batch_size, 4096)):
-            if batch is None:
-                self._report_predictions(counters.job, found)
-                found = []
-                continue
-            minibatch = self._preparation.prepare(batch)
-            weights = table.pull(minibatch.keys, assume_unique=True).reshape(-1)
-            found.append((minibatch.labels.copy(), minibatch.predict(weights)))
-            counters.examples += minibatch.num_examples
-            self._tell(counters)
+        leases = _Leases(self._client.link, counters)
+        while True:
+            lease = leases.next_nowait() or leases.wait_next()
+            if lease.lease == ALL_DONE:
+                return
+            leases.prefetch()
+            found = []
+            for batch in dataset.read(lease.file, lease.shard, max(job.batch_size, 4096)):
+                minibatch = self._preparation.prepare(batch)
+                weights = table.pull(minibatch.keys, assume_unique=True).reshape(-1)
+                found.append((minibatch.labels.copy(), minibatch.predict(weights)))
+                counters.examples += minibatch.num_examples
+                self._tell(counters)
+            self._report_predictions(counters.job, found)
+            leases.done(lease, dataset.ended(lease.file), counters.as_progress(self._client))
 
     def _report_predictions(
         self, number: int, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
@@ -203,37 +205,102 @@ class Worker:
 
 
 class _Leases:
-    """The shards that this worker gets, as minibatches."""
+    """The shards that this worker gets. The next one is asked for while this one is read."""
 
-    def __init__(self, worker: Worker, dataset: Dataset, counters: _Counters, *, iterates: bool) -> None:
-        self._worker = worker
-        self._link = worker._client.link
-        self._dataset = dataset
+    def __init__(self, link: SchedulerLink, counters: _Counters) -> None:
+        self._link = link
+        self._job = counters.job
+        self._asked: Callable[[], messages.Lease] | None = None
+
+    def prefetch(self) -> None:
+        """Ask for the next shard, without waiting for the answer."""
+        if self._asked is None:
+            self._asked = self._link.start(messages.TakeLease(job=self._job, wait=False), messages.Lease)
+
+    def next_nowait(self) -> messages.Lease | None:
+        """Return the next lease (its number is ALL_DONE if there is none any more), or None if there is none now."""
+        self.prefetch()
+        assert self._asked is not None
+        lease, self._asked = self._asked(), None
+        return None if lease.lease == NOTHING_NOW else lease
+
+    def wait_next(self) -> messages.Lease:
+        """Return the next lease when there is one; one that somebody else holds may come back."""
+        lease: messages.Lease = self._link.call(
+            messages.TakeLease(job=self._job, wait=True), messages.Lease, timeout_s=_FOREVER_S
+        )
+        return lease
+
+    def done(self, lease: messages.Lease, ended: int | None, progress: dict[str, float]) -> None:
+        """Report a shard, all of whose pushes are acknowledged, and the number of its file's shards if it is known."""
+        if ended is not None:
+            self._link.tell(messages.FileEnded(job=self._job, file=lease.file, num_shards=ended))
+        self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
+
+
+class _Pipeline:
+    """Minibatches on their way: asked for, computed, pushed, acknowledged.
+
+    `ahead` is 1 where the next minibatch's weights may be asked for before this one's gradient is pushed.
+    """
+
+    def __init__(
+        self, client: Client, table: SparseTable, leases: _Leases, counters: _Counters, *, ahead: int
+    ) -> None:
+        self._client = client
+        self._table = table
+        self._leases = leases
         self._counters = counters
-        self._iterates = iterates
+        self._ahead = ahead
+        self._current: tuple[Minibatch, Ticket] | None = None
+        self._shards: list[tuple[messages.Lease, int | None]] = []  # whose last minibatch is the current one
+        self._unconfirmed: deque[tuple[Ticket, list[tuple[messages.Lease, int | None]]]] = deque()
 
-    def batches(self, batch_size: int) -> Iterator[Batch | None]:
-        """Yield the minibatches of one shard after the other, and None where a shard ends."""
-        lease = self._take()
-        while lease is not None:
-            if self._iterates:
-                self._worker._take_part()
-            yield from self._dataset.read(lease.file, lease.shard, batch_size)
-            yield None
-            ended = self._dataset.ended(lease.file)
-            if ended is not None:
-                self._link.tell(messages.FileEnded(job=self._counters.job, file=lease.file, num_shards=ended))
-            progress = self._counters.as_progress(self._worker._client)
-            self._link.tell(messages.LeaseDone(job=self._counters.job, lease=lease.lease, progress=progress))
-            lease = self._take()
+    def feed(self, minibatch: Minibatch) -> None:
+        """Take the next minibatch; finish the one before."""
+        if self._ahead and self._current is not None:
+            ticket = self._table.pull_async(minibatch.keys, assume_unique=True, ahead=1)
+            self._finish_current()
+        else:
+            self._finish_current()
+            ticket = self._table.pull_async(minibatch.keys, assume_unique=True)
+        self._current = (minibatch, ticket)
+        if self._unconfirmed and self._unconfirmed[0][0].done():
+            self._confirm()
 
-    def _take(self) -> messages.Lease | None:
-        """Return the next lease; while there is none, nobody waits for this worker at the gates."""
-        ask = messages.TakeLease(job=self._counters.job, wait=False)
-        lease: messages.Lease = self._link.call(ask, messages.Lease)
-        if lease.lease == NOTHING_NOW:
-            self._worker._rest()
-            ask = messages.TakeLease(job=self._counters.job, wait=True)
-            lease = self._link.call(ask, messages.Lease, timeout_s=365 * 86400.0)
-        return None if lease.lease == ALL_DONE else lease
+    def end_shard(self, lease: messages.Lease, ended: int | None) -> None:
+        """Note that the current minibatch is the last of a shard."""
+        self._shards.append((lease, ended))
+        if self._current is None:  # the shard was empty
+            self.drain()
 
+    def drain(self) -> None:
+        """Finish all that is on its way."""
+        self._finish_current()
+        while self._unconfirmed:
+            self._confirm()
+        self._client.flush()
+        self._report(self._shards)
+        self._shards = []
+
+    def _finish_current(self) -> None:
+        if self._current is None:
+            return
+        minibatch, ticket = self._current
+        self._current = None
+        gradient, loss = minibatch.gradients(ticket.result().reshape(-1))
+        pushed = self._table.push(minibatch.keys, gradient, tick=True, assume_unique=True)
+        self._counters.examples += minibatch.num_examples
+        self._counters.loss += loss
+        if self._shards:
+            self._unconfirmed.append((pushed, self._shards))
+            self._shards = []
+
+    def _confirm(self) -> None:
+        pushed, shards = self._unconfirmed.popleft()
+        pushed.wait()
+        self._report(shards)
+
+    def _report(self, shards: list[tuple[messages.Lease, int | None]]) -> None:
+        for lease, ended in shards:
+            self._leases.done(lease, ended, self._counters.as_progress(self._client))

@@ -5,27 +5,34 @@ The result is that of one process on the concatenated batches (to float rounding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..kernels.dedup import dedup, scratch_size, sum_rows
-from .sparse_store import Floats
-from .tables import DensePart, Selection, TablePart
+from paceline.kernels.dedup import dedup, scratch_size, sum_rows
+from paceline.ps.sparse_store import Floats
+from paceline.ps.tables import Selection, TablePart
 
 Push = tuple[Selection, Floats]
 
 
 class IterationBuffer:
-    """What live workers have pushed for iterations that are not complete."""
+    """What live workers have pushed for iterations that are not complete.
+
+    A worker is known by its incarnation. Its rank, which the order of summation follows from, is kept with its pushes:
+    it may have ticked and left before the iteration is complete.
+    """
 
     def __init__(self, mean: bool) -> None:
         self._mean = mean
-        self._pushes: dict[int, dict[int, list[tuple[int, Push]]]] = {}
+        # iteration → worker → its rank, and its pushes with the number of their table
+        self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push]]]]] = {}
 
-    def add(self, iteration: int, worker: int, table: int, selection: Selection, grads: Floats) -> None:
+    def add(
+        self, iteration: int, worker: int, rank: int, table: int, selection: Selection, grads: Floats
+    ) -> None:
         """Keep a push (copied) of a worker for an iteration."""
-        pushes = self._pushes.setdefault(iteration, {}).setdefault(worker, [])
+        pushes = self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1]
         pushes.append((table, (selection.copy(), grads.copy())))
 
     def forget(self, worker: int, from_iteration: int) -> None:
@@ -34,28 +41,28 @@ class IterationBuffer:
             if iteration >= from_iteration:
                 pushes.pop(worker, None)
 
-    def complete(self, iteration: int, workers: Sequence[int]) -> dict[int, tuple[list[Push], float]]:
-        """Take an iteration's pushes: per table those of `workers` in that order, and the factor of their sum."""
+    def complete(self, iteration: int, workers: Collection[int]) -> tuple[dict[int, list[Push]], float]:
+        """Take an iteration's pushes: per table those of `workers`, by rank; and the factor of their sum."""
         pushes = self._pushes.pop(iteration, {})
-        factor = 1.0 / len(workers) if self._mean and workers else 1.0
-        tables: dict[int, tuple[list[Push], float]] = {}
-        for worker in workers:
-            for table, push in pushes.get(worker, ()):
-                tables.setdefault(table, ([], factor))[0].append(push)
-        return tables
+        tables: dict[int, list[Push]] = {}
+        for worker in sorted(pushes.keys() & workers, key=lambda worker: (pushes[worker][0], worker)):
+            for table, push in pushes[worker][1]:
+                tables.setdefault(table, []).append(push)
+        return tables, 1.0 / len(workers) if self._mean and workers else 1.0
 
 
 def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
     """Sum pushes in the order given, equal keys into one gradient, and apply the update rule once."""
     selection, grads = pushes[0]
     first = (selection.start, selection.stop)
-    if all(other.keys is None and (other.start, other.stop) == first for other, _ in pushes):
-        if len(pushes) > 1:
-            grads = grads.copy()
-            for _, more in pushes[1:]:
-                grads += more
+    if len(pushes) == 1:
+        pass
+    elif all(other.keys is None and (other.start, other.stop) == first for other, _ in pushes):
+        grads = grads.copy()
+        for _, more in pushes[1:]:
+            grads += more
     else:
-        keys = np.concatenate([_keys_of(part, selection) for selection, _ in pushes])
+        keys = np.concatenate([part.keys_of(selection) for selection, _ in pushes])
         rows = np.concatenate([grads for _, grads in pushes])
         unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
         count = dedup(keys, np.empty(scratch_size(len(keys)), np.int32), unique, inverse)
@@ -63,10 +70,3 @@ def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
         sum_rows(inverse, rows, part.dim, grads)
         selection = Selection(unique[:count])
     part.push(selection, grads if factor == 1.0 else grads * np.float32(factor))
-
-
-def _keys_of(part: TablePart, selection: Selection) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    if selection.keys is not None:
-        return selection.keys
-    assert isinstance(part, DensePart)
-    return part.keys_in(selection.start, selection.stop)

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import PacelineError, UsageError
-from ..protocol import NUM_BUCKETS, Consistency, parse_consistency, place
-from ..transport import Address, Endpoint, Hello, Transport
-from . import messages
-from .connection import Pending, ServerConnection
-from .messages import TICK, TableSpec
-from .rules import Initializer, UpdateRule, Zeros, to_fields
-from .scheduler_link import SchedulerLink
-from .table_handles import DenseTable, SparseTable
+from paceline.errors import PacelineError, UsageError
+from paceline.protocol import NUM_BUCKETS, Consistency, parse_consistency, place
+from paceline.transport import Address, Endpoint, Hello, Transport
+from paceline.ps import messages
+from paceline.ps.connection import Pending, ServerConnection
+from paceline.ps.messages import TICK, TableSpec
+from paceline.ps.rules import Initializer, UpdateRule, Zeros, to_fields
+from paceline.ps.scheduler_link import SchedulerLink
+from paceline.ps.table_handles import DenseTable, SparseTable
 
 MAX_NAME = 200
 
@@ -223,13 +223,13 @@ class Client:
 
     def save(self, directory: str | os.PathLike[str], **model: Any) -> None:
         """Write all tables to a directory, whole or not at all; `model` is kept in its manifest. See ps.saving."""
-        from .saving import save_tables
+        from paceline.ps.saving import save_tables
 
         save_tables(self, directory, **model)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Load the tables of a saved model, state included; return what was kept in its manifest."""
-        from .saving import load_tables
+        from paceline.ps.saving import load_tables
 
         return load_tables(self, directory).manifest.model
 

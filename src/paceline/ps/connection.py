@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import AddressError, ConnectionLostError, PacelineError, PeerError
-from ..transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Endpoint, Header, Hello, Kind, Transport
-from . import messages
+from paceline.errors import AddressError, ConnectionLostError, PacelineError, PeerError
+from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Endpoint, Header, Hello, Kind, Transport
+from paceline.ps import messages
 
 _PADS = tuple(bytes(size) for size in range(8))
 _NOTHING = np.empty(0, np.uint8)

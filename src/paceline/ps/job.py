@@ -6,10 +6,10 @@ import time
 from collections import deque
 from typing import Any
 
-from ..protocol import Shards, shards
-from ..transport import Header, Peer
-from . import messages
-from .messages import RESULT
+from paceline.protocol import Shards, shards
+from paceline.transport import Header, Peer
+from paceline.ps import messages
+from paceline.ps.messages import RESULT
 
 NOTHING_NOW, ALL_DONE = -1, -2
 
@@ -82,6 +82,11 @@ class JobBoard:
         if progress.get("job") == self.number:
             self._progress[key] = progress
 
+    def end(self) -> None:
+        """Tell whoever waits for a shard that there is none: another job follows, or the cluster ends."""
+        for rank in list(self._waiting):
+            self._tell(rank, messages.Lease(lease=ALL_DONE))
+
     def add_report(self, fields: dict[str, Any], body: bytes) -> None:
         """Keep a report for whoever posted the job."""
         self._reports.append((fields, body))
@@ -135,5 +140,8 @@ class JobBoard:
         peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer))
 
     def _look_for_end(self) -> None:
-        if self._exhausted and not self._active and self._ended is None:
+        if self._ended is not None or self._active:
+            return
+        done, total = self._shards.progress()
+        if self._exhausted or (self._started is not None and done == total):  # the last one may die before it hears
             self._ended = time.monotonic()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..transport import Endpoint
+from paceline.transport import Endpoint
 
 # Kinds of frames.
 PUSH: Final = 16

@@ -20,14 +20,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..errors import ModelError
-from ..kernels.dedup import split
-from ..protocol import NUM_BUCKETS
-from . import messages
-from .client import Client
-from .messages import TableSpec
-from .rules import INITIALIZERS, RULES, from_fields
-from .sparse_store import Floats, Keys, SparseStore
+from paceline.errors import ModelError
+from paceline.kernels.dedup import split
+from paceline.protocol import NUM_BUCKETS
+from paceline.ps import messages
+from paceline.ps.client import Client
+from paceline.ps.messages import TableSpec
+from paceline.ps.rules import INITIALIZERS, RULES, from_fields
+from paceline.ps.sparse_store import Floats, Keys, SparseStore
 
 MANIFEST = "manifest.json"
 FORMAT = "paceline-model"
@@ -147,7 +147,7 @@ def save_tables(
     `model` is kept in the manifest. Raises ModelError if there is no space or no permission; then what was there before
     is untouched. What workers push meanwhile may or may not be part of it.
     """
-    from ..version import __version__
+    from paceline.version import __version__
 
     folder = Path(directory)
     generation = secrets.token_hex(4)

@@ -10,12 +10,14 @@ import asyncio
 import time
 from typing import Any
 
-from ..errors import PacelineError, ProtocolError, TableMismatchError, UsageError
-from ..protocol import Accept, Consistency, Membership, Role, Sequential, StalePolicy, membership
-from ..transport import Endpoint, Handler, Header, Peer
-from . import messages
-from .job import JobBoard
-from .messages import CALL, NOTICE, RESULT, MemberInfo, TableSpec
+import msgspec
+
+from paceline.errors import PeerError, ProtocolError, TableMismatchError, UsageError
+from paceline.protocol import Accept, Consistency, Membership, Role, Sequential, StalePolicy, membership
+from paceline.transport import Endpoint, Handler, Header, Peer
+from paceline.ps import messages
+from paceline.ps.job import JobBoard
+from paceline.ps.messages import CALL, NOTICE, RESULT, MemberInfo, TableSpec
 
 _MAX_TABLES = 65535
 _ROLES = {"server": Role.SERVER, "worker": Role.WORKER, "observer": Role.OBSERVER}
@@ -92,7 +94,10 @@ class Scheduler(Handler):
         """See :meth:`Handler.frame_received`."""
         if header.kind not in (CALL, NOTICE):
             raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
-        request = messages.decode_to_scheduler(meta)
+        try:
+            request = messages.decode_to_scheduler(meta)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the scheduler got a control message that it cannot read: {error}") from None
         answer = self._calls[type(request)](peer, header, request, body)
         if header.kind == CALL and answer is not _UNANSWERED:
             data, parts = answer if isinstance(answer, tuple) else (answer, ())
@@ -103,8 +108,9 @@ class Scheduler(Handler):
         self._job_seekers.pop(peer, None)
         node = self._nodes.pop(peer, None)
         if node is not None:
+            if self._peers.get(node[0]) is peer:
+                del self._peers[node[0]]
             self._obey(self._membership.handle(membership.Disconnected(*node, time.monotonic())))
-            self._peers.pop(node[0], None)
 
     def close(self) -> None:
         """Stop the timer."""
@@ -127,18 +133,21 @@ class Scheduler(Handler):
         role = _ROLES.get(request.role)
         if role is None:
             raise UsageError(f"role {request.role!r}: expected one of {', '.join(_ROLES)}")
-        self._endpoints[request.node] = request.endpoint
-        self._peers[request.node] = peer
+        if peer in self._nodes:
+            raise ProtocolError(f"node {self._nodes[peer][0]!r} asked twice to join on one connection")
         event = membership.Register(request.node, role, (), time.monotonic(), request.rank)
         instructions = self._membership.handle(event)
         for instruction in instructions:
             if isinstance(instruction, membership.Refuse):
-                self._peers.pop(request.node, None)
-                raise PacelineError(instruction.reason)
+                raise UsageError(instruction.reason)
+            if isinstance(instruction, membership.Dead):  # the node's former process, of which nothing stays
+                self._declared_dead(instruction)
             if isinstance(instruction, membership.Welcome):
                 self._nodes[peer] = (request.node, instruction.incarnation)
                 welcome = instruction
-        self._obey(instructions)
+        self._endpoints[request.node] = request.endpoint
+        self._peers[request.node] = peer
+        self._obey([each for each in instructions if not isinstance(each, membership.Dead)])
         return messages.Welcome(
             rank=welcome.rank,
             incarnation=welcome.incarnation,
@@ -158,11 +167,12 @@ class Scheduler(Handler):
         node = self._nodes.pop(peer, None)
         if node is None:
             return
-        member = next((m for m in self._membership.members if m.node == node[0]), None)
+        member = next((m for m in self._membership.members if m.incarnation == node[1]), None)
         if member is not None and member.role is Role.WORKER and self._job is not None:
             self._job.worker_left(member.rank)
+        if self._peers.get(node[0]) is peer:
+            del self._peers[node[0]]
         self._obey(self._membership.handle(membership.Leave(*node)))
-        self._peers.pop(node[0], None)
 
     def _obey(self, instructions: list[membership.Instruction]) -> None:
         for instruction in instructions:
@@ -221,7 +231,10 @@ class Scheduler(Handler):
     # Work.
 
     def _post_job(self, peer: Peer, header: Header, request: messages.PostJob, body: memoryview) -> int:
-        number = self._job.number + 1 if self._job is not None else 1
+        number = 1
+        if self._job is not None:
+            number = self._job.number + 1
+            self._job.end()
         ranks = [m.rank for m in self._membership.members if m.role is Role.WORKER]
         # Strided work is dealt by rank: whoever is expected has a place in it, here or not.
         self._job = JobBoard(number, request, max(self._num_workers, max(ranks, default=-1) + 1))
@@ -234,6 +247,8 @@ class Scheduler(Handler):
 
     def _get_job(self, peer: Peer, header: Header, request: messages.GetJob, body: memoryview) -> Any:
         job = self._job
+        if self.ended.is_set():
+            return messages.Job(number=-1)
         if job is not None and job.number > request.after:
             return messages.Job(number=job.number, description=job.description)
         if job is not None:
@@ -244,13 +259,13 @@ class Scheduler(Handler):
     def _rank(self, peer: Peer) -> int:
         node = self._nodes.get(peer)
         for member in self._membership.members:
-            if node is not None and member.node == node[0]:
+            if node is not None and member.incarnation == node[1] and member.role is Role.WORKER:
                 return member.rank
-        raise PacelineError("this process is no member of the cluster (any more)")
+        raise PeerError("this process is no worker of the cluster (any more)")
 
     def _current(self, number: int) -> JobBoard:
         if self._job is None or self._job.number != number:
-            raise PacelineError(f"job {number} is over")
+            raise PeerError(f"job {number} is over")
         return self._job
 
     def _take_lease(self, peer: Peer, header: Header, request: messages.TakeLease, body: memoryview) -> Any:
@@ -259,8 +274,8 @@ class Scheduler(Handler):
 
     def _lease_done(self, peer: Peer, header: Header, request: messages.LeaseDone, body: memoryview) -> None:
         job = self._current(request.job)
-        job.note_progress(self._nodes[peer][1], request.progress)
         job.lease_done(self._rank(peer), request)
+        job.note_progress(self._nodes[peer][1], request.progress)
 
     def _file_ended(self, peer: Peer, header: Header, request: messages.FileEnded, body: memoryview) -> None:
         self._current(request.job).file_ended(request.file, request.num_shards)
@@ -288,6 +303,8 @@ class Scheduler(Handler):
         for seeker, (asked, _) in self._job_seekers.items():
             seeker.send_frame(RESULT, request=asked.request, meta=messages.encode(messages.Job(number=-1)))
         self._job_seekers.clear()
+        if self._job is not None:
+            self._job.end()
         notice = messages.encode(messages.Ended(reason=reason))
         for peer in self._peers.values():
             peer.send_frame(NOTICE, meta=notice)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import ConnectionLostError, DeadlineError, PacelineError, PeerError
-from ..transport import Address, Channel, Hello, Kind, Transport
-from . import messages
-from .messages import CALL, NOTICE, ClusterMap
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, PeerError
+from paceline.transport import Address, Channel, Hello, Kind, Transport
+from paceline.ps import messages
+from paceline.ps.messages import CALL, NOTICE, ClusterMap
 
 _Result = TypeVar("_Result")
 
@@ -70,6 +70,19 @@ class SchedulerLink:
         timeout_s: float | None = None,
     ) -> tuple[Any, memoryview]:
         """Do as :meth:`call`, and return the body of the answer too."""
+        return self._finish(message, self._send(message, body), result, timeout_s)
+
+    def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:
+        """Send a message; return a function that waits for the answer as :meth:`call` does."""
+        sent = self._send(message, ())
+
+        def finish() -> _Result:
+            answer: _Result = self._finish(message, sent, result, None)[0]
+            return answer
+
+        return finish
+
+    def _send(self, message: msgspec.Struct, body: Sequence[Any]) -> tuple[int, Future[tuple[bytes, memoryview]]]:
         future: Future[tuple[bytes, memoryview]] = Future()
         with self._send_lock:
             if self._lost is not None:
@@ -78,6 +91,16 @@ class SchedulerLink:
             number = self._number
             self._futures[number] = future
             self._channel.send_frame(CALL, request=number, meta=messages.encode(message), body=tuple(body))
+        return number, future
+
+    def _finish(
+        self,
+        message: msgspec.Struct,
+        sent: tuple[int, Future[tuple[bytes, memoryview]]],
+        result: Any,
+        timeout_s: float | None,
+    ) -> tuple[Any, memoryview]:
+        number, future = sent
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             meta, data = future.result(timeout_s)

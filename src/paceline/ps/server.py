@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 
-from ..errors import DeadlineError, PacelineError, ProtocolError, UsageError
-from ..protocol import (
+from paceline.errors import DeadlineError, PacelineError, PeerError, ProtocolError, UsageError
+from paceline.protocol import (
     Consistency,
     DelayCompensate,
     Delivery,
     DropStale,
-
     Gate,
     NUM_BUCKETS,
     Sequential,
@@ -29,10 +30,10 @@ from ..protocol import (
     delivery,
     place,
 )
-from ..transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Handler, Header, Peer, padded
-from . import messages
-from .aggregation import IterationBuffer, apply_sum
-from .messages import (
+from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Handler, Header, Limits, Peer, padded
+from paceline.ps import messages
+from paceline.ps.aggregation import IterationBuffer, apply_sum
+from paceline.ps.messages import (
     ACK,
     CALL,
     DROPPED,
@@ -47,13 +48,15 @@ from .messages import (
     TableSpec,
     TableStatistics,
 )
-from .rules import RULES, from_fields
-from .sparse_store import Floats
-from .staleness import DelayCompensation, StalenessRecord
-from .tables import Selection, TablePart, make_part
+from paceline.ps.rules import RULES, from_fields
+from paceline.ps.sparse_store import Floats
+from paceline.ps.staleness import DelayCompensation, StalenessRecord
+from paceline.ps.tables import Selection, TablePart, make_part
 
 _EXPIRY_PERIOD_S = 0.25
 _HEADER_FLOATS = HEADER_BYTES // 4
+_MAX_ANSWER_BYTES = Limits().max_frame_bytes
+_DROPPED_KEPT = 256  # as many pushes as a client has in flight at most
 
 
 class _Table:
@@ -101,14 +104,18 @@ class Server(Handler):
         self._gate = Gate(consistency, expected_workers)
         self._delivery = Delivery(range(NUM_BUCKETS))
         self._tables: dict[int, _Table] = {}
-        self._ranks: dict[int, int] = {}  # incarnation → rank of workers that take part in the iterations
+        self._ranks: dict[int, int] = {}  # incarnation → rank of workers that have joined the iterations
+        self._counted: set[int] = set()  # those of them that take part now
+        self._gone: set[int] = set()  # incarnations that left or are dead: they never come back
         self._on_map: set[int] = set()
+        self._epoch = -1
         self._peers: set[Peer] = set()
         self._held: set[_Held] = set()
         self._replies: dict[Peer, np.ndarray[Any, np.dtype[np.float32]]] = {}
         self._bytes_gone = [0, 0]
         self._buffer: IterationBuffer | None = None
         self._drop_beyond: int | None = None
+        self._dropped: dict[int, deque[int]] = {}  # worker → its last pushes that were dropped
         self._compensation: DelayCompensation | None = None
         if isinstance(consistency, Sequential):
             self._buffer = IterationBuffer(consistency.aggregate == "mean")
@@ -155,6 +162,9 @@ class Server(Handler):
 
     def members_changed(self, cluster: messages.ClusterMap) -> None:
         """Take the scheduler's new map: workers that are on it no more have left or are dead."""
+        if cluster.epoch < self._epoch:
+            return  # overtaken by a newer one: a newcomer that is not on it has not left
+        self._epoch = cluster.epoch
         there = {member.incarnation for member in cluster.members}
         for gone in self._on_map - there:
             self.worker_left(gone)
@@ -162,9 +172,12 @@ class Server(Handler):
 
     def worker_left(self, incarnation: int) -> None:
         """Stop counting a worker that left or is dead; what it pushed for an unfinished iteration is dropped."""
+        self._gone.add(incarnation)
         self._delivery.forget(incarnation)
-        if self._ranks.get(incarnation) is None:
+        if incarnation not in self._ranks:
             return
+        self._counted.discard(incarnation)
+        self._dropped.pop(incarnation, None)
         if self._buffer is not None:
             self._buffer.forget(incarnation, self._gate.clocks.get(incarnation, 0))
         for held in [held for held in self._held if held.peer.hello.incarnation == incarnation]:
@@ -193,10 +206,9 @@ class Server(Handler):
     def _pull(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         table = self._table(header.table)
         if header.flags & RANGE:
+            selection = _range(table, body)
             if len(body) != 16:
                 raise ProtocolError(f"a range pull has a body of 16 bytes, {len(body)} were got")
-            start, stop = np.frombuffer(body, np.uint64).tolist()
-            selection = Selection(None, start, stop)
         else:
             if len(body) & 7:
                 raise ProtocolError(f"a pull's body is keys of 8 bytes each, {len(body)} bytes were got")
@@ -206,11 +218,17 @@ class Server(Handler):
     def _read(self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int) -> None:
         """Answer with values as of iteration `clock`, now or when the gate opens."""
         worker = peer.hello.incarnation
-        if worker not in self._ranks or self._gate.is_open(clock):
-            self._answer(peer, header, table, selection, clock)
+        if worker not in self._counted:
+            self._check_member(peer)
+        elif not self._gate.is_open(clock):
+            self._hold(peer, header, table, selection, clock)
             return
-        timeout_s = int(peer.hello.extra.get("timeout_ms", 60_000)) / 1000.0
-        held = _Held(peer, header, selection.copy(), clock, time.monotonic() + timeout_s)
+        self._answer(peer, header, table, selection, clock)
+
+    def _hold(self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int) -> None:
+        table.part.num_values(selection)  # what is wrong with it is said now, and to the one who asked
+        worker = peer.hello.incarnation
+        held = _Held(peer, header, selection.copy(), clock, time.monotonic() + _timeout_s(peer))
         self._held.add(held)
         self._obey(self._gate.handle(clocks.Ask(worker, clock, held)))
         if self._expiry is None:
@@ -223,12 +241,17 @@ class Server(Handler):
         size = HEADER_BYTES + padded(4 * count)
         reply = self._replies.get(peer)
         if reply is None or reply.nbytes < size or peer.write_backlog_bytes:
+            if size > _MAX_ANSWER_BYTES:
+                raise UsageError(
+                    f"{count} values of table {table.spec.name!r} were asked for at once, which take {size} bytes: at "
+                    f"most {_MAX_ANSWER_BYTES} go into one answer; ask for fewer keys at a time"
+                )
             reply = self._replies[peer] = np.empty(max(size, 4096) // 4, np.float32)
         values = reply[_HEADER_FLOATS : _HEADER_FLOATS + count]
         table.part.pull(selection, values)
         table.pulls += 1
         worker = peer.hello.incarnation
-        if worker in self._ranks:
+        if worker in self._counted:
             table.staleness.pulled(worker, clock)
             if self._compensation is not None:
                 self._compensation.pulled(worker, header.table, selection, values)
@@ -245,6 +268,8 @@ class Server(Handler):
         table.part.check_finite(grads, _name(peer))
         if type(self._delivery.admit(worker, header.sequence)) is not delivery.Duplicate:
             flags = self._apply(worker, header, table, selection, grads)
+        else:
+            flags = self._flags_of_duplicate(peer, header)
         clock = header.clock
         if header.flags & TICKS:
             clock += 1
@@ -257,8 +282,7 @@ class Server(Handler):
     def _split_push(self, table: _Table, header: Header, body: memoryview) -> tuple[Selection, Floats]:
         part, at = table.part, 16
         if header.flags & RANGE:
-            start, stop = np.frombuffer(body[:16], np.uint64).tolist() if len(body) >= 16 else (0, 0)
-            selection = Selection(None, start, stop)
+            selection = _range(table, body)
         else:
             count = len(body) // (8 + 4 * part.dim)
             selection, at = Selection(np.frombuffer(body, np.uint64, count)), 8 * count
@@ -272,20 +296,33 @@ class Server(Handler):
     def _apply(self, worker: int, header: Header, table: _Table, selection: Selection, grads: Floats) -> int:
         """Apply a new push, or keep it for the end of its iteration; return the flags of the answer."""
         table.pushes += 1
-        in_iterations = worker in self._ranks
+        in_iterations = worker in self._counted
         if self._buffer is not None and in_iterations:
-            self._buffer.add(header.clock, worker, header.table, selection, grads)
+            self._buffer.add(header.clock, worker, self._ranks[worker], header.table, selection, grads)
             return 0
         if in_iterations:
             staleness = table.staleness.observe(worker, header.clock)
             if self._drop_beyond is not None and staleness > self._drop_beyond:
                 table.dropped += 1
+                self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
                 return DROPPED
             if self._compensation is not None and staleness:
                 grads = self._compensation.compensate(worker, header.table, table.part, selection, grads)
         table.part.push(selection, grads)
-        table.staleness.applied(worker)
+        table.staleness.applied(worker, header.clock)
         return 0
+
+    def _flags_of_duplicate(self, peer: Peer, header: Header) -> int:
+        """Return the flags of the answer to a push that was applied, or dropped, when it came first."""
+        self._check_member(peer)
+        return DROPPED if header.sequence in self._dropped.get(peer.hello.incarnation, ()) else 0
+
+    def _check_member(self, peer: Peer) -> None:
+        if peer.hello.incarnation in self._gone:
+            raise PeerError(
+                f"{_name(peer)} (incarnation {peer.hello.incarnation}) left the cluster or was declared dead: server "
+                f"{self.rank} takes nothing more from it; connect again"
+            )
 
     def _tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         self._ticked(peer.hello.incarnation, header.clock + 1)
@@ -302,7 +339,7 @@ class Server(Handler):
     # The gate.
 
     def _ticked(self, worker: int, clock: int) -> None:
-        if worker in self._ranks:
+        if worker in self._counted:
             self._obey(self._gate.handle(clocks.Tick(worker, clock)))
 
     def _obey(self, instructions: list[Any]) -> None:
@@ -313,16 +350,21 @@ class Server(Handler):
                 held = instruction.ticket
                 assert isinstance(held, _Held)
                 if not held.expired:
-                    self._held.discard(held)
-                    self._answer(held.peer, held.header, self._table(held.header.table), held.selection, held.clock)
+                    self._release(held)
+
+    def _release(self, held: _Held) -> None:
+        self._held.discard(held)
+        try:
+            self._answer(held.peer, held.header, self._table(held.header.table), held.selection, held.clock)
+        except Exception as error:  # its own: the one whose tick has opened the gate has nothing to do with it
+            held.peer.send_error(held.header, error)
 
     def _complete(self, instruction: clocks.Complete) -> None:
         assert self._buffer is not None
-        workers = sorted(instruction.workers, key=lambda worker: self._ranks.get(worker, worker))
-        for number, (pushes, factor) in sorted(self._buffer.complete(instruction.iteration, workers).items()):
+        tables, factor = self._buffer.complete(instruction.iteration, instruction.workers)
+        for number, pushes in sorted(tables.items()):
             table = self._tables[number]
-            for _ in pushes:
-                table.staleness.histogram[0] += 1  # by construction: nothing was applied since the iteration began
+            table.staleness.histogram[0] += len(pushes)  # by construction: nothing was applied since it began
             apply_sum(table.part, pushes, factor)
 
     def _expire(self) -> None:
@@ -335,13 +377,11 @@ class Server(Handler):
             late = [f"worker {self._ranks.get(worker, worker)}" for worker in self._gate.lagging(held.clock)]
             missing = self._gate.num_missing
             if missing:
-                late.append(f"{missing} worker(s) that have not joined yet")
-            self._table(held.header.table)
-            timeout_s = int(held.peer.hello.extra.get("timeout_ms", 60_000)) / 1000.0
+                late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")
             held.peer.send_error(
                 held.header,
                 DeadlineError(
-                    f"{_name(held.peer)} waited {timeout_s:g} s to begin iteration {held.clock} under "
+                    f"{_name(held.peer)} waited {_timeout_s(held.peer):g} s to begin iteration {held.clock} under "
                     f"{self._gate.consistency} consistency: server {self.rank} still awaits {' and '.join(late)}"
                 ),
             )
@@ -351,7 +391,10 @@ class Server(Handler):
     # Control.
 
     def _call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        request = messages.decode_to_server(meta)
+        try:
+            request = messages.decode_to_server(meta)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"server {self.rank} got a control message that it cannot read: {error}") from None
         result = self._calls[type(request)](peer, request, body)
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer), body=parts)
@@ -363,34 +406,53 @@ class Server(Handler):
                 raise PacelineError(f"server {self.rank} holds {table.spec} as table {request.number}, not {request.spec}")
             return
         owned = place(NUM_BUCKETS, request.servers).owned(self.rank) if request.spec.kind == "dense" else ()
-        self._tables[request.number] = _Table(request.spec, make_part(request.spec, owned))
+        try:
+            self._tables[request.number] = _Table(request.spec, make_part(request.spec, owned))
+        except MemoryError:
+            raise PeerError(f"server {self.rank} has no memory for its part of {request.spec}") from None
 
     def _join_clock(self, peer: Peer, request: messages.JoinClock, body: memoryview) -> int:
+        self._check_member(peer)
         worker = peer.hello.incarnation
         self._ranks[worker] = request.rank
-        instructions = self._gate.handle(clocks.Join(worker, request.clock))
-        self._obey(instructions)
+        self._counted.add(worker)
+        self._obey(self._gate.handle(clocks.Resume(worker)))
+        self._obey(self._gate.handle(clocks.Join(worker, request.clock)))
         return int(self._gate.clocks[worker])
 
     def _retire(self, peer: Peer, request: messages.Retire, body: memoryview) -> None:
-        if peer.hello.incarnation in self._ranks:
-            self._obey(self._gate.handle(clocks.Finish(peer.hello.incarnation)))
+        worker = peer.hello.incarnation
+        if worker not in self._counted:
+            return
+        self._counted.discard(worker)
+        if self._buffer is not None:
+            self._buffer.forget(worker, self._gate.clocks[worker])
+        self._obey(self._gate.handle(clocks.Finish(worker)))
 
     def _read_bucket(
         self, peer: Peer, request: messages.ReadBucket, body: memoryview
     ) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
+        if not 0 <= request.bucket < NUM_BUCKETS:
+            raise UsageError(f"bucket {request.bucket}: they go from 0 to {NUM_BUCKETS - 1}")
         keys, records = self._table(request.table).part.read_bucket(request.bucket)
         return len(keys), (keys, records)
 
     def _write_records(self, peer: Peer, request: messages.WriteRecords, body: memoryview) -> None:
+        part = self._table(request.table).part
+        if request.rows < 0 or len(body) != request.rows * (8 + 4 * part.record_words):
+            raise ProtocolError(
+                f"{request.rows} records of table {part.spec.name!r} ({part.spec}) came as {len(body)} bytes, expected "
+                f"8 and 4 * {part.record_words} for each"
+            )
         keys = np.frombuffer(body, np.uint64, request.rows)
-        records = np.frombuffer(body, np.float32, offset=8 * request.rows)
-        self._table(request.table).part.write_records(keys, records)
+        part.write_records(keys, np.frombuffer(body, np.float32, offset=8 * request.rows))
 
     def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
         self._table(request.table).part.set_update(from_fields(RULES, request.update))  # type: ignore[type-abstract]
 
     def _erase(self, peer: Peer, request: messages.Erase, body: memoryview) -> int:
+        if len(body) & 7:
+            raise ProtocolError(f"keys to erase are 8 bytes each, {len(body)} bytes were got")
         return self._table(request.table).part.erase(np.frombuffer(body, np.uint64))
 
     def _get_statistics(
@@ -416,5 +478,23 @@ class Server(Handler):
         )
 
 
+def _range(table: _Table, body: memoryview) -> Selection:
+    if table.spec.kind != "dense" or len(body) < 16:
+        raise ProtocolError(
+            f"a request for a range of table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: a range "
+            "is two numbers of 8 bytes, and of a dense table"
+        )
+    start, stop = np.frombuffer(body, np.uint64, 2).tolist()
+    if not start <= stop <= table.spec.size:
+        raise UsageError(
+            f"range [{start}, {stop}) of dense table {table.spec.name!r}: expected one within [0, {table.spec.size})"
+        )
+    return Selection(None, start, stop)
+
+
 def _name(peer: Peer) -> str:
     return f"{peer.hello.role} {peer.hello.rank}"
+
+
+def _timeout_s(peer: Peer) -> float:
+    return int(peer.hello.extra.get("timeout_ms", 60_000)) / 1000.0

@@ -1,16 +1,17 @@
 """How old the values were that a gradient was computed from: observed per table, and what follows from it.
 
-The staleness of a push is the number of other workers' pushes that this server applied to the table between the pull
-that the gradient was computed from (the worker's last of the same iteration) and now. It is counted, never guessed.
+The staleness of a push is the number of pushes that this server applied to the table between the pull that the gradient
+was computed from (the worker's last for the same iteration) and now, its own of the same iteration aside. It is counted,
+never guessed.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..kernels.dedup import dedup, scratch_size
-from .sparse_store import Floats, Keys
-from .tables import Selection, TablePart
+from paceline.kernels.dedup import dedup, scratch_size
+from paceline.ps.sparse_store import Floats, Keys
+from paceline.ps.tables import Selection, TablePart
 
 HISTOGRAM_SIZE = 129
 """Staleness 0 to 127 one by one, then all above."""
@@ -23,31 +24,39 @@ class StalenessRecord:
     def __init__(self) -> None:
         self.histogram = [0] * HISTOGRAM_SIZE
         self._applied = 0
-        self._own: dict[int, int] = {}
+        self._own: dict[int, tuple[int, int]] = {}  # worker → its last iteration with a push, and how many
         self._seen: dict[int, dict[int, int]] = {}
 
     def pulled(self, worker: int, clock: int) -> None:
-        """Note that a worker has read the table in iteration `clock`."""
+        """Note that a worker has read the table for iteration `clock`."""
         seen = self._seen.setdefault(worker, {})
         if len(seen) >= _KEPT_PULLS and clock not in seen:
             del seen[next(iter(seen))]
-        seen[clock] = self._applied - self._own.get(worker, 0)
+        seen[clock] = self._applied_by_others(worker, clock)
 
     def observe(self, worker: int, clock: int) -> int:
         """Return the staleness of a push of iteration `clock`, and count it. Without a pull before it, it is 0."""
-        others = self._applied - self._own.get(worker, 0)
-        staleness = others - self._seen.get(worker, {}).get(clock, others)
+        now = self._applied_by_others(worker, clock)
+        staleness = now - self._seen.get(worker, {}).get(clock, now)
         self.histogram[min(staleness, HISTOGRAM_SIZE - 1)] += 1
         return staleness
 
-    def applied(self, worker: int) -> None:
-        """Note that a push of a worker was applied."""
+    def applied(self, worker: int, clock: int) -> None:
+        """Note that a push of a worker for iteration `clock` was applied."""
         self._applied += 1
-        self._own[worker] = self._own.get(worker, 0) + 1
+        last, count = self._own.get(worker, (clock, 0))
+        self._own[worker] = (clock, count + 1 if last == clock else 1)
+
+    def _applied_by_others(self, worker: int, clock: int) -> int:
+        """Pushes applied so far, less the worker's own of this iteration."""
+        last, count = self._own.get(worker, (clock, 0))
+        return self._applied - (count if last == clock else 0)
 
     def forget(self, worker: int) -> None:
         """Forget a worker that is gone."""
         self._seen.pop(worker, None)
+        self._own.pop(worker, None)
+        self._own.pop(worker, None)
 
 
 class DelayCompensation:
@@ -69,9 +78,7 @@ class DelayCompensation:
         kept = self._pulled.get((worker, table))
         if kept is None:
             return grads
-        then = _values_then(kept[0], kept[1], selection, part.dim)
-        if then is None:
-            return grads
+        then = _values_then(part, kept[0], kept[1], selection)
         now = np.empty(len(grads), np.float32)
         part.pull(selection, now)
         change = np.where(np.isnan(then), np.float32(0), now - then)
@@ -83,16 +90,17 @@ class DelayCompensation:
             del self._pulled[key]
 
 
-def _values_then(pulled: Selection, values: Floats, pushed: Selection, dim: int) -> Floats | None:
-    """Return the pulled values for the pushed keys, NaN for keys not pulled; None if nothing can be matched."""
-    if pulled.keys is None or pushed.keys is None:
-        same = pulled.keys is pushed.keys and (pulled.start, pulled.stop) == (pushed.start, pushed.stop)
-        return values if same else None
-    if np.array_equal(pulled.keys, pushed.keys):
+def _values_then(part: TablePart, pulled: Selection, values: Floats, pushed: Selection) -> Floats:
+    """Return the pulled values for the pushed keys, NaN for keys not pulled."""
+    if pulled.keys is None and pushed.keys is None and pulled.start <= pushed.start <= pushed.stop <= pulled.stop:
+        before = part.num_values(Selection(None, pulled.start, pushed.start))
+        return values[before : before + part.num_values(pushed)]
+    then, now = part.keys_of(pulled), part.keys_of(pushed)
+    if np.array_equal(then, now):
         return values
-    both: Keys = np.concatenate([pulled.keys, pushed.keys])
+    both: Keys = np.concatenate([then, now])
     unique, inverse = np.empty(len(both), np.uint64), np.empty(len(both), np.int32)
     count = dedup(both, np.empty(scratch_size(len(both)), np.int32), unique, inverse)
-    known = np.full((count, dim), np.nan, np.float32)
-    known[inverse[: len(pulled.keys)]] = values.reshape(-1, dim)
-    return np.ascontiguousarray(known[inverse[len(pulled.keys) :]]).reshape(-1)
+    known = np.full((count, part.dim), np.nan, np.float32)
+    known[inverse[: len(then)]] = values.reshape(-1, part.dim)
+    return np.ascontiguousarray(known[inverse[len(then) :]]).reshape(-1)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NonFiniteError, UsageError
-from ..kernels.dedup import dedup, put_rows, scratch_size, split, sum_rows, take_keys, take_rows
-from ..kernels.sparse import all_finite
-from . import messages
-from .connection import Pending, ServerConnection
-from .messages import DROPPED, PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
-from .rules import UpdateRule, to_fields
-from .sparse_store import Floats, Keys
-from .tables import clip_runs, owned_runs
+from paceline.errors import NonFiniteError, UsageError
+from paceline.kernels.dedup import dedup, put_rows, scratch_size, split, sum_rows, take_keys, take_rows
+from paceline.kernels.sparse import all_finite
+from paceline.ps import messages
+from paceline.ps.connection import Pending, ServerConnection
+from paceline.ps.messages import DROPPED, PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
+from paceline.ps.rules import UpdateRule, to_fields
+from paceline.ps.sparse_store import Floats, Keys
+from paceline.ps.tables import clip_runs, owned_runs
 
 if TYPE_CHECKING:
-    from .client import Client
+    from paceline.ps.client import Client
 
 Parts = list[tuple[ServerConnection, Pending]]
 
@@ -166,24 +166,26 @@ class _Table:
         dim: int,
         *,
         ticks: bool = False,
+        ahead: int = 0,
     ) -> Ticket:
         """Send a request for distinct keys to the servers that own them; `grads` and `out` are flat."""
         client = self._client
         connections = client.connections
         sequence = client.next_sequence() if grads is not None else 0
-        clock, flags = client.clock, TICKS if ticks else 0
+        clock, flags = client.clock + ahead, TICKS if ticks else 0
         if len(connections) == 1:
             parts: Sequence[Any] = (keys,) if grads is None else (keys, grads)
             pending = connections[0].send(kind, self._number, flags, clock, sequence, parts, out)
             sent, finish = [(connections[0], pending)], None
         else:
-            sent, finish = self._send_split(kind, keys, grads, out, dim, flags, sequence)
+            sent, finish = self._send_split(kind, keys, grads, out, dim, flags, clock, sequence)
         if ticks:
             client.ticked_by_push()
         return Ticket(client, sent, finish)
 
     def _send_split(
-        self, kind: int, keys: Keys, grads: Floats | None, out: Floats | None, dim: int, flags: int, sequence: int
+        self, kind: int, keys: Keys, grads: Floats | None, out: Floats | None, dim: int, flags: int, clock: int,
+        sequence: int,
     ) -> tuple[Parts, Callable[[], None] | None]:
         client = self._client
         order = np.empty(len(keys), np.int64)
@@ -195,7 +197,7 @@ class _Table:
             chosen = order[starts[i] : starts[i + 1]]
             if not len(chosen):
                 if flags & TICKS:
-                    sent.append((connection, connection.send(TICK, 0, 0, client.clock, 0, ())))
+                    sent.append((connection, connection.send(TICK, 0, 0, clock, 0, ())))
                 continue
             own_keys = np.empty(len(chosen), np.uint64)
             take_keys(keys, chosen, own_keys)
@@ -208,7 +210,7 @@ class _Table:
             if out is not None:
                 own_out = np.empty(len(chosen) * dim, np.float32)
                 places.append((own_out, chosen))
-            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            pending = connection.send(kind, self._number, flags, clock, sequence, parts, own_out)
             sent.append((connection, pending))
         if out is None:
             return sent, None
@@ -253,15 +255,24 @@ class SparseTable(_Table):
         values: Floats = self.pull_async(keys, out, assume_unique=assume_unique).result()
         return values
 
-    def pull_async(self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False) -> Ticket:
-        """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does."""
+    def pull_async(
+        self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False, ahead: int = 0
+    ) -> Ticket:
+        """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does.
+
+        With `ahead` they are asked for as of the iteration so many after the current one, before the worker has ticked:
+        that hides the round trip, and the values may lack this worker's own last pushes. Only under a consistency whose
+        τ is at least `ahead`; else UsageError.
+        """
         with self._client.lock:
+            if ahead:
+                self._check_ahead(ahead)
             checked = self._check_keys(keys)
             out = self._check_out(out, len(checked), self.dim)
             if not len(checked):
                 return _empty_ticket(self._client, out)
             distinct, inverse = (checked, None) if assume_unique else self._dedup(checked)
-            return self._ask(PULL, distinct, inverse, None, out, False)
+            return self._ask(PULL, distinct, inverse, None, out, False, ahead)
 
     def push_pull(
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, out: Floats | None = None, *, tick: bool = False,
@@ -305,6 +316,14 @@ class SparseTable(_Table):
         """Return the number of rows on all servers."""
         return sum(server.tables[self.name].rows for server in self._client.statistics())
 
+    def _check_ahead(self, ahead: int) -> None:
+        tau = self._client.consistency.tau
+        if tau is not None and ahead > tau:
+            raise UsageError(
+                f"ahead={ahead}: under {self._client.consistency} consistency a worker may read at most {tau} iteration(s) "
+                "ahead of its own pushes"
+            )
+
     def _prepare_push(self, keys: npt.ArrayLike, grads: npt.ArrayLike, assume_unique: bool) -> tuple[Keys, Floats]:
         checked = self._check_keys(keys)
         flat = self._check_grads(grads, len(checked), self.dim)
@@ -325,9 +344,10 @@ class SparseTable(_Table):
         grads: Floats | None,
         out: Floats,
         ticks: bool,
+        ahead: int = 0,
     ) -> Ticket:
         values = out.reshape(-1) if inverse is None else np.empty(len(keys) * self.dim, np.float32)
-        ticket = self._send_by_key(kind, keys, grads, values, self.dim, ticks=ticks)
+        ticket = self._send_by_key(kind, keys, grads, values, self.dim, ticks=ticks, ahead=ahead)
         inner = ticket._finish
 
         def finish() -> Floats:

@@ -8,25 +8,26 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NonFiniteError, UsageError
-from ..kernels import dense as dense_kernels
-from ..kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
-from ..kernels.sparse import all_finite
-from ..protocol import NUM_BUCKETS
-from .messages import TableSpec
-from .rules import INITIALIZERS, RULES, Initializer, UpdateRule, from_fields
-from .sparse_store import Floats, Keys, SparseStore
+from paceline.errors import NonFiniteError, UsageError
+from paceline.kernels import dense as dense_kernels
+from paceline.kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from paceline.kernels.sparse import all_finite
+from paceline.protocol import NUM_BUCKETS
+from paceline.ps.messages import TableSpec
+from paceline.ps.rules import INITIALIZERS, RULES, Initializer, UpdateRule, from_fields
+from paceline.ps.sparse_store import Floats, Keys, SparseStore
 
 
 class Selection:
-    """The keys, or the range of a dense table, that a request is about."""
+    """The keys, or the range of a dense table, that a request is about. `places` is a dense part's own."""
 
-    __slots__ = ("keys", "start", "stop")
+    __slots__ = ("keys", "places", "start", "stop")
 
     def __init__(self, keys: Keys | None, start: int = 0, stop: int = 0) -> None:
         self.keys = keys
         self.start = start
         self.stop = stop
+        self.places: npt.NDArray[np.int64] | None = None
 
     def copy(self) -> Selection:
         """Return one that does not depend on a receive buffer."""
@@ -39,8 +40,13 @@ class TablePart(ABC):
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
         self.dim = spec.dim
-        self.rule: UpdateRule = from_fields(RULES, spec.update)  # type: ignore[type-abstract]
-        self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)  # type: ignore[type-abstract]
+        self.rule: UpdateRule = from_fields(RULES, spec.update)
+        self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)
+
+    @property
+    def record_words(self) -> int:
+        """How many float32 the value and the state of a key are."""
+        return self.dim * (1 + self.rule.num_states) + self.rule.has_count
 
     @property
     @abstractmethod
@@ -59,7 +65,11 @@ class TablePart(ABC):
 
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
-        """How many float32 a selection's values are, on this server."""
+        """How many float32 a selection's values are, on this server. Raises UsageError if it is not all there."""
+
+    @abstractmethod
+    def keys_of(self, selection: Selection) -> Keys:
+        """Return the keys of a selection that lie on this server, in order."""
 
     @abstractmethod
     def pull(self, selection: Selection, out: Floats) -> None:
@@ -124,6 +134,10 @@ class SparsePart(TablePart):
         assert selection.keys is not None
         return len(selection.keys) * self.dim
 
+    def keys_of(self, selection: Selection) -> Keys:
+        assert selection.keys is not None
+        return selection.keys
+
     def pull(self, selection: Selection, out: Floats) -> None:
         assert selection.keys is not None
         self.store.pull(selection.keys, out)
@@ -172,6 +186,9 @@ def clip_runs(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tu
     return [(max(a, start), min(b, stop)) for a, b in runs if a < stop and b > start]
 
 
+_ELSEWHERE = -(1 << 62)  # less than any place by more than any bucket's width
+
+
 class DensePart(TablePart):
     """The buckets of a dense table that this server owns, as one long record: values, then state planes."""
 
@@ -179,7 +196,7 @@ class DensePart(TablePart):
         super().__init__(spec)
         self._runs = owned_runs(spec.size, buckets)
         self._width = bucket_width(spec.size)
-        self._base = np.full(NUM_BUCKETS, -1, np.int64)  # bucket → its first element here
+        self._base = np.full(NUM_BUCKETS, _ELSEWHERE, np.int64)  # bucket → its first element here
         total = 0
         for bucket in buckets:
             start, stop = bucket_bounds(spec.size, bucket)
@@ -215,25 +232,39 @@ class DensePart(TablePart):
         return int(self._base[element // self._width]) + element % self._width
 
     def _positions(self, keys: Keys) -> npt.NDArray[np.int64]:
-        places = keys.astype(np.int64)
-        if len(places) and (places.min() < 0 or places.max() >= self.spec.size):
-            raise UsageError(f"keys of dense table {self.spec.name!r} go from 0 to {self.spec.size - 1}")
-        found: npt.NDArray[np.int64] = self._base[places // self._width] + places % self._width
+        if len(keys) and keys.max() >= self.spec.size:
+            raise UsageError(
+                f"keys of dense table {self.spec.name!r} hold {keys.max()}: they go from 0 to {self.spec.size - 1}"
+            )
+        elements = keys.astype(np.int64)
+        found: npt.NDArray[np.int64] = self._base[elements // self._width] + elements % self._width
+        if len(found) and found.min() < 0:
+            raise UsageError(
+                f"key {keys[found.argmin()]} of dense table {self.spec.name!r} was sent to a server that does not hold it"
+            )
         return found
 
-    def keys_in(self, start: int, stop: int) -> Keys:
-        """Return the keys of [start, stop) that lie on this server, in order."""
-        runs = [np.arange(a, b, dtype=np.uint64) for a, b in clip_runs(self._runs, start, stop)]
+    def keys_of(self, selection: Selection) -> Keys:
+        if selection.keys is not None:
+            return selection.keys
+        own = clip_runs(self._runs, selection.start, selection.stop)
+        runs = [np.arange(a, b, dtype=np.uint64) for a, b in own]
         return np.concatenate(runs) if runs else np.empty(0, np.uint64)
+
+    def _places(self, selection: Selection) -> npt.NDArray[np.int64]:
+        assert selection.keys is not None
+        return self._positions(selection.keys) if selection.places is None else selection.places
 
     def num_values(self, selection: Selection) -> int:
         if selection.keys is not None:
+            selection.places = self._positions(selection.keys)
             return len(selection.keys)
         return sum(b - a for a, b in clip_runs(self._runs, selection.start, selection.stop))
 
     def pull(self, selection: Selection, out: Floats) -> None:
         if selection.keys is not None:
-            np.take(self._record, self._positions(selection.keys), out=out)
+            # Every place is within the values; mode="raise" would buffer the whole answer to be sure of it.
+            np.take(self._record, self._places(selection), out=out, mode="clip")
             return
         at = 0
         for start, stop in clip_runs(self._runs, selection.start, selection.stop):
@@ -244,8 +275,8 @@ class DensePart(TablePart):
     def push(self, selection: Selection, grads: Floats) -> None:
         code, size = self.rule.code, self._size
         if selection.keys is not None:
-            positions = self._positions(selection.keys)
-            dense_kernels.dense_push_at(code, self._record, size, positions, grads, self._parameters)
+            places = self._places(selection)
+            dense_kernels.dense_push_at(code, self._record, size, places, grads, self._parameters)
             return
         at = 0
         for start, stop in clip_runs(self._runs, selection.start, selection.stop):
@@ -256,13 +287,15 @@ class DensePart(TablePart):
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
         start, stop = bucket_bounds(self.spec.size, bucket)
         local = int(self._base[bucket])
-        planes = self._record.reshape(-1, self._size) if self._size else self._record.reshape(0, 0)
+        if start < stop and local < 0:
+            raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} does not lie on this server")
+        planes = self._record.reshape(self.record_words, self._size)
         keys = np.arange(start, stop, dtype=np.uint64)
         return keys, np.ascontiguousarray(planes[:, local : local + stop - start].T)
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         positions = self._positions(keys)
-        planes = self._record.reshape(-1, self._size)
+        planes = self._record.reshape(self.record_words, self._size)
         planes[:, positions] = records.reshape(len(keys), -1).T
 
     def erase(self, keys: Keys) -> int:
