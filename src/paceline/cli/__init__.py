@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+from types import FrameType
+
+
+class Terminated(KeyboardInterrupt):
+    """This process was told to end by SIGTERM; it ends as after Ctrl-C, with another exit status."""
 
 
 def main() -> None:
-    """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
-    import click
+    """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C, 143 after SIGTERM."""
+    import typer
 
-    from ..errors import PacelineError, UsageError
+    from paceline.errors import PacelineError, UsageError
+
     from .app import app
 
+    _raise_on_sigterm()
+    # Typer brought its own copy of click at some point, so what it raises is named by where it is derived from.
+    wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
     try:
         status = app(standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
-    except click.exceptions.Abort:
-        _fail("interrupted", 130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
+    except (typer.Abort, KeyboardInterrupt) as error:
+        terminated = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
+        _fail("told to end", 143) if terminated else _fail("interrupted", 130)
+    except wrong_usage as error:
+        error.show()  # type: ignore[attr-defined]
+        sys.exit(2)
     except UsageError as error:
         _fail(str(error), 2)
     except PacelineError as error:
         _fail(str(error), 1)
     except BrokenPipeError:
-        sys.stderr.close()
+        # Whoever read our output has had enough. Python would flush it again at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
+
+
+def _raise_on_sigterm() -> None:
+    """Have SIGTERM raise Terminated in the main thread, so that ``finally`` and ``with`` do their work."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handle)
 
 
 def _fail(text: str, status: int) -> None:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ..version import __version__
+from paceline.version import __version__
+
 from . import bench, doctor, predict, roles, train
 
 app = typer.Typer(

@@ -29,13 +29,15 @@ def bench_ps(
     floor is a bare socket echo of the same bytes. Takes about half a minute.
     Example: paceline bench ps --json
     """
-    from ..errors import UsageError
-    from ..launch.bench_ps import bench_ps
+    from paceline.errors import UsageError
+    from paceline.launch.bench_ps import bench_ps
 
     if update not in ("sgd", "ftrl"):
         raise UsageError(f"--update {update}: expected sgd or ftrl")
     if not json:
-        typer.echo(f"{'work':9} {'keys':>7} {'dim':>4} {'update':8} {'median µs':>10} {'p99 µs':>9} {'floor µs':>9} {'M keys/s':>9}")
+        typer.echo(
+            f"{'work':9} {'keys':>7} {'dim':>4} {'update':8} {'median µs':>10} {'p99 µs':>9} {'floor µs':>9} {'M keys/s':>9}"
+        )
     for result in bench_ps(rows=rows, update=update, say=lambda text: typer.echo(text, err=True)):
         if json:
             typer.echo(json_module.dumps(dataclasses.asdict(result)))

@@ -15,7 +15,7 @@ def doctor(json: options.Json = False) -> None:
 
     Example: paceline doctor
     """
-    from ..launch.doctor import examine
+    from paceline.launch.doctor import examine
 
     failed = False
     for finding in examine():

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..environment import environment
-from ..errors import UsageError
-from ..transport import TLS, make_token, read_token
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.transport import TLS, make_token, read_token
 
 Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
 Format = Annotated[
@@ -22,8 +22,9 @@ Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns
 Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Scheduler = Annotated[str | None, typer.Option(help="Address of the cluster's scheduler, HOST:PORT.")]
-TokenFile = Annotated[
-    Path | None, typer.Option(help="File that holds the cluster's token (or set PACELINE_TOKEN).")
+TokenFile = Annotated[Path | None, typer.Option(help="File that holds the cluster's token (or set PACELINE_TOKEN).")]
+HeartbeatTimeout = Annotated[
+    float, typer.Option(min=0.5, help="A process that gives no sign of life for so many seconds counts as dead.")
 ]
 TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
 TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
@@ -54,7 +55,9 @@ def find_token(file: Path | None, *, create: bool = False) -> str:
     token_found = environment().token
     if token_found:
         return token_found
-    raise UsageError("a cluster needs a token, which all its processes hold: give --token-file FILE or set PACELINE_TOKEN")
+    raise UsageError(
+        "a cluster needs a token, which all its processes hold: give --token-file FILE or set PACELINE_TOKEN"
+    )
 
 
 def find_tls(cert: Path | None, key: Path | None, ca: Path | None) -> TLS | None:

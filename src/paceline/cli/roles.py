@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,10 +17,11 @@ def scheduler(
     workers: Annotated[int, typer.Option(min=1, help="Workers that iterations wait for at the start.")] = 1,
     consistency: Annotated[str, typer.Option(help="sequential, bounded:N or eventual.")] = "bounded:4",
     stale: Annotated[str, typer.Option(help="Stale gradients: accept, drop:N or compensate:STRENGTH.")] = "accept",
+    heartbeat_timeout: options.HeartbeatTimeout = 10.0,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 7337,
     token_file: Annotated[
-        options.Path | None, typer.Option(help="The cluster's token; made (mode 0600) if there is no such file.")
+        Path | None, typer.Option(help="The cluster's token; made (mode 0600) if there is no such file.")
     ] = None,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
@@ -29,8 +31,8 @@ def scheduler(
 
     Example: paceline scheduler --servers 2 --workers 2 --token-file token
     """
-    from ..launch import run_scheduler
-    from ..protocol import parse_consistency, parse_stale_policy
+    from paceline.launch import run_scheduler
+    from paceline.protocol import parse_consistency, parse_stale_policy
 
     run_scheduler(
         token=options.find_token(token_file, create=True),
@@ -40,6 +42,7 @@ def scheduler(
         num_workers=workers,
         consistency=parse_consistency(consistency),
         stale=parse_stale_policy(stale),
+        heartbeat_timeout_s=heartbeat_timeout,
         on_ready=lambda endpoint: typer.echo(f"paceline scheduler: listening on {endpoint}"),
     )
 
@@ -58,7 +61,7 @@ def server(
 
     Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
     """
-    from ..launch import Joining, prepare_kernels, run_server
+    from paceline.launch import Joining, load_kernels, prepare_kernels, run_server
 
     joining = Joining(
         scheduler=options.find_scheduler(scheduler),
@@ -66,6 +69,7 @@ def server(
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
     )
     prepare_kernels()
+    load_kernels()
     run_server(
         joining,
         address=f"{f'[{host}]' if ':' in host else host}:{port}",
@@ -86,8 +90,8 @@ def worker(
 
     Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
     """
-    from ..launch import Joining, prepare_kernels
-    from ..models.worker import run_worker
+    from paceline.launch import Joining, load_kernels, prepare_kernels
+    from paceline.models.worker import run_worker
 
     joining = Joining(
         scheduler=options.find_scheduler(scheduler),
@@ -95,6 +99,7 @@ def worker(
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
     )
     prepare_kernels()
+    load_kernels()
     run_worker(
         joining.transport(),
         joining.scheduler,

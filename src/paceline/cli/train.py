@@ -12,7 +12,7 @@ import typer
 from . import options
 
 if TYPE_CHECKING:
-    from ..launch.train import TrainResult
+    from paceline.launch.train import TrainResult
 
 
 def train(
@@ -47,6 +47,7 @@ def train(
     strict: options.Strict = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
+    heartbeat_timeout: options.HeartbeatTimeout = 10.0,
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
     tls_cert: options.TLSCert = None,
@@ -57,12 +58,12 @@ def train(
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
-    from ..data import Columns
-    from ..errors import UsageError
-    from ..launch.train import TrainOptions
-    from ..launch.training_run import run_training
-    from ..models.update import make_update
-    from ..protocol import parse_consistency, parse_stale_policy
+    from paceline.data import Columns
+    from paceline.errors import UsageError
+    from paceline.launch.train import TrainOptions
+    from paceline.launch.training_run import run_training
+    from paceline.models.update import make_update
+    from paceline.protocol import parse_consistency, parse_stale_policy
 
     if model != "lr":
         raise UsageError(f"--model {model}: there is one model, lr")
@@ -92,9 +93,10 @@ def train(
         token=None if scheduler is None else options.find_token(token_file),
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
         quiet=quiet,
+        heartbeat_timeout_s=heartbeat_timeout,
     )
     if json:
-        typer.echo(json_module.dumps(result.as_json()))
+        typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
     else:
         _print(result, save)
 

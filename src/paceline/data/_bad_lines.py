@@ -63,6 +63,10 @@ class BadLineLog:
             self._counts[where] = self._counts.get(where, 0) + count
             self._first += [(where, line) for line in first[: NUM_KEPT - len(self._first)]]
 
+    def by_shard(self) -> dict[tuple[int, int], int]:
+        """The counts of the shards that have bad lines."""
+        return dict(self._counts)
+
     def total(self) -> BadLines:
         """All shards together."""
         return BadLines(sum(self._counts.values()), tuple(line for _, line in self._first))

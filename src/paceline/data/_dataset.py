@@ -159,6 +159,11 @@ class Dataset:
         """The malformed lines of all the shards read so far; a shard that is read again counts once."""
         return self._log.total()
 
+    @property
+    def bad_lines_by_shard(self) -> dict[tuple[int, int], int]:
+        """How many lines were malformed in each shard, named by file and number, that had any."""
+        return self._log.by_shard()
+
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip or csv file until its end was read."""
         if file not in self._num_shards:

@@ -30,7 +30,7 @@ from .index import (
 from .initializers import initial_value
 from .jit import njit
 from .memory import float_pointer, prefetch, store_u32
-from .rules import INITIAL_A, INITIAL_B, start_state, update_record
+from .rules import FTRL, INITIAL_A, INITIAL_B, SGD, start_state, update_record
 
 _U0 = np.uint64(0)
 _KEY = np.uint64(8)
@@ -141,10 +141,12 @@ def _insert_row(directory, layout, parameters, key, line):  # type: ignore[no-un
     return row
 
 
-@njit(cache=True, nogil=True)
-def _push_narrow(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
-    dim, words, rule, num_keys = layout[DIM], layout[ROW_WORDS], layout[RULE], len(keys)
-    entry_bytes, slots = _entry_bytes(layout), layout[SLOTS]
+@njit(cache=True, nogil=True, forceinline=True)
+def _push_narrow(  # type: ignore[no-untyped-def]
+    directory, layout, parameters, keys, grads, first, slots, entry_bytes, dim, words, rule
+):
+    # slots to rule are constants in the common cases: SGD and FTRL of dim 1 at 10^7 rows 26 → 17 and 30 → 20 ns per key
+    num_keys = len(keys)
     ring = np.empty(_RING, np.uint64)
     for i in range(first, min(first + AHEAD, num_keys)):
         line = home_line(directory, keys[i])
@@ -196,7 +198,14 @@ def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-
     Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
     """
     if layout[INLINE] == 1:
-        return _push_narrow(directory, layout, parameters, keys, grads, first)
+        rule, dim, words, slots = layout[RULE], layout[DIM], layout[ROW_WORDS], layout[SLOTS]
+        if dim == 1 and rule == SGD:
+            return _push_narrow(directory, layout, parameters, keys, grads, first, 5, np.uint64(12), 1, 1, SGD)
+        if dim == 1 and rule == FTRL:
+            return _push_narrow(directory, layout, parameters, keys, grads, first, 3, np.uint64(20), 1, 3, FTRL)
+        return _push_narrow(
+            directory, layout, parameters, keys, grads, first, slots, _entry_bytes(layout), dim, words, rule
+        )
     return _push_wide(directory, layout, parameters, keys, grads, first)
 
 

@@ -1,12 +1,13 @@
 """Who starts the processes: local clusters, and single roles by hand."""
 
-from .kernels import prepare_kernels
+from .kernels import load_kernels, prepare_kernels
 from .local import LocalCluster, local_cluster
 from .roles import Joining, run_scheduler, run_server, watch_parent
 
 __all__ = [
     "Joining",
     "LocalCluster",
+    "load_kernels",
     "local_cluster",
     "prepare_kernels",
     "run_scheduler",

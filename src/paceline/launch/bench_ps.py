@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ..ps import FTRL, SGD, Adagrad, SparseTable, UpdateRule
-from ..transport import HEADER_BYTES
+from paceline.ps import FTRL, SGD, Adagrad, SparseTable, UpdateRule
+from paceline.transport import HEADER_BYTES
+
 from .local import LocalCluster
 
 RULES: dict[str, UpdateRule] = {"sgd": SGD(lr=0.1), "ftrl": FTRL(alpha=0.05, l1=0.1), "adagrad": Adagrad(lr=0.1)}

@@ -6,14 +6,18 @@ The token comes by the environment, never on the command line, where everybody c
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import sys
 from typing import Any
 
-from ..environment import environment
-from ..errors import PacelineError
-from ..protocol import parse_consistency, parse_stale_policy
-from ..transport import TLS, Endpoint
+from paceline.environment import environment
+from paceline.errors import ConnectionLostError, PacelineError
+from paceline.protocol import parse_consistency, parse_stale_policy
+from paceline.transport import TLS, Endpoint
+
+from .kernels import load_kernels
 from .roles import Joining, run_scheduler, run_server, watch_parent
 
 
@@ -26,34 +30,60 @@ def main() -> int:
     tls = TLS(**options["tls"]) if options.get("tls") else None
     try:
         if options["role"] == "scheduler":
-            run_scheduler(
-                token=token,
-                address=options["address"],
-                tls=tls,
-                num_servers=options["num_servers"],
-                num_workers=options["num_workers"],
-                consistency=parse_consistency(options["consistency"]),
-                stale=parse_stale_policy(options["stale"]),
-                heartbeat_timeout_s=options["heartbeat_timeout_s"],
-                on_ready=_announce,
-                with_parent=True,
-            )
-            return 0
-        from ..kernels.compile import compile_kernels
-
-        compile_kernels()  # from the cache, so that no request waits for it
-        joining = Joining(scheduler=options["scheduler"], token=token, tls=tls)
-        if options["role"] == "server":
-            run_server(joining, rank=options["rank"], with_parent=True)
+            _run_scheduler(options, token, tls)
         else:
-            from ..models.worker import run_worker
-
-            run_worker(joining.transport(), joining.scheduler, rank=options["rank"], watch=watch_parent)
+            _run_member(options, token, tls)
+    except ConnectionLostError:
+        return 1  # the parent sees who is gone, and says so once for all
     except PacelineError as error:
         who = f"{options['role']} {options.get('rank', '')}".strip()
         print(f"paceline {who}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None:
+    try:
+        run_scheduler(
+            token=token,
+            address=options["address"],
+            tls=tls,
+            num_servers=options["num_servers"],
+            num_workers=options["num_workers"],
+            consistency=parse_consistency(options["consistency"]),
+            stale=parse_stale_policy(options["stale"]),
+            heartbeat_timeout_s=options["heartbeat_timeout_s"],
+            on_ready=_announce,
+            with_parent=True,
+        )
+    finally:
+        # The parent does so too, unless it was killed.
+        shutil.rmtree(options["scratch"], ignore_errors=True)
+
+
+def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
+    load_kernels()  # so that no request waits for it
+    scheduler = _read_line()
+    if not scheduler:
+        return  # the parent is gone
+    joining = Joining(scheduler=scheduler, token=token, tls=tls)
+    if options["role"] == "server":
+        run_server(joining, rank=options["rank"], with_parent=True)
+    else:
+        from paceline.models.worker import run_worker
+
+        run_worker(joining.transport(), joining.scheduler, rank=options["rank"], watch=watch_parent)
+
+
+def _read_line() -> str:
+    """Read a line from standard input and no byte more; empty if the parent is gone."""
+    line = b""
+    while not line.endswith(b"\n"):
+        more = os.read(sys.stdin.fileno(), 1)
+        if not more:
+            return ""
+        line += more
+    return line.decode().strip()
 
 
 def _announce(endpoint: Endpoint) -> None:

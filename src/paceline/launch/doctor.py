@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
-from ..version import __version__
-from ..errors import PacelineError
-from ..ps import SGD
+from paceline.errors import PacelineError
+from paceline.ps import SGD
+from paceline.version import __version__
+
 from .kernels import prepare_kernels
 from .local import LocalCluster
 
@@ -73,7 +74,9 @@ def _files() -> Finding:
         return Finding("ok", "open files", "no limit known")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft >= _LEAST_FILES or soft == resource.RLIM_INFINITY
-    return Finding("ok" if enough else "note", "open files", str(soft), "" if enough else "for many workers: ulimit -n 4096")
+    return Finding(
+        "ok" if enough else "note", "open files", str(soft), "" if enough else "for many workers: ulimit -n 4096"
+    )
 
 
 def _extra(package: str, use: str, install: str) -> Finding:

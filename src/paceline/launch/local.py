@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
-from ..errors import PacelineError, PeerError, UsageError
-from ..protocol import Accept, Consistency, Eventual, StalePolicy
-from ..ps import Client, SchedulerLink, messages
-from ..transport import TLS, Hello, SocketTransport, make_token
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
+from paceline.ps import Client, SchedulerLink, messages
+from paceline.transport import TLS, Hello, SocketTransport, make_token
+
 from .kernels import prepare_kernels
+from .roles import check_stale_policy
 
 # glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
 _MALLOC = {
@@ -30,6 +36,7 @@ class LocalCluster:
     """A scheduler and servers as processes on this machine; connect as many clients as wanted, from any process.
 
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
+    With `start_workers` the `workers` are processes too, which take the jobs that are posted.
     """
 
     def __init__(
@@ -42,20 +49,29 @@ class LocalCluster:
         heartbeat_timeout_s: float = 10.0,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
+        start_workers: bool = False,
     ) -> None:
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
         self.consistency: Consistency = Eventual() if consistency is None else consistency
+        stale = Accept() if stale is None else stale
+        check_stale_policy(self.consistency, stale)
         self.token = make_token()
         self._tls = tls
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
         prepare_kernels(on_compile)
+        self.scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
+        """A directory that goes with the cluster, even if this process is killed; the processes' own files are there."""
         try:
-            self.scheduler = self._start_scheduler(
-                servers, workers, Accept() if stale is None else stale, heartbeat_timeout_s
-            )
+            # All start at once, and what they import and load they load side by side.
+            announcing = self._start_scheduler(servers, workers, stale, heartbeat_timeout_s)
             for rank in range(servers):
-                self._start("server", rank)
+                self._spawn(f"server {rank}", {"role": "server", "rank": rank})
+            for rank in range(workers if start_workers else 0):
+                self._spawn(f"worker {rank}", {"role": "worker", "rank": rank})
+            self.scheduler = self._hear_address(announcing)
+            for _, child in self._children[1:]:
+                self._tell_address(child)
             self._wait_ready()
         except BaseException:
             self.close()
@@ -65,17 +81,15 @@ class LocalCluster:
         self, *, observer: bool = False, rank: int | None = None, timeout_s: float = 60.0, **options: Any
     ) -> Client:
         """Connect this process as a worker (with the next free rank, or `rank`) or, outside iterations, an observer."""
-        return Client(
-            self.transport(), self.scheduler, observer=observer, rank=rank, timeout_s=timeout_s, **options
-        )
+        return Client(self.transport(), self.scheduler, observer=observer, rank=rank, timeout_s=timeout_s, **options)
 
     def transport(self) -> SocketTransport:
         """Return a transport that speaks to this cluster."""
         return SocketTransport(self.token, tls=self._tls)
 
     def start_worker(self, rank: int) -> None:
-        """Start a process that works on the jobs posted to the cluster."""
-        self._start("worker", rank)
+        """Start one more process that works on the jobs posted to the cluster."""
+        self._tell_address(self._spawn(f"worker {rank}", {"role": "worker", "rank": rank}))
 
     def dead_children(self, role: str) -> list[tuple[str, int]]:
         """Return name and exit status of the processes of a role that have ended."""
@@ -94,9 +108,7 @@ class LocalCluster:
         """Wait until `count` workers have joined. Raises PeerError if one ends before."""
         deadline = time.monotonic() + timeout_s
         while len(client.link.call(messages.GetMap(), messages.ClusterMap).of_role("worker")) < count:
-            ended = self.dead_children("worker")
-            if ended:
-                raise PeerError(f"{ended[0][0]} ended with status {ended[0][1]} at its start; what it said is above")
+            self._check_started("worker")
             if time.monotonic() > deadline:
                 raise PeerError(f"the workers did not start within {timeout_s:g} s")
             time.sleep(0.005)
@@ -111,8 +123,23 @@ class LocalCluster:
 
     def close(self) -> None:
         """End every process of the cluster. Idempotent."""
-        if not self._children:
-            return
+        # Workers hold nothing that is still wanted; to be told to end would be news to one that is stopped or stuck.
+        self.end_workers()
+        if self._children:
+            self._ask_to_end()
+        deadline = time.monotonic() + _END_S
+        for _, child in reversed(self._children):
+            _close_pipe(child.stdin)
+            try:
+                child.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+            _close_pipe(child.stdout)
+        self._children = []
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _ask_to_end(self) -> None:
         try:
             link = SchedulerLink(self.transport(), self.scheduler, Hello(role="observer"), timeout_s=2.0)
             try:
@@ -121,18 +148,6 @@ class LocalCluster:
                 link.close()
         except (PacelineError, AttributeError):
             pass  # it never came up, or is gone: its servers see that too
-        deadline = time.monotonic() + _END_S
-        for name, child in reversed(self._children):
-            if child.stdin is not None:
-                child.stdin.close()
-            try:
-                child.wait(max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-            if child.stdout is not None:
-                child.stdout.close()
-        self._children = []
 
     def __enter__(self) -> LocalCluster:
         """Return itself; the cluster ends with the block."""
@@ -143,8 +158,10 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    def _start_scheduler(self, servers: int, workers: int, stale: StalePolicy, heartbeat_timeout_s: float) -> str:
-        child = self._spawn(
+    def _start_scheduler(
+        self, servers: int, workers: int, stale: StalePolicy, heartbeat_timeout_s: float
+    ) -> subprocess.Popen[bytes]:
+        return self._spawn(
             "scheduler",
             {
                 "role": "scheduler",
@@ -154,17 +171,25 @@ class LocalCluster:
                 "consistency": str(self.consistency),
                 "stale": str(stale),
                 "heartbeat_timeout_s": heartbeat_timeout_s,
+                "scratch": str(self.scratch),
             },
             stdout=subprocess.PIPE,
         )
-        assert child.stdout is not None
-        line = child.stdout.readline().decode().strip()
+
+    def _hear_address(self, scheduler: subprocess.Popen[bytes]) -> str:
+        assert scheduler.stdout is not None
+        line = scheduler.stdout.readline().decode().strip()
         if not line:
             raise PeerError("the scheduler did not start; what it said is above")
         return line
 
-    def _start(self, role: str, rank: int) -> None:
-        self._spawn(f"{role} {rank}", {"role": role, "rank": rank, "scheduler": self.scheduler})
+    def _tell_address(self, child: subprocess.Popen[bytes]) -> None:
+        assert child.stdin is not None
+        try:
+            child.stdin.write(self.scheduler.encode() + b"\n")
+            child.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: whoever waits for it sees that
 
     def _spawn(self, name: str, options: dict[str, Any], stdout: int | None = None) -> subprocess.Popen[bytes]:
         if self._tls is not None:
@@ -173,7 +198,7 @@ class LocalCluster:
             [sys.executable, "-m", "paceline.launch.child", json.dumps(options, default=str)],
             stdin=subprocess.PIPE,
             stdout=stdout if stdout is not None else subprocess.DEVNULL,
-            env={**_MALLOC, **os.environ, "PACELINE_TOKEN": self.token},
+            env={**_MALLOC, **os.environ, "PACELINE_TOKEN": self.token, "TMPDIR": str(self.scratch)},
             start_new_session=True,
         )
         self._children.append((name, child))
@@ -184,14 +209,35 @@ class LocalCluster:
         try:
             deadline = time.monotonic() + _START_S
             while not link.call(messages.GetMap(), messages.ClusterMap).ready:
-                ended = self.dead_children("server")
-                if ended:
-                    raise PeerError(f"{ended[0][0]} ended with status {ended[0][1]} at its start; what it said is above")
+                self._check_started("server")
                 if time.monotonic() > deadline:
                     raise PeerError(f"the servers did not start within {_START_S:g} s")
                 time.sleep(0.005)
         finally:
             link.close()
+
+    def _check_started(self, role: str) -> None:
+        for name, status in self.dead_children(role):
+            raise PeerError(f"{name} {describe_status(status)} at its start; what it said is above")
+
+
+def describe_status(status: int) -> str:
+    """Say how a process ended."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"
+
+
+def _close_pipe(pipe: IO[bytes] | None) -> None:
+    try:
+        if pipe is not None:
+            pipe.close()
+    except BrokenPipeError:
+        pass  # there was something to flush, and nobody to read it
 
 
 def local_cluster(

@@ -13,10 +13,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ..data import open_dataset
-from ..errors import DataError, ModelError
-from ..models.metrics import Evaluation, evaluate
-from ..models.prediction import Predictor
+from paceline.data import Dataset, open_dataset
+from paceline.errors import DataError, ModelError
+from paceline.models.metrics import Evaluation, evaluate
+from paceline.models.prediction import Predictor
+
+from .bad_data import BadData, describe_bad_lines, plain_bad_lines
 from .kernels import prepare_kernels
 
 
@@ -26,7 +28,7 @@ class PredictionResult:
 
     evaluation: Evaluation
     seconds: float
-    bad_lines: int
+    bad_lines: BadData
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of ``paceline predict --json``."""
@@ -39,7 +41,7 @@ class PredictionResult:
             "examples": found.examples,
             "seconds": self.seconds,
             "examples_per_s": found.examples / self.seconds,
-            "bad_lines": self.bad_lines,
+            "bad_lines": self.bad_lines.count,
         }
 
     def sentence(self) -> str:
@@ -49,8 +51,8 @@ class PredictionResult:
             f"{found.examples:,} predictions in {self.seconds:.2f} s: AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
             f"calibration {found.calibration:.3f}, accuracy {found.accuracy:.4f}"
         )
-        if self.bad_lines:
-            text += f"; {self.bad_lines} malformed line(s) have no prediction (use --strict to stop at the first)"
+        if self.bad_lines.count:
+            text += f"\npaceline: no prediction for what was not understood: {self.bad_lines.sentence()}"
         return text
 
 
@@ -68,13 +70,18 @@ def run_prediction(
                 labels.append(found.copy())
                 probabilities.append(predicted)
                 if out is not None:
-                    out.write("".join([f"{value:.6f}\n" for value in predicted.tolist()]))
+                    out.write("".join([f"{value:.9g}\n" for value in predicted.tolist()]))
         if not labels:
             raise DataError(f"{data[0]} has no line that can be predicted")
         seconds = time.perf_counter() - start
         return PredictionResult(
-            evaluate(np.concatenate(labels), np.concatenate(probabilities)), seconds, dataset.bad_lines.count
+            evaluate(np.concatenate(labels), np.concatenate(probabilities)), seconds, _bad_data(dataset)
         )
+
+
+def _bad_data(dataset: Dataset) -> BadData:
+    by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
+    return describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
 
 
 @contextlib.contextmanager

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import PacelineError, PeerError
-from ..protocol import Accept, Consistency, Eventual, StalePolicy, parse_consistency, parse_stale_policy
-from ..ps import Scheduler, SchedulerLink, Server, make_node_name, messages
-from ..transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.protocol import (
+    Accept,
+    Consistency,
+    Eventual,
+    Sequential,
+    StalePolicy,
+    parse_consistency,
+    parse_stale_policy,
+)
+from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
+from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 
 _LINGER_S = 5.0
 
@@ -30,6 +39,15 @@ class Joining:
     def transport(self) -> SocketTransport:
         """Return the transport that speaks to this cluster."""
         return SocketTransport(self.token, tls=self.tls)
+
+
+def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:
+    """Raise UsageError for a policy that has nothing to do under this consistency."""
+    if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
+        raise UsageError(
+            f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is stale: "
+            "leave it out, or choose bounded or eventual"
+        )
 
 
 def run_scheduler(
@@ -143,7 +161,7 @@ def watch_parent(on_gone: Callable[[], None]) -> None:
 
     def watch() -> None:
         try:
-            while sys.stdin.buffer.raw.read(4096):  # type: ignore[attr-defined]
+            while os.read(sys.stdin.fileno(), 4096):
                 pass
         except (OSError, ValueError):
             pass
@@ -152,7 +170,14 @@ def watch_parent(on_gone: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="paceline-parent-watch", daemon=True).start()
 
 
-def _run(serve: Callable[[asyncio.Event], object], with_parent: bool) -> None:
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:
+        pass  # the loop is closed: what was to be told is known
+
+
+def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool) -> None:
     """Run a role's coroutine on the transport's event loop until it ends or SIGTERM or SIGINT asks for it."""
     loop = new_event_loop()
 
@@ -164,8 +189,8 @@ def _run(serve: Callable[[asyncio.Event], object], with_parent: bool) -> None:
             except (NotImplementedError, RuntimeError, ValueError):
                 pass  # not the main thread, or no Unix
         if with_parent:
-            watch_parent(lambda: loop.call_soon_threadsafe(stop.set))
-        await serve(stop)  # type: ignore[misc]
+            watch_parent(lambda: _call_soon(loop, stop.set))
+        await serve(stop)
 
     try:
         asyncio.set_event_loop(loop)
@@ -175,5 +200,3 @@ def _run(serve: Callable[[asyncio.Event], object], with_parent: bool) -> None:
         loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)
         loop.close()
-
-

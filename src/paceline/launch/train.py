@@ -6,8 +6,8 @@ and saves the model. Workers do the work (:mod:`paceline.models.worker`).
 
 from __future__ import annotations
 
+import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from ..data import Columns, Dataset, line_number, open_dataset
-from ..errors import DataError, PacelineError, PeerError, UsageError
-from ..models import jobs
-from ..models.metrics import Evaluation, evaluate
-from ..protocol import Consistency, Sequential
-from ..ps import FTRL, Client, UpdateRule, messages, to_fields
-from .local import LocalCluster
+from paceline.data import Columns, Dataset, detect_format, open_dataset
+from paceline.errors import DataError, ModelError, PacelineError, PeerError, TableMismatchError, UsageError
+from paceline.models import jobs
+from paceline.models.metrics import Evaluation, evaluate
+from paceline.protocol import Consistency, Sequential
+from paceline.ps import FTRL, Client, UpdateRule, messages, to_fields
+from paceline.ps.saving import MANIFEST, prepare_directory
+
+from .bad_data import BadData, describe_bad_lines
+from .interrupts import DeferredSignals
+from .local import LocalCluster, describe_status
 
 _POLL_S = 0.05
+_ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 
 
@@ -56,24 +61,20 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is."""
+    """How far a training is."""
 
     task: str
-    done: int
-    total: int | None
+    """``train``, or ``evaluate``, which follows."""
+    fraction: float | None
+    """Of the whole work, evaluation included; None until it is known how much there is."""
+    epoch: int | None
+    """The pass that the next shard belongs to, from 1."""
     examples: int
+    """Of this task, as are the figures that follow."""
     loss: float
     num_bytes: int
     num_workers: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class BadData:
-    """Lines that were skipped."""
-
-    count: int
-    first: list[str]
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ class TrainResult:
         """Return the final object of ``paceline train --json``."""
         found = self.evaluation
         return {
-            "auc": None if found is None else found.auc,
-            "log_loss": None if found is None else found.log_loss,
-            "calibration": None if found is None else found.calibration,
+            "auc": None if found is None else _number(found.auc),
+            "log_loss": None if found is None else _number(found.log_loss),
+            "calibration": None if found is None else _number(found.calibration),
             "accuracy": None if found is None else found.accuracy,
             "eval_examples": None if found is None else found.examples,
-            "train_log_loss": self.train_log_loss,
+            "train_log_loss": _number(self.train_log_loss),
             "examples": self.examples,
             "seconds": self.seconds,
             "examples_per_s": self.examples_per_s,
@@ -111,6 +112,11 @@ class TrainResult:
             "lost_workers": self.lost_workers,
             "bytes": self.bytes,
         }
+
+
+def _number(value: float) -> float | None:
+    """A number as JSON knows it: NaN, such as the AUC of examples that are all clicks, is null there."""
+    return float(value) if math.isfinite(value) else None
 
 
 class Training:
@@ -136,78 +142,98 @@ class Training:
         self._processes = processes
         self._on_progress = on_progress
         self._warn = warn
-        self._lost = 0
+        self._lost = self._lost_before = 0
+        self._format = ""
+        self._span = (0.0, 1.0)
+        self._signals = DeferredSignals()
+        self._alone_since: float | None = None
 
     def run(self) -> TrainResult:
-        """Train, evaluate, save. On Ctrl-C or a failure in mid-training the model so far is saved, if it was to be.
+        """Train, save, evaluate. On Ctrl-C or a failure in mid-training the model so far is saved, if it was to be.
 
         Raises DataError for what is wrong with the data, PeerError when servers or all workers have died.
         """
-        with tempfile.TemporaryDirectory(prefix="paceline-cache-") as spare:
-            dataset = open_training_data(self._options, self._num_workers, Path(spare))
+        with self._signals:
+            options, spare = self._options, None if self._processes is None else self._processes.scratch
+            dataset = open_training_data(options, self._num_workers, spare)
+            train_share = 1.0
+            if options.evaluation:
+                trained, evaluated = options.epochs * _total_size(options.data), _total_size(options.evaluation)
+                train_share = trained / (trained + evaluated)
+            self._span = (0.0, train_share)
             with dataset:
                 try:
-                    state, reports = self._run_job("train", dataset, self._options.epochs)
-                except (KeyboardInterrupt, PacelineError):
-                    self._save_what_there_is()
+                    state, reports = self._run_job("train", dataset, options.epochs)
+                except (KeyboardInterrupt, PacelineError) as error:
+                    self._save_what_there_is(error)
                     raise
-        statistics = self._client.statistics()
-        staleness = summarize_staleness([each.tables[jobs.TABLE].staleness for each in statistics])
-        rows = sum(each.tables[jobs.TABLE].rows for each in statistics)
-        if self._options.save is not None:
-            self.save()
-        evaluation = self._evaluate(dataset) if self._options.evaluation else None
-        examples = int(state.progress.get("examples", 0))
+            statistics = self._client.statistics()
+            staleness = summarize_staleness([each.tables[jobs.TABLE].staleness for each in statistics])
+            rows = sum(each.tables[jobs.TABLE].rows for each in statistics)
+            examples = int(state.progress.get("examples", 0))
+            bad_data = self._report_bad_data(reports)
+            if not examples:
+                raise DataError(f"{options.data[0]} has no line that can be trained on")
+            if options.save is not None:
+                self.save(options.save)
+            self._span = (train_share, 1.0)
+            evaluation = self._evaluate(dataset) if options.evaluation else None
         return TrainResult(
             examples=examples,
             seconds=state.seconds,
             examples_per_s=examples / state.seconds if state.seconds else 0.0,
-            train_log_loss=state.progress.get("loss", 0.0) / max(examples, 1),
+            train_log_loss=state.progress.get("loss", 0.0) / examples,
             num_features=max(rows - 1, 0),  # the bias is no feature
             nonzero=None,
             evaluation=evaluation,
             staleness=staleness,
-            bad_lines=self._bad_data(reports),
+            bad_lines=bad_data,
             lost_workers=self._lost,
             bytes=int(state.progress.get("bytes", 0)),
         )
 
-    def save(self) -> None:
+    def save(self, directory: str | Path, *, finished: bool = True) -> None:
         """Save the model."""
-        assert self._options.save is not None
         columns = self._options.columns
         model = {
             "kind": "lr",
+            "finished": finished,
             "format": self._format,
             "columns": None
             if columns is None
             else {"label": columns.label, "categorical": list(columns.categorical), "numeric": list(columns.numeric)},
         }
-        self._client.save(self._options.save, **model)
+        self._client.save(directory, **model)
 
-    def _save_what_there_is(self) -> None:
+    def _save_what_there_is(self, reason: BaseException) -> None:
+        """Save the unfinished model: after Ctrl-C under the name given, after a failure never over a finished one."""
         if self._options.save is None:
             return
+        directory = Path(self._options.save)
+        if not isinstance(reason, KeyboardInterrupt) and (directory / MANIFEST).exists():
+            directory = directory.with_name(f"{directory.name}-unfinished")
         try:
             if self._processes is not None:
                 self._processes.end_workers()
-            if any(spec.name == jobs.TABLE for spec in self._client.tables()):
-                self.save()
-                self._warn(f"the model so far is saved in {self._options.save}")
+                if self._gone():
+                    return  # and the model with it
+            if not any(table.rows for each in self._client.statistics() for table in each.tables.values()):
+                self._warn(f"nothing was trained yet, and nothing is saved in {directory}")
+                return
+            self.save(directory, finished=False)
+            self._warn(f"the model so far is saved in {directory}")
         except PacelineError as error:
             self._warn(f"the model so far could not be saved: {error}")
 
     def _evaluate(self, trained_on: Dataset) -> Evaluation:
         options = self._options
-        with open_dataset(
-            options.evaluation, options.format or trained_on.format, trained_on.columns, strict=options.strict
-        ) as dataset:
+        with open_dataset(options.evaluation, trained_on.format, trained_on.columns, strict=options.strict) as dataset:
             _, reports = self._run_job("evaluate", dataset, 1)
         found = [body for fields, body in reports if fields["kind"] == "predictions"]
         halves = [np.frombuffer(body, np.float32).reshape(2, -1) for body in found]
+        self._report_bad_data(reports)
         if not halves:
             raise DataError(f"{options.evaluation[0]} has no line that can be evaluated")
-        self._bad_data(reports)
         return evaluate(np.concatenate([h[0] for h in halves]), np.concatenate([h[1] for h in halves]))
 
     # A job, start to end.
@@ -226,6 +252,7 @@ class Training:
             consistency=str(consistency),
         )
         self._format = dataset.format
+        self._lost_before = self._lost
         strided = task == "train" and isinstance(consistency, Sequential)
         number = link.call(
             messages.PostJob(
@@ -240,14 +267,19 @@ class Training:
         reported = 0.0
         while True:
             state: messages.JobState = link.call(messages.JobStatus(job=number), messages.JobState)
-            self._lost = max(self._lost, state.lost_workers)
+            self._note_lost(task, state)
             self._take_reports(number, state.num_reports, reports)
             if state.failed is not None:
-                raise DataError(state.failed[1])
+                raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
             if state.finished:
                 self._report(task, state)
                 self._take_reports(number, 1 << 30, reports)
                 return state, reports
+            try:
+                self._signals.check()
+            except KeyboardInterrupt:
+                link.call(messages.JobFailed(job=number, error="PacelineError", message="the training was interrupted"))
+                raise
             self._check_alive(state)
             if time.monotonic() - reported >= 0.2:
                 reported = time.monotonic()
@@ -262,11 +294,12 @@ class Training:
             reports.append((fields, bytes(body)))
 
     def _report(self, task: str, state: messages.JobState) -> None:
+        done = state.done / state.total if state.total else None
         self._on_progress(
             Progress(
                 task=task,
-                done=state.done,
-                total=state.total,
+                fraction=None if done is None else self._span[0] + done * (self._span[1] - self._span[0]),
+                epoch=None if done is None else min(int(done * self._options.epochs) + 1, self._options.epochs),
                 examples=int(state.progress.get("examples", 0)),
                 loss=state.progress.get("loss", 0.0),
                 num_bytes=int(state.progress.get("bytes", 0)),
@@ -275,43 +308,80 @@ class Training:
             )
         )
 
+    def _note_lost(self, task: str, state: messages.JobState) -> None:
+        if self._lost_before + state.lost_workers > self._lost:
+            self._lost = self._lost_before + state.lost_workers
+            self._warn(f"a worker died: {state.num_workers} go on, and its unfinished shards are read again ({task})")
+
+    def _gone(self) -> str | None:
+        """Say which server, or that the scheduler, is gone."""
+        if self._processes is not None:
+            dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
+            return f"{dead[0][0]} {describe_status(dead[0][1])}" if dead else None
+        there = {
+            member.rank for member in self._client.link.call(messages.GetMap(), messages.ClusterMap).of_role("server")
+        }
+        missing = sorted(set(self._client.server_ranks) - there)
+        return f"server {missing[0]} is gone" if missing else None
+
     def _check_alive(self, state: messages.JobState) -> None:
-        if self._processes is None:
-            return
-        dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
-        if dead:
-            raise PeerError(
-                f"{dead[0][0]} died (status {dead[0][1]}), and with it its part of the model: start again from the last "
-                "saved one"
-            )
-        if not self._processes.pids("worker"):
-            raise PeerError("all workers have died: nobody is left to train")
+        gone = self._gone()
+        if gone is not None:
+            raise PeerError(f"{gone}, and with it its part of the model: start again from the last saved one")
+        if self._processes is not None:
+            if not self._processes.pids("worker"):
+                raise PeerError("all workers have died: nobody is left to train")
+        elif state.num_workers:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
+            self._warn("the cluster has no worker: this waits until there is one (see 'paceline worker --help')")
 
-    def _bad_data(self, reports: list[tuple[dict[str, Any], bytes]]) -> BadData:
-        count, first = 0, []
-        for fields, _ in reports:
-            if fields["kind"] != "data":
-                continue
-            count += fields["bad_lines"]
-            first += fields["first"]
+    def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]]) -> BadData:
+        found = [fields for fields, _ in reports if fields["kind"] == "data"]
+        for fields in found:
             if fields["cache_error"]:
-                self._warn(f"parsed data could not be cached, so every pass parsed it again: {fields['cache_error']}")
-        lines = []
-        for file, offset, row, text, reason in sorted(first, key=lambda line: (line[0], line[1] or 0, line[2] or 0))[:5]:
-            where = f"line {line_number(file, offset)}" if offset is not None else f"row {row}"
-            lines.append(f"{file}, {where}: {reason}: {text!r}")
-        if count:
-            listed = "".join(f"\n  {line}" for line in lines)
-            self._warn(f"{count} malformed line(s) were skipped (use --strict to stop at the first):{listed}")
-        return BadData(count, lines)
+                self._warn(fields["cache_error"])
+                break
+        bad = describe_bad_lines([(fields["bad_lines"], fields["first"]) for fields in found])
+        if bad.count:
+            self._warn(bad.sentence())
+        return bad
 
 
-def open_training_data(options: TrainOptions, num_workers: int, spare: Path) -> Dataset:
-    """Open the data, in shards that suit the number of workers, cached if there are several passes."""
+def check_files(options: TrainOptions) -> None:
+    """Raise what is wrong with the files and with the place for the model, as far as a look at them shows it."""
+    with open_dataset(options.data, options.format, options.columns, strict=options.strict) as dataset:
+        format, columns = dataset.format, dataset.columns
+    if options.evaluation:
+        open_dataset(options.evaluation, format, columns).close()
+    if options.format is None:
+        for file in (*options.data, *options.evaluation):
+            found = detect_format(file)
+            if found != format:
+                raise DataError(
+                    f"{file} looks like {found}, and {options.data[0]} like {format}: all must be of one format"
+                )
+    if options.save is not None:
+        try:
+            for made in prepare_directory(Path(options.save)):
+                made.rmdir()  # it can be made: it is when there is a model to put in
+            if Path(options.save).is_dir() and not os.access(options.save, os.W_OK):
+                raise ModelError(f"cannot save a model in {options.save}: it may not be written to")
+        except OSError as error:
+            raise ModelError(f"cannot save a model in {options.save}: {error.strerror or error}") from None
+
+
+def _total_size(files: Sequence[str | Path]) -> int:
+    return sum(os.path.getsize(file) for file in files)
+
+
+def open_training_data(options: TrainOptions, num_workers: int, spare: Path | None) -> Dataset:
+    """Open the data, in shards that suit the number of workers; several passes are cached in `spare`, if there is room."""
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(os.path.getsize(file) for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
-    if cache is None and options.epochs > 1:
+    if cache is None and spare is not None and options.epochs > 1:
         disk = os.statvfs(spare)
         packed = 8 if any(str(file).endswith(".gz") for file in dataset.files) else 1
         if disk.f_bavail * disk.f_frsize > _CACHE_SPARE * size * packed:
@@ -348,17 +418,18 @@ def train_locally(
     **cluster_options: Any,
 ) -> TrainResult:
     """Train on processes of this machine that live as long as the training. Arguments as LocalCluster and Training."""
-    open_dataset(options.data, options.format, options.columns).close()  # what is wrong is said before anything starts
-    if options.evaluation:
-        open_dataset(options.evaluation, options.format, options.columns).close()
-    with LocalCluster(
-        servers=servers, workers=workers, consistency=consistency, on_compile=on_compile, **cluster_options
-    ) as cluster:
-        for rank in range(workers):
-            cluster.start_worker(rank)
-        with cluster.connect(observer=True) as client:
-            cluster.wait_workers(client, workers)
-            training = Training(
-                options, client, num_workers=workers, processes=cluster, on_progress=on_progress, warn=warn
-            )
-            return training.run()
+    check_files(options)  # what is wrong is said before anything starts
+    with (
+        LocalCluster(
+            servers=servers,
+            workers=workers,
+            consistency=consistency,
+            on_compile=on_compile,
+            start_workers=True,
+            **cluster_options,
+        ) as cluster,
+        cluster.connect(observer=True) as client,
+    ):
+        cluster.wait_workers(client, workers)
+        training = Training(options, client, num_workers=workers, processes=cluster, on_progress=on_progress, warn=warn)
+        return training.run()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..data import Batch
-from ..kernels.csr import csr_dot, csr_transposed_dot, logistic
-from ..kernels.dedup import dedup, scratch_size
+from paceline.data import Batch
+from paceline.kernels.csr import csr_dot, csr_transposed_dot, logistic
+from paceline.kernels.dedup import dedup, scratch_size
 
 BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
 """«Paceline» in ASCII: a number that no hashed feature is likely to have."""

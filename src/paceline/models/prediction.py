@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ..data import Columns, Dataset
-from ..errors import ModelError
-from ..ps import SavedModel, SparseStore, read_model
+from paceline.data import Columns, Dataset
+from paceline.errors import ModelError
+from paceline.ps import SavedModel, SparseStore, read_model
+
 from .jobs import TABLE
 from .logistic import Preparation
 

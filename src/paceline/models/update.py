@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import UsageError
-from ..ps import FTRL, SGD, Adagrad, Adam, AdamW, Momentum, RMSprop, UpdateRule
+from paceline.errors import UsageError
+from paceline.ps import FTRL, SGD, Adagrad, Adam, AdamW, Momentum, RMSprop, UpdateRule
 
 _LEARNING_RATES = {
     "ftrl": 0.05,

@@ -20,15 +20,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..data import Dataset, open_spec
-from ..errors import DataError, PacelineError, PeerError
-from ..ps import RULES, Client, SchedulerLink, SparseTable, Ticket, from_fields, messages
-from ..transport import Transport
+from paceline.data import Dataset, open_spec
+from paceline.errors import DataError, PacelineError, PeerError, UsageError
+from paceline.ps import RULES, Client, SchedulerLink, SparseTable, Ticket, from_fields, messages
+from paceline.transport import Transport
+
 from . import jobs
 from .logistic import Minibatch, Preparation
 
 NOTHING_NOW, ALL_DONE = -1, -2
 _PROGRESS_S = 0.2
+_EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
 _FOREVER_S = 365 * 86400.0
 
 
@@ -47,29 +49,31 @@ def run_worker(
     """
     if watch is not None:
         watch(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    expelled = threading.Event()
+    expelled, ended = threading.Event(), threading.Event()
 
     def heard(notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.Expelled):
             expelled.set()
+        elif isinstance(notice, messages.Ended):
+            ended.set()
 
     with Client(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=heard) as client:
         on_ready(client.rank)
-        worker = Worker(client)
+        worker = Worker(client, expelled)
         number = 0
         while True:
             try:
-                job: messages.Job = client.link.call(
-                    messages.GetJob(after=number), messages.Job, timeout_s=_FOREVER_S
-                )
-            except PacelineError:
+                job: messages.Job = client.link.call(messages.GetJob(after=number), messages.Job, timeout_s=_FOREVER_S)
+                if job.number < 0:
+                    return
+                number = job.number
+                worker.work(number, jobs.decode(job.description))
+            except PacelineError as error:
+                if ended.is_set():
+                    return
                 if expelled.is_set():
-                    raise PeerError("this worker was declared dead: it gave no sign of life; start it again") from None
+                    raise PeerError(_EXPELLED) from error
                 raise
-            if job.number < 0:
-                return
-            number = job.number
-            worker.work(number, jobs.decode(job.description))
 
 
 @dataclass
@@ -97,8 +101,9 @@ class _Counters:
 class Worker:
     """One worker's part in the jobs of a cluster."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, expelled: threading.Event) -> None:
         self._client = client
+        self._expelled = expelled
         self._retired = False
         self._preparation = Preparation()
 
@@ -106,21 +111,19 @@ class Worker:
         """Do this worker's share of a job; a failure of the data is the job's, not this process's."""
         client = self._client
         counters = _Counters(number, start_bytes=client.byte_counts())
-        table = client.sparse_table(jobs.TABLE, dim=1, update=from_fields(RULES, job.update))  # type: ignore[type-abstract]
-        dataset = open_spec(job.dataset)
         try:
-            if job.task == "train":
-                self._train(job, dataset, table, counters)
-            else:
-                self._evaluate(job, dataset, table, counters)
-        except PacelineError as error:
-            if not isinstance(error, DataError):
-                raise
+            update = from_fields(RULES, job.update)  # type: ignore[type-abstract]
+            table = client.sparse_table(jobs.TABLE, dim=1, update=update)
+            with open_spec(job.dataset) as dataset:
+                if job.task == "train":
+                    self._train(job, dataset, table, counters)
+                else:
+                    self._evaluate(job, dataset, table, counters)
+                self._rest()
+                self._report_data(number, dataset, counters)
+        except (DataError, UsageError) as error:
+            self._rest()
             self._call(messages.JobFailed(job=number, error=type(error).__name__, message=str(error)))
-        finally:
-            dataset.close()
-        self._rest()
-        self._report_data(number, dataset, counters)
 
     # Training.
 
@@ -142,7 +145,8 @@ class Worker:
             for batch in dataset.read(lease.file, lease.shard, job.batch_size):
                 pipeline.feed(self._preparation.prepare(batch))
                 self._tell(counters)
-            pipeline.end_shard(lease, dataset.ended(lease.file))
+            leases.read(lease.file, dataset.ended(lease.file))
+            pipeline.end_shard(lease)
 
     # Evaluation.
 
@@ -162,11 +166,10 @@ class Worker:
                 counters.examples += minibatch.num_examples
                 self._tell(counters)
             self._report_predictions(counters.job, found)
-            leases.done(lease, dataset.ended(lease.file), counters.as_progress(self._client))
+            leases.read(lease.file, dataset.ended(lease.file))
+            leases.done(lease, counters.as_progress(self._client))
 
-    def _report_predictions(
-        self, number: int, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
-    ) -> None:
+    def _report_predictions(self, number: int, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> None:
         if found:
             labels = np.concatenate([labels for labels, _ in found])
             probabilities = np.concatenate([probabilities for _, probabilities in found])
@@ -176,6 +179,8 @@ class Worker:
     # With the scheduler.
 
     def _tell(self, counters: _Counters) -> None:
+        if self._expelled.is_set():  # its shards are others' by now
+            raise PeerError(_EXPELLED)
         now = time.monotonic()
         if now - counters.told > _PROGRESS_S:
             counters.told = now
@@ -200,7 +205,12 @@ class Worker:
         self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
         if bad.count or dataset.cache_error:
             lines = [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]
-            fields = {"kind": "data", "bad_lines": bad.count, "first": lines, "cache_error": dataset.cache_error}
+            fields = {
+                "kind": "data",
+                "bad_lines": [[*where, count] for where, count in dataset.bad_lines_by_shard.items()],
+                "first": lines,
+                "cache_error": dataset.cache_error,
+            }
             self._call(messages.Report(job=number, fields=fields))
 
 
@@ -211,6 +221,7 @@ class _Leases:
         self._link = link
         self._job = counters.job
         self._asked: Callable[[], messages.Lease] | None = None
+        self._ended: set[int] = set()
 
     def prefetch(self) -> None:
         """Ask for the next shard, without waiting for the answer."""
@@ -231,10 +242,14 @@ class _Leases:
         )
         return lease
 
-    def done(self, lease: messages.Lease, ended: int | None, progress: dict[str, float]) -> None:
-        """Report a shard, all of whose pushes are acknowledged, and the number of its file's shards if it is known."""
-        if ended is not None:
-            self._link.tell(messages.FileEnded(job=self._job, file=lease.file, num_shards=ended))
+    def read(self, file: int, num_shards: int | None) -> None:
+        """Report the number of a file's shards, if it is known; at once, or shards behind its end are leased for ever."""
+        if num_shards is not None and file not in self._ended:
+            self._ended.add(file)
+            self._link.tell(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
+
+    def done(self, lease: messages.Lease, progress: dict[str, float]) -> None:
+        """Report a shard, all of whose pushes are acknowledged."""
         self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
 
 
@@ -244,17 +259,15 @@ class _Pipeline:
     `ahead` is 1 where the next minibatch's weights may be asked for before this one's gradient is pushed.
     """
 
-    def __init__(
-        self, client: Client, table: SparseTable, leases: _Leases, counters: _Counters, *, ahead: int
-    ) -> None:
+    def __init__(self, client: Client, table: SparseTable, leases: _Leases, counters: _Counters, *, ahead: int) -> None:
         self._client = client
         self._table = table
         self._leases = leases
         self._counters = counters
         self._ahead = ahead
         self._current: tuple[Minibatch, Ticket] | None = None
-        self._shards: list[tuple[messages.Lease, int | None]] = []  # whose last minibatch is the current one
-        self._unconfirmed: deque[tuple[Ticket, list[tuple[messages.Lease, int | None]]]] = deque()
+        self._shards: list[messages.Lease] = []  # whose last minibatch is the current one
+        self._unconfirmed: deque[tuple[Ticket, list[messages.Lease], dict[str, float]]] = deque()
 
     def feed(self, minibatch: Minibatch) -> None:
         """Take the next minibatch; finish the one before."""
@@ -268,9 +281,9 @@ class _Pipeline:
         if self._unconfirmed and self._unconfirmed[0][0].done():
             self._confirm()
 
-    def end_shard(self, lease: messages.Lease, ended: int | None) -> None:
+    def end_shard(self, lease: messages.Lease) -> None:
         """Note that the current minibatch is the last of a shard."""
-        self._shards.append((lease, ended))
+        self._shards.append(lease)
         if self._current is None:  # the shard was empty
             self.drain()
 
@@ -280,7 +293,7 @@ class _Pipeline:
         while self._unconfirmed:
             self._confirm()
         self._client.flush()
-        self._report(self._shards)
+        self._report(self._shards, self._counters.as_progress(self._client))
         self._shards = []
 
     def _finish_current(self) -> None:
@@ -293,14 +306,14 @@ class _Pipeline:
         self._counters.examples += minibatch.num_examples
         self._counters.loss += loss
         if self._shards:
-            self._unconfirmed.append((pushed, self._shards))
+            self._unconfirmed.append((pushed, self._shards, self._counters.as_progress(self._client)))
             self._shards = []
 
     def _confirm(self) -> None:
-        pushed, shards = self._unconfirmed.popleft()
+        pushed, shards, progress = self._unconfirmed.popleft()
         pushed.wait()
-        self._report(shards)
+        self._report(shards, progress)
 
-    def _report(self, shards: list[tuple[messages.Lease, int | None]]) -> None:
-        for lease, ended in shards:
-            self._leases.done(lease, ended, self._counters.as_progress(self._client))
+    def _report(self, shards: list[messages.Lease], progress: dict[str, float]) -> None:
+        for lease in shards:
+            self._leases.done(lease, progress)

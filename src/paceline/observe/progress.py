@@ -29,7 +29,7 @@ class Snapshot:
     """How far training is and how it goes, at one moment."""
 
     examples: int
-    """So many were trained on so far, by all workers."""
+    """So many were trained on (or what else the phase does) so far, by all workers."""
     examples_per_s: float
     done_fraction: float | None = None
     """From 0 to 1; None takes `examples` of the total, if there is a total."""
@@ -43,6 +43,8 @@ class Snapshot:
     workers: int = 1
     epoch: str | None = None
     """Such as ``2/4``."""
+    phase: str | None = None
+    """What is done, where it is not training: such as ``evaluating``."""
 
 
 class RateMeter:
@@ -159,6 +161,8 @@ class TrainingProgress:
                 else f"{int(100 * fraction):3}%",
             )
         ]
+        if snapshot.phase is not None:
+            parts.append((1, snapshot.phase))
         if snapshot.epoch is not None:
             parts.append((5, f"epoch {snapshot.epoch}"))
         parts.append((2, format_rate(snapshot.examples_per_s, " examples")))

@@ -28,9 +28,7 @@ class IterationBuffer:
         # iteration → worker → its rank, and its pushes with the number of their table
         self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push]]]]] = {}
 
-    def add(
-        self, iteration: int, worker: int, rank: int, table: int, selection: Selection, grads: Floats
-    ) -> None:
+    def add(self, iteration: int, worker: int, rank: int, table: int, selection: Selection, grads: Floats) -> None:
         """Keep a push (copied) of a worker for an iteration."""
         pushes = self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1]
         pushes.append((table, (selection.copy(), grads.copy())))

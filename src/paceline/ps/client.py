@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -15,13 +16,13 @@ import numpy as np
 
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol import NUM_BUCKETS, Consistency, parse_consistency, place
-from paceline.transport import Address, Endpoint, Hello, Transport
 from paceline.ps import messages
-from paceline.ps.connection import Pending, ServerConnection
-from paceline.ps.messages import TICK, TableSpec
+from paceline.ps.connection import ServerConnection
+from paceline.ps.messages import TICK, TICKS, TableSpec
 from paceline.ps.rules import Initializer, UpdateRule, Zeros, to_fields
 from paceline.ps.scheduler_link import SchedulerLink
 from paceline.ps.table_handles import DenseTable, SparseTable
+from paceline.transport import Address, Endpoint, Hello, Transport
 
 MAX_NAME = 200
 
@@ -59,7 +60,7 @@ class Client:
         self._tables: dict[str, SparseTable | DenseTable] = {}
         self._clock = 0
         self._sequence = 0
-        self._counts = not observer
+        self._counts = False
         node = make_node_name(role)
         self.link = SchedulerLink(
             transport, scheduler, Hello(role=role, name=node), timeout_s=timeout_s, on_notice=on_notice
@@ -87,7 +88,7 @@ class Client:
             self.placement = place(NUM_BUCKETS, self.server_ranks)
             position = {rank: i for i, rank in enumerate(self.server_ranks)}
             self.owners = np.array([position[self.placement.primary(b)] for b in range(NUM_BUCKETS)], np.int32)
-            if self._counts:
+            if not observer:
                 self.join()
         except BaseException:
             self.close()
@@ -103,28 +104,38 @@ class Client:
     def tick(self) -> None:
         """End this worker's iteration. What it pushed in it counts; reads from now on belong to the next.
 
-        Does not wait for the servers. Raises the failure of an earlier push that nobody has waited for.
+        Does not wait for the servers. Raises the failure of an earlier push that nobody has waited for; and UsageError
+        if this client takes no part in the iterations.
         """
         with self._lock:
-            for connection in self._connections:
+            self.tick_flag()
+            for connection in self.connections:
                 connection.raise_failures()
+            for connection in self.connections:
                 connection.send(TICK, 0, 0, self._clock, 0, ())
             self._clock += 1
 
     def retire(self) -> None:
-        """Stop taking part in the iterations for now: nobody waits for this worker until it calls :meth:`join`."""
+        """Stop taking part in the iterations for now: nobody waits for this worker until it calls :meth:`join`.
+
+        What it pushed without a tick is dropped under sequential consistency. Until then it reads and writes as an
+        observer does: at once.
+        """
         with self._lock:
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.drain()
                 connection.call(messages.Retire())
             self._counts = False
 
     def join(self) -> None:
         """Take part in the iterations (again), from the one at which the others are."""
+        if self.role != "worker":
+            raise UsageError("an observer takes no part in the iterations: connect without observer=True")
         with self._lock:
             clock = self._clock
             while True:  # servers may differ for a moment: the latest one counts
-                joins = [connection.call(messages.JoinClock(rank=self.rank, clock=clock))[0] for connection in self._connections]
+                request = messages.JoinClock(rank=self.rank, clock=clock)
+                joins = [connection.call(request)[0] for connection in self.connections]
                 if all(joined == clock for joined in joins):
                     break
                 clock = max(joins)
@@ -134,7 +145,7 @@ class Client:
     def flush(self) -> None:
         """Wait until every push is acknowledged; raise the first failure."""
         with self._lock:
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.drain()
 
     # Tables.
@@ -169,7 +180,7 @@ class Client:
         initializer: Initializer | None = None,
         seed: int = 0,
     ) -> DenseTable:
-        """Declare a dense table: `size` float32 with keys 0 to size - 1, initialized at once. Raises as sparse_table."""
+        """Declare a dense table: `size` float32 with keys 0 to size - 1, there at once. Raises as sparse_table."""
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise UsageError(f"dense_table({name!r}, size={size!r}): expected a positive whole number")
         spec = self._spec(name, "dense", update, initializer, seed, size=int(size))
@@ -206,7 +217,7 @@ class Client:
             known = self._tables.get(spec.name)
             if known is not None:
                 return known
-            for connection in self._connections:
+            for connection in self.connections:
                 connection.call(messages.CreateTable(number=number, spec=spec, servers=self.server_ranks))
             table = SparseTable(self, number, spec) if spec.kind == "sparse" else DenseTable(self, number, spec)
             self._tables[spec.name] = table
@@ -238,7 +249,7 @@ class Client:
     def statistics(self) -> list[messages.ServerStatistics]:
         """Return the statistics of every server, by rank."""
         with self._lock:
-            answers = [connection.call(messages.GetStatistics())[0] for connection in self._connections]
+            answers = [connection.call(messages.GetStatistics())[0] for connection in self.connections]
         return [msgspec.convert({**answer}, messages.ServerStatistics) for answer in answers]
 
     def byte_counts(self) -> tuple[int, int]:
@@ -248,15 +259,16 @@ class Client:
 
     def close(self) -> None:
         """Finish what is in flight and leave the cluster. Idempotent."""
-        with self._lock:
+        try:
+            with self._lock:
+                for connection in self._connections:
+                    with contextlib.suppress(PacelineError):  # who wanted to know has waited or called flush()
+                        connection.drain()
+        finally:
             for connection in self._connections:
-                try:
-                    connection.drain()
-                except PacelineError:
-                    pass  # who wanted to know has waited or called flush()
                 connection.close()
             self._connections = []
-        self.link.close()
+            self.link.close()
 
     def __enter__(self) -> Client:
         """Return itself; the connection is closed at the end of the block."""
@@ -281,6 +293,13 @@ class Client:
             raise UsageError("this client is closed: connect again")
         return self._connections
 
+    def tick_flag(self) -> int:
+        """Return the flag of a push that ends the iteration. Raises UsageError if this client takes no part in them."""
+        if not self._counts:
+            what = "this worker has retired: call join() first" if self.role == "worker" else "an observer cannot tick"
+            raise UsageError(f"{what}; it takes no part in the iterations")
+        return TICKS
+
     def next_sequence(self) -> int:
         """Return the number of the next push."""
         self._sequence += 1
@@ -289,5 +308,3 @@ class Client:
     def ticked_by_push(self) -> None:
         """Note that a push ended the iteration."""
         self._clock += 1
-
-

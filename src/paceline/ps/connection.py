@@ -15,26 +15,30 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.errors import AddressError, ConnectionLostError, PacelineError, PeerError
-from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Endpoint, Header, Hello, Kind, Transport
+from paceline.errors import AddressError, ConnectionLostError, PacelineError, PeerError, UsageError
 from paceline.ps import messages
+from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Endpoint, Header, Hello, Kind, Transport
 
 _PADS = tuple(bytes(size) for size in range(8))
 _NOTHING = np.empty(0, np.uint8)
 _MAX_PENDING = 256
-_CLOSED: Any = None
+_LARGE_BYTES = 1 << 19
+# More answers than the server keeps for us (Limits.max_backlog_bytes), and both ends would wait for the other to read:
+# large ones are received before more is asked for, and of small ones _MAX_PENDING are few enough.
+_MAX_AWAITED_BYTES = 1 << 26
 
 
 class Pending:
     """A request in flight."""
 
-    __slots__ = ("body", "done", "error", "flags", "frame", "meta", "number", "out")
+    __slots__ = ("body", "done", "error", "flags", "frame", "is_told", "meta", "number", "out")
 
     def __init__(self, number: int, frame: tuple[Any, ...], out: Any) -> None:
         self.number = number
         self.frame = frame
         self.out = out
         self.done = False
+        self.is_told = False  # somebody knows of its failure
         self.error: PacelineError | None = None
         self.flags = 0
         self.meta = b""
@@ -65,6 +69,7 @@ class ServerConnection:
         self._number = 0
         self._failures: list[Pending] = []
         self._gone = [0, 0]
+        self._lost: PacelineError | None = None
         self._channel: Channel = transport.connect(target, hello, timeout_s=min(timeout_s, 10.0))
 
     # Requests.
@@ -75,6 +80,8 @@ class ServerConnection:
         """Send a data frame; `parts` are C-contiguous arrays, `out` an array for the values of the answer."""
         if len(self._pending) >= _MAX_PENDING:
             self._receive_one(next(iter(self._pending.values())))
+        if self._num_bodies and out is not None and out.nbytes >= _LARGE_BYTES:
+            self._make_room(out.nbytes)
         number = self._number = (self._number + 1) & 0xFFFFFFFF
         size = 0
         for part in parts:
@@ -104,18 +111,28 @@ class ServerConnection:
         while not pending.done:
             self._receive_one(pending)
         if pending.error is not None:
-            if pending in self._failures:
-                self._failures.remove(pending)
+            self.forget(pending)
             raise pending.error
+
+    def forget(self, pending: Pending) -> None:
+        """Do not raise a request's failure, now or later, to somebody else: its ticket has raised one."""
+        pending.is_told = True
+        if pending in self._failures:
+            self._failures.remove(pending)
 
     def poll(self, pending: Pending) -> bool:
         """Take what has arrived; return whether `pending` is answered."""
-        while not pending.done and self._channel.poll(0.0):
-            self._receive_one(pending)
+        try:
+            while not pending.done and self._channel.poll(0.0):
+                self._receive_one(pending)
+        except PacelineError:
+            pass  # whoever waits is told
         return pending.done
 
     def raise_failures(self) -> None:
         """Raise the first failure of a request that nobody has waited for."""
+        if self._lost is not None:
+            raise self._lost
         if self._failures:
             failed, self._failures = self._failures[0], []
             assert failed.error is not None
@@ -133,20 +150,35 @@ class ServerConnection:
         return self._gone[0] + statistics.bytes_received, self._gone[1] + statistics.bytes_sent
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection; what is not answered never will be. Idempotent."""
+        if self._lost is None:
+            self._fail_all(UsageError("this client was closed before the server's answer came"))
         self._channel.close()
 
     # Answers.
 
     def _start(self, pending: Pending) -> Pending:
         self._pending[pending.number] = pending
-        if pending.out is not None:
+        if pending.out is not None or pending.body is not None:
             self._num_bodies += 1
         try:
             self._channel.send(*pending.frame)
         except ConnectionLostError as error:
             self._reconnect(error)
+        except PacelineError:
+            self._finish(pending)
+            raise
+        except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request connects again and sends all again
+            self._channel.close()
+            raise
         return pending
+
+    def _make_room(self, more_bytes: int) -> None:
+        while self._pending:
+            awaited = sum(pending.out.nbytes for pending in self._pending.values() if pending.out is not None)
+            if awaited + more_bytes <= _MAX_AWAITED_BYTES:
+                return
+            self._receive_one(next(iter(self._pending.values())))
 
     def _receive_one(self, awaited: Pending) -> None:
         """Receive one answer, most likely that of `awaited`."""
@@ -169,14 +201,14 @@ class ServerConnection:
             self._reconnect(error)
             return
         except PacelineError as error:
-            failed = channel.last_header
+            failed = _last_header(channel)
             if failed is None or failed.kind != Kind.ERROR or failed.request not in self._pending:
                 raise
-            pending = self._pending[failed.request]
-            pending.error = error
-            self._finish(pending)
-            self._failures.append(pending)
+            self._fail(self._pending[failed.request], error)
             return
+        except BaseException:
+            channel.close()
+            raise
         if pending is None:
             raise self._unexpected(header)
         pending.flags = header.flags
@@ -188,10 +220,10 @@ class ServerConnection:
         pending.meta = channel.receive_meta()
         if not header.body_bytes:
             return
-        if pending.out is None:
+        if pending.body is not None:
             pending.body = memoryview(np.empty(header.body_bytes, np.uint8))  # type: ignore[arg-type]
             channel.receive_into(pending.body)
-        elif header.body_bytes == pending.out.nbytes:
+        elif pending.out is not None and header.body_bytes == pending.out.nbytes:
             channel.receive_into(pending.out)
         else:
             raise self._unexpected(header)
@@ -200,8 +232,21 @@ class ServerConnection:
         pending.done = True
         pending.frame = ()
         del self._pending[pending.number]
-        if pending.out is not None:
+        if pending.out is not None or pending.body is not None:
             self._num_bodies -= 1
+
+    def _fail(self, pending: Pending, error: PacelineError) -> None:
+        pending.error = error
+        self._finish(pending)
+        if not pending.is_told:
+            self._failures.append(pending)
+
+    def _fail_all(self, error: PacelineError) -> None:
+        """Give up: whoever waits, now or later, is told why."""
+        self._lost = error
+        for pending in list(self._pending.values()):
+            self._fail(pending, error)
+        self._failures = []
 
     def _unexpected(self, header: Header) -> PeerError:
         self._channel.close()
@@ -212,20 +257,34 @@ class ServerConnection:
 
     def _reconnect(self, cause: ConnectionLostError) -> None:
         """Connect again and send again all that is not answered, in order."""
-        statistics = self._channel.statistics()
-        self._gone = [self._gone[0] + statistics.bytes_received, self._gone[1] + statistics.bytes_sent]
         self._channel.close()
+        if self._lost is not None:
+            self._fail_all(self._lost)
+            raise self._lost
         deadline = time.monotonic() + self._reconnect_s
         while True:
             try:
-                self._channel = self._transport.connect(self._target, self._hello, timeout_s=self._reconnect_s)
+                channel = self._transport.connect(self._target, self._hello, timeout_s=self._reconnect_s)
+                statistics = self._channel.statistics()
+                self._gone = [self._gone[0] + statistics.bytes_received, self._gone[1] + statistics.bytes_sent]
+                self._channel = channel
                 for pending in list(self._pending.values()):
                     self._channel.send(*pending.frame)
                 return
-            except (AddressError, ConnectionLostError):
+            except (AddressError, PeerError):
+                self._channel.close()
                 if time.monotonic() > deadline:
-                    raise ConnectionLostError(
+                    lost = ConnectionLostError(
                         f"server {self.rank} is gone ({cause}), and with it its part of the tables: start again from "
                         "the last saved model"
-                    ) from None
+                    )
+                    self._fail_all(lost)
+                    raise lost from None
                 time.sleep(0.05)
+            except BaseException:
+                self._channel.close()
+                raise
+
+
+def _last_header(channel: Channel) -> Header | None:
+    return channel.last_header

@@ -7,9 +7,9 @@ from collections import deque
 from typing import Any
 
 from paceline.protocol import Shards, shards
-from paceline.transport import Header, Peer
 from paceline.ps import messages
 from paceline.ps.messages import RESULT
+from paceline.transport import Header, Peer
 
 NOTHING_NOW, ALL_DONE = -1, -2
 
@@ -31,7 +31,9 @@ class JobBoard:
         self._waiting: dict[int, tuple[Peer, Header]] = {}
         self._waits: set[int] = set()
         self._progress: dict[int, dict[str, float]] = {}
+        self._settled: dict[int, dict[str, float]] = {}  # the counters of a rank at its last shard's end
         self._reports: deque[tuple[dict[str, Any], bytes]] = deque()
+        self._unsettled: dict[int, list[tuple[dict[str, Any], bytes]]] = {}
         self._started: float | None = None
         self._ended: float | None = None
         self._active: set[int] = set()
@@ -41,8 +43,11 @@ class JobBoard:
     def take_lease(self, peer: Peer, header: Header, rank: int, wait: bool) -> None:
         """Answer a worker that wants a shard; with `wait`, when there is one."""
         self._started = self._started or time.monotonic()
-        self._active.add(rank)
         self._waiting[rank] = (peer, header)
+        if self.failed is not None:
+            self._tell(rank, messages.Lease(lease=ALL_DONE))
+            return
+        self._active.add(rank)
         if rank in self._answers:
             self._tell(rank, self._answers.pop(rank))
         elif rank not in self._waits:
@@ -51,16 +56,20 @@ class JobBoard:
             self._tell(rank, messages.Lease(lease=NOTHING_NOW))
 
     def lease_done(self, rank: int, request: messages.LeaseDone) -> None:
-        """Note that a shard is done."""
+        """Note that a shard is done, and keep what its worker found in it."""
+        self._settled[rank] = request.progress
+        self._reports.extend(self._unsettled.pop(rank, ()))
         self._obey(self._shards.handle(shards.Done(rank, request.lease)))
 
     def file_ended(self, file: int, num_shards: int) -> None:
         """Note the number of shards of a file whose end has been read."""
         self._obey(self._shards.handle(shards.Ended(file, num_shards)))
 
-    def worker_lost(self, rank: int) -> None:
-        """Lease again what a worker held."""
+    def worker_lost(self, rank: int, incarnation: int) -> None:
+        """Lease again what a worker held; what it did of it, and found in it, counts once, when it is done again."""
         self._lost += 1
+        self._unsettled.pop(rank, None)
+        self._progress[incarnation] = self._settled.get(rank, {})
         self.worker_left(rank)
 
     def worker_left(self, rank: int) -> None:
@@ -69,6 +78,8 @@ class JobBoard:
         self._waits.discard(rank)
         self._waiting.pop(rank, None)
         self._answers.pop(rank, None)
+        self._settled.pop(rank, None)  # whoever gets this rank next counts anew
+        self._reports.extend(self._unsettled.pop(rank, ()))
         self._obey(self._shards.handle(shards.Lost(rank)))
         self._look_for_end()
 
@@ -87,9 +98,17 @@ class JobBoard:
         for rank in list(self._waiting):
             self._tell(rank, messages.Lease(lease=ALL_DONE))
 
-    def add_report(self, fields: dict[str, Any], body: bytes) -> None:
-        """Keep a report for whoever posted the job."""
-        self._reports.append((fields, body))
+    def fail(self, error: str, message: str) -> None:
+        """End the job for a reason; the first one counts."""
+        self.failed = self.failed or (error, message)
+        self.end()
+
+    def add_report(self, rank: int, fields: dict[str, Any], body: bytes) -> None:
+        """Keep a report for whoever posted the job; predictions, until the shard that they are of is done."""
+        if fields.get("kind") == "predictions":
+            self._unsettled.setdefault(rank, []).append((fields, body))
+        else:
+            self._reports.append((fields, body))
 
     def take_report(self) -> tuple[dict[str, Any], bytes] | None:
         """Return the next report."""

@@ -330,8 +330,8 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToScheduler = (
-    GetMap | GetSettings | Register | Heartbeat | Leave | DeclareTable | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded
-    | Report
+    GetMap | GetSettings | Register | Heartbeat | Leave | DeclareTable | ListTables | PostJob | GetJob | TakeLease
+    | LeaseDone | FileEnded | Report
     | JobFailed | JobStatus | TakeReports | EndCluster
 )  # fmt: skip
 ToServer = (

@@ -267,9 +267,7 @@ class Normal(Initializer):
 RULES: dict[str, type[UpdateRule]] = {
     rule.__name__: rule for rule in (SGD, Momentum, Adagrad, RMSprop, Adam, AdamW, FTRL)
 }
-INITIALIZERS: dict[str, type[Initializer]] = {
-    kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal)
-}
+INITIALIZERS: dict[str, type[Initializer]] = {kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal)}
 
 _Kind = TypeVar("_Kind")
 

@@ -7,10 +7,12 @@ the new one, whole. Rows are stored by key, not by server: a model saved from th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,19 +22,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.errors import ModelError
+from paceline.errors import ModelError, UsageError
 from paceline.kernels.dedup import split
 from paceline.protocol import NUM_BUCKETS
 from paceline.ps import messages
 from paceline.ps.client import Client
 from paceline.ps.messages import TableSpec
-from paceline.ps.rules import INITIALIZERS, RULES, from_fields
+from paceline.ps.rules import INITIALIZERS, RULES, UpdateRule, from_fields
 from paceline.ps.sparse_store import Floats, Keys, SparseStore
+from paceline.ps.tables import bucket_width
 
 MANIFEST = "manifest.json"
 FORMAT = "paceline-model"
 FORMAT_VERSION = 1
 _PART_BYTES = 64 << 20
+_OURS = re.compile(rf"table\d+-\d{{5}}\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]{{8}}")
+"""Names of files that a save writes, besides the manifest."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +84,15 @@ class SavedModel:
     def records(self, table: SavedTable) -> Iterator[tuple[Keys, Floats]]:
         """Yield the keys and records of a table, file by file, checksums verified."""
         for part in table.parts:
-            yield self._read_part(part)
+            keys, records = self._read_part(part)
+            words = _record_words(table.spec)
+            is_as_said = keys.shape == (part.rows,) and records.shape == (part.rows, words)
+            if not is_as_said or str(keys.dtype) != "uint64" or str(records.dtype) != "float32":
+                raise ModelError(
+                    f"{self.directory / part.file} does not hold what the manifest says, {part.rows} rows of {words} "
+                    f"float32 for table {table.spec.name!r}: take another copy of the model"
+                )
+            yield keys, records
 
     def load_store(self, name: str) -> SparseStore:
         """Return a sparse table as rows in this process."""
@@ -87,8 +100,8 @@ class SavedModel:
         spec = table.spec
         store = SparseStore(
             dim=spec.dim,
-            rule=from_fields(RULES, spec.update),  # type: ignore[type-abstract]
-            initializer=from_fields(INITIALIZERS, spec.initializer),  # type: ignore[type-abstract]
+            rule=from_fields(RULES, spec.update),
+            initializer=from_fields(INITIALIZERS, spec.initializer),
             seed=spec.seed,
         )
         for keys, records in self.records(table):
@@ -117,26 +130,32 @@ def read_model(directory: str | os.PathLike[str]) -> SavedModel:
     """Read a model's manifest. Raises ModelError when there is none, or it is none of ours."""
     folder = Path(directory)
     path = folder / MANIFEST
+    text, head = _read_head(path)
+    if head.get("version") != FORMAT_VERSION:
+        raise ModelError(
+            f"{path} has format version {head.get('version')}, this Paceline reads {FORMAT_VERSION}: "
+            f"use Paceline {head.get('paceline')}, which wrote it"
+        )
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise ModelError(f"{folder} holds no model: there is no {MANIFEST} in it") from None
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    try:
-        head = json.loads(text)
-        if not isinstance(head, dict) or head.get("format") != FORMAT:
-            raise ModelError(f"{path} is no manifest of a Paceline model")
-        if head.get("version") != FORMAT_VERSION:
-            raise ModelError(
-                f"{path} has format version {head.get('version')}, this Paceline reads {FORMAT_VERSION}: "
-                f"use Paceline {head.get('paceline')}, which wrote it"
-            )
         return SavedModel(folder, msgspec.json.decode(text, type=Manifest))
     except (ValueError, msgspec.MsgspecError) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(f"{path} is damaged: {error}") from None
+
+
+def _read_head(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return a manifest's text, and its fields as they stand there; raise ModelError if it is none of ours."""
+    try:
+        text = path.read_bytes()
+        head = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelError(f"{path.parent} holds no model: there is no {MANIFEST} in it") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from None
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise ModelError(f"{path} is no manifest of a Paceline model")
+    return text, head
 
 
 def save_tables(
@@ -152,14 +171,19 @@ def save_tables(
     folder = Path(directory)
     generation = secrets.token_hex(4)
     written: list[Path] = []
+    made: list[Path] = []
     try:
-        _prepare(folder)
+        msgspec.json.encode(model)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"what is to be kept in the manifest is not fit for JSON: {error}") from None
+    try:
+        made = prepare_directory(folder)
         wanted = None if names is None else set(names)
         specs = [spec for spec in client.tables() if wanted is None or spec.name in wanted]
-        tables = tuple(_save_table(client, folder, spec, number, generation, written) for number, spec in enumerate(specs))
-        manifest = Manifest(
-            format=FORMAT, version=FORMAT_VERSION, paceline=__version__, tables=tables, model=model
+        tables = tuple(
+            _save_table(client, folder, spec, number, generation, written) for number, spec in enumerate(specs)
         )
+        manifest = Manifest(format=FORMAT, version=FORMAT_VERSION, paceline=__version__, tables=tables, model=model)
         aside = folder / f".{MANIFEST}.{generation}"
         written.append(aside)
         _write(aside, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
@@ -167,13 +191,16 @@ def save_tables(
     except BaseException as error:
         for path in written:
             path.unlink(missing_ok=True)
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
         if isinstance(error, OSError):
             raise ModelError(_cannot_write(folder, error)) from None
         raise
     _sync(folder)
     kept = {part.file for table in manifest.tables for part in table.parts}
-    for path in folder.glob("*.safetensors"):
-        if path.name not in kept:
+    for path in folder.iterdir():  # the model before, and what an interrupted save has left
+        if path.name not in kept and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
     return manifest
 
@@ -200,8 +227,7 @@ def _load_part(client: Client, number: int, spec: TableSpec, keys: Keys, records
             order, starts = np.empty(len(keys), np.int64), np.empty(len(client.connections) + 1, np.int64)
             split(keys, client.owners, starts, order)
         else:
-            width = max(1, -(-spec.size // NUM_BUCKETS))
-            owners = client.owners[(keys // np.uint64(width)).astype(np.int64)]
+            owners = client.owners[(keys // np.uint64(bucket_width(spec.size))).astype(np.int64)]
             order = np.argsort(owners, kind="stable")
             starts = np.searchsorted(owners[order], np.arange(len(client.connections) + 1))
         for i, connection in enumerate(client.connections):
@@ -248,6 +274,11 @@ def _buckets(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats]]:
             yield keys, np.frombuffer(body, np.float32, offset=8 * rows).reshape(rows, -1)
 
 
+def _record_words(spec: TableSpec) -> int:
+    rule: UpdateRule = from_fields(RULES, spec.update)
+    return spec.dim * (1 + rule.num_states) + rule.has_count
+
+
 def _write_part(path: Path, waiting: list[tuple[Keys, Floats]]) -> Part:
     from safetensors.numpy import save
 
@@ -258,13 +289,19 @@ def _write_part(path: Path, waiting: list[tuple[Keys, Floats]]) -> Part:
     return Part(file=path.name, rows=len(keys), num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-def _prepare(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ModelError(f"cannot save a model as {folder}: there is a file of that name")
-    if folder.exists() and not (folder / MANIFEST).exists() and any(folder.iterdir()):
-        if any(not path.name.endswith(".safetensors") and not path.name.startswith(".") for path in folder.iterdir()):
+def prepare_directory(folder: Path) -> list[Path]:
+    """Make the directory and those above it, or see that it is empty or a model's; return those made, inmost first."""
+    if folder.is_dir():
+        if (folder / MANIFEST).exists():
+            _read_head(folder / MANIFEST)
+        elif any(not _OURS.fullmatch(path.name) for path in folder.iterdir()):
             raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
-    folder.mkdir(parents=True, exist_ok=True)
+        return []
+    if folder.exists():
+        raise ModelError(f"cannot save a model as {folder}: there is a file of that name")
+    missing = [folder, *(parent for parent in folder.parents if not parent.exists())]
+    folder.mkdir(parents=True)
+    return missing
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,7 +1,8 @@
 """The scheduler: who is a member, which table has which number, which worker reads which shard.
 
-One asyncio loop with a transport's :class:`Handler`. Its rules are :mod:`paceline.protocol`'s `membership` and `shards`.
-It sees no parameters and no gradients; while tables and members stay as they are, nobody waits for it.
+One asyncio loop with a transport's :class:`Handler`. Its rules are `membership` and `shards` of
+:mod:`paceline.protocol`. It sees no parameters and no gradients; while tables and members stay as they are, nobody
+waits for it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import msgspec
 
 from paceline.errors import PeerError, ProtocolError, TableMismatchError, UsageError
 from paceline.protocol import Accept, Consistency, Membership, Role, Sequential, StalePolicy, membership
-from paceline.transport import Endpoint, Handler, Header, Peer
 from paceline.ps import messages
-from paceline.ps.job import JobBoard
+from paceline.ps.job import ALL_DONE, JobBoard
 from paceline.ps.messages import CALL, NOTICE, RESULT, MemberInfo, TableSpec
+from paceline.transport import Endpoint, Handler, Header, Peer
 
 _MAX_TABLES = 65535
 _ROLES = {"server": Role.SERVER, "worker": Role.WORKER, "observer": Role.OBSERVER}
@@ -56,6 +57,7 @@ class Scheduler(Handler):
         self._endpoints: dict[str, Endpoint | None] = {}
         self._specs: dict[str, tuple[int, TableSpec]] = {}
         self._job: JobBoard | None = None
+        self._job_poster: Peer | None = None
         self._job_seekers: dict[Peer, tuple[Header, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.ended = asyncio.Event()
@@ -106,6 +108,7 @@ class Scheduler(Handler):
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """See :meth:`Handler.disconnected`. A broken connection is a death: a process keeps one as long as it lives."""
         self._job_seekers.pop(peer, None)
+        self._abandon_job_of(peer)
         node = self._nodes.pop(peer, None)
         if node is not None:
             if self._peers.get(node[0]) is peer:
@@ -159,11 +162,14 @@ class Scheduler(Handler):
     def _heartbeat(self, peer: Peer, header: Header, request: messages.Heartbeat, body: memoryview) -> None:
         node = self._nodes.get(peer)
         if node is not None:
-            self._obey(self._membership.handle(membership.Heartbeat(*node, time.monotonic())))
+            for instruction in self._membership.handle(membership.Heartbeat(*node, time.monotonic())):
+                assert isinstance(instruction, membership.Expelled)
+                _expel(peer, "it was silent too long")
             if self._job is not None and request.progress:
                 self._job.note_progress(node[1], request.progress)
 
     def _leave(self, peer: Peer, header: Header, request: messages.Leave, body: memoryview) -> None:
+        self._abandon_job_of(peer)
         node = self._nodes.pop(peer, None)
         if node is None:
             return
@@ -182,18 +188,13 @@ class Scheduler(Handler):
                     node.send_frame(NOTICE, meta=notice)
             elif isinstance(instruction, membership.Dead):
                 self._declared_dead(instruction)
-            elif isinstance(instruction, membership.Expelled):
-                self._expel(instruction.node, "it was silent too long")
 
     def _declared_dead(self, dead: membership.Dead) -> None:
         if dead.role is Role.WORKER and self._job is not None:
-            self._job.worker_lost(dead.rank)
-        self._expel(dead.node, dead.reason)
-
-    def _expel(self, node: str, reason: str) -> None:
-        peer = self._peers.get(node)
+            self._job.worker_lost(dead.rank, dead.incarnation)
+        peer = self._peers.get(dead.node)
         if peer is not None:
-            peer.send_frame(NOTICE, meta=messages.encode(messages.Expelled(reason=reason)))
+            _expel(peer, dead.reason)
 
     def _map(self) -> messages.ClusterMap:
         members = tuple(
@@ -220,8 +221,8 @@ class Scheduler(Handler):
             known = self._specs[spec.name] = (len(self._specs) + 1, spec)
         if known[1] != spec:
             raise TableMismatchError(
-                f"table {spec.name!r} was declared as {spec}, and is known as {known[1]}: use the same settings in every "
-                "process, or another name"
+                f"table {spec.name!r} was declared as {spec}, and is known as {known[1]}: use the same settings in "
+                "every process, or another name"
             )
         return known[0]
 
@@ -238,12 +239,18 @@ class Scheduler(Handler):
         ranks = [m.rank for m in self._membership.members if m.role is Role.WORKER]
         # Strided work is dealt by rank: whoever is expected has a place in it, here or not.
         self._job = JobBoard(number, request, max(self._num_workers, max(ranks, default=-1) + 1))
+        self._job_poster = peer
         for seeker, (asked, after) in list(self._job_seekers.items()):
             if after < number:
                 del self._job_seekers[seeker]
                 answer = messages.Job(number=number, description=request.description)
                 seeker.send_frame(RESULT, request=asked.request, meta=messages.encode(answer))
         return number
+
+    def _abandon_job_of(self, peer: Peer) -> None:
+        """Have workers stop what nobody awaits any more."""
+        if self._job is not None and peer is self._job_poster:
+            self._job.fail("PeerError", "whoever posted the job is gone")
 
     def _get_job(self, peer: Peer, header: Header, request: messages.GetJob, body: memoryview) -> Any:
         job = self._job
@@ -265,27 +272,40 @@ class Scheduler(Handler):
 
     def _current(self, number: int) -> JobBoard:
         if self._job is None or self._job.number != number:
-            raise PeerError(f"job {number} is over")
+            raise PeerError(f"there is no job {number}, or it is over")
         return self._job
 
+    def _unless_over(self, number: int) -> JobBoard | None:
+        """Return a job; None if another one was posted since: what workers still say of it concerns nobody."""
+        return None if self._job is not None and number < self._job.number else self._current(number)
+
     def _take_lease(self, peer: Peer, header: Header, request: messages.TakeLease, body: memoryview) -> Any:
-        self._current(request.job).take_lease(peer, header, self._rank(peer), request.wait)
+        job = self._unless_over(request.job)
+        if job is None:
+            return messages.Lease(lease=ALL_DONE)
+        job.take_lease(peer, header, self._rank(peer), request.wait)
         return _UNANSWERED
 
     def _lease_done(self, peer: Peer, header: Header, request: messages.LeaseDone, body: memoryview) -> None:
-        job = self._current(request.job)
-        job.lease_done(self._rank(peer), request)
-        job.note_progress(self._nodes[peer][1], request.progress)
+        job = self._unless_over(request.job)
+        if job is not None:
+            job.lease_done(self._rank(peer), request)
+            job.note_progress(self._nodes[peer][1], request.progress)
 
     def _file_ended(self, peer: Peer, header: Header, request: messages.FileEnded, body: memoryview) -> None:
-        self._current(request.job).file_ended(request.file, request.num_shards)
+        job = self._unless_over(request.job)
+        if job is not None:
+            job.file_ended(request.file, request.num_shards)
 
     def _report(self, peer: Peer, header: Header, request: messages.Report, body: memoryview) -> None:
-        self._current(request.job).add_report(request.fields, bytes(body))
+        job = self._unless_over(request.job)
+        if job is not None:
+            job.add_report(self._rank(peer), request.fields, bytes(body))
 
     def _job_failed(self, peer: Peer, header: Header, request: messages.JobFailed, body: memoryview) -> None:
-        job = self._current(request.job)
-        job.failed = job.failed or (request.error, request.message)
+        job = self._unless_over(request.job)
+        if job is not None:
+            job.fail(request.error, request.message)
 
     def _job_status(self, peer: Peer, header: Header, request: messages.JobStatus, body: memoryview) -> Any:
         workers = sum(member.role is Role.WORKER for member in self._membership.members)
@@ -309,3 +329,7 @@ class Scheduler(Handler):
         for peer in self._peers.values():
             peer.send_frame(NOTICE, meta=notice)
         self.ended.set()
+
+
+def _expel(peer: Peer, reason: str) -> None:
+    peer.send_frame(NOTICE, meta=messages.encode(messages.Expelled(reason=reason)))

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, PeerError
-from paceline.transport import Address, Channel, Hello, Kind, Transport
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, PeerError, UsageError
 from paceline.ps import messages
 from paceline.ps.messages import CALL, NOTICE, ClusterMap
+from paceline.transport import Address, Channel, Header, Hello, Kind, Transport
 
+_FIRST_HEARTBEAT_S = 0.1  # until the scheduler says how often: often enough for the shortest patience
 _Result = TypeVar("_Result")
 
 
@@ -44,7 +45,7 @@ class SchedulerLink:
         self._number = 0
         self._closing = False
         self._lost: PacelineError | None = None
-        self._heartbeat_s = 1.0
+        self._heartbeat_s = _FIRST_HEARTBEAT_S
         self._map_changed = threading.Condition()
         self._map: ClusterMap | None = None
         self._thread = threading.Thread(target=self._listen, name="paceline-scheduler-link", daemon=True)
@@ -90,7 +91,11 @@ class SchedulerLink:
             self._number += 1
             number = self._number
             self._futures[number] = future
-            self._channel.send_frame(CALL, request=number, meta=messages.encode(message), body=tuple(body))
+            try:
+                self._channel.send_frame(CALL, request=number, meta=messages.encode(message), body=tuple(body))
+            except PacelineError as error:
+                self._futures.pop(number, None)
+                raise self._gone() if isinstance(error, ConnectionLostError) else error from None
         return number, future
 
     def _finish(
@@ -116,7 +121,10 @@ class SchedulerLink:
         with self._send_lock:
             if self._lost is not None:
                 raise self._lost
-            self._channel.send_frame(NOTICE, meta=messages.encode(message))
+            try:
+                self._channel.send_frame(NOTICE, meta=messages.encode(message))
+            except ConnectionLostError:
+                raise self._gone() from None
 
     def register(self, message: messages.Register) -> messages.Welcome:
         """Join the cluster."""
@@ -145,11 +153,12 @@ class SchedulerLink:
         """Leave in good order and end the thread. Idempotent."""
         if not self._closing:
             self._closing = True
-            try:
-                with self._send_lock:
+            with self._send_lock:
+                try:
                     self._channel.send_frame(NOTICE, meta=messages.encode(messages.Leave()))
-            except PacelineError:
-                pass
+                except PacelineError:
+                    pass
+                self._lost = self._lost or UsageError("this client is closed: connect again")
             self._channel.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(10.0)
@@ -170,7 +179,7 @@ class SchedulerLink:
                     self.tell(messages.Heartbeat())
                 if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
                     self._receive()
-        except (PacelineError, OSError, ValueError) as error:
+        except (PacelineError, OSError, ValueError, msgspec.MsgspecError) as error:
             self._fail(error)
 
     def _receive(self) -> None:
@@ -179,7 +188,7 @@ class SchedulerLink:
         try:
             frame = channel.receive_frame(self._timeout_s)
         except PacelineError as error:
-            header = channel.last_header
+            header = _last_header(channel)
             if header is None or header.kind != Kind.ERROR:
                 raise
             future = self._futures.pop(header.request, None)
@@ -198,16 +207,25 @@ class SchedulerLink:
             future.set_result((frame.meta, frame.body))
 
     def _fail(self, error: Exception) -> None:
-        if isinstance(error, ConnectionLostError) or not isinstance(error, PacelineError):
-            error = ConnectionLostError(f"the scheduler at {self.address} is gone: this process cannot go on without it")
         closing = self._closing
         with self._send_lock:
-            self._lost = error if isinstance(error, PeerError) else PeerError(str(error))
+            if self._lost is None:
+                told = isinstance(error, PeerError) and not isinstance(error, ConnectionLostError)
+                self._lost = error if told else self._gone()  # type: ignore[assignment]
+            lost = self._lost
+            assert lost is not None
         for future in list(self._futures.values()):
             if not future.done():
-                future.set_exception(self._lost)
+                future.set_exception(lost)
         with self._map_changed:
             self._map_changed.notify_all()
         self._channel.close()
         if not closing and self._on_lost is not None:
-            self._on_lost(self._lost)
+            self._on_lost(lost)
+
+    def _gone(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the scheduler at {self.address} is gone: this process cannot go on without it")
+
+
+def _last_header(channel: Channel) -> Header | None:
+    return channel.last_header

@@ -18,19 +18,18 @@ import psutil
 
 from paceline.errors import DeadlineError, PacelineError, PeerError, ProtocolError, UsageError
 from paceline.protocol import (
+    NUM_BUCKETS,
     Consistency,
     DelayCompensate,
     Delivery,
     DropStale,
     Gate,
-    NUM_BUCKETS,
     Sequential,
     StalePolicy,
     clocks,
     delivery,
     place,
 )
-from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Handler, Header, Limits, Peer, padded
 from paceline.ps import messages
 from paceline.ps.aggregation import IterationBuffer, apply_sum
 from paceline.ps.messages import (
@@ -52,6 +51,7 @@ from paceline.ps.rules import RULES, from_fields
 from paceline.ps.sparse_store import Floats
 from paceline.ps.staleness import DelayCompensation, StalenessRecord
 from paceline.ps.tables import Selection, TablePart, make_part
+from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Handler, Header, Limits, Peer, padded
 
 _EXPIRY_PERIOD_S = 0.25
 _HEADER_FLOATS = HEADER_BYTES // 4
@@ -74,13 +74,16 @@ class _Table:
 class _Held:
     """A read that waits at the gate."""
 
-    __slots__ = ("clock", "deadline", "expired", "header", "peer", "selection")
+    __slots__ = ("clock", "deadline", "expired", "flags", "header", "peer", "selection")
 
-    def __init__(self, peer: Peer, header: Header, selection: Selection, clock: int, deadline: float) -> None:
+    def __init__(
+        self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int, deadline: float
+    ) -> None:
         self.peer = peer
         self.header = header
         self.selection = selection
         self.clock = clock
+        self.flags = flags
         self.deadline = deadline
         self.expired = False
 
@@ -157,7 +160,9 @@ class Server(Handler):
         """See :meth:`Handler.frame_received`."""
         handle = self._kinds.get(header.kind)
         if handle is None:
-            raise ProtocolError(f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?")
+            raise ProtocolError(
+                f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?"
+            )
         handle(peer, header, meta, body)
 
     def members_changed(self, cluster: messages.ClusterMap) -> None:
@@ -183,6 +188,7 @@ class Server(Handler):
         for held in [held for held in self._held if held.peer.hello.incarnation == incarnation]:
             held.expired = True
             self._held.discard(held)
+            held.peer.send_error(held.header, self._not_a_member(held.peer))
         self._obey(self._gate.handle(clocks.Leave(incarnation)))
         del self._ranks[incarnation]
         for table in self._tables.values():
@@ -213,30 +219,28 @@ class Server(Handler):
             if len(body) & 7:
                 raise ProtocolError(f"a pull's body is keys of 8 bytes each, {len(body)} bytes were got")
             selection = Selection(np.frombuffer(body, np.uint64))
-        self._read(peer, header, table, selection, header.clock)
+        self._read(peer, header, table, selection, header.clock, 0)
 
-    def _read(self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int) -> None:
+    def _read(self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int, flags: int) -> None:
         """Answer with values as of iteration `clock`, now or when the gate opens."""
         worker = peer.hello.incarnation
         if worker not in self._counted:
             self._check_member(peer)
         elif not self._gate.is_open(clock):
-            self._hold(peer, header, table, selection, clock)
+            self._hold(peer, header, table, selection, clock, flags)
             return
-        self._answer(peer, header, table, selection, clock)
+        self._answer(peer, header, table, selection, clock, flags)
 
-    def _hold(self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int) -> None:
+    def _hold(self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int, flags: int) -> None:
         table.part.num_values(selection)  # what is wrong with it is said now, and to the one who asked
         worker = peer.hello.incarnation
-        held = _Held(peer, header, selection.copy(), clock, time.monotonic() + _timeout_s(peer))
+        held = _Held(peer, header, selection.copy(), clock, flags, time.monotonic() + _timeout_s(peer))
         self._held.add(held)
         self._obey(self._gate.handle(clocks.Ask(worker, clock, held)))
         if self._expiry is None:
             self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_PERIOD_S, self._expire)
 
-    def _answer(
-        self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int, flags: int = 0
-    ) -> None:
+    def _answer(self, peer: Peer, header: Header, table: _Table, selection: Selection, clock: int, flags: int) -> None:
         count = table.part.num_values(selection)
         size = HEADER_BYTES + padded(4 * count)
         reply = self._replies.get(peer)
@@ -254,7 +258,7 @@ class Server(Handler):
         if worker in self._counted:
             table.staleness.pulled(worker, clock)
             if self._compensation is not None:
-                self._compensation.pulled(worker, header.table, selection, values)
+                self._compensation.pulled(worker, header.table, clock, selection, values)
         frame = memoryview(reply).cast("B")  # type: ignore[arg-type]
         HEADER.pack_into(
             frame, 0, MAGIC, PROTOCOL_VERSION, VALUES, flags, header.table, header.request, header.epoch, clock,
@@ -277,7 +281,7 @@ class Server(Handler):
         if header.kind == PUSH:
             self._acknowledge(peer, header, flags)
         else:
-            self._read(peer, header, table, selection, clock)
+            self._read(peer, header, table, selection, clock, flags)
 
     def _split_push(self, table: _Table, header: Header, body: memoryview) -> tuple[Selection, Floats]:
         part, at = table.part, 16
@@ -288,8 +292,8 @@ class Server(Handler):
             selection, at = Selection(np.frombuffer(body, np.uint64, count)), 8 * count
         if len(body) != at + 4 * part.num_values(selection):
             raise ProtocolError(
-                f"a push to table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes, which is no whole "
-                "number of keys with their gradients"
+                f"a push to table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes, which is no "
+                "whole number of keys with their gradients"
             )
         return selection, np.frombuffer(body, np.float32, offset=at)
 
@@ -307,7 +311,7 @@ class Server(Handler):
                 self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
                 return DROPPED
             if self._compensation is not None and staleness:
-                grads = self._compensation.compensate(worker, header.table, table.part, selection, grads)
+                grads = self._compensation.compensate(worker, header.table, header.clock, table.part, selection, grads)
         table.part.push(selection, grads)
         table.staleness.applied(worker, header.clock)
         return 0
@@ -319,10 +323,13 @@ class Server(Handler):
 
     def _check_member(self, peer: Peer) -> None:
         if peer.hello.incarnation in self._gone:
-            raise PeerError(
-                f"{_name(peer)} (incarnation {peer.hello.incarnation}) left the cluster or was declared dead: server "
-                f"{self.rank} takes nothing more from it; connect again"
-            )
+            raise self._not_a_member(peer)
+
+    def _not_a_member(self, peer: Peer) -> PeerError:
+        return PeerError(
+            f"{_name(peer)} (incarnation {peer.hello.incarnation}) left the cluster or was declared dead: server "
+            f"{self.rank} takes nothing more from it; connect again"
+        )
 
     def _tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         self._ticked(peer.hello.incarnation, header.clock + 1)
@@ -355,7 +362,8 @@ class Server(Handler):
     def _release(self, held: _Held) -> None:
         self._held.discard(held)
         try:
-            self._answer(held.peer, held.header, self._table(held.header.table), held.selection, held.clock)
+            table = self._table(held.header.table)
+            self._answer(held.peer, held.header, table, held.selection, held.clock, held.flags)
         except Exception as error:  # its own: the one whose tick has opened the gate has nothing to do with it
             held.peer.send_error(held.header, error)
 
@@ -403,7 +411,9 @@ class Server(Handler):
         table = self._tables.get(request.number)
         if table is not None:
             if table.spec != request.spec:
-                raise PacelineError(f"server {self.rank} holds {table.spec} as table {request.number}, not {request.spec}")
+                raise PacelineError(
+                    f"server {self.rank} holds {table.spec} as table {request.number}, not {request.spec}"
+                )
             return
         owned = place(NUM_BUCKETS, request.servers).owned(self.rank) if request.spec.kind == "dense" else ()
         try:
@@ -448,7 +458,7 @@ class Server(Handler):
         part.write_records(keys, np.frombuffer(body, np.float32, offset=8 * request.rows))
 
     def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
-        self._table(request.table).part.set_update(from_fields(RULES, request.update))  # type: ignore[type-abstract]
+        self._table(request.table).part.set_update(from_fields(RULES, request.update))
 
     def _erase(self, peer: Peer, request: messages.Erase, body: memoryview) -> int:
         if len(body) & 7:
@@ -481,8 +491,8 @@ class Server(Handler):
 def _range(table: _Table, body: memoryview) -> Selection:
     if table.spec.kind != "dense" or len(body) < 16:
         raise ProtocolError(
-            f"a request for a range of table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: a range "
-            "is two numbers of 8 bytes, and of a dense table"
+            f"a request for a range of table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: a "
+            "range is two numbers of 8 bytes, and of a dense table"
         )
     start, stop = np.frombuffer(body, np.uint64, 2).tolist()
     if not start <= stop <= table.spec.size:

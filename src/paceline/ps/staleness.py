@@ -1,7 +1,7 @@
 """How old the values were that a gradient was computed from: observed per table, and what follows from it.
 
 The staleness of a push is the number of pushes that this server applied to the table between the pull that the gradient
-was computed from (the worker's last for the same iteration) and now, its own of the same iteration aside. It is counted,
+was computed from (the worker's last for the same iteration) and now, its own of that iteration aside. It is counted,
 never guessed.
 """
 
@@ -16,6 +16,7 @@ from paceline.ps.tables import Selection, TablePart
 HISTOGRAM_SIZE = 129
 """Staleness 0 to 127 one by one, then all above."""
 _KEPT_PULLS = 16
+_KEPT_VALUES = 4
 
 
 class StalenessRecord:
@@ -56,29 +57,36 @@ class StalenessRecord:
         """Forget a worker that is gone."""
         self._seen.pop(worker, None)
         self._own.pop(worker, None)
-        self._own.pop(worker, None)
 
 
 class DelayCompensation:
     """g + λ·g²·(w_now − w_pulled): a first-order correction of a stale gradient (Zheng et al., ICML 2017, eq. 10).
 
-    Keeps a copy of the values that each worker pulled last; keys that it did not pull are left uncompensated.
+    Keeps a copy of the values that each worker pulled last for each iteration under way; keys that it did not pull are
+    left uncompensated.
     """
 
     def __init__(self, strength: float) -> None:
         self._strength = np.float32(strength)
-        self._pulled: dict[tuple[int, int], tuple[Selection, Floats]] = {}
+        self._pulled: dict[tuple[int, int], dict[int, tuple[Selection, Floats]]] = {}
 
-    def pulled(self, worker: int, table: int, selection: Selection, values: Floats) -> None:
-        """Keep what a worker has read."""
-        self._pulled[worker, table] = (selection.copy(), values.copy())
+    def pulled(self, worker: int, table: int, clock: int, selection: Selection, values: Floats) -> None:
+        """Keep what a worker has read for iteration `clock`."""
+        kept = self._pulled.setdefault((worker, table), {})
+        if len(kept) >= _KEPT_VALUES and clock not in kept:
+            del kept[next(iter(kept))]
+        kept[clock] = (selection.copy(), values.copy())
 
-    def compensate(self, worker: int, table: int, part: TablePart, selection: Selection, grads: Floats) -> Floats:
-        """Return the compensated gradients (float32 [num_values])."""
-        kept = self._pulled.get((worker, table))
-        if kept is None:
+    def compensate(
+        self, worker: int, table: int, clock: int, part: TablePart, selection: Selection, grads: Floats
+    ) -> Floats:
+        """Return the compensated gradients (float32 [num_values]) of a push of iteration `clock`."""
+        kept = self._pulled.get((worker, table), {})
+        for past in [each for each in kept if each < clock]:
+            del kept[past]
+        if clock not in kept:
             return grads
-        then = _values_then(part, kept[0], kept[1], selection)
+        then = _values_then(part, *kept[clock], selection)
         now = np.empty(len(grads), np.float32)
         part.pull(selection, now)
         change = np.where(np.isnan(then), np.float32(0), now - then)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import NonFiniteError, UsageError
+from paceline.errors import NonFiniteError, PacelineError, UsageError
 from paceline.kernels.dedup import dedup, put_rows, scratch_size, split, sum_rows, take_keys, take_rows
 from paceline.kernels.sparse import all_finite
 from paceline.ps import messages
 from paceline.ps.connection import Pending, ServerConnection
-from paceline.ps.messages import DROPPED, PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
+from paceline.ps.messages import DROPPED, PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
 from paceline.ps.rules import UpdateRule, to_fields
 from paceline.ps.sparse_store import Floats, Keys
-from paceline.ps.tables import clip_runs, owned_runs
+from paceline.ps.tables import bucket_width, clip_runs, owned_runs
 
 if TYPE_CHECKING:
     from paceline.ps.client import Client
@@ -41,11 +42,20 @@ class Ticket:
 
         Raises what a server reported, DeadlineError, or ConnectionLostError.
         """
-        if self._finished:
-            return
+        if not self._finished:
+            self._wait()
+
+    def _wait(self) -> None:
         with self._client.lock:
-            for connection, pending in self._parts:
-                connection.wait(pending)
+            if self._finished:  # by another thread
+                return
+            try:
+                for connection, pending in self._parts:
+                    connection.wait(pending)
+            except PacelineError:
+                for connection, pending in self._parts:
+                    connection.forget(pending)
+                raise
             if self._finish is not None:
                 self._result = self._finish()
             self._finished = True
@@ -55,7 +65,8 @@ class Ticket:
         if self._finished:
             return True
         with self._client.lock:
-            return all([connection.poll(pending) for connection, pending in self._parts])
+            are_done = [connection.poll(pending) for connection, pending in self._parts]
+            return all(are_done)
 
     def result(self) -> Any:
         """Wait; return the values (float32 [n, dim] or [n]) of a pull, None of a push."""
@@ -90,6 +101,8 @@ class _Table:
 
     def set_update(self, update: UpdateRule) -> None:
         """Change hyperparameters, the learning rate for instance, on every server; the rule must be the same one."""
+        if not isinstance(update, UpdateRule):
+            raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
         with self._client.lock:
             for connection in self._client.connections:
                 connection.call(messages.SetUpdate(table=self._number, update=to_fields(update)))
@@ -139,7 +152,12 @@ class _Table:
     def _check_out(self, out: Floats | None, count: int, dim: int) -> Floats:
         if out is None:
             return np.empty((count, dim), np.float32)
-        if out.dtype != np.float32 or out.size != count * dim or not out.flags.c_contiguous or not out.flags.writeable:
+        if not isinstance(out, np.ndarray):
+            raise UsageError(
+                f"out for table {self.name!r} is a {type(out).__name__}: expected a NumPy array of float32"
+            )
+        is_fit = out.flags.c_contiguous and out.flags.writeable
+        if out.dtype != np.float32 or out.size != count * dim or not is_fit:
             raise UsageError(
                 f"out for table {self.name!r} is {out.dtype} of shape {out.shape}: expected a contiguous, writable "
                 f"float32 array of {count * dim} elements"
@@ -171,8 +189,8 @@ class _Table:
         """Send a request for distinct keys to the servers that own them; `grads` and `out` are flat."""
         client = self._client
         connections = client.connections
+        clock, flags = client.clock + ahead, client.tick_flag() if ticks else 0
         sequence = client.next_sequence() if grads is not None else 0
-        clock, flags = client.clock + ahead, TICKS if ticks else 0
         if len(connections) == 1:
             parts: Sequence[Any] = (keys,) if grads is None else (keys, grads)
             pending = connections[0].send(kind, self._number, flags, clock, sequence, parts, out)
@@ -184,7 +202,14 @@ class _Table:
         return Ticket(client, sent, finish)
 
     def _send_split(
-        self, kind: int, keys: Keys, grads: Floats | None, out: Floats | None, dim: int, flags: int, clock: int,
+        self,
+        kind: int,
+        keys: Keys,
+        grads: Floats | None,
+        out: Floats | None,
+        dim: int,
+        flags: int,
+        clock: int,
         sequence: int,
     ) -> tuple[Parts, Callable[[], None] | None]:
         client = self._client
@@ -196,7 +221,7 @@ class _Table:
         for i, connection in enumerate(client.connections):
             chosen = order[starts[i] : starts[i + 1]]
             if not len(chosen):
-                if flags & TICKS:
+                if flags:
                     sent.append((connection, connection.send(TICK, 0, 0, clock, 0, ())))
                 continue
             own_keys = np.empty(len(chosen), np.uint64)
@@ -278,7 +303,10 @@ class SparseTable(_Table):
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, out: Floats | None = None, *, tick: bool = False,
         assume_unique: bool = False,
     ) -> Floats:  # fmt: skip
-        """Push gradients and read the same keys' values after that, in one message; with `tick`, of the next iteration."""
+        """Push gradients and read the same keys' values after that, in one message; with `tick`, the next iteration's.
+
+        (Under sequential consistency a gradient shows only in the next iteration.)
+        """
         ticket = self.push_pull_async(keys, grads, out, tick=tick, assume_unique=assume_unique)
         values: Floats = ticket.result()
         return values
@@ -318,9 +346,9 @@ class SparseTable(_Table):
 
     def _check_ahead(self, ahead: int) -> None:
         tau = self._client.consistency.tau
-        if tau is not None and ahead > tau:
+        if ahead < 0 or (tau is not None and ahead > tau):
             raise UsageError(
-                f"ahead={ahead}: under {self._client.consistency} consistency a worker may read at most {tau} iteration(s) "
+                f"ahead={ahead}: under {self._client.consistency} consistency a worker may read 0 to {tau} iterations "
                 "ahead of its own pushes"
             )
 
@@ -370,8 +398,7 @@ class DenseTable(_Table):
     def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
         super().__init__(client, number, spec)
         self._runs = [owned_runs(spec.size, client.placement.owned(rank)) for rank in client.server_ranks]
-        width = max(1, -(-spec.size // len(client.owners)))
-        self._width = np.uint64(width)
+        self._width = np.uint64(bucket_width(spec.size))
 
     @property
     def size(self) -> int:
@@ -387,9 +414,9 @@ class DenseTable(_Table):
         """
         with self._client.lock:
             if keys is None:
-                count = len(np.asarray(grads))
-                flat = self._check_grads(grads, count, 1)
-                return self._send_range(PUSH, start, start + count, flat, None, tick)
+                start, stop = self._check_range(start, None, self._count(grads))
+                flat = self._check_grads(grads, stop - start, 1)
+                return self._send_range(PUSH, start, stop, flat, None, tick)
             distinct, flat, _ = self._prepare_keys(keys, grads)
             return self._send_dense_keys(PUSH, distinct, flat, None, None, tick)
 
@@ -419,9 +446,8 @@ class DenseTable(_Table):
                 checked = self._check_dense_keys(keys)
                 target = self._check_out(out, len(checked), 1).reshape(-1)
                 return self._send_dense_keys(PULL, checked, None, target, None, False)
-            if stop is None:
-                stop = self.size if out is None else start + out.size
-            target = self._check_out(out, max(stop - start, 0), 1).reshape(-1)
+            start, stop = self._check_range(start, stop, None if out is None else np.size(out))
+            target = self._check_out(out, stop - start, 1).reshape(-1)
             return self._send_range(PULL, start, stop, None, target, False)
 
     def push_pull(
@@ -438,13 +464,35 @@ class DenseTable(_Table):
     ) -> Ticket:  # fmt: skip
         """Do as :meth:`push_pull` without waiting."""
         with self._client.lock:
-            count = len(np.asarray(grads))
-            target = self._check_out(out, count, 1).reshape(-1)
+            count = self._count(grads)
             if keys is None:
+                start, stop = self._check_range(start, None, count)
                 flat = self._check_grads(grads, count, 1)
-                return self._send_range(PUSH_PULL, start, start + count, flat, target, tick)
+                target = self._check_out(out, count, 1).reshape(-1)
+                return self._send_range(PUSH_PULL, start, stop, flat, target, tick)
             distinct, flat, inverse = self._prepare_keys(keys, grads)
+            target = self._check_out(out, count, 1).reshape(-1)
             return self._send_dense_keys(PUSH_PULL, distinct, flat, target, inverse, tick)
+
+    def _count(self, grads: npt.ArrayLike) -> int:
+        shape = np.shape(grads)
+        if not shape:
+            raise UsageError(f"gradients for table {self.name!r} are a single number: expected float32 [n]")
+        return int(shape[0])
+
+    def _check_range(self, start: int, stop: int | None, count: int | None) -> tuple[int, int]:
+        try:
+            first = operator.index(start)
+            end = operator.index(stop) if stop is not None else self.size if count is None else first + count
+        except TypeError:
+            raise UsageError(
+                f"range [{start!r}, {stop!r}) of dense table {self.name!r}: expected whole numbers"
+            ) from None
+        if not 0 <= first <= end <= self.size:
+            raise UsageError(
+                f"range [{first}, {end}) of dense table {self.name!r}: expected one within [0, {self.size})"
+            )
+        return first, end
 
     def _check_dense_keys(self, keys: npt.ArrayLike) -> Keys:
         checked = self._check_keys(keys)
@@ -477,6 +525,7 @@ class DenseTable(_Table):
     ) -> Ticket:
         client = self._client
         values = out if inverse is None or out is None else np.empty(len(keys), np.float32)
+        flags = client.tick_flag() if ticks else 0
         sequence = client.next_sequence() if grads is not None else 0
         owners = client.owners[(keys // self._width).astype(np.int64)]
         sent: Parts = []
@@ -491,8 +540,8 @@ class DenseTable(_Table):
             if grads is not None:
                 parts.append(grads[chosen])
             own_out = None if values is None else np.empty(len(chosen), np.float32)
-            flags = TICKS if ticks else 0
-            sent.append((connection, connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)))
+            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            sent.append((connection, pending))
             if own_out is not None:
                 places.append((own_out, chosen))
         if ticks:
@@ -511,13 +560,9 @@ class DenseTable(_Table):
     def _send_range(
         self, kind: int, start: int, stop: int, grads: Floats | None, out: Floats | None, ticks: bool
     ) -> Ticket:
-        if not 0 <= start <= stop <= self.size:
-            raise UsageError(
-                f"range [{start}, {stop}) of dense table {self.name!r}: expected one within [0, {self.size})"
-            )
         client = self._client
+        flags = RANGE | (client.tick_flag() if ticks else 0)
         sequence = client.next_sequence() if grads is not None else 0
-        flags = RANGE | (TICKS if ticks else 0)
         bounds = np.array([start, stop], np.uint64)
         sent: Parts = []
         places: list[tuple[Floats, list[tuple[int, int]]]] = []
@@ -533,7 +578,8 @@ class DenseTable(_Table):
             if grads is not None:
                 parts.append(grads if whole else np.concatenate([grads[a - start : b - start] for a, b in own]))
             own_out = None if out is None else out if whole else np.empty(length, np.float32)
-            sent.append((connection, connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)))
+            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            sent.append((connection, pending))
             if own_out is not None and not whole:
                 places.append((own_out, own))
         if ticks:

@@ -120,39 +120,49 @@ class SparsePart(TablePart):
 
     @property
     def parameters(self) -> npt.NDArray[np.float64]:
+        """See :meth:`TablePart.parameters`."""
         return self.store.parameters
 
     @property
     def num_rows(self) -> int:
+        """See :meth:`TablePart.num_rows`."""
         return len(self.store)
 
     @property
     def num_bytes(self) -> int:
+        """See :meth:`TablePart.num_bytes`."""
         return self.store.num_bytes
 
     def num_values(self, selection: Selection) -> int:
+        """See :meth:`TablePart.num_values`."""
         assert selection.keys is not None
         return len(selection.keys) * self.dim
 
     def keys_of(self, selection: Selection) -> Keys:
+        """See :meth:`TablePart.keys_of`."""
         assert selection.keys is not None
         return selection.keys
 
     def pull(self, selection: Selection, out: Floats) -> None:
+        """See :meth:`TablePart.pull`."""
         assert selection.keys is not None
         self.store.pull(selection.keys, out)
 
     def push(self, selection: Selection, grads: Floats) -> None:
+        """See :meth:`TablePart.push`."""
         assert selection.keys is not None
         self.store.push(selection.keys, grads)
 
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
+        """See :meth:`TablePart.read_bucket`."""
         return self.store.bucket(bucket)
 
     def write_records(self, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.write_records`."""
         self.store.write_records(keys, records)
 
     def erase(self, keys: Keys) -> int:
+        """See :meth:`TablePart.erase`."""
         return self.store.erase(keys)
 
 
@@ -218,14 +228,17 @@ class DensePart(TablePart):
 
     @property
     def parameters(self) -> npt.NDArray[np.float64]:
+        """See :meth:`TablePart.parameters`."""
         return self._parameters
 
     @property
     def num_rows(self) -> int:
+        """See :meth:`TablePart.num_rows`."""
         return self._size
 
     @property
     def num_bytes(self) -> int:
+        """See :meth:`TablePart.num_bytes`."""
         return self._record.nbytes
 
     def _local(self, element: int) -> int:
@@ -240,11 +253,12 @@ class DensePart(TablePart):
         found: npt.NDArray[np.int64] = self._base[elements // self._width] + elements % self._width
         if len(found) and found.min() < 0:
             raise UsageError(
-                f"key {keys[found.argmin()]} of dense table {self.spec.name!r} was sent to a server that does not hold it"
+                f"key {keys[found.argmin()]} of dense table {self.spec.name!r} came to a server that does not hold it"
             )
         return found
 
     def keys_of(self, selection: Selection) -> Keys:
+        """See :meth:`TablePart.keys_of`."""
         if selection.keys is not None:
             return selection.keys
         own = clip_runs(self._runs, selection.start, selection.stop)
@@ -256,12 +270,14 @@ class DensePart(TablePart):
         return self._positions(selection.keys) if selection.places is None else selection.places
 
     def num_values(self, selection: Selection) -> int:
+        """See :meth:`TablePart.num_values`."""
         if selection.keys is not None:
             selection.places = self._positions(selection.keys)
             return len(selection.keys)
         return sum(b - a for a, b in clip_runs(self._runs, selection.start, selection.stop))
 
     def pull(self, selection: Selection, out: Floats) -> None:
+        """See :meth:`TablePart.pull`."""
         if selection.keys is not None:
             # Every place is within the values; mode="raise" would buffer the whole answer to be sure of it.
             np.take(self._record, self._places(selection), out=out, mode="clip")
@@ -273,6 +289,7 @@ class DensePart(TablePart):
             at += length
 
     def push(self, selection: Selection, grads: Floats) -> None:
+        """See :meth:`TablePart.push`."""
         code, size = self.rule.code, self._size
         if selection.keys is not None:
             places = self._places(selection)
@@ -285,6 +302,7 @@ class DensePart(TablePart):
             at += length
 
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
+        """See :meth:`TablePart.read_bucket`."""
         start, stop = bucket_bounds(self.spec.size, bucket)
         local = int(self._base[bucket])
         if start < stop and local < 0:
@@ -294,11 +312,13 @@ class DensePart(TablePart):
         return keys, np.ascontiguousarray(planes[:, local : local + stop - start].T)
 
     def write_records(self, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.write_records`."""
         positions = self._positions(keys)
         planes = self._record.reshape(self.record_words, self._size)
         planes[:, positions] = records.reshape(len(keys), -1).T
 
     def erase(self, keys: Keys) -> int:
+        """See :meth:`TablePart.erase`."""
         raise UsageError(f"table {self.spec.name!r} is dense: its elements cannot be erased")
 
 

@@ -1,0 +1,46 @@
+"""What was wrong with lines that were skipped, told to people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data import BadLines, line_number
+
+_NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class BadData:
+    """Lines that were skipped: how many, and the first few as text."""
+
+    count: int
+    first: list[str]
+
+    def sentence(self) -> str:
+        """Return a warning, with the first few on lines of their own."""
+        skipped = "1 malformed line was" if self.count == 1 else f"{self.count:,} malformed lines were"
+        listed = "".join(f"\n  {line}" for line in self.first)
+        return f"{skipped} skipped (--strict stops at the first):{listed}"
+
+
+def plain_bad_lines(bad: BadLines) -> list[list[Any]]:
+    """Return the first bad lines as a message can carry them; see :func:`describe_bad_lines`."""
+    return [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]
+
+
+def describe_bad_lines(
+    found: Sequence[tuple[Sequence[tuple[int, int, int]], Sequence[Sequence[Any]]]],
+) -> BadData:
+    """Put together what several readers of the same files have found; what two of them have read counts once.
+
+    `found`: of each reader, the counts as file, shard, count, and the first lines as :func:`plain_bad_lines` gives them.
+    """
+    counts = {(file, shard): count for by_shard, _ in found for file, shard, count in by_shard}
+    lines = {(line[0], line[1] or 0, line[2] or 0): line for _, first in found for line in first}
+    described = []
+    for _, (file, offset, row, text, reason) in sorted(lines.items())[:_NUM_NAMED]:
+        where = f"line {line_number(file, offset):,}" if offset is not None else f"row {row:,}"
+        described.append(f"{file}, {where}: {reason}: '{text}'")
+    return BadData(sum(counts.values()), described)

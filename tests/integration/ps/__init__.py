@@ -1,0 +1,1 @@
+"""Parameter servers over real sockets, in one process."""

@@ -1,0 +1,22 @@
+"""What every test here must leave behind: no thread, no file descriptor."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    process = psutil.Process()
+    threads, files = threading.active_count(), process.num_fds()
+    yield
+    deadline = time.monotonic() + 5
+    while (threading.active_count(), process.num_fds()) > (threads, files) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threading.active_count() <= threads, threading.enumerate()
+    assert process.num_fds() <= files

@@ -1,0 +1,209 @@
+"""A whole cluster in this process: a scheduler and servers in threads, joined as ``paceline server`` joins them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
+from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
+from paceline.testing import Served, serve_in_thread
+from paceline.transport import Hello, SocketTransport, Transport
+
+TOKEN = "the-token"
+PATIENCE_S = 20.0
+
+Keys = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float32]
+
+
+class ServerNode:
+    """One server: its handler in a thread, and its link to the scheduler."""
+
+    def __init__(self, cluster: Cluster, rank: int, stack: ExitStack) -> None:
+        self.server = Server(
+            consistency=cluster.consistency, stale=cluster.stale, expected_workers=cluster.num_workers
+        )
+        self.served: Served | None = None
+        node = make_node_name("server")
+        self.link = SchedulerLink(
+            cluster.transport, cluster.scheduler_address, Hello(role="server", name=node), on_notice=self._heard
+        )
+        self._stack = stack.enter_context(ExitStack())
+        self.served = self._stack.enter_context(serve_in_thread(self.server, cluster.transport))
+        self._stack.callback(lambda: self.call(self.server.close))
+        self._stack.callback(self.link.close)
+        register = messages.Register(node=node, role="server", endpoint=self.served.endpoint, rank=rank)
+        welcome = self.link.register(register)
+        self.server.rank = welcome.rank
+        self.call(lambda: self.server.members_changed(welcome.cluster))
+
+    @property
+    def netloc(self) -> str:
+        """Where it listens on TCP."""
+        assert self.served is not None
+        return self.served.endpoint.tcp.netloc
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run in the server's thread."""
+        assert self.served is not None
+        return self.served.call(function)
+
+    def stop(self) -> None:
+        """Be gone, with all connections."""
+        self._stack.close()
+        self.served = None
+
+    def _heard(self, notice: msgspec.Struct) -> None:
+        if isinstance(notice, messages.ClusterMap) and self.served is not None:
+            self.served.loop.call_soon_threadsafe(self.server.members_changed, notice)
+
+
+class Cluster:
+    """A scheduler, `servers` servers, and as many clients as asked for. A context manager that ends all of it."""
+
+    def __init__(
+        self,
+        *,
+        servers: int = 1,
+        workers: int = 1,
+        consistency: Consistency | None = None,
+        stale: StalePolicy | None = None,
+        heartbeat_timeout_s: float = 30.0,
+        transport: Transport | None = None,
+    ) -> None:
+        self.consistency: Consistency = Eventual() if consistency is None else consistency
+        self.stale: StalePolicy = Accept() if stale is None else stale
+        self.num_workers = workers
+        self.transport = SocketTransport(TOKEN) if transport is None else transport
+        self.scheduler = Scheduler(
+            num_servers=servers,
+            num_workers=workers,
+            consistency=self.consistency,
+            stale=self.stale,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        self._stack = ExitStack()
+        self._scheduler_stack = self._stack.enter_context(ExitStack())
+        self.served = self._scheduler_stack.enter_context(
+            serve_in_thread(self.scheduler, self.transport, hello=Hello(role="scheduler"))
+        )
+        self._scheduler_stack.callback(lambda: self.served.call(self.scheduler.close))
+        self.scheduler_address = self.served.endpoint.best()
+        try:
+            self.nodes = [ServerNode(self, rank, self._stack) for rank in range(servers)]
+        except BaseException:
+            self._stack.close()
+            raise
+        self._clients = self._stack.enter_context(ExitStack())
+
+    def connect(self, *, transport: Transport | None = None, timeout_s: float = PATIENCE_S, **options: Any) -> Client:
+        """Return a client that is closed at the end."""
+        client = Client(transport or self.transport, self.scheduler_address, timeout_s=timeout_s, **options)
+        self._clients.callback(client.close)
+        return client
+
+    def connect_all(self, **options: Any) -> list[Client]:
+        """Return the expected workers, by rank."""
+        return [self.connect(rank=rank, **options) for rank in range(self.num_workers)]
+
+    def link(self, name: str = "", role: str = "worker", rank: int | None = None) -> SchedulerLink:
+        """Return a member's line to the scheduler, without servers."""
+        node = name or make_node_name(role)
+        link = SchedulerLink(
+            self.transport, self.scheduler_address, Hello(role=role, name=node), timeout_s=PATIENCE_S
+        )
+        self._clients.callback(link.close)
+        link.register(messages.Register(node=node, role=role, rank=rank))
+        return link
+
+    def num_counted(self) -> int:
+        """How many workers take part in the iterations, as the servers see it."""
+        return max(node.call(lambda node=node: len(node.server._counted)) for node in self.nodes)
+
+    def stop_scheduler(self) -> None:
+        """Let the scheduler be gone."""
+        self._scheduler_stack.close()
+
+    def close(self) -> None:
+        """End everything."""
+        self._stack.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def kill(client: Client) -> None:
+    """Let a client's process be dead: every connection breaks, none is closed in good order."""
+    client.link._closing = True  # so that its thread takes the break for what it is, and says nothing
+    client.link._channel.close()
+    client.link._thread.join(PATIENCE_S)
+    for connection in client._connections:
+        connection._lost = ConnectionError("killed")  # type: ignore[assignment]
+        connection._channel.close()
+    client._connections = []
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that another thread makes true."""
+    event = threading.Event()
+    for _ in range(int(PATIENCE_S * 1000)):
+        if condition():
+            return
+        event.wait(0.001)
+    raise AssertionError("waited in vain")
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """Run functions at the same time; return what they return, or raise the first error."""
+    results: list[Any] = [None] * len(functions)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = functions[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def keys_of(*numbers: int) -> Keys:
+    """Return keys."""
+    return np.array(numbers, np.uint64)
+
+
+def floats(*values: float) -> Floats:
+    """Return float32."""
+    return np.array(values, np.float32)
+
+
+def random_keys(random: np.random.Generator, count: int) -> Keys:
+    """Return distinct keys, the least and the greatest among them."""
+    keys = np.unique(np.concatenate([keys_of(0, 2**64 - 1), random.integers(0, 2**64, count, np.uint64)]))
+    return random.permutation(keys)
+
+
+def statistics_of(client: Client, table: str) -> Sequence[messages.TableStatistics]:
+    """Return a table's statistics on every server."""
+    return [server.tables[table] for server in client.statistics()]

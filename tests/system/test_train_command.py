@@ -1,0 +1,164 @@
+"""``paceline train`` and ``paceline predict``: every format and consistency, saving, caching, JSON."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+from conftest import Commands
+
+from paceline.models.metrics import auc
+from paceline.models.prediction import Predictor
+from paceline.ps import read_model
+
+NAMES = ["label", *(f"i{i}" for i in range(13)), *(f"c{i}" for i in range(26))]
+KEYS = {
+    "auc", "log_loss", "calibration", "accuracy", "eval_examples", "train_log_loss", "examples", "seconds",
+    "examples_per_s", "num_features", "staleness", "bad_lines", "lost_workers", "bytes",
+}  # fmt: skip
+
+
+def labels_of(path: Path) -> list[int]:
+    return [int(line[:1]) for line in path.read_text().splitlines()]
+
+
+def as_table(path: Path) -> Any:
+    """A click log as an Arrow table: six columns, of both kinds."""
+    rows = [line.split("\t") for line in path.read_text().splitlines()]
+    columns: dict[str, Any] = {"label": [int(row[0]) for row in rows]}
+    for name, at in (("site", 14), ("kind", 19), ("place", 22)):
+        columns[name] = [row[at] or None for row in rows]
+    columns["size"] = [float(row[6]) / 1e4 if row[6] else None for row in rows]
+    return pa.table(columns)
+
+
+def as_libsvm(path: Path) -> str:
+    lines = []
+    for line in path.read_text().splitlines():
+        fields = line.split("\t")
+        pairs = [f"{1 + 100_000 * at + int(fields[at] or '0', 16) % 100_000}:1" for at in range(14, 40)]
+        lines.append(f"{fields[0]} {' '.join(pairs)}\n")
+    return "".join(lines)
+
+
+def write_as(format: str, source: Path, folder: Path) -> list[Path]:
+    """Write a click log in another format; as two files, one of them gzipped where that may be."""
+    if format == "criteo":
+        lines = source.read_bytes().splitlines(keepends=True)
+        half = len(lines) // 2
+        paths = [folder / f"{source.stem}1.tsv", folder / f"{source.stem}2.tsv.gz"]
+        paths[0].write_bytes(b"".join(lines[:half]))
+        paths[1].write_bytes(gzip.compress(b"".join(lines[half:])))
+        return paths
+    path = folder / f"{source.stem}.{format}"
+    if format == "libsvm":
+        path.write_text(as_libsvm(source))
+    elif format == "csv":
+        pyarrow.csv.write_csv(as_table(source), path)
+    else:
+        pyarrow.parquet.write_table(as_table(source), path, row_group_size=2000)
+    return [path]
+
+
+@pytest.mark.parametrize(
+    ("format", "how", "least_auc"),
+    [
+        ("criteo", ["--consistency", "sequential", "--servers", "2", "--workers", "2"], 0.67),
+        ("libsvm", ["--consistency", "bounded:2", "--stale", "drop:8", "--workers", "2"], 0.6),
+        ("csv", ["--consistency", "eventual", "--servers", "2", "--stale", "compensate:0.04"], 0.6),
+        ("parquet", ["--consistency", "bounded:4", "--update", "adagrad"], 0.6),
+    ],
+)
+def test_train_save_predict(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, format: str, how: list[str], least_auc: float
+) -> None:
+    data, evaluation = (write_as(format, path, tmp_path) for path in click_log)
+    evaluating = [argument for path in evaluation for argument in ("--eval", str(path))]
+    trained = paceline.succeed("train", *data, *evaluating, *how, "--epochs", "3", "--save", "model", "--json")
+    result = trained.json
+    assert set(result) == KEYS
+    assert result["examples"] == 36_000
+    assert result["eval_examples"] == 4_000
+    assert least_auc < result["auc"] < 0.8
+    assert 0.4 < result["log_loss"] < 0.6
+    assert result["examples_per_s"] == pytest.approx(result["examples"] / result["seconds"])
+    assert result["lost_workers"] == result["bad_lines"] == 0
+    assert set(result["staleness"]) == {"mean", "max", "histogram"}
+    assert sum(result["staleness"]["histogram"]) > 0
+    assert "evaluating" in trained.err  # the progress line went elsewhere
+
+    predicted = paceline.succeed("predict", "model", *evaluation, "-o", "probabilities", "--json").json
+    assert predicted["auc"] == pytest.approx(result["auc"], abs=1e-9)
+    assert predicted["log_loss"] == pytest.approx(result["log_loss"], abs=1e-7)
+    assert predicted["examples"] == 4_000
+    probabilities = [float(line) for line in (tmp_path / "probabilities").read_text().splitlines()]
+    assert auc(labels_of(click_log[1]), probabilities) == pytest.approx(result["auc"], abs=1e-9)
+    assert os.listdir(tmp_path).count("model") == 1
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_predictions_on_standard_output(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    """One probability per line, in order; nothing else. And a model is replaced by the next one, whole."""
+    train, evaluation = click_log
+    for epochs in ("1", "2"):
+        paceline.succeed("train", train, "--epochs", epochs, "--save", "model", "-q")
+    files = sorted(os.listdir(tmp_path / "model"))
+    assert files == ["manifest.json", *(part.file for part in read_model(tmp_path / "model").manifest.tables[0].parts)]
+    finished = paceline.succeed("predict", "model", evaluation)
+    assert len(finished.out.splitlines()) == 4_000
+    assert "4,000 predictions" in finished.err
+    one = tmp_path / "one.tsv"
+    one.write_text(evaluation.read_text().splitlines(keepends=True)[1234])
+    alone = paceline.succeed("predict", "model", one, "--json")  # one example: there is no AUC, and no NaN
+    assert alone.json["auc"] is None
+    assert paceline.succeed("predict", "model", one).out == finished.out.splitlines(keepends=True)[1234]
+    assert Predictor(tmp_path / "model").format == "criteo"
+
+
+def test_a_second_run_reads_the_cache(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    train, evaluation = click_log
+    arguments = ["train", train, "--eval", evaluation, "--epochs", "1", "--cache", "cache", "--json", "-q"]
+    first = paceline.succeed(*arguments).json
+    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert sum(path.stat().st_size for path in cached) > 12_000 * 39 * 8
+    second = paceline.succeed(*arguments).json
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == cached
+    assert second["examples"] == first["examples"] == 12_000
+    assert second["auc"] == pytest.approx(first["auc"], abs=0.01)
+
+
+def weights_of(model: Path) -> tuple[bytes, bytes]:
+    """Keys in order, and what belongs to them."""
+    found = read_model(model)
+    parts = list(found.records(found.table("lr")))
+    keys, records = (np.concatenate([part[i] for part in parts]) for i in range(2))
+    order = np.argsort(keys)
+    return keys[order].tobytes(), records[order].tobytes()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_sequential_training_is_the_same_every_time(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, workers: int
+) -> None:
+    for model in ("first", "second"):
+        paceline.succeed(
+            "train", click_log[0], "--epochs", "1", "--consistency", "sequential", "--servers", "2",
+            "--workers", str(workers), "--save", model, "-q",
+        )  # fmt: skip
+    assert weights_of(tmp_path / "first") == weights_of(tmp_path / "second")
+
+
+def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    arguments = ["train", click_log[0], "--eval", click_log[1], "--epochs", "2", "--consistency", "sequential"]
+    runs = [paceline.start(*arguments, "--save", f"model{i}", "--cache", "cache", "--json", "-q") for i in range(2)]
+    results = [run.wait() for run in runs]
+    assert [result.status for result in results] == [0, 0]
+    assert results[0].json["auc"] == results[1].json["auc"]
+    assert weights_of(tmp_path / "model0") == weights_of(tmp_path / "model1")
