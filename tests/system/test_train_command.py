@@ -18,7 +18,6 @@ from paceline.models.metrics import auc
 from paceline.models.prediction import Predictor
 from paceline.ps import read_model
 
-NAMES = ["label", *(f"i{i}" for i in range(13)), *(f"c{i}" for i in range(26))]
 KEYS = {
     "auc", "log_loss", "calibration", "accuracy", "eval_examples", "train_log_loss", "examples", "seconds",
     "examples_per_s", "num_features", "staleness", "bad_lines", "lost_workers", "bytes",
@@ -30,12 +29,12 @@ def labels_of(path: Path) -> list[int]:
 
 
 def as_table(path: Path) -> Any:
-    """A click log as an Arrow table: six columns, of both kinds."""
+    """A click log as an Arrow table: the label, the categories, and a column of small numbers."""
     rows = [line.split("\t") for line in path.read_text().splitlines()]
     columns: dict[str, Any] = {"label": [int(row[0]) for row in rows]}
-    for name, at in (("site", 14), ("kind", 19), ("place", 22)):
-        columns[name] = [row[at] or None for row in rows]
-    columns["size"] = [float(row[6]) / 1e4 if row[6] else None for row in rows]
+    for at in range(14, 40):
+        columns[f"c{at}"] = [row[at] or None for row in rows]
+    columns["size"] = [float(row[6]) / 1e6 if row[6] else None for row in rows]
     return pa.table(columns)
 
 

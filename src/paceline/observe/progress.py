@@ -36,7 +36,7 @@ class Snapshot:
     log_loss: float | None = None
     """A running mean over the last examples, each judged before it was trained on."""
     staleness_mean: float | None = None
-    """In iterations."""
+    """In pushes, as servers count it."""
     staleness_max: int | None = None
     bytes_per_s: float = 0.0
     """What went over the wire, both ways."""

@@ -33,7 +33,7 @@ def make_node_name(role: str) -> str:
 
 
 class Client:
-    """One process's view of a cluster's tables. Make one with ``cluster.connect()`` or :func:`paceline.connect`.
+    """One process's view of a cluster's tables. Make one with ``cluster.connect()``, or with a transport.
 
     A *worker* takes part in the iterations: servers wait for its :meth:`tick` as the cluster's consistency says. An
     *observer* only reads and writes. Methods may be called from several threads; one waits for the other.

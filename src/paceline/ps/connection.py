@@ -210,13 +210,13 @@ class ServerConnection:
             channel.close()
             raise
         if pending is None:
-            raise self._unexpected(header)
+            return  # an answer that came twice
         pending.flags = header.flags
         self._finish(pending)
 
     def _receive_parts(self, channel: Channel, header: Header, pending: Pending | None) -> None:
         if pending is None:
-            raise self._unexpected(header)
+            return
         pending.meta = channel.receive_meta()
         if not header.body_bytes:
             return

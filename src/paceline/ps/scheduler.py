@@ -56,6 +56,7 @@ class Scheduler(Handler):
         self._nodes: dict[Peer, tuple[str, int]] = {}  # connection → node, incarnation
         self._endpoints: dict[str, Endpoint | None] = {}
         self._specs: dict[str, tuple[int, TableSpec]] = {}
+        self._complete = False  # whether all expected servers have joined once
         self._job: JobBoard | None = None
         self._job_poster: Peer | None = None
         self._job_seekers: dict[Peer, tuple[Header, int]] = {}
@@ -138,6 +139,11 @@ class Scheduler(Handler):
             raise UsageError(f"role {request.role!r}: expected one of {', '.join(_ROLES)}")
         if peer in self._nodes:
             raise ProtocolError(f"node {self._nodes[peer][0]!r} asked twice to join on one connection")
+        if role is Role.SERVER and self._complete:
+            raise UsageError(
+                f"this cluster has had its {self._settings.num_servers} server(s), and its tables are placed on them: no "
+                "other can join; to use more, start a new cluster with 'paceline scheduler --servers N'"
+            )
         event = membership.Register(request.node, role, (), time.monotonic(), request.rank)
         instructions = self._membership.handle(event)
         for instruction in instructions:
@@ -148,6 +154,7 @@ class Scheduler(Handler):
             if isinstance(instruction, membership.Welcome):
                 self._nodes[peer] = (request.node, instruction.incarnation)
                 welcome = instruction
+        self._complete |= self._membership.ready
         self._endpoints[request.node] = request.endpoint
         self._peers[request.node] = peer
         self._obey([each for each in instructions if not isinstance(each, membership.Dead)])

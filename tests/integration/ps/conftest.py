@@ -9,6 +9,14 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from paceline.kernels.compile import compile_kernels
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kernels() -> None:
+    """Have them loaded: that takes a while in which no other thread runs."""
+    compile_kernels()
+
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:

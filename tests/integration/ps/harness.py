@@ -28,9 +28,7 @@ class ServerNode:
     """One server: its handler in a thread, and its link to the scheduler."""
 
     def __init__(self, cluster: Cluster, rank: int, stack: ExitStack) -> None:
-        self.server = Server(
-            consistency=cluster.consistency, stale=cluster.stale, expected_workers=cluster.num_workers
-        )
+        self.server = Server(consistency=cluster.consistency, stale=cluster.stale, expected_workers=cluster.num_workers)
         self.served: Served | None = None
         node = make_node_name("server")
         self.link = SchedulerLink(
@@ -117,16 +115,14 @@ class Cluster:
     def link(self, name: str = "", role: str = "worker", rank: int | None = None) -> SchedulerLink:
         """Return a member's line to the scheduler, without servers."""
         node = name or make_node_name(role)
-        link = SchedulerLink(
-            self.transport, self.scheduler_address, Hello(role=role, name=node), timeout_s=PATIENCE_S
-        )
+        link = SchedulerLink(self.transport, self.scheduler_address, Hello(role=role, name=node), timeout_s=PATIENCE_S)
         self._clients.callback(link.close)
         link.register(messages.Register(node=node, role=role, rank=rank))
         return link
 
     def num_counted(self) -> int:
         """How many workers take part in the iterations, as the servers see it."""
-        return max(node.call(lambda node=node: len(node.server._counted)) for node in self.nodes)
+        return max(len(node.server._counted) for node in self.nodes)
 
     def stop_scheduler(self) -> None:
         """Let the scheduler be gone."""

@@ -257,7 +257,7 @@ def test_a_worker_that_dies_while_it_waits_is_forgotten() -> None:
 
 
 def test_a_silent_worker_is_expelled_and_told() -> None:
-    with Cluster(workers=2, consistency=Sequential(), heartbeat_timeout_s=0.4) as cluster:
+    with Cluster(workers=2, consistency=Sequential(), heartbeat_timeout_s=0.8) as cluster:
         heard: list[object] = []
         lives = cluster.connect(rank=0)
         silent = cluster.connect(rank=1, on_notice=heard.append)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.kernels import reference
-from paceline.ps import FTRL, SGD, Adagrad, Adam, Constant, Momentum, Normal, SparseStore, Uniform, UpdateRule
+from paceline.ps import FTRL, SGD, Adagrad, Adam, Constant, Momentum, Normal, SparseStore, Ticket, Uniform, UpdateRule
 from paceline.ps.rules import Initializer, Zeros
 from paceline.transport import MemoryTransport
 
@@ -133,7 +133,7 @@ def test_tickets_in_flight(servers: int) -> None:
         table = client.sparse_table("w", dim=2, update=SGD(lr=1.0))
         dense = client.dense_table("d", size=1000, update=SGD(lr=1.0))
         ones, ramp = np.ones((len(keys), 2), np.float32), np.ones(1000, np.float32)
-        tickets = []
+        tickets: list[tuple[Ticket, tuple[int, int] | None]] = []
         for step in range(1, 31):
             chosen = keys[: 1 + 60 * step]
             tickets.append((table.push(chosen, ones[: len(chosen)]), None))
@@ -183,9 +183,7 @@ def test_tables_are_listed_and_found_by_others() -> None:
         assert [spec.name for spec in other.tables()] == ["w", "d"]
         found = other.open_table(other.tables()[0])
         assert found.number == table.number
-        assert other.sparse_table(
-            "w", dim=2, update=Adam(lr=0.1), initializer=Constant(value=3), seed=4
-        ) is found
+        assert other.sparse_table("w", dim=2, update=Adam(lr=0.1), initializer=Constant(value=3), seed=4) is found
         assert client.sparse_table("w", dim=2, update=Adam(lr=0.1), initializer=Constant(value=3), seed=4) is table
 
 
@@ -206,7 +204,13 @@ def test_set_update(servers: int) -> None:
         assert (dense.pull() == -1.25).all()
 
 
-RULES: list[UpdateRule] = [SGD(lr=0.1, weight_decay=0.01), Momentum(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1), FTRL(l1=0.1)]
+RULES: list[UpdateRule] = [
+    SGD(lr=0.1, weight_decay=0.01),
+    Momentum(lr=0.1),
+    Adagrad(lr=0.1),
+    Adam(lr=0.1),
+    FTRL(l1=0.1),
+]
 
 
 def _steps(servers: int, rule: UpdateRule, dim: int) -> tuple[Floats, Floats]:

@@ -1,0 +1,481 @@
+"""Each mistake gives the right class and a sentence that names things, and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.errors import (
+    ConnectionLostError,
+    NonFiniteError,
+    PacelineError,
+    PeerError,
+    ProtocolError,
+    TableMismatchError,
+    UsageError,
+)
+from paceline.protocol import Accept, DropStale, Sequential
+from paceline.ps import SGD, Adagrad, Adam, Client, Constant, Scheduler, messages
+from paceline.ps.messages import CALL, NOTICE, PULL, PUSH, PUSH_PULL, RANGE, TICKS
+from paceline.transport import Channel, Hello, SocketTransport
+
+from .harness import Cluster, floats, in_threads, keys_of, wait_until
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "grads", "message"),
+    [
+        ([1.0], [1], "keys of table 'w' are float64: expected uint64"),
+        (["a"], [1], "keys of table 'w' are <U1: expected uint64"),
+        ([True], [1], "keys of table 'w' are bool: expected uint64"),
+        ([2**64], [1], "keys of table 'w' are object: expected uint64"),
+        ([3, -4], [1, 1], r"keys of table 'w' hold -4: .*keys.view\(np.uint64\)"),
+        ([[1]], [1], r"keys of table 'w' have shape \(1, 1\): expected one dimension"),
+        (7, [1], r"keys of table 'w' have shape \(\): expected one dimension"),
+        ([1], np.ones(1), r"gradients for table 'w' are float64: expected float32; convert with grads.astype"),
+        ([1, 2], [1], r"gradients for table 'w' have shape \(1,\): expected \(2, 1\), one row per key"),
+        ([1, 2], [[1, 2]], r"have shape \(1, 2\): expected \(2, 1\)"),
+        ([1, 2], [1, NAN], "a push of worker 0 to table 'w' holds nan; it was refused and the table is unchanged"),
+        ([1, 2], [INF, 1], "a push of worker 0 to table 'w' holds inf"),
+        ([1, 2], [1, -INF], "a push of worker 0 to table 'w' holds -inf"),
+    ],
+)
+def test_a_bad_push_is_refused_here(keys: Any, grads: Any, message: str) -> None:
+    grads = grads if isinstance(grads, np.ndarray) else np.array(grads, np.float32)
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        kind = NonFiniteError if not np.isfinite(grads).all() else UsageError
+        for attempt in (table.push, table.push_pull):
+            with pytest.raises(kind, match=message):
+                attempt(keys, grads, tick=True)
+        assert client.clock == 0
+        assert len(table) == 0
+        assert sum(server.tables["w"].pushes for server in client.statistics()) == 0
+        assert table.push_pull([1], floats(1)) == -1
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (np.zeros((2, 3)), r"out for table 'w' is float64 of shape \(2, 3\): expected .* of 6 elements"),
+        (np.zeros(5, np.float32), r"of shape \(5,\): expected a contiguous, writable float32 array of 6 elements"),
+        (np.zeros((2, 6), np.float32)[:, ::2], "expected a contiguous"),
+        (np.frombuffer(bytes(24), np.float32), "writable"),
+        ([0] * 6, "out for table 'w' is a list: expected a NumPy array of float32"),
+    ],
+)
+def test_a_bad_out(out: Any, message: str) -> None:
+    with Cluster() as cluster:
+        table = cluster.connect().sparse_table("w", dim=3, update=SGD(lr=1.0))
+        with pytest.raises(UsageError, match=message):
+            table.pull([1, 2], out)
+        with pytest.raises(UsageError, match=message):
+            table.push_pull([1, 2], np.ones((2, 3), np.float32), out)
+        assert len(table) == 0
+
+
+def test_dense_mistakes() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.dense_table("d", size=10, update=SGD(lr=1.0))
+        ones = np.ones(10, np.float32)
+        mistakes: list[tuple[Callable[[], object], str]] = [
+            (lambda: table.pull(keys=[10]), "keys of dense table 'd' hold 10: they go from 0 to 9"),
+            (lambda: table.push(ones[:1], keys=keys_of(2**64 - 1)), "hold 18446744073709551615: they go from 0 to 9"),
+            (lambda: table.push(ones, start=1), r"range \[1, 11\) of dense table 'd': expected one within \[0, 10\)"),
+            (lambda: table.push_pull(ones, start=-1), r"range \[-1, 9\) of dense table 'd'"),
+            (lambda: table.pull(start=5, stop=4), r"range \[5, 4\)"),
+            (lambda: table.pull(start=0, stop=1 << 60), r"range \[0, 1152921504606846976\)"),
+            (lambda: table.pull(start=11), r"range \[11, 10\)"),
+            (lambda: table.pull(start=1.5), r"range \[1.5, None\) of dense table 'd': expected whole numbers"),  # type: ignore[arg-type]
+            (lambda: table.pull(ones, start=1), r"range \[1, 11\)"),
+            (lambda: table.pull(ones[:3], start=1, stop=5), r"shape \(3,\): expected .* 4 elements"),
+            (lambda: table.push(np.float32(1)), "gradients for table 'd' are a single number"),
+            (lambda: table.push(np.ones((2, 2), np.float32)), r"have shape \(2, 2\): expected \(2, 1\)"),
+            (lambda: table.push(ones[:3], keys=[1, 2]), r"have shape \(3,\): expected \(2, 1\)"),
+            (lambda: table.push_pull(ones[:3], keys=[1, 2]), r"have shape \(3,\): expected \(2, 1\)"),
+            (lambda: table.push(np.array([1, NAN], np.float32)), "worker 0 to table 'd' holds nan"),
+            (lambda: table.set_update(0.1), "update=0.1: expected an update rule such as"),  # type: ignore[arg-type]
+        ]
+        for mistake, message in mistakes:
+            with pytest.raises(UsageError, match=message):
+                mistake()
+        assert not table.pull().any()
+
+
+@pytest.mark.parametrize(
+    ("declare", "message"),
+    [
+        (lambda c: c.sparse_table("", update=SGD(lr=1.0)), "1 to 200 printable characters, '' was given"),
+        (lambda c: c.sparse_table("a\nb", update=SGD(lr=1.0)), "printable"),
+        (lambda c: c.sparse_table("x" * 201, update=SGD(lr=1.0)), "1 to 200"),
+        (lambda c: c.sparse_table(5, update=SGD(lr=1.0)), "5 was given"),
+        (lambda c: c.sparse_table("w", dim=0, update=SGD(lr=1.0)), "dim=0.*from 1 to 65536"),
+        (lambda c: c.sparse_table("w", dim=2.0, update=SGD(lr=1.0)), "dim=2.0"),
+        (lambda c: c.dense_table("d", size=0, update=SGD(lr=1.0)), "size=0.*positive"),
+        (lambda c: c.sparse_table("w", update="sgd"), "update='sgd': expected an update rule"),
+        (lambda c: c.sparse_table("w", update=SGD(lr=1.0), initializer=3), "initializer=3"),
+        (lambda c: c.sparse_table("w", update=SGD(lr=1.0), seed="x"), "seed='x'"),
+    ],
+)
+def test_a_bad_declaration(declare: Callable[[Any], object], message: str) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        with pytest.raises(UsageError, match=message):
+            declare(client)
+        assert client.tables() == []
+
+
+def test_a_table_declared_again_otherwise() -> None:
+    with Cluster(servers=2) as cluster:
+        client, other = cluster.connect(), cluster.connect()
+        client.sparse_table("w", dim=2, update=SGD(lr=0.5), initializer=Constant(value=1), seed=3)
+        start = Constant(value=1)
+        again: list[tuple[Callable[[Client], object], str]] = [
+            (lambda c: c.sparse_table("w", dim=3, update=SGD(lr=0.5), initializer=start, seed=3), r"sparse\(dim=3, "),
+            (lambda c: c.sparse_table("w", dim=2, update=SGD(lr=0.1), initializer=start, seed=3), "lr=0.1"),
+            (lambda c: c.sparse_table("w", dim=2, update=Adam(lr=0.5), initializer=start, seed=3), r"Adam\("),
+            (lambda c: c.sparse_table("w", dim=2, update=SGD(lr=0.5), seed=3), r"Zeros\(\)"),
+            (lambda c: c.sparse_table("w", dim=2, update=SGD(lr=0.5), initializer=start, seed=4), "seed=4"),
+            (lambda c: c.dense_table("w", size=2, update=SGD(lr=0.5), initializer=start, seed=3), r"dense\(size=2, "),
+        ]
+        known = r"is known as sparse\(dim=2, SGD\(lr=0.5, weight_decay=0.0\), Constant\(value=1\), seed=3\)"
+        for declare, message in again:
+            for each in (client, other):
+                with pytest.raises(TableMismatchError, match=rf"table 'w' was declared as .*{message}.*{known}"):
+                    declare(each)
+        assert len(client.tables()) == 1
+
+
+def test_another_rule_for_a_table() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=Adagrad(lr=1.0))
+        message = "table 'w' is updated by Adagrad, and its state is of that rule: it cannot become SGD"
+        with pytest.raises(UsageError, match=message):
+            table.set_update(SGD(lr=1.0))
+        assert table.push_pull([1], floats(5)) == pytest.approx(-1)
+
+
+# What a client that checks nothing may send.
+
+
+def raw(cluster: Cluster, server: int = 0, rank: int = 7, incarnation: int = 1 << 40) -> Channel:
+    """Return a channel to a server, for a worker of the cluster that is none of our clients."""
+    served = cluster.nodes[server].served
+    assert served is not None
+    hello = Hello(role="worker", rank=rank, incarnation=incarnation, extra={"timeout_ms": 5000})
+    return cluster.transport.connect(served.endpoint, hello)
+
+
+def ask(channel: Channel, kind: int, **fields: Any) -> Any:
+    channel.send_frame(kind, request=1, **fields)
+    return channel.receive_frame(10)
+
+
+def call(channel: Channel, message: msgspec.Struct, *body: Any) -> Any:
+    frame = ask(channel, CALL, meta=messages.encode(message), body=body)
+    return msgspec.msgpack.decode(frame.meta)
+
+
+KEYS, ONES = np.arange(4, dtype=np.uint64), np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize("consistency", [Sequential(), None], ids=["sequential", "eventual"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> None:
+    with Cluster(workers=2, consistency=consistency) as cluster:
+        client = cluster.connect(rank=0)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
+        channel = raw(cluster)
+        call(channel, messages.JoinClock(rank=7, clock=0))
+        grads = floats(1, 1, bad, 1)
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' holds {bad}; it was refused"):
+            ask(channel, PUSH, table=table.number, sequence=1, body=(KEYS, grads))
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' holds {bad}; it was refused"):
+            ask(channel, PUSH_PULL, flags=RANGE, table=dense.number, sequence=2, body=(keys_of(0, 4), grads))
+        call(channel, messages.Retire())
+        channel.close()
+        assert not client.statistics()[0].tables["w"].pushes
+        assert not dense.pull().any()
+        assert len(table) == 0
+
+
+def malformed(sparse: int, dense: int) -> list[tuple[int, dict[str, Any], type[PacelineError], str]]:
+    return [
+        (PUSH, {"table": 99, "body": (KEYS, ONES)}, UsageError, "server 0 has no table number 99: declare it first"),
+        (PULL, {"table": 99, "body": KEYS}, UsageError, "no table number 99"),
+        (PULL, {"table": sparse, "body": bytes(9)}, ProtocolError, "keys of 8 bytes each, 9 bytes"),
+        (PUSH, {"table": sparse, "body": bytes(13)}, ProtocolError, r"table 'w' \(sparse\(.* 13 bytes"),
+        (PUSH, {"table": sparse, "body": (KEYS, ONES[:3])}, ProtocolError, "table 'w' .* no whole number of keys"),
+        (PUSH, {"table": sparse, "flags": RANGE, "body": (keys_of(0, 4), ONES)}, ProtocolError, "range of table 'w'"),
+        (PULL, {"table": sparse, "flags": RANGE, "body": keys_of(0, 4)}, ProtocolError, "range of table 'w'"),
+        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0)}, ProtocolError, "range of table 'd'.* 8 bytes"),
+        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0, 1, 2)}, ProtocolError, "16 bytes, 24"),
+        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(3, 1)}, UsageError, r"range \[3, 1\)"),
+        (PULL, {"table": dense, "flags": RANGE, "body": keys_of(0, 2**63)}, UsageError, r"within \[0, 4\)"),
+        (PUSH, {"table": dense, "flags": RANGE, "body": (keys_of(2, 6), ONES)}, UsageError, r"range \[2, 6\)"),
+        (PUSH, {"table": dense, "flags": RANGE, "body": (keys_of(0, 3), ONES)}, ProtocolError, "table 'd'"),
+        (PUSH, {"table": dense, "body": (KEYS + np.uint64(1), ONES)}, UsageError, "'d' hold 4: they go from 0 to 3"),
+        (PUSH, {"table": dense, "body": (keys_of(2**64 - 1), ONES[:1])}, UsageError, "18446744073709551615"),
+        (PULL, {"table": dense, "body": keys_of(0, 2**63)}, UsageError, "hold 9223372036854775808"),
+        (77, {}, ProtocolError, "server 0 knows no frame of kind 77; is the peer of this version"),
+        (NOTICE, {}, ProtocolError, "no frame of kind 26"),
+        (CALL, {"meta": b"\xc1"}, ProtocolError, "a control message that it cannot read"),
+        (CALL, {"meta": b""}, ProtocolError, "a control message that it cannot read"),
+        (CALL, {"meta": messages.encode(messages.GetMap())}, ProtocolError, "cannot read: Invalid value 'GetMap'"),
+    ]
+
+
+@pytest.mark.parametrize("consistency", [Sequential(), None], ids=["sequential", "eventual"])
+def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster(workers=2, consistency=consistency) as cluster:
+        client = cluster.connect(rank=0)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
+        channel = raw(cluster)
+        call(channel, messages.JoinClock(rank=7, clock=0))
+        sequence = 0
+        for kind, fields, error, message in malformed(table.number, dense.number):
+            for clock in (0, 1):  # at an open gate, and at a closed one
+                sequence += 1
+                with pytest.raises(error, match=message):
+                    ask(channel, kind, sequence=sequence, clock=clock, **fields)
+        calls: list[tuple[msgspec.Struct, bytes, type[PacelineError], str]] = [
+            (messages.ReadBucket(table=table.number, bucket=512), b"", UsageError, "bucket 512: they go from 0 to 511"),
+            (messages.ReadBucket(table=table.number, bucket=-1), b"", UsageError, "bucket -1"),
+            (messages.ReadBucket(table=42, bucket=0), b"", UsageError, "no table number 42"),
+            (messages.WriteRecords(table=table.number, rows=2), bytes(23), ProtocolError, "2 records of table 'w'"),
+            (messages.WriteRecords(table=dense.number, rows=-1), b"", ProtocolError, "-1 records of table 'd'"),
+            (messages.Erase(table=table.number), bytes(7), ProtocolError, "8 bytes each, 7"),
+            (messages.Erase(table=dense.number), bytes(8), UsageError, "table 'd' is dense"),
+            (messages.SetUpdate(table=table.number, update={"kind": "X"}), b"", UsageError, "unknown kind 'X'"),
+            (messages.SetUpdate(table=table.number, update={"kind": "SGD", "lr": -1}), b"", UsageError, "lr=-1"),
+        ]
+        for request, body, error, message in calls:
+            with pytest.raises(error, match=message):
+                call(channel, request, body)
+        assert not caplog.records  # none was an internal error
+        call(channel, messages.Retire())
+        channel.close()
+        assert not client.statistics()[0].tables["w"].pushes
+        assert client.statistics()[0].held == 0
+        assert not dense.pull().any()
+
+
+def test_keys_that_another_server_holds() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        dense = client.dense_table("d", size=1000, update=SGD(lr=1.0))
+        every, ones = np.arange(1000, dtype=np.uint64), np.ones(1000, np.float32)
+        channel = raw(cluster)
+        with pytest.raises(UsageError, match="of dense table 'd' came to a server that does not hold it"):
+            ask(channel, PUSH, table=dense.number, sequence=1, body=(every, ones))
+        elsewhere = next(b for b in range(500) if client.owners[b] == 1)
+        with pytest.raises(UsageError, match=f"bucket {elsewhere} of dense table 'd' does not lie on this server"):
+            call(channel, messages.ReadBucket(table=dense.number, bucket=elsewhere))
+        channel.close()
+        assert not dense.pull().any()
+
+
+def test_a_bad_request_held_at_the_gate_is_its_senders_affair() -> None:
+    """It is refused when it comes: the one whose tick opens the gate hears nothing of it."""
+    with Cluster(workers=2, consistency=Sequential()) as cluster:
+        client = cluster.connect(rank=0)
+        dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
+        channel = raw(cluster)
+        call(channel, messages.JoinClock(rank=7, clock=0))
+        with pytest.raises(UsageError, match="hold 4"):
+            ask(channel, PULL, table=dense.number, clock=1, body=keys_of(1, 4))
+        with pytest.raises(UsageError, match="hold 9"):
+            ask(channel, PUSH, flags=TICKS, table=dense.number, sequence=1, body=(keys_of(9), ONES[:1]))
+        call(channel, messages.Retire())
+        dense.push(ONES, tick=True).wait()
+        assert (dense.pull() == -1).all()
+        channel.close()
+
+
+def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        channel = cluster.transport.connect(cluster.scheduler_address, Hello(role="worker"))
+        for kind, meta, error, message in [
+            (PUSH, b"", ProtocolError, "the scheduler knows no frame of kind 16"),
+            (CALL, b"\xc1", ProtocolError, "the scheduler got a control message that it cannot read"),
+            (CALL, messages.encode(messages.Retire()), ProtocolError, "cannot read: Invalid value 'Retire'"),
+            (CALL, messages.encode(messages.Register(node="x", role="boss")), UsageError, "role 'boss': expected one"),
+            (CALL, messages.encode(messages.TakeLease(job=1, wait=False)), PeerError, "there is no job 1"),
+            (CALL, messages.encode(messages.JobStatus(job=1)), PeerError, "there is no job 1"),
+        ]:
+            with pytest.raises(error, match=message):
+                ask(channel, kind, meta=meta)
+        job = messages.PostJob(description=b"", files=(1,), epochs=1, assignment="first-come")
+        number = call(channel, job)
+        for request in (messages.TakeLease(job=number, wait=True), messages.LeaseDone(job=number, lease=1)):
+            with pytest.raises(PeerError, match="no worker of the cluster"):
+                call(channel, request)
+        call(channel, messages.Register(node="x", role="observer"))
+        with pytest.raises(ProtocolError, match="node 'x' asked twice"):
+            call(channel, messages.Register(node="y", role="observer"))
+        channel.close()
+        assert not caplog.records
+        assert client.tables() == []
+
+
+# Who is gone, and who may come.
+
+
+def test_a_closed_client() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
+        ticket = table.push([1, 2, 3], floats(1, 1, 1))
+        client.close()
+        client.close()
+        ticket.wait()  # it was finished before
+        attempts: list[Callable[[], object]] = [
+            lambda: table.push([1], floats(1)), lambda: table.pull([1]), lambda: dense.push(ONES), dense.pull,
+            lambda: len(table), lambda: table.erase([1]), client.tick, client.retire, client.join, client.flush,
+            client.statistics, client.tables, lambda: client.sparse_table("v", update=SGD(lr=1.0)),
+        ]  # fmt: skip
+        for attempt in attempts:
+            with pytest.raises(UsageError, match="this client is closed: connect again"):
+                attempt()
+
+
+def test_a_server_that_is_gone() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect(reconnect_s=0.2)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
+        table.push(keys, ones).wait()
+        cluster.nodes[1].stop()
+        message = r"server 1 is gone \(.*\), and with it its part of the tables: start again from the last saved model"
+        with pytest.raises(ConnectionLostError, match=message):
+            table.push_pull(keys, ones)
+        for attempt in (client.flush, client.tick, lambda: table.pull(keys), client.statistics):
+            with pytest.raises(ConnectionLostError, match=message):
+                attempt()
+
+
+def test_the_scheduler_is_gone() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        waiting: list[BaseException] = []
+
+        def wait_for_a_job() -> None:
+            with pytest.raises(ConnectionLostError) as caught:
+                client.link.call(messages.GetJob(after=0), messages.Job)
+            waiting.append(caught.value)
+
+        def stop() -> None:
+            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler._job_seekers)) == 1)
+            cluster.stop_scheduler()
+
+        in_threads(wait_for_a_job, stop)
+        message = r"the scheduler at .* is gone: this process cannot go on without it$"
+        assert waiting
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError, match=message):
+                client.tables()
+        assert table.push_pull([1], floats(1)) == -1  # the servers are there
+
+
+def test_a_rank_that_is_taken() -> None:
+    with Cluster(workers=2) as cluster:
+        first = cluster.connect(rank=1)
+        with pytest.raises(UsageError, match="asked to be worker 1, but that rank is held by node"):
+            cluster.connect(rank=1)
+        with pytest.raises(UsageError, match="that rank is negative"):
+            cluster.connect(rank=-1)
+        assert cluster.connect().rank == 0
+        first.close()
+        wait_until(lambda: len(cluster.scheduler._membership.members) == 2)
+        assert cluster.connect(rank=1).incarnation != first.incarnation
+
+
+def test_the_same_node_again_is_a_new_process() -> None:
+    with Cluster() as cluster:
+        former = cluster.link("node-a")
+        heard: list[msgspec.Struct] = []
+        former._on_notice = heard.append
+        newer = cluster.link("node-a")
+        newer._on_notice = lambda notice: (
+            pytest.fail("the newcomer was expelled") if isinstance(notice, messages.Expelled) else None
+        )
+        wait_until(lambda: any(isinstance(notice, messages.Expelled) for notice in heard))
+        former.close()
+        workers = newer.call(messages.GetMap(), messages.ClusterMap).of_role("worker")
+        assert [worker.node for worker in workers] == ["node-a"]
+        newer.tell(messages.Heartbeat())
+        assert newer.call(messages.GetMap(), messages.ClusterMap).of_role("worker") == workers
+
+
+def test_no_policy_for_stale_gradients_where_none_is_stale() -> None:
+    arguments: dict[str, Any] = {"num_servers": 1, "num_workers": 1, "consistency": Sequential()}
+    Scheduler(stale=Accept(), **arguments)
+    with pytest.raises(UsageError, match="policy drop:3 has nothing to do under sequential consistency"):
+        Scheduler(stale=DropStale(beyond=3), **arguments)
+
+
+def test_servers_that_never_come() -> None:
+    with Cluster(servers=1) as cluster:
+        cluster.scheduler._membership._expected_servers = 2
+        with pytest.raises(PeerError, match=r"1 servers have joined within 0.1 s, and the scheduler expects more"):
+            cluster.connect(timeout_s=0.1)
+        with pytest.raises(PacelineError, match="nobody listens there"):
+            Client(SocketTransport("t"), "unix:///tmp/no-such-scheduler")
+
+
+# Strangers at the door.
+
+
+def stranger(netloc: str, data: bytes) -> None:
+    host, port = netloc.rsplit(":", 1)
+    with socket.create_connection((host, int(port)), 5) as connected:
+        try:
+            connected.sendall(data)
+            connected.shutdown(socket.SHUT_WR)
+            while connected.recv(1 << 16):
+                pass
+        except OSError:
+            pass  # the server has closed it
+
+
+def test_strangers_are_not_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "paceline.transport")  # it says what it has closed
+    random = np.random.default_rng(0)
+    http = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:
+        clients = cluster.connect_all()
+        doors = [cluster.served.endpoint.tcp.netloc, *(node.netloc for node in cluster.nodes)]
+
+        def intrude() -> None:
+            for _ in range(15):
+                for door in doors:
+                    stranger(door, http)
+                    stranger(door, random.bytes(int(random.integers(1, 5000))))
+                    stranger(door, b"")
+
+        def work(client: Client) -> None:
+            table = client.sparse_table("w", update=SGD(lr=1.0))
+            keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
+            for step in range(150):
+                assert (table.pull(keys) == -2 * step).all()
+                table.push(keys, ones, tick=True)
+                client.tables()
+
+        in_threads(intrude, lambda: work(clients[0]), lambda: work(clients[1]))
+        wait_until(lambda: all(node.served.listener.num_connections == 2 for node in cluster.nodes if node.served))

@@ -1,0 +1,164 @@
+"""Every push is applied exactly once, however the connection breaks; the faults are seen to have happened."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from paceline.protocol import BoundedDelay, Consistency, DropStale, Eventual, Sequential
+from paceline.ps import SGD, Client
+from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
+from paceline.testing import Fault, FaultPlan, FaultyTransport
+
+from .harness import Cluster, floats, in_threads, keys_of, statistics_of
+
+KEYS = np.arange(300, dtype=np.uint64)  # on every server
+ONES = np.ones(300, np.float32)
+
+
+def faulty(cluster: Cluster, *faults: Fault, rank: int = 0) -> tuple[Client, FaultPlan]:
+    plan = FaultPlan(faults)
+    return cluster.connect(rank=rank, transport=FaultyTransport(cluster.transport, plan)), plan
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", [0, 1, 7, 19])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_cut_among_pipelined_pushes(servers: int, step: int, when: Literal["before", "after"]) -> None:
+    with Cluster(servers=servers) as cluster:
+        client, plan = faulty(cluster, Fault(action="cut", rank=0, step=step, kind=PUSH, when=when))
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        tickets = [table.push(KEYS, ONES) for _ in range(20)]
+        for ticket in reversed(tickets):
+            ticket.wait()
+        plan.check_all_fired()
+        assert (table.pull(KEYS) == -20).all()
+        assert [counted.pushes for counted in statistics_of(client, "w")] == [20] * servers
+
+
+@pytest.mark.parametrize("kind", [PUSH, PUSH_PULL, PULL, TICK], ids=["push", "push_pull", "pull", "tick"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"action": "cut", "when": "before"},
+        {"action": "cut", "when": "after"},
+        {"action": "delay", "delay_s": 0.01},
+    ],
+    ids=["cut before", "cut after", "delay"],
+)
+@pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=0), Eventual()], ids=str)
+def test_every_kind_of_request(kind: int, fault: dict[str, object], consistency: Consistency) -> None:
+    with Cluster(servers=2, workers=1, consistency=consistency) as cluster:
+        client, plan = faulty(cluster, Fault(rank=0, step=3, kind=kind, **fault))  # type: ignore[arg-type]
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        dense = client.dense_table("d", size=1000, update=SGD(lr=1.0))
+        for step in range(4):
+            push, ranges = table.push(KEYS, ONES), dense.push(np.ones(500, np.float32), start=300)
+            values = table.push_pull_async(KEYS, ONES, tick=True)
+            pulled = table.pull_async(KEYS)
+            client.tick()
+            assert (values.result() == -2 * (step + 1)).all()
+            assert (pulled.result() == -2 * (step + 1)).all()
+            assert (dense.pull()[300:800] == -(step + 1)).all()
+            push.wait()
+            ranges.wait()
+        plan.check_all_fired()
+        assert [counted.pushes for counted in statistics_of(client, "w")] == [8, 8]
+        assert [counted.pushes for counted in statistics_of(client, "d")] == [4, 4]
+        assert client.clock == 8
+
+
+def test_several_cuts_and_a_frame_that_comes_twice() -> None:
+    faults = [
+        Fault(action="cut", rank=0, step=2, kind=PUSH, when="after"),
+        Fault(action="cut", rank=0, step=3, kind=PUSH, when="before"),  # while it sends again
+        Fault(action="cut", rank=0, step=5, kind=PUSH, when="after"),
+        Fault(action="delay", rank=0, step=9, kind=PUSH, delay_s=0.01),
+        Fault(action="cut", rank=0, step=30, kind=PUSH, when="after"),
+    ]
+    with Cluster() as cluster:
+        client, plan = faulty(cluster, *faults)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        for _ in range(3):
+            tickets = [table.push(KEYS, ONES) for _ in range(10)]
+            for ticket in tickets:
+                ticket.wait()
+        plan.check_all_fired()
+        assert [fault.step for fault in plan.fired] == [2, 3, 5, 9, 30]
+        assert (table.pull(KEYS) == -30).all()
+        assert statistics_of(client, "w")[0].pushes == 30
+
+
+@pytest.mark.parametrize("kind", [PUSH, PUSH_PULL, TICK], ids=["push", "push_pull", "tick"])
+def test_a_frame_that_comes_twice_is_applied_once(kind: int) -> None:
+    with Cluster(workers=1, consistency=Sequential()) as cluster:
+        client, plan = faulty(cluster, Fault(action="duplicate", rank=0, step=1, kind=kind))
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        for step in range(5):
+            table.push(KEYS, ONES).wait()
+            assert (table.push_pull(KEYS, ONES) == -2 * step).all()
+            client.tick()
+            assert client.statistics()[0].tables["w"].pushes == 2 * step + 2
+        plan.check_all_fired()
+        assert (table.pull(KEYS) == -10).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_faults(seed: int) -> None:
+    """Two workers, three servers, a dozen cuts and delays: all counters and values to the last push."""
+    random = np.random.default_rng(seed)
+    pushes = 60
+    consistencies: list[Consistency] = [Sequential(), BoundedDelay(tau=2), Eventual()]
+    with Cluster(servers=3, workers=2, consistency=consistencies[seed % 3]) as cluster:
+        plans, clients = [], []
+        for rank in range(2):
+            faults = []
+            for step in random.choice(2 * pushes, 8, replace=False).tolist():
+                when: Literal["before", "after"] = "before" if random.random() < 0.5 else "after"
+                action: Literal["cut", "delay"] = "delay" if random.random() < 0.2 else "cut"
+                faults.append(Fault(action=action, rank=rank, step=step, kind=PUSH, when=when, delay_s=0.002))
+            client, plan = faulty(cluster, *faults, rank=rank)
+            clients.append(client)
+            plans.append(plan)
+
+        def work(rank: int) -> None:
+            table = clients[rank].sparse_table("w", update=SGD(lr=1.0))
+            tickets = []
+            for step in range(pushes):
+                tickets.append(table.push(KEYS, ONES, tick=True))
+                if step % 10 == 9:
+                    table.pull(KEYS[step:])
+            for ticket in tickets:
+                ticket.wait()
+
+        in_threads(lambda: work(0), lambda: work(1))
+        for plan in plans:
+            plan.check_all_fired()
+        table = clients[0].sparse_table("w", update=SGD(lr=1.0))
+        assert (table.pull(KEYS) == -2 * pushes).all()
+        assert [counted.pushes for counted in statistics_of(clients[0], "w")] == [2 * pushes] * 3
+
+
+def test_a_dropped_gradient_is_still_dropped_when_its_answer_was_lost() -> None:
+    with Cluster(workers=2, consistency=Eventual(), stale=DropStale(beyond=0)) as cluster:
+        client, plan = faulty(cluster, Fault(action="cut", rank=0, step=0, kind=PUSH, when="after"))
+        other = cluster.connect(rank=1)
+        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
+        table.pull([1])
+        beside.push([1], floats(1)).wait()
+        assert table.push([1], floats(8)).dropped
+        plan.check_all_fired()
+        counted = statistics_of(other, "w")[0]
+        assert (counted.pushes, counted.dropped) == (2, 1)
+        assert beside.pull([1]) == -1
+
+
+def test_numbers_of_one_client_mean_nothing_to_another() -> None:
+    with Cluster(workers=3) as cluster:
+        for rank in range(3):
+            table = cluster.connect(rank=rank).sparse_table("w", update=SGD(lr=1.0))
+            for _ in range(3):
+                table.push(keys_of(1), floats(1)).wait()
+        assert table.pull(keys_of(1)) == -9

@@ -1,0 +1,353 @@
+"""Tables on disk: what was saved is what is loaded, and a save that fails has changed nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import ModelError, TableMismatchError, UsageError
+from paceline.ps import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Client,
+    DenseTable,
+    Momentum,
+    SparseTable,
+    Uniform,
+    UpdateRule,
+    load_tables,
+    read_model,
+    save_tables,
+    saving,
+)
+
+from .harness import Cluster, Floats, Keys, floats, random_keys
+
+RULES: list[UpdateRule] = [SGD(lr=0.1), Momentum(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1), FTRL(alpha=0.3, l1=0.1)]
+SIZE = 1300
+KEYS = random_keys(np.random.default_rng(1), 500)
+
+
+def declare(client: Client, rule: UpdateRule) -> tuple[SparseTable, SparseTable, DenseTable]:
+    start = Uniform(low=-1, high=1)
+    return (
+        client.sparse_table("narrow", update=rule, initializer=start, seed=1),
+        client.sparse_table("wide", dim=6, update=rule, initializer=start, seed=2),
+        client.dense_table("dense", size=SIZE, update=rule, initializer=start, seed=3),
+    )
+
+
+def train(client: Client, rule: UpdateRule, steps: range) -> None:
+    narrow, wide, dense = declare(client, rule)
+    for step in steps:
+        random = np.random.default_rng(step)
+        keys = random.choice(KEYS, 200, replace=False)
+        narrow.push(keys, random.standard_normal(200, np.float32))
+        wide.push(keys, random.standard_normal((200, 6), np.float32))
+        dense.push(random.standard_normal(SIZE // 2, np.float32), start=step)
+
+
+def values(client: Client, rule: UpdateRule) -> list[Floats]:
+    narrow, wide, dense = declare(client, rule)
+    return [narrow.pull(KEYS), wide.pull(KEYS), dense.pull()]
+
+
+def same(one: list[Floats], other: list[Floats]) -> bool:
+    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_training_goes_on_as_if_never_saved(rule: UpdateRule, tmp_path: Path) -> None:
+    with Cluster(servers=3) as cluster:
+        client = cluster.connect()
+        train(client, rule, range(5))
+        client.save(tmp_path / "model", note="five steps", auc=0.75)
+        saved = values(client, rule)
+        rows = [len(table) for table in declare(client, rule)[:2]]
+        train(client, rule, range(5, 10))
+        expected = values(client, rule)
+    for servers in (2, 1):
+        with Cluster(servers=servers) as cluster:
+            client = cluster.connect()
+            assert client.load(tmp_path / "model") == {"note": "five steps", "auc": 0.75}
+            assert same(values(client, rule), saved)
+            assert [len(table) for table in declare(client, rule)[:2]] == rows
+            train(client, rule, range(5, 10))
+            assert same(values(client, rule), expected)
+
+
+def test_a_model_without_a_cluster(tmp_path: Path) -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        train(client, RULES[2], range(3))
+        client.save(tmp_path)
+        expected = values(client, RULES[2])
+    model = read_model(tmp_path)
+    assert [table.spec.name for table in model.manifest.tables] == ["narrow", "wide", "dense"]
+    store = model.load_store("wide")
+    found = np.empty((len(KEYS), 6), np.float32)
+    store.pull(KEYS, found)
+    assert np.array_equal(found, expected[1])  # keys that were never pushed read as their initializer says
+    assert len(store) == model.table("wide").rows
+    elements = np.empty(SIZE, np.float32)
+    for keys, records in model.records(model.table("dense")):
+        assert records.shape == (len(keys), 2)  # value and accumulator
+        elements[keys.astype(np.int64)] = records[:, 0]
+    assert np.array_equal(elements, expected[2])
+    with pytest.raises(ModelError, match=f"the model in {tmp_path} has no table 'net'"):
+        model.table("net")
+
+
+def test_some_tables_only_and_empty_ones(tmp_path: Path) -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        train(client, RULES[0], range(1))
+        client.sparse_table("empty", update=SGD(lr=1.0))
+        save_tables(client, tmp_path / "all")
+        save_tables(client, tmp_path / "some", ["wide", "empty"])
+        expected = values(client, RULES[0])
+    assert [table.rows for table in read_model(tmp_path / "some").manifest.tables] == [200, 0]
+    with Cluster() as cluster:
+        client = cluster.connect()
+        load_tables(client, tmp_path / "all", ["dense"])
+        assert [spec.name for spec in client.tables()] == ["dense"]
+        client.load(tmp_path / "some")
+        found = values(client, RULES[0])
+        assert same(found[1:], expected[1:])
+        assert not same(found[:1], expected[:1])
+        assert len(client.sparse_table("empty", update=SGD(lr=1.0))) == 0
+
+
+def test_a_table_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_PART_BYTES", 2000)
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        train(client, RULES[3], range(3))
+        client.save(tmp_path)
+        expected = values(client, RULES[3])
+    assert len(read_model(tmp_path).table("wide").parts) > 5
+    with Cluster(servers=3) as cluster:
+        client = cluster.connect()
+        client.load(tmp_path)
+        assert same(values(client, RULES[3]), expected)
+
+
+def one_table(client: Client, value: float) -> SparseTable:
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    table.push(KEYS, np.full(len(KEYS), -value, np.float32) - table.pull(KEYS).ravel() * -1).wait()
+    assert (table.pull(KEYS) == value).all()
+    return table
+
+
+def loaded(folder: Path) -> set[float]:
+    """Return the values in the model, after all of its files have been checked."""
+    model = read_model(folder)
+    return {float(value) for _, records in model.records(model.table("w")) for value in records[:, 0]}
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_replaces_the_model_before(tmp_path: Path) -> None:
+    (tmp_path / "table0-00000.0123abcd.safetensors").write_bytes(b"of a save that was killed")
+    (tmp_path / ".manifest.json.0123abcd").write_bytes(b"too")
+    with Cluster() as cluster:
+        client = cluster.connect()
+        one_table(client, 1)
+        client.save(tmp_path, generation=1)
+        first = files(tmp_path)
+        (tmp_path / "embeddings.safetensors").write_bytes(b"somebody's")
+        (tmp_path / "notes.txt").write_text("mine")
+        one_table(client, 2)
+        client.save(tmp_path, generation=2)
+    assert len(first) == 2
+    assert loaded(tmp_path) == {2.0}
+    assert read_model(tmp_path).manifest.model == {"generation": 2}
+    assert files(tmp_path)[0] == "embeddings.safetensors"
+    assert len(files(tmp_path)) == 4
+    assert not set(first) & set(files(tmp_path)) - {"manifest.json"}
+
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FAILURES: list[tuple[BaseException, type[BaseException], str]] = [
+    (NO_SPACE, ModelError, "no space left to save the model in .*; a model that was there before is untouched"),
+    (OSError(errno.EROFS, "Read-only file system"), ModelError, "cannot save the model in .*: Read-only file system"),
+    (KeyboardInterrupt("by the user"), KeyboardInterrupt, "by the user"),
+]
+
+
+@pytest.mark.parametrize(("failure", "kind", "message"), FAILURES, ids=["no space", "read-only", "Ctrl-C"])
+@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("there", [True, False], ids=["over a model", "new"])
+def test_a_save_that_fails_leaves_the_old_model_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    there: bool,
+    failure: BaseException,
+    kind: type[BaseException],
+    message: str,
+) -> None:
+    folder = tmp_path / "a" / "model"
+    monkeypatch.setattr(saving, "_PART_BYTES", 2500)
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        one_table(client, 1)
+        if there:
+            client.save(folder)
+            before = {path: path.read_bytes() for path in folder.iterdir()}
+        one_table(client, 2)
+        calls = [0]
+        write, replace = saving._write, os.replace
+
+        def fail(what: Any) -> Any:
+            def attempt(path: Path, data: Any) -> None:
+                calls[0] += 1
+                if calls[0] == step + 1:
+                    if what is write:
+                        path.write_bytes(data[: len(data) // 2])
+                    raise failure
+                what(path, data)
+
+            return attempt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "_write", fail(write))
+            patch.setattr(os, "replace", fail(replace))
+            with pytest.raises(kind, match=message):
+                client.save(folder)
+        assert calls[0] == step + 1
+        if there:
+            assert {path: path.read_bytes() for path in folder.iterdir()} == before
+            assert loaded(folder) == {1.0}
+        else:
+            assert not list(tmp_path.iterdir())
+        client.save(folder)
+        assert loaded(folder) == {2.0}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    with Cluster() as cluster:
+        client = cluster.connect()
+        one_table(client, 1)
+        client.save(folder)
+    return folder
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        loaded(folder)
+    with Cluster() as cluster, pytest.raises(ModelError, match=message):
+        cluster.connect().load(folder)
+
+
+def part_of(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("at", [0, 100, -1])
+def test_a_damaged_file(model: Path, at: int) -> None:
+    data = bytearray(part_of(model).read_bytes())
+    data[at] ^= 1
+    part_of(model).write_bytes(data)
+    refused(model, rf"{part_of(model)} is damaged: its SHA-256 is [0-9a-f]{{16}}…, the manifest says")
+
+
+def test_a_truncated_and_a_missing_file(model: Path) -> None:
+    part = part_of(model)
+    part.write_bytes(part.read_bytes()[:-10])
+    refused(model, "is damaged: its SHA-256")
+    part.unlink()
+    refused(model, f"cannot read {part}, a part of the model: No such file")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2, "paceline": "9.0"}, "has format version 2, this Paceline reads 1: use Paceline 9.0"),
+        ({"format": "other"}, "manifest.json is no manifest of a Paceline model"),
+        ({"tables": 3}, "manifest.json is damaged: Expected `array`, got `int`"),
+    ],
+)
+def test_a_manifest_that_is_not_ours(model: Path, change: dict[str, object], message: str) -> None:
+    manifest = json.loads((model / "manifest.json").read_text())
+    (model / "manifest.json").write_text(json.dumps({**manifest, **change}))
+    refused(model, message)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[]"])
+def test_a_manifest_that_is_none(model: Path, text: bytes) -> None:
+    (model / "manifest.json").write_bytes(text)
+    refused(model, "manifest.json is (damaged|no manifest of a Paceline model)")
+
+
+def test_a_manifest_that_says_something_else(model: Path) -> None:
+    manifest = json.loads((model / "manifest.json").read_text())
+    manifest["tables"][0]["spec"]["dim"] = 2
+    (model / "manifest.json").write_text(json.dumps(manifest))
+    refused(model, "does not hold what the manifest says, 502 rows of 2 float32 for table 'w'")
+
+
+def test_no_model(tmp_path: Path) -> None:
+    refused(tmp_path, "holds no model: there is no manifest.json in it")
+    refused(tmp_path / "nowhere", "holds no model")
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "holds no model")
+
+
+def test_what_is_not_ours_is_not_written_over(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "manifest.json").write_text('{"name": "my app"}')
+    with Cluster() as cluster:
+        client = cluster.connect()
+        one_table(client, 3)
+        for folder, message in [
+            ("file", "cannot save a model as .*file: there is a file of that name"),
+            ("file/below", "cannot save the model in .*below: Not a directory"),
+            ("full", "cannot save a model in .*full: it holds other files; name an empty or new directory"),
+            ("web", "manifest.json is no manifest of a Paceline model"),
+        ]:
+            with pytest.raises(ModelError, match=message):
+                client.save(tmp_path / folder)
+        with pytest.raises(UsageError, match="kept in the manifest is not fit for JSON"):
+            client.save(tmp_path / "new", what=object())
+    assert (tmp_path / "file").read_text() == "x"
+    assert files(tmp_path) == ["file", "full", "model", "web"]
+    assert files(tmp_path / "full") == ["thesis.tex"]
+    assert files(tmp_path / "web") == ["manifest.json"]
+
+
+def test_a_model_of_other_tables_is_not_loaded_into_these(model: Path) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=0.5))
+        table.push([1], floats(1)).wait()
+        with pytest.raises(TableMismatchError, match=r"table 'w' was declared as .*lr=1.0.*known as .*lr=0.5"):
+            client.load(model)
+        assert len(table) == 1
+
+
+def test_loading_writes_over_what_is_there(model: Path) -> None:
+    keys: Keys = np.array([5], np.uint64)
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.push(KEYS[:10], np.ones(10, np.float32))
+        table.push(keys, floats(4))
+        client.load(model)
+        assert (table.pull(KEYS) == 1).all()
+        assert table.pull(keys) == (1 if 5 in KEYS else -4)

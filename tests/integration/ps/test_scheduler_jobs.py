@@ -1,0 +1,270 @@
+"""Jobs as the scheduler hands them out: leases, losses, ends, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.errors import DataError, PeerError
+from paceline.ps import SchedulerLink, messages
+from paceline.ps.job import ALL_DONE, NOTHING_NOW
+
+from .harness import Cluster, in_threads, wait_until
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(servers=0, workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def poster(cluster: Cluster) -> SchedulerLink:
+    return cluster.link(role="observer")
+
+
+def post(poster: SchedulerLink, *files: int | None, epochs: int = 1, assignment: str = "first-come") -> int:
+    job = messages.PostJob(description=b"work", files=files, epochs=epochs, assignment=assignment)
+    return int(poster.call(job, int))
+
+
+def take(worker: SchedulerLink, job: int, *, wait: bool = False) -> messages.Lease:
+    lease: messages.Lease = worker.call(messages.TakeLease(job=job, wait=wait), messages.Lease)
+    return lease
+
+
+def done(worker: SchedulerLink, job: int, lease: messages.Lease, **progress: float) -> None:
+    worker.call(messages.LeaseDone(job=job, lease=lease.lease, progress={**progress, "job": job} if progress else {}))
+
+
+def state(poster: SchedulerLink, job: int) -> messages.JobState:
+    found: messages.JobState = poster.call(messages.JobStatus(job=job), messages.JobState)
+    return found
+
+
+def rest(worker: SchedulerLink, after: int) -> None:
+    """Ask for the next job, as a worker that is through does, and do not wait for it."""
+    worker.start(messages.GetJob(after=after), messages.Job)
+    worker.call(messages.GetMap())  # by its answer the scheduler has heard
+
+
+def die(worker: SchedulerLink) -> None:
+    worker._closing = True
+    worker._channel.close()
+    worker._thread.join(10)
+
+
+def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
+    workers = [cluster.link(rank=rank) for rank in range(2)]
+    asked = [worker.start(messages.GetJob(after=0), messages.Job) for worker in workers]
+    number = post(poster, 3, 2, epochs=2)
+    assert {answer() for answer in asked} == {messages.Job(number=number, description=b"work")}
+    late = cluster.link()
+    assert late.call(messages.GetJob(after=0), messages.Job).number == number
+    seen = []
+    for step in range(10):
+        worker = workers[step % 2]
+        lease = take(worker, number)
+        assert lease.lease >= 0
+        seen.append((lease.epoch, lease.file, lease.shard))
+        assert not state(poster, number).finished
+        done(worker, number, lease, examples=100.0 * (step // 2 + 1), loss=1.0)
+        assert state(poster, number).done == step + 1
+    assert sorted(seen) == [(e, f, s) for e in range(2) for f, n in enumerate((3, 2)) for s in range(n)]
+    assert [take(worker, number).lease for worker in workers] == [ALL_DONE, ALL_DONE]
+    assert not state(poster, number).finished  # they may still have something to say
+    for worker in workers:
+        rest(worker, number)
+    ended = state(poster, number)
+    assert ended.finished
+    assert (ended.done, ended.total, ended.failed) == (10, 10, None)
+    assert ended.progress == {"examples": 1000.0, "loss": 2.0}
+    assert (ended.num_workers, ended.lost_workers, ended.num_reports) == (3, 0, 0)
+    assert ended.seconds == state(poster, number).seconds > 0
+
+
+def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: SchedulerLink) -> None:
+    lives, dies = cluster.link(rank=0), cluster.link(rank=1)
+    number = post(poster, 2)
+    mine, lost = take(lives, number), take(dies, number)
+    done(lives, number, mine)
+    assert take(lives, number).lease == NOTHING_NOW
+    waiting: list[messages.Lease] = []
+    in_threads(lambda: waiting.append(take(lives, number, wait=True)), lambda: die(dies))
+    assert waiting[0].lease not in (lost.lease, NOTHING_NOW, ALL_DONE)
+    assert (waiting[0].file, waiting[0].shard) == (lost.file, lost.shard)
+    done(lives, number, waiting[0])
+    assert take(lives, number, wait=True).lease == ALL_DONE
+    rest(lives, number)
+    ended = state(poster, number)
+    assert ended.finished
+    assert (ended.done, ended.lost_workers, ended.num_workers) == (2, 1, 1)
+
+
+def test_a_worker_that_leaves_gives_its_leases_back(cluster: Cluster, poster: SchedulerLink) -> None:
+    stays, leaves = cluster.link(), cluster.link()
+    number = post(poster, 1, assignment="strided")
+    lease = take(stays, number)
+    assert take(leaves, number).lease == NOTHING_NOW
+    stays.close()
+    again = take(leaves, number, wait=True)
+    assert (again.file, again.shard) == (lease.file, lease.shard)
+    done(leaves, number, again)
+    rest(leaves, number)
+    assert state(poster, number).finished
+    assert state(poster, number).lost_workers == 0
+
+
+def test_whoever_waits_hears_that_all_is_done(cluster: Cluster, poster: SchedulerLink) -> None:
+    works, waits = cluster.link(), cluster.link()
+    number = post(poster, 1)
+    lease = take(works, number)
+    answer = waits.start(messages.TakeLease(job=number, wait=True), messages.Lease)
+    waits.call(messages.GetMap())
+    done(works, number, lease)
+    assert answer().lease == ALL_DONE
+
+
+def test_the_last_worker_dies_before_it_hears_that_all_is_done(cluster: Cluster, poster: SchedulerLink) -> None:
+    worker = cluster.link()
+    number = post(poster, 2)
+    for _ in range(2):
+        done(worker, number, take(worker, number))
+    assert not state(poster, number).finished
+    die(worker)
+    wait_until(lambda: state(poster, number).finished)
+
+
+def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: SchedulerLink) -> None:
+    worker = cluster.link()
+    number = post(poster, 2)
+    done(worker, number, take(worker, number))
+    take(worker, number)
+    die(worker)
+    wait_until(lambda: state(poster, number).num_workers == 0)
+    assert not state(poster, number).finished
+    heir = cluster.link()
+    done(heir, number, take(heir, number))
+    assert take(heir, number).lease == ALL_DONE
+    rest(heir, number)
+    assert state(poster, number).finished
+    assert state(poster, number).done == 2
+
+
+def test_strided_work_goes_by_rank(cluster: Cluster, poster: SchedulerLink) -> None:
+    first, second = cluster.link(rank=0), cluster.link(rank=1)
+    number = post(poster, 4, assignment="strided")
+    assert [take(second, number).shard for _ in range(2)] == [1, 3]
+    assert [take(first, number).shard for _ in range(2)] == [0, 2]
+
+
+def test_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> None:
+    worker = cluster.link()
+    number = post(poster, None, 1)
+    assert state(poster, number).total is None
+    first, second = take(worker, number), take(worker, number)
+    assert (first.shard, second.shard) == (0, 1)
+    worker.call(messages.FileEnded(job=number, file=0, num_shards=1))
+    assert state(poster, number).total == 2
+    with pytest.raises(DataError, match="File 0 was reported to end after 5 shards, but it has 1"):
+        worker.call(messages.FileEnded(job=number, file=0, num_shards=5))
+    done(worker, number, first)
+    last = take(worker, number)
+    assert (last.file, last.shard) == (1, 0)
+    with pytest.raises(PeerError, match="says that lease"):
+        done(cluster.link(), number, last)
+    done(worker, number, last)
+    done(worker, number, second)  # past the end: it counts nowhere
+    assert state(poster, number).done == 2
+    assert take(worker, number).lease == ALL_DONE
+
+
+def test_reports_come_with_their_bodies(cluster: Cluster, poster: SchedulerLink) -> None:
+    worker = cluster.link()
+    number = post(poster, 1)
+    for index in range(3):
+        worker.call(
+            messages.Report(job=number, fields={"index": index, "name": "é"}), body=(bytes([index]) * 1000, b"!")
+        )
+    assert state(poster, number).num_reports == 3
+    for index in range(3):
+        fields, body = poster.call_with_body(messages.TakeReports(job=number))
+        assert fields == {"index": index, "name": "é"}
+        assert bytes(body) == bytes([index]) * 1000 + b"!"
+    fields, body = poster.call_with_body(messages.TakeReports(job=number))
+    assert fields is None
+    assert len(body) == 0
+
+
+def test_a_job_that_cannot_be_done(cluster: Cluster, poster: SchedulerLink) -> None:
+    worker = cluster.link()
+    number = post(poster, 5)
+    take(worker, number)
+    worker.call(messages.JobFailed(job=number, error="DataError", message="x.gz is cut off"))
+    worker.call(messages.JobFailed(job=number, error="DataError", message="another"))
+    assert state(poster, number).failed == ("DataError", "x.gz is cut off")
+
+
+def test_heartbeats_carry_progress(cluster: Cluster, poster: SchedulerLink) -> None:
+    workers = [cluster.link(), cluster.link()]
+    number = post(poster, 1)
+    for worker in workers:
+        worker.tell(messages.Heartbeat(progress={"job": number, "examples": 5.0}))
+        worker.tell(messages.Heartbeat(progress={"job": number, "examples": 7.0}))
+        worker.tell(messages.Heartbeat(progress={"job": number + 1, "examples": 1000.0}))
+        worker.call(messages.GetMap())
+    assert state(poster, number).progress == {"examples": 14.0}
+    done(workers[0], number, take(workers[0], number), examples=8.0)
+    workers[0].tell(messages.Heartbeat(progress={"job": number, "examples": 9.0}))
+    workers[0].call(messages.GetMap())
+    assert state(poster, number).progress == {"examples": 16.0}
+    die(workers[0])
+    wait_until(lambda: state(poster, number).num_workers == 1)
+    # What the dead have finished counts; what they had begun counts where it is done again.
+    assert state(poster, number).progress == {"examples": 15.0}
+
+
+def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink) -> None:
+    works, waits, rests = (cluster.link() for _ in range(3))
+    first = post(poster, 1)
+    lease = take(works, first)
+    waiting = waits.start(messages.TakeLease(job=first, wait=True), messages.Lease)
+    waits.call(messages.GetMap())
+    resting = rests.start(messages.GetJob(after=first), messages.Job)
+    rests.call(messages.GetMap())
+    second = post(poster, 1)
+    assert second == first + 1
+    assert waiting().lease == ALL_DONE
+    assert resting().number == second
+    # Who is still at the old one finds it over, and is none the worse.
+    done(works, first, lease)
+    works.call(messages.Report(job=first, fields={}))
+    works.call(messages.FileEnded(job=first, file=0, num_shards=9))
+    works.call(messages.JobFailed(job=first, error="DataError", message=""))
+    assert take(works, first).lease == ALL_DONE
+    assert works.call(messages.GetJob(after=first), messages.Job).number == second
+    found = state(poster, second)
+    assert (found.done, found.failed, found.num_reports) == (0, None, 0)
+    with pytest.raises(PeerError, match=f"there is no job {first}, or it is over"):
+        state(poster, first)
+
+
+def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None:
+    heard: list[Any] = []
+    seeks, waits, late = (cluster.link() for _ in range(3))
+    late._on_notice = heard.append
+    number = post(poster, 1)
+    take(late, number)
+    seeking = seeks.start(messages.GetJob(after=number), messages.Job)
+    waiting = waits.start(messages.TakeLease(job=number, wait=True), messages.Lease)
+    for link in (seeks, waits):
+        link.call(messages.GetMap())
+    poster.call(messages.EndCluster())
+    assert seeking().number == -1
+    assert waiting().lease == ALL_DONE
+    wait_until(lambda: any(isinstance(notice, messages.Ended) for notice in heard))
+    assert late.call(messages.GetJob(after=number), messages.Job).number == -1
+    assert cluster.scheduler.ended.is_set()
+    assert cluster.scheduler.num_members == 4

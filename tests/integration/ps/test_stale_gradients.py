@@ -1,0 +1,205 @@
+"""Observed staleness in scripted interleavings, and what each policy makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.protocol import BoundedDelay, DelayCompensate, DropStale, Eventual, StalePolicy
+from paceline.ps import SGD, Client, DenseTable, SparseTable
+
+from .harness import Cluster, Floats, floats, keys_of, random_keys, statistics_of
+
+
+def histogram(client: Client, table: str = "w", server: int = 0) -> dict[int, int]:
+    """Return staleness → how many gradients."""
+    counts = statistics_of(client, table)[server].staleness
+    return {staleness: count for staleness, count in enumerate(counts) if count}
+
+
+def sparse(client: Client) -> SparseTable:
+    return client.sparse_table("w", update=SGD(lr=1.0))
+
+
+def test_staleness_is_what_was_applied_between_pull_and_push() -> None:
+    with Cluster(workers=2, consistency=Eventual()) as cluster:
+        clients = cluster.connect_all()
+        a, b = (sparse(client) for client in clients)
+        one, key = floats(1), keys_of(1)
+        a.push(key, one).wait()  # without a pull: 0
+        assert histogram(clients[0]) == {0: 1}
+        a.pull(key)
+        b.pull(key)
+        a.push(key, one, tick=True).wait()  # 0
+        b.push(key, one).wait()  # a's: 1
+        b.push(key, one, tick=True).wait()  # from the same pull, its own of the iteration aside: 1
+        assert histogram(clients[0]) == {0: 2, 1: 2}
+        a.pull(key)
+        for _ in range(5):
+            b.push_pull(key, one, tick=True)  # 0 each, pulled just before; the first without a pull
+        a.push(key, one, tick=True).wait()  # 5
+        assert histogram(clients[0]) == {0: 7, 1: 2, 5: 1}
+        a.pull(key)
+        a.pull(key)  # the last pull counts
+        b.push(key, one).wait()  # b has pulled for this iteration before a's last push: 1
+        a.pull(key)
+        a.push(key, one, tick=True).wait()  # 0
+        assert histogram(clients[0]) == {0: 8, 1: 3, 5: 1}
+
+
+def test_another_table_and_another_server_have_their_own() -> None:
+    with Cluster(servers=2, workers=2, consistency=BoundedDelay(tau=4)) as cluster:
+        clients = cluster.connect_all()
+        a, b = (sparse(client) for client in clients)
+        owner = clients[0].owners
+        dense = clients[1].dense_table("d", size=2, update=SGD(lr=1.0))
+        keys = np.arange(100, dtype=np.uint64)
+        a.pull(keys)
+        dense.push(floats(1, 1)).wait()  # another table's
+        on_first = next(key for key in keys if _server(clients[0], int(key)) == 0)
+        b.push([on_first], floats(1)).wait()
+        a.push(keys, np.ones(100, np.float32)).wait()
+        assert len(set(owner.tolist())) == 2
+        assert histogram(clients[0], server=0) == {0: 1, 1: 1}
+        assert histogram(clients[0], server=1) == {0: 1}
+
+
+def _server(client: Client, key: int) -> int:
+    from paceline.kernels import index
+
+    bucket = np.empty(1, np.uint16)
+    index.buckets_of(keys_of(key), bucket)
+    return int(client.owners[bucket[0]])
+
+
+def test_far_behind_is_counted_in_the_last_place() -> None:
+    with Cluster(workers=2, consistency=Eventual()) as cluster:
+        clients = cluster.connect_all()
+        a, b = (sparse(client) for client in clients)
+        a.pull([1])
+        for _ in range(150):
+            b.push([1], floats(1))
+        clients[1].flush()
+        a.push([1], floats(1)).wait()
+        assert histogram(clients[0]) == {0: 150, 128: 1}
+
+
+def test_drop_beyond() -> None:
+    with Cluster(servers=2, workers=2, consistency=Eventual(), stale=DropStale(beyond=2)) as cluster:
+        clients = cluster.connect_all()
+        a, b = (sparse(client) for client in clients)
+        keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
+        a.pull(keys)
+        for step in range(3):
+            if step == 2:
+                fresh = a.push(keys, ones)
+                assert not fresh.dropped  # two others: just in time
+            b.push(keys, ones).wait()
+        assert (b.pull(keys) == -4).all()
+        assert a.push(keys, ones).dropped
+        ticket = a.push_pull_async(keys, ones, tick=True)
+        assert ticket.dropped
+        assert (ticket.result() == -4).all()  # the table is untouched
+        assert [counted.dropped for counted in statistics_of(clients[0], "w")] == [2, 2]
+        assert [counted.pushes for counted in statistics_of(clients[0], "w")] == [6, 6]
+        assert histogram(clients[0]) == {0: 3, 2: 1, 3: 2}
+        assert not a.push(keys, ones).dropped  # of the next iteration, pulled with the ticket
+        assert (b.pull(keys) == -5).all()
+
+
+STRENGTH = 0.5
+
+
+def compensated(grads: Floats, now: Floats, then: Floats) -> Floats:
+    """Zheng et al. 2017, equation 10."""
+    return (grads + np.float32(STRENGTH) * grads * grads * (now - then)).astype(np.float32)
+
+
+@pytest.fixture(params=[1, 3], ids=["1 server", "3 servers"])
+def policy(request: pytest.FixtureRequest) -> tuple[int, StalePolicy]:
+    return request.param, DelayCompensate(strength=STRENGTH)
+
+
+@pytest.mark.parametrize("pushed", ["same", "permutation", "subset", "superset"])
+@pytest.mark.parametrize("dim", [1, 3])
+def test_delay_compensation_sparse(policy: tuple[int, StalePolicy], dim: int, pushed: str) -> None:
+    servers, stale = policy
+    random = np.random.default_rng(dim)
+    every = random_keys(random, 58)
+    keys = every[:40]
+    chosen = {
+        "same": keys,
+        "permutation": random.permutation(keys),
+        "subset": random.permutation(keys)[:13],
+        "superset": random.permutation(every),
+    }[pushed]
+    with Cluster(servers=servers, workers=2, consistency=Eventual(), stale=stale) as cluster:
+        a, b = (client.sparse_table("w", dim=dim, update=SGD(lr=1.0)) for client in cluster.connect_all())
+        b.push(every, random.standard_normal((len(every), dim), np.float32)).wait()
+        a.pull(keys)
+        then = b.pull(chosen)
+        b.push(every, random.standard_normal((len(every), dim), np.float32)).wait()
+        now = b.pull(chosen)
+        grads = random.standard_normal((len(chosen), dim), np.float32)
+        a.push(chosen, grads).wait()
+        was_pulled = np.isin(chosen, keys)[:, None]
+        expected = now - np.where(was_pulled, compensated(grads, now, then), grads)
+        np.testing.assert_allclose(b.pull(chosen), expected, rtol=1e-6, atol=1e-6)
+        assert not np.allclose(expected, now - grads)
+
+
+@pytest.mark.parametrize("pulled", ["all", "range", "keys"])
+@pytest.mark.parametrize("pushed", ["all", "range", "keys"])
+def test_delay_compensation_dense(policy: tuple[int, StalePolicy], pulled: str, pushed: str) -> None:
+    servers, stale = policy
+    size = 1500
+    random = np.random.default_rng(3)
+    some = random.choice(size, 300, replace=False).astype(np.uint64)
+    selections = {"all": np.arange(size), "range": np.arange(200, 1111), "keys": some.astype(np.int64)}
+    with Cluster(servers=servers, workers=2, consistency=Eventual(), stale=stale) as cluster:
+        a, b = (client.dense_table("d", size=size, update=SGD(lr=1.0)) for client in cluster.connect_all())
+        b.push(random.standard_normal(size, np.float32)).wait()
+        then = b.pull()
+        _pull(a, pulled, some)
+        b.push(random.standard_normal(size, np.float32)).wait()
+        now = b.pull()
+        grads = np.zeros(size, np.float32)
+        grads[selections[pushed]] = random.standard_normal(len(selections[pushed]), np.float32)
+        if pushed == "keys":
+            a.push(grads[some], keys=some).wait()
+        else:
+            a.push(grads[selections[pushed]], start=int(selections[pushed][0])).wait()
+        was_pulled = np.isin(np.arange(size), selections[pulled])
+        expected = now - np.where(was_pulled, compensated(grads, now, then), grads)
+        np.testing.assert_allclose(b.pull(), expected, rtol=1e-6, atol=1e-6)
+
+
+def _pull(table: DenseTable, what: str, keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    if what == "keys":
+        table.pull(keys=keys)
+    elif what == "range":
+        table.pull(start=200, stop=1111)
+    else:
+        table.pull()
+
+
+def test_compensation_looks_at_the_pull_of_its_own_iteration() -> None:
+    """What was asked for ahead, for the next iteration, is not what this one's gradient was computed from."""
+    stale = DelayCompensate(strength=STRENGTH)
+    with Cluster(workers=2, consistency=BoundedDelay(tau=4), stale=stale) as cluster:
+        a, b = (sparse(client) for client in cluster.connect_all())
+        a.pull([1])
+        b.push([1], floats(-4)).wait()
+        a.pull_async([1], ahead=1).wait()
+        b.push([1], floats(-2)).wait()
+        a.push([1], floats(1), tick=True).wait()  # pulled 0, now 6
+        assert a.pull([1]) == 6 - (1 + STRENGTH * 6)
+        a.push([1], floats(0)).wait()
+
+
+def test_a_fresh_gradient_is_left_as_it_is() -> None:
+    with Cluster(workers=1, consistency=Eventual(), stale=DelayCompensate(strength=100.0)) as cluster:
+        table = sparse(cluster.connect())
+        for step in range(5):
+            assert table.pull([1]) == -step
+            table.push([1], floats(1), tick=True)

@@ -1,0 +1,62 @@
+"""The other commands: help, version, doctor, bench; and what importing costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import Commands, parse_json
+
+COMMANDS = ["train", "predict", "scheduler", "server", "worker", "doctor", "bench ps"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(paceline: Commands, command: str) -> None:
+    finished = paceline.succeed(*command.split(), "--help")
+    assert f"Example: paceline {command}" in " ".join(finished.out.split())
+
+
+def test_version(paceline: Commands) -> None:
+    assert paceline.succeed("--version").out.startswith("paceline 0.")
+
+
+def test_doctor(paceline: Commands) -> None:
+    findings = [json.loads(line) for line in paceline.succeed("doctor", "--json").out.splitlines()]
+    assert {finding["status"] for finding in findings} <= {"ok", "note"}
+    assert findings[-1]["what"] == "local cluster"
+
+
+@pytest.mark.slow
+def test_bench(paceline: Commands) -> None:
+    lines = paceline.succeed("bench", "ps", "--rows", "200000", "--json").out.splitlines(keepends=True)
+    results = [parse_json(line) for line in lines]
+    assert {(each["work"], each["keys"], each["dim"]) for each in results} >= {
+        (work, keys, dim) for work in ("push", "pull", "push_pull") for keys in (1, 1000, 100_000) for dim in (1, 16)
+    }
+    for each in results:
+        assert {"median_us", "p99_us", "floor_us", "keys_per_s"} <= set(each)
+        assert 0 < each["floor_us"]
+        assert 0 < each["median_us"] <= each["p99_us"]
+
+
+def test_importing_is_quick() -> None:
+    code = "import paceline, sys; print([name for name in ('torch', 'numba', 'rich', 'numpy') if name in sys.modules])"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        times.append(time.perf_counter() - start)
+        assert out.strip() == "[]"
+    assert min(times) < 0.5
+
+
+def test_every_public_name() -> None:
+    code = (
+        "import paceline; names = paceline.__all__; assert names == sorted(names); "
+        "[getattr(paceline, name) for name in names]; assert set(names) <= set(dir(paceline)); "
+        "import sys; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,157 @@
+"""Processes that are interrupted, killed and stopped while a training runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Commands, Running, our_processes, parse_json, wait_until
+
+LONG = ["--epochs", "100000"]
+"""More passes than anybody waits for."""
+
+
+def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> Running:
+    """Start a training with 2 servers and 2 workers, and wait until it is in its midst."""
+    running = paceline.start("train", click_log[0], "--servers", "2", "--workers", "2", *arguments)
+    running.wait_progress()
+    return running
+
+
+def sentences(text: str) -> list[str]:
+    """What was said besides the progress lines."""
+    return [line for line in text.splitlines() if "examples/s" not in line]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_training_saves_what_it_has(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, number: int, status: int
+) -> None:
+    running = start(paceline, click_log, *LONG, "--save", "model", "--consistency", "sequential")
+    running.signal(number)
+    finished = running.wait()
+    assert finished.status == status
+    assert finished.out == ""
+    assert sentences(finished.err)[0] == "paceline: the model so far is saved in model"
+    assert len(sentences(finished.err)) == 2
+    assert json.loads((tmp_path / "model" / "manifest.json").read_text())["model"]["finished"] is False
+    assert paceline.succeed("predict", "model", click_log[1], "--json").json["auc"] > 0.6
+
+
+def test_an_interrupted_training_without_save(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    running = start(paceline, click_log, *LONG)
+    running.signal(signal.SIGINT)
+    finished = running.wait()
+    assert (finished.status, sentences(finished.err)) == (130, ["paceline: interrupted"])
+
+
+def test_interrupted_while_processes_start(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    running = paceline.start("train", click_log[0], *LONG, "--save", "model")
+    wait_until(lambda: len(psutil.Process(running.process.pid).children()) > 1, "no process was started")
+    running.signal(signal.SIGINT)
+    finished = running.wait()
+    assert (finished.status, sentences(finished.err)) == (130, ["paceline: interrupted"])
+
+
+def test_when_the_parent_is_killed_the_others_end(
+    paceline: Commands, click_log: tuple[Path, Path]
+) -> None:
+    """And their temporary files go, which the fixture looks at."""
+    running = start(paceline, click_log, *LONG)
+    children = psutil.Process(running.process.pid).children()
+    assert len(children) == 5
+    running.process.kill()
+    gone, alive = psutil.wait_procs(children, timeout=5.0)
+    assert alive == []
+    running.kill()
+
+
+def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    """The others go on, its shards are read again, and each example counts once per epoch."""
+    running = start(paceline, click_log, "--epochs", "60", "--eval", str(click_log[1]), "--json")
+    running.children("worker")[1].kill()
+    finished = running.wait()
+    assert finished.status == 0, finished
+    result = parse_json(finished.out)
+    assert result["lost_workers"] == 1
+    assert result["examples"] == 60 * 12_000
+    assert result["eval_examples"] == 4_000
+    assert len(sentences(finished.err)) == 1
+    assert "a worker died" in finished.err
+
+
+def test_a_killed_worker_of_a_sequential_training(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    running = start(paceline, click_log, "--epochs", "40", "--consistency", "sequential", "--json")
+    running.children("worker")[0].kill()
+    result = parse_json(running.wait().out)
+    assert (result["lost_workers"], result["examples"]) == (1, 40 * 12_000)
+
+
+def test_a_stopped_worker_is_declared_dead(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    """And when it wakes up in mid-training, it ends."""
+    running = start(paceline, click_log, *LONG, "--heartbeat-timeout", "1", "--consistency", "sequential")
+    stopped = running.children("worker")[0]
+    stopped.suspend()
+    running.wait_line("a worker died")
+    stopped.resume()
+    running.wait_line("declared dead")
+    stopped.wait(5.0)
+    running.signal(signal.SIGINT)
+    assert running.wait().status == 130
+
+
+def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    running = start(paceline, click_log, "--epochs", "60", "--heartbeat-timeout", "1", "--json")
+    running.children("worker")[0].suspend()
+    finished = running.wait(20.0)
+    assert finished.status == 0, finished
+    assert parse_json(finished.out)["examples"] == 60 * 12_000
+
+
+def test_all_workers_killed(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    running = start(paceline, click_log, *LONG, "--save", "model")
+    for worker in running.children("worker"):
+        worker.kill()
+    finished = running.wait()
+    assert finished.status == 1
+    assert "paceline: all workers have died: nobody is left to train" in finished.err
+    assert "the model so far is saved in model" in finished.err
+    assert paceline.succeed("predict", "model", click_log[1], "--json").json["examples"] == 4_000
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_a_killed_server_or_scheduler(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, role: str
+) -> None:
+    running = start(paceline, click_log, *LONG, "--save", "model")
+    running.children(role)[-1].kill()
+    finished = running.wait(10.0)
+    assert finished.status == 1
+    (sentence,) = sentences(finished.err)
+    assert sentence.startswith("paceline: server 1 was killed by SIGKILL" if role == "server" else "paceline: the scheduler")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_failure_never_replaces_a_finished_model(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
+) -> None:
+    paceline.succeed("train", click_log[0], "--epochs", "1", "--save", "model", "-q")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    running = start(paceline, click_log, *LONG, "--save", "model")
+    for worker in running.children("worker"):
+        worker.kill()
+    finished = running.wait()
+    assert finished.status == 1
+    assert "the model so far is saved in model-unfinished" in finished.err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    assert paceline.succeed("predict", "model-unfinished", click_log[1], "--json").json["examples"] == 4_000
+
+
+def test_nothing_is_left_of_a_training(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    """Processes are gone when the command is, not some time later."""
+    running = paceline.start("train", click_log[0], "--epochs", "1", "-q")
+    assert running.wait().status == 0
+    assert our_processes(paceline.environment["PACELINE_TEST_SESSION"]) == []

@@ -1,0 +1,158 @@
+"""A cluster whose roles are started by hand, as on several machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trustme
+from conftest import Commands, Running, parse_json
+
+
+def start_scheduler(paceline: Commands, *arguments: str | Path) -> tuple[Running, str]:
+    """Start a scheduler; return it and its address."""
+    scheduler = paceline.start("scheduler", "--port", "0", "--token-file", "token", *arguments)
+    found = re.search(r"tcp://([0-9.]+:\d+)", scheduler.wait_line("listening on"))
+    assert found is not None
+    return scheduler, found.group(1)
+
+
+def end(scheduler: Running, *roles: Running) -> None:
+    """Ctrl-C at the scheduler ends every role in good order."""
+    scheduler.signal(signal.SIGINT)
+    for role in (scheduler, *roles):
+        finished = role.wait(10.0)
+        assert (finished.status, finished.err) == (0, ""), (role.process.args, finished)
+
+
+def speak(address: str, data: bytes) -> bytes:
+    """Send bytes to a port; return all that comes back until it is closed."""
+    host, port = address.split(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), 10.0) as connected:
+        connected.settimeout(15.0)
+        connected.sendall(data)
+        try:
+            while more := connected.recv(65536):
+                answer += more
+        except ConnectionResetError:
+            pass
+    return answer
+
+
+def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    scheduler, address = start_scheduler(paceline, "--servers", "2", "--workers", "2")
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    joining = ["--scheduler", address, "--token-file", "token"]
+    servers = [paceline.start("server", *joining) for _ in range(2)]
+    workers = [paceline.start("worker", *joining) for _ in range(2)]
+    listening = [re.search(r"tcp://([0-9.:]+)", server.wait_line("listening on")) for server in servers]
+    for worker in workers:
+        worker.wait_line("joined the cluster")
+
+    long = paceline.start("train", click_log[0], "--epochs", "100000", *joining, "--save", "unfinished")
+    long.wait_progress()
+    ports = [address, *(found.group(1) for found in listening if found is not None)]
+    assert len(ports) == 3
+    for port in ports:  # whoever is no peer is shown out, and nobody else notices
+        assert b"HTTP/1.1 200" not in speak(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        speak(port, os.urandom(5000))
+    stranger = paceline.run("worker", "--scheduler", address, "--token-file", token(tmp_path, "wrong"))
+    assert (stranger.status, len(stranger.err.splitlines())) == (1, 1)
+    assert "token" in stranger.err
+    late = paceline.start("worker", *joining)
+    late.wait_line("joined the cluster")
+    long.wait_line("3 workers")
+    long.signal(signal.SIGINT)
+    finished = long.wait()
+    assert finished.status == 130
+    assert "the model so far is saved in unfinished" in finished.err
+
+    # Workers are free again for the next job; the table goes on from where it was.
+    result = paceline.succeed(
+        "train", click_log[0], "--epochs", "1", "--eval", click_log[1], *joining, "--json", "-q", "--save", "model"
+    ).json
+    assert result["examples"] == 12_000
+    assert result["auc"] > 0.6
+    other = paceline.run("train", click_log[0], *joining, "--update", "adagrad", "-q")  # another rule, same table
+    assert (other.status, len(other.err.splitlines())) == (2, 1)
+    missing = paceline.run("train", "missing.tsv", *joining)
+    assert (missing.status, missing.err) == (1, f"paceline: {tmp_path / 'missing.tsv'} does not exist\n")
+    end(scheduler, *servers, *workers, late)
+    assert paceline.succeed("predict", "model", click_log[1], "--json").json["auc"] == pytest.approx(result["auc"])
+
+
+def token(folder: Path, text: str) -> Path:
+    path = folder / f"token-{text}"
+    path.write_text(f"{text * 16}\n")
+    return path
+
+
+def test_a_driver_that_dies_frees_the_workers(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    scheduler, address = start_scheduler(paceline, "--heartbeat-timeout", "1")
+    joining = ["--scheduler", address, "--token-file", "token"]
+    server, worker = paceline.start("server", *joining), paceline.start("worker", *joining)
+    long = paceline.start("train", click_log[0], "--epochs", "100000", *joining)
+    long.wait_progress()
+    long.kill()
+    assert paceline.succeed("train", click_log[0], "--epochs", "1", *joining, "--json", "-q").json["examples"] == 12_000
+    server.process.kill()
+    finished = paceline.start("train", click_log[0], "--epochs", "1", *joining, "-q").wait()
+    assert finished.status == 1
+    assert "server 0" in finished.err or "servers have joined" in finished.err
+    assert worker.wait().status in (0, 1)
+    scheduler.signal(signal.SIGINT)
+    assert scheduler.wait().status == 0
+
+
+def make_certificates(folder: Path) -> Callable[[str], list[str | Path]]:
+    """Certificates for 127.0.0.1 of an authority of their own; return how to name them in a command."""
+
+    def make(name: str) -> list[str | Path]:
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1")
+        issued.private_key_pem.write_to_path(folder / f"{name}.key")
+        issued.cert_chain_pems[0].write_to_path(folder / f"{name}.pem")
+        authority.cert_pem.write_to_path(folder / f"{name}-ca.pem")
+        return ["--tls-cert", f"{name}.pem", "--tls-key", f"{name}.key", "--tls-ca", f"{name}-ca.pem"]
+
+    return make
+
+
+def test_tls(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    make = make_certificates(tmp_path)
+    good, bad = make("good"), make("bad")
+    scheduler, address = start_scheduler(paceline, *good)
+    joining = ["--scheduler", address, "--token-file", "token"]
+    for certificates in (bad, []):
+        stranger = paceline.run("server", *joining, *certificates)
+        assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger
+        assert "certificate" in stranger.err or "TLS" in stranger.err
+    server, worker = paceline.start("server", *joining, *good), paceline.start("worker", *joining, *good)
+    trained = paceline.succeed("train", click_log[0], "--epochs", "1", *joining, *good, "--json", "-q")
+    assert parse_json(trained.out)["examples"] == 12_000
+    end(scheduler, server, worker)
+
+
+def test_what_roles_need(paceline: Commands, tmp_path: Path) -> None:
+    for role in ("server", "worker"):
+        nowhere = paceline.run(role, "--token-file", token(tmp_path, "some"))
+        assert (nowhere.status, nowhere.err.startswith("paceline: which cluster?")) == (2, True)
+        nobody = paceline.run(role, "--scheduler", "127.0.0.1:9", "--token-file", token(tmp_path, "some"))
+        assert (nobody.status, len(nobody.err.splitlines())) == (1, 1)
+        assert "cannot reach tcp://127.0.0.1:9: nobody listens there" in nobody.err
+    tokenless = paceline.run("worker", "--scheduler", "127.0.0.1:9")
+    assert (tokenless.status, "a cluster needs a token" in tokenless.err) == (2, True)
+    missing = paceline.run("worker", "--scheduler", "127.0.0.1:9", "--token-file", "missing")
+    assert (missing.status, len(missing.err.splitlines())) == (2, 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        busy = paceline.run("scheduler", "--port", port, "--token-file", token(tmp_path, "some"))
+    assert (busy.status, len(busy.err.splitlines())) == (1, 1)
+    assert port in busy.err
+    assert "in use" in busy.err

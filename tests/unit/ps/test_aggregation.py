@@ -1,0 +1,118 @@
+"""The pushes of an iteration: whose count, in which order, and what their sum does to a table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.ps.aggregation import IterationBuffer, apply_sum
+from paceline.ps.messages import TableSpec
+from paceline.ps.rules import SGD, Adagrad, UpdateRule, Zeros, to_fields
+from paceline.ps.sparse_store import Floats
+from paceline.ps.tables import Selection, TablePart, make_part
+
+
+def part_of(kind: str, *, update: UpdateRule | None = None, dim: int = 1, size: int = 0) -> TablePart:
+    fields = to_fields(SGD(lr=1.0) if update is None else update)
+    spec = TableSpec(name="w", kind=kind, dim=dim, size=size, update=fields, initializer=to_fields(Zeros()))
+    return make_part(spec, range(512))
+
+
+def keys(*numbers: int) -> Selection:
+    return Selection(np.array(numbers, np.uint64))
+
+
+def floats(*values: float) -> Floats:
+    return np.array(values, np.float32)
+
+
+def read(part: TablePart, selection: Selection) -> list[float]:
+    out = np.empty(part.num_values(selection), np.float32)
+    part.pull(selection, out)
+    return out.tolist()
+
+
+def test_pushes_come_by_rank_and_table() -> None:
+    buffer = IterationBuffer(mean=False)
+    for worker, rank in ((11, 2), (12, 0), (13, 1)):
+        for table in (1, 2):
+            buffer.add(5, worker, rank, table, keys(rank), floats(rank))
+    buffer.add(6, 12, 0, 1, keys(9), floats(9))
+    tables, factor = buffer.complete(5, (13, 12, 11))
+    assert factor == 1.0
+    assert {table: [grads[0] for _, grads in pushes] for table, pushes in tables.items()} == {
+        1: [0, 1, 2],
+        2: [0, 1, 2],
+    }
+    assert buffer.complete(5, (11, 12, 13)) == ({}, 1.0)
+    assert len(buffer.complete(6, (12,))[0][1]) == 1
+
+
+def test_only_those_who_ticked_count_and_the_mean_is_over_all_of_them() -> None:
+    buffer = IterationBuffer(mean=True)
+    buffer.add(0, 11, 0, 1, keys(1), floats(1))
+    buffer.add(0, 12, 1, 1, keys(1), floats(2))
+    tables, factor = buffer.complete(0, (11, 13, 14, 15))  # 13 to 15 pushed nothing
+    assert [grads.tolist() for _, grads in tables[1]] == [[1.0]]
+    assert factor == 0.25
+    assert buffer.complete(1, ()) == ({}, 1.0)
+
+
+def test_a_worker_that_is_gone_loses_what_it_did_not_finish() -> None:
+    buffer = IterationBuffer(mean=False)
+    for iteration in (3, 4, 5):
+        buffer.add(iteration, 11, 0, 1, keys(1), floats(1))
+    buffer.forget(11, 4)
+    assert [len(buffer.complete(iteration, (11,))[0]) for iteration in (3, 4, 5)] == [1, 0, 0]
+
+
+def test_what_is_kept_does_not_change_with_the_receive_buffer() -> None:
+    buffer = IterationBuffer(mean=False)
+    selection, grads = keys(1, 2), floats(1, 2)
+    buffer.add(0, 11, 0, 1, selection, grads)
+    assert selection.keys is not None
+    selection.keys[:] = 7
+    grads[:] = 7
+    ((kept, values),) = buffer.complete(0, (11,))[0][1]
+    assert kept.keys is not None
+    assert (kept.keys.tolist(), values.tolist()) == ([1, 2], [1, 2])
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_equal_keys_become_one_gradient(factor: float) -> None:
+    part = part_of("sparse", dim=2, update=Adagrad(lr=1.0, initial_accumulator=0.0))
+    plain = part_of("sparse", dim=2)
+    pushes = [(keys(1, 5), floats(1, 1, 2, 2)), (keys(5), floats(2, 2)), (keys(9, 1), floats(1, 1, 3, 3))]
+    for each in (part, plain):
+        apply_sum(each, pushes, factor)
+    assert read(part, keys(1, 5, 9, 3)) == pytest.approx([-1, -1, -1, -1, -1, -1, 0, 0])  # one step each
+    assert read(plain, keys(1, 5, 9)) == [-4 * factor, -4 * factor, -4 * factor, -4 * factor, -factor, -factor]
+
+
+@pytest.mark.parametrize(
+    "pushes",
+    [
+        [(Selection(None, 0, 4), floats(1, 1, 1, 1)), (Selection(None, 0, 4), floats(1, 2, 3, 4))],
+        [(Selection(None, 0, 4), floats(1, 1, 1, 1)), (Selection(None, 1, 4), floats(2, 3, 4)), (keys(0), floats(1))],
+        [(Selection(None, 0, 4), floats(2, 3, 4, 5))],
+    ],
+    ids=["equal ranges", "ranges and keys", "one"],
+)
+def test_ranges_and_keys_of_a_dense_table(pushes: list[tuple[Selection, Floats]]) -> None:
+    part = part_of("dense", size=5)
+    given = [grads.copy() for _, grads in pushes]
+    apply_sum(part, pushes, 1.0)
+    assert read(part, Selection(None, 0, 5)) == [-2, -3, -4, -5, 0]
+    assert all(np.array_equal(grads, before) for (_, grads), before in zip(pushes, given, strict=True))
+
+
+def test_the_sum_has_one_order() -> None:
+    """Rank order, to the last bit: (a + b) + c is not a + (b + c)."""
+    a, b, c = 1e8, -1e8, 1.25
+    for kind, size in (("sparse", 0), ("dense", 1)):
+        part = part_of(kind, size=size)
+        apply_sum(part, [(keys(0), floats(value)) for value in (a, b, c)], 1.0)
+        assert read(part, keys(0)) == [-1.25]
+        part = part_of(kind, size=size)
+        apply_sum(part, [(keys(0), floats(value)) for value in (a, c, b)], 1.0)
+        assert read(part, keys(0)) == [0.0]
