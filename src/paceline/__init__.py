@@ -55,8 +55,6 @@ _ROOMS = {
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
-    "FTRL",
-    "SGD",
     "Accept",
     "Adagrad",
     "Adam",
@@ -68,10 +66,12 @@ __all__ = [
     "DenseTable",
     "DropStale",
     "Eventual",
+    "FTRL",
     "LocalCluster",
     "Momentum",
     "Normal",
     "RMSprop",
+    "SGD",
     "Sequential",
     "SparseTable",
     "Ticket",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import subprocess
@@ -69,15 +70,20 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
-    ).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("a file system can be mounted only by root")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
-def test_no_space_for_the_model(paceline: Commands, click_log: tuple[Path, Path], tiny_disk: Path, tmp_path: Path) -> None:
+def test_no_space_for_the_model(
+    paceline: Commands, click_log: tuple[Path, Path], tiny_disk: Path, tmp_path: Path
+) -> None:
     """The model that was there stays; the cache does without the disk."""
     (tmp_path / "few.tsv").write_bytes(b"".join(lines_of(click_log[0])[:500]))
     paceline.succeed("train", "few.tsv", "-q", "--save", tiny_disk / "model", "--epochs", "1")
@@ -90,7 +96,10 @@ def test_no_space_for_the_model(paceline: Commands, click_log: tuple[Path, Path]
     assert "parsed shards are not kept" in finished.err
     assert "Traceback" not in finished.err
     assert {path.name: path.read_bytes() for path in (tiny_disk / "model").iterdir()} == before
+    with contextlib.suppress(OSError), open(tiny_disk / "full", "wb", buffering=0) as full:
+        while full.write(bytes(4096)):
+            pass
     predicted = paceline.run("predict", tiny_disk / "model", click_log[0], "-o", tiny_disk / "out")
     assert "cannot write the predictions" in predicted.err
     assert predicted.status == 1
-    assert sorted(os.listdir(tiny_disk)) == ["cache", "model"]
+    assert sorted(os.listdir(tiny_disk)) == ["cache", "full", "model"]

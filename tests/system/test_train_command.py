@@ -142,14 +142,13 @@ def weights_of(model: Path) -> tuple[bytes, bytes]:
     return keys[order].tobytes(), records[order].tobytes()
 
 
-@pytest.mark.parametrize("workers", [1, 4])
 def test_sequential_training_is_the_same_every_time(
-    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, workers: int
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for model in ("first", "second"):
         paceline.succeed(
             "train", click_log[0], "--epochs", "1", "--consistency", "sequential", "--servers", "2",
-            "--workers", str(workers), "--save", model, "-q",
+            "--workers", "4", "--save", model, "-q",
         )  # fmt: skip
     assert weights_of(tmp_path / "first") == weights_of(tmp_path / "second")
 

@@ -25,11 +25,15 @@ def main() -> None:
     # Typer brought its own copy of click at some point, so what it raises is named by where it is derived from.
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
     try:
-        status = app(standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
-    except (typer.Abort, KeyboardInterrupt) as error:
-        terminated = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
-        _fail("told to end", 143) if terminated else _fail("interrupted", 130)
+        # Not app(), which has its own idea of what a signal means.
+        with typer.main.get_command(app).make_context("paceline", sys.argv[1:]) as context:
+            context.command.invoke(context)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
+    except Terminated:
+        _fail("told to end", 143)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
     except wrong_usage as error:
         error.show()  # type: ignore[attr-defined]
         sys.exit(2)

@@ -110,9 +110,10 @@ class SparseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held for index and rows."""
+        """Bytes held for index and rows; of wide rows, those written (what is reserved beyond takes no memory)."""
         lines = {id(memory): memory.nbytes for memory in self._lines}
-        return sum(lines.values()) + sum(pages.num_bytes for pages in self._rows if pages is not None)
+        slots = 0 if self._inline else int(self._directory[index.USED : index.FREE].sum())
+        return sum(lines.values()) + 4 * self.row_words * slots
 
     def pull(self, keys: Keys, out: Floats) -> None:
         """Read the rows of `keys` (uint64 [n]) into `out` (float32, n * dim elements, contiguous)."""

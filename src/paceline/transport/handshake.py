@@ -43,6 +43,8 @@ def _greet(channel: StreamChannel, token: str, hello: Hello, timeout_s: float) -
             Kind.HELLO
         )  # its header tells the server which version we speak, so both can say so
         raise
+    except (ConnectionLostError, DeadlineError) as error:
+        raise type(error)(f"{error} before it said a word: does it use TLS, and this process not?") from None
     nonce = secrets.token_bytes(NONCE_BYTES)
     mine = encode_hello(hello)
     proof = Proof(mine, nonce, prove(token, "client", nonce, challenge.nonce, mine))
