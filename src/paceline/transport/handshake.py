@@ -6,7 +6,7 @@ import secrets
 
 import msgspec
 
-from paceline.errors import AuthenticationError, ConnectionLostError, ProtocolError, VersionError
+from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, ProtocolError, VersionError
 from paceline.transport.authentication import (
     NONCE_BYTES,
     Challenge,
@@ -33,11 +33,6 @@ def greet(channel: StreamChannel, token: str, hello: Hello, timeout_s: float) ->
 def _greet(channel: StreamChannel, token: str, hello: Hello, timeout_s: float) -> None:
     try:
         challenge = decode(_receive_handshake(channel, Kind.CHALLENGE, timeout_s), Challenge)
-    except ConnectionLostError:
-        raise ConnectionLostError(
-            f"the server at {channel.address} closed the connection before it said anything; if it uses TLS, give the "
-            "TLS options here too"
-        ) from None
     except VersionError:
         channel.send_frame(
             Kind.HELLO

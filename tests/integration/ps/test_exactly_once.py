@@ -162,3 +162,24 @@ def test_numbers_of_one_client_mean_nothing_to_another() -> None:
             for _ in range(3):
                 table.push(keys_of(1), floats(1)).wait()
         assert table.pull(keys_of(1)) == -9
+
+
+@pytest.mark.parametrize("method", ["send", "receive", "receive_header"])
+def test_an_interrupt_in_the_middle_of_it(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a frame is on its way: what follows (saving, say) works, and the push counts once."""
+    with Cluster() as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.push(KEYS, ONES).wait()
+        channel = client.connections[0]._channel
+
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(channel, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            table.push(KEYS, ONES).wait() if method != "receive_header" else client.statistics()
+        expected = 1 if method == "receive_header" else 2
+        assert (table.pull(KEYS) == -expected).all()
+        assert statistics_of(client, "w")[0].pushes == expected
+        assert client.connections[0]._channel is not channel
