@@ -141,8 +141,8 @@ class Scheduler(Handler):
             raise ProtocolError(f"node {self._nodes[peer][0]!r} asked twice to join on one connection")
         if role is Role.SERVER and self._complete:
             raise UsageError(
-                f"this cluster has had its {self._settings.num_servers} server(s), and its tables are placed on them: no "
-                "other can join; to use more, start a new cluster with 'paceline scheduler --servers N'"
+                f"this cluster has had its {self._settings.num_servers} server(s), and its tables are placed on them: "
+                "no other can join; to use more, start a new cluster with 'paceline scheduler --servers N'"
             )
         event = membership.Register(request.node, role, (), time.monotonic(), request.rank)
         instructions = self._membership.handle(event)
