@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Commands
+
+from .running import Commands
 
 
 def lines_of(path: Path) -> list[bytes]:

@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from conftest import Commands, parse_json
+
+from .running import Commands, parse_json
 
 COMMANDS = ["train", "predict", "scheduler", "server", "worker", "doctor", "bench ps"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Commands, Running, parse_json, wait_until
+
+from .running import Commands, Running, parse_json, wait_until
 
 LONG = ["--epochs", "100000"]
 """More passes than anybody waits for."""
@@ -60,7 +61,7 @@ def test_when_the_parent_is_killed_the_others_end(paceline: Commands, click_log:
     children = psutil.Process(running.process.pid).children()
     assert len(children) == 5
     running.process.kill()
-    gone, alive = psutil.wait_procs(children, timeout=5.0)
+    _, alive = psutil.wait_procs(children, timeout=5.0)
     assert alive == []
     running.kill()
 

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Commands
+
+from .running import Commands
 
 _TRAIN_ROWS = 109_711
 

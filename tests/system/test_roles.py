@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import trustme
-from conftest import Commands, Running, parse_json
+
+from .running import Commands, Running, parse_json
 
 
 def start_scheduler(paceline: Commands, *arguments: str | Path) -> tuple[Running, str]:
@@ -134,10 +135,9 @@ def test_tls(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -
     good, bad = make("good"), make("bad")
     scheduler, address = start_scheduler(paceline, *good)
     joining = ["--scheduler", address, "--token-file", "token"]
-    for certificates in (bad, []):
-        stranger = paceline.run("server", *joining, *certificates)
-        assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger
-        assert "certificate" in stranger.err or "TLS" in stranger.err
+    stranger = paceline.run("server", *joining, *bad)
+    assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger
+    assert "certificate" in stranger.err
     server, worker = paceline.start("server", *joining, *good), paceline.start("worker", *joining, *good)
     trained = paceline.succeed("train", click_log[0], "--epochs", "1", *joining, *good, "--json", "-q")
     assert parse_json(trained.out)["examples"] == 12_000

@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from conftest import Commands
 
 from paceline.models.metrics import auc
 from paceline.models.prediction import Predictor
 from paceline.ps import read_model
+
+from .running import Commands
 
 KEYS = {
     "auc", "log_loss", "calibration", "accuracy", "eval_examples", "train_log_loss", "examples", "seconds",
@@ -123,7 +124,18 @@ def test_predictions_on_standard_output(paceline: Commands, click_log: tuple[Pat
 
 def test_a_second_run_reads_the_cache(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     train, evaluation = click_log
-    arguments = ["train", train, "--eval", evaluation, "--epochs", "1", "--cache", "cache", "--json", "-q"]
+    arguments: list[str | Path] = [
+        "train",
+        train,
+        "--eval",
+        evaluation,
+        "--epochs",
+        "1",
+        "--cache",
+        "cache",
+        "--json",
+        "-q",
+    ]
     first = paceline.succeed(*arguments).json
     cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     assert sum(path.stat().st_size for path in cached) > 12_000 * 39 * 8
@@ -154,7 +166,16 @@ def test_sequential_training_is_the_same_every_time(
 
 
 def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    arguments = ["train", click_log[0], "--eval", click_log[1], "--epochs", "2", "--consistency", "sequential"]
+    arguments: list[str | Path] = [
+        "train",
+        click_log[0],
+        "--eval",
+        click_log[1],
+        "--epochs",
+        "2",
+        "--consistency",
+        "sequential",
+    ]
     runs = [paceline.start(*arguments, "--save", f"model{i}", "--cache", "cache", "--json", "-q") for i in range(2)]
     results = [run.wait() for run in runs]
     assert [result.status for result in results] == [0, 0]

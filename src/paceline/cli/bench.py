@@ -36,7 +36,8 @@ def bench_ps(
         raise UsageError(f"--update {update}: expected sgd or ftrl")
     if not json:
         typer.echo(
-            f"{'work':9} {'keys':>7} {'dim':>4} {'update':8} {'median µs':>10} {'p99 µs':>9} {'floor µs':>9} {'M keys/s':>9}"
+            f"{'work':9} {'keys':>7} {'dim':>4} {'update':8} "
+            f"{'median µs':>10} {'p99 µs':>9} {'floor µs':>9} {'M keys/s':>9}"
         )
     for result in bench_ps(rows=rows, update=update, say=lambda text: typer.echo(text, err=True)):
         if json:

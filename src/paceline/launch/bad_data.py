@@ -35,7 +35,7 @@ def describe_bad_lines(
 ) -> BadData:
     """Put together what several readers of the same files have found; what two of them have read counts once.
 
-    `found`: of each reader, the counts as file, shard, count, and the first lines as :func:`plain_bad_lines` gives them.
+    `found`: of each reader, counts as file, shard, count, and the first lines as :func:`plain_bad_lines` gives them.
     """
     counts = {(file, shard): count for by_shard, _ in found for file, shard, count in by_shard}
     lines = {(line[0], line[1] or 0, line[2] or 0): line for _, first in found for line in first}

@@ -26,7 +26,8 @@ from .roles import check_stale_policy
 
 # glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
 _MALLOC = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=268435456"
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
+    "glibc.malloc.trim_threshold=268435456"
 }
 _START_S = 60.0
 _END_S = 10.0
@@ -61,7 +62,7 @@ class LocalCluster:
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
         prepare_kernels(on_compile)
         self.scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
-        """A directory that goes with the cluster, even if this process is killed; the processes' own files are there."""
+        """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
         try:
             # All start at once, and what they import and load they load side by side.
             announcing = self._start_scheduler(servers, workers, stale, heartbeat_timeout_s)

@@ -48,7 +48,8 @@ class PredictionResult:
         """Return the result for people."""
         found = self.evaluation
         text = (
-            f"{found.examples:,} predictions in {self.seconds:.2f} s: AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
+            f"{found.examples:,} predictions in {self.seconds:.2f} s: "
+            f"AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
             f"calibration {found.calibration:.3f}, accuracy {found.accuracy:.4f}"
         )
         if self.bad_lines.count:

@@ -45,8 +45,8 @@ def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:
     """Raise UsageError for a policy that has nothing to do under this consistency."""
     if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
         raise UsageError(
-            f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is stale: "
-            "leave it out, or choose bounded or eventual"
+            f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is "
+            "stale: leave it out, or choose bounded or eventual"
         )
 
 
@@ -98,7 +98,7 @@ def run_server(
     joining: Joining, *, address: str = "127.0.0.1:0", rank: int | None = None, with_parent: bool = False,
     on_ready: Callable[[int, Endpoint], None] | None = None,
 ) -> None:  # fmt: skip
-    """Be a parameter server until the cluster ends. Raises PeerError if the scheduler is lost or expels this process."""
+    """Be a parameter server until the cluster ends. Raises PeerError if the scheduler is lost or expels us."""
 
     async def serve(stop: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()

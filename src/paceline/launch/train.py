@@ -377,7 +377,7 @@ def _total_size(files: Sequence[str | Path]) -> int:
 
 
 def open_training_data(options: TrainOptions, num_workers: int, spare: Path | None) -> Dataset:
-    """Open the data, in shards that suit the number of workers; several passes are cached in `spare`, if there is room."""
+    """Open the data, in shards that suit the number of workers; several passes use a cache in `spare`, if it has room."""
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(os.path.getsize(file) for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)

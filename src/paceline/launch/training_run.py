@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
+from typing import Any
 
 from rich.console import Console
 
@@ -35,78 +37,75 @@ def run_training(
     """Train with a progress line; on the cluster of `scheduler`, or on processes that live as long as this call."""
     console = Console(stderr=True)
     check_files(options)
-    if scheduler is not None:
-        assert token is not None
-        with Client(SocketTransport(token, tls=tls), scheduler, observer=True) as client:
-            settings = client.link.call(messages.GetSettings(), messages.Settings)
-            return _train(options, client, None, settings.num_workers, console, quiet)
-    with (
-        LocalCluster(
-            servers=servers,
-            workers=workers,
-            consistency=consistency,
-            stale=stale,
-            tls=tls,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-            on_compile=lambda text: console.print(text, highlight=False),
-            start_workers=True,
-        ) as cluster,
-        cluster.connect(observer=True) as client,
-    ):
-        cluster.wait_workers(client, workers)
-        return _train(options, client, cluster, workers, console, quiet)
-
-
-def _train(
-    options: TrainOptions,
-    client: Client,
-    cluster: LocalCluster | None,
-    workers: int,
-    console: Console,
-    quiet: bool,
-) -> TrainResult:
-    meters = RateMeter(), RateMeter()
-    running = _RunningLoss()
-    staleness: dict[str, float] = {}
-    looked = 0.0
-
-    with TrainingProgress(console, None, not quiet) as line:
-
-        def show(progress: Progress) -> None:
-            nonlocal staleness, looked
-            now = time.monotonic()
-            meters[0].add(now, progress.examples)
-            meters[1].add(now, progress.num_bytes)
-            training = progress.task == "train"
-            if training and now - looked > _STALENESS_EVERY_S:
-                looked = now
-                tables = [table for server in client.statistics() for table in server.tables.values()]
-                staleness = summarize_staleness([table.staleness for table in tables]) if tables else {}
-            if not progress.examples:
-                return
-            line.update(
-                Snapshot(
-                    examples=progress.examples,
-                    examples_per_s=meters[0].per_s,
-                    done_fraction=progress.fraction,
-                    log_loss=running.add(progress.examples, progress.loss) if training else None,
-                    staleness_mean=staleness.get("mean") if training else None,
-                    staleness_max=int(staleness["max"]) if staleness else None,
-                    bytes_per_s=meters[1].per_s,
-                    workers=progress.num_workers,
-                    epoch=f"{progress.epoch}/{options.epochs}" if training and progress.epoch else None,
-                    phase=None if training else "evaluating",
-                )
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(TrainingProgress(console, None, not quiet))
+        cluster: LocalCluster | None = None
+        if scheduler is not None:
+            assert token is not None
+            client = stack.enter_context(Client(SocketTransport(token, tls=tls), scheduler, observer=True))
+            workers = client.link.call(messages.GetSettings(), messages.Settings).num_workers
+        else:
+            cluster = LocalCluster(
+                servers=servers,
+                workers=workers,
+                consistency=consistency,
+                stale=stale,
+                tls=tls,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                on_compile=lambda text: console.print(text, highlight=False),
+                start_workers=True,
             )
-
+            stack.enter_context(cluster)
+            client = stack.enter_context(cluster.connect(observer=True))
+            cluster.wait_workers(client, workers)
         return Training(
             options,
             client,
             num_workers=workers,
             processes=cluster,
-            on_progress=show,
+            on_progress=_Display(line, client, options.epochs).show,
             warn=lambda text: console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True),
         ).run()
+
+
+class _Display:
+    """Makes progress line after progress line of what the driver tells."""
+
+    def __init__(self, line: TrainingProgress, client: Client, epochs: int) -> None:
+        self._line = line
+        self._client = client
+        self._epochs = epochs
+        self._examples, self._bytes = RateMeter(), RateMeter()
+        self._loss = _RunningLoss()
+        self._staleness: dict[str, Any] = {}
+        self._looked = 0.0
+
+    def show(self, progress: Progress) -> None:
+        """Show this from now on."""
+        now = time.monotonic()
+        self._examples.add(now, progress.examples)
+        self._bytes.add(now, progress.num_bytes)
+        training = progress.task == "train"
+        if training and now - self._looked > _STALENESS_EVERY_S:
+            self._looked = now
+            tables = [table for server in self._client.statistics() for table in server.tables.values()]
+            self._staleness = summarize_staleness([table.staleness for table in tables]) if tables else {}
+        if not progress.examples:
+            return
+        self._line.update(
+            Snapshot(
+                examples=progress.examples,
+                examples_per_s=self._examples.per_s,
+                done_fraction=progress.fraction,
+                log_loss=self._loss.add(progress.examples, progress.loss) if training else None,
+                staleness_mean=self._staleness.get("mean") if training else None,
+                staleness_max=self._staleness.get("max") if training else None,
+                bytes_per_s=self._bytes.per_s,
+                workers=progress.num_workers,
+                epoch=f"{progress.epoch}/{self._epochs}" if training and progress.epoch else None,
+                phase=None if training else "evaluating",
+            )
+        )
 
 
 class _RunningLoss:

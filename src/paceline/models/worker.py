@@ -1,9 +1,9 @@
 """A worker process: it takes jobs from the scheduler, shards of their data, and trains or predicts.
 
-The loop overlaps what it can. While a minibatch's weights are on their way, the next one is parsed and its keys deduped;
-where the consistency allows a worker to be an iteration behind itself (τ ≥ 1), the next one's weights are asked for as
-well, so that servers work while gradients are computed. Nor does it wait at the end of a shard: a shard is reported done
-when the servers have acknowledged the last push that came of it.
+The loop overlaps what it can. While a minibatch's weights are on their way, the next one is parsed and its keys
+deduped; where the consistency allows a worker to be an iteration behind itself (τ ≥ 1), the next one's weights are
+asked for as well, so that servers work while gradients are computed. Nor does it wait at the end of a shard: a shard is
+reported done when the servers have acknowledged the last push that came of it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Worker:
         client = self._client
         counters = _Counters(number, start_bytes=client.byte_counts())
         try:
-            update = from_fields(RULES, job.update)  # type: ignore[type-abstract]
+            update = from_fields(RULES, job.update)
             table = client.sparse_table(jobs.TABLE, dim=1, update=update)
             with open_spec(job.dataset) as dataset:
                 if job.task == "train":
@@ -243,7 +243,7 @@ class _Leases:
         return lease
 
     def read(self, file: int, num_shards: int | None) -> None:
-        """Report the number of a file's shards, if it is known; at once, or shards behind its end are leased for ever."""
+        """Report the number of a file's shards, if known; at once, or shards behind its end are leased for ever."""
         if num_shards is not None and file not in self._ended:
             self._ended.add(file)
             self._link.tell(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))

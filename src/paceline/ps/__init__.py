@@ -1,6 +1,7 @@
 """Parameter servers: tables, update rules, server, scheduler, client."""
 
 from .client import Client, make_node_name
+from .dense_table import DenseTable
 from .rules import (
     FTRL,
     INITIALIZERS,
@@ -25,7 +26,8 @@ from .scheduler import Scheduler
 from .scheduler_link import SchedulerLink
 from .server import Server
 from .sparse_store import SparseStore
-from .table_handles import DenseTable, SparseTable, Ticket
+from .sparse_table import SparseTable
+from .ticket import Ticket
 
 __all__ = [
     "FTRL",

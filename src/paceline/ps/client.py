@@ -18,10 +18,11 @@ from paceline.errors import PacelineError, UsageError
 from paceline.protocol import NUM_BUCKETS, Consistency, parse_consistency, place
 from paceline.ps import messages
 from paceline.ps.connection import ServerConnection
+from paceline.ps.dense_table import DenseTable
 from paceline.ps.messages import TICK, TICKS, TableSpec
 from paceline.ps.rules import Initializer, UpdateRule, Zeros, to_fields
 from paceline.ps.scheduler_link import SchedulerLink
-from paceline.ps.table_handles import DenseTable, SparseTable
+from paceline.ps.sparse_table import SparseTable
 from paceline.transport import Address, Endpoint, Hello, Transport
 
 MAX_NAME = 200

@@ -1,0 +1,228 @@
+"""A dense table as a worker holds it: push and pull by range or by key, each bucket to its server."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import UsageError
+from paceline.kernels.dedup import sum_rows
+from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
+from paceline.ps.sparse_store import Floats, Keys
+from paceline.ps.table_base import Table
+from paceline.ps.tables import bucket_width, clip_runs, owned_runs
+from paceline.ps.ticket import Parts, Ticket
+
+if TYPE_CHECKING:
+    from paceline.ps.client import Client
+
+
+class DenseTable(Table):
+    """`size` float32 with keys 0 to size - 1, in contiguous buckets. Declared by ``client.dense_table``.
+
+    Every method takes either a range or `keys`: ``push(grads, start=0)`` means [0, len(grads)).
+    """
+
+    def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
+        super().__init__(client, number, spec)
+        self._runs = [owned_runs(spec.size, client.placement.owned(rank)) for rank in client.server_ranks]
+        self._width = np.uint64(bucket_width(spec.size))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.spec.size
+
+    def push(
+        self, grads: npt.ArrayLike, *, start: int = 0, keys: npt.ArrayLike | None = None, tick: bool = False
+    ) -> Ticket:
+        """Send gradients (float32 [n]) for [start, start + n), or for `keys` (uint64 [n]; equal ones are summed).
+
+        Other arguments, result and errors as :meth:`SparseTable.push`.
+        """
+        with self._client.lock:
+            if keys is None:
+                start, stop = self._check_range(start, None, self._count(grads))
+                flat = self._check_grads(grads, stop - start, 1)
+                return self._send_range(PUSH, start, stop, flat, None, tick)
+            distinct, flat, _ = self._prepare_keys(keys, grads)
+            return self._send_dense_keys(PUSH, distinct, flat, None, None, tick)
+
+    def pull(
+        self,
+        out: Floats | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        keys: npt.ArrayLike | None = None,
+    ) -> Floats:
+        """Return the values of [start, stop) (default: all from `start`), or of `keys`, as float32 [n]."""
+        values: Floats = self.pull_async(out, start=start, stop=stop, keys=keys).result()
+        return values
+
+    def pull_async(
+        self,
+        out: Floats | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        keys: npt.ArrayLike | None = None,
+    ) -> Ticket:
+        """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does."""
+        with self._client.lock:
+            if keys is not None:
+                checked = self._check_dense_keys(keys)
+                target = self._check_out(out, len(checked), 1).reshape(-1)
+                return self._send_dense_keys(PULL, checked, None, target, None, False)
+            start, stop = self._check_range(start, stop, None if out is None else np.size(out))
+            target = self._check_out(out, stop - start, 1).reshape(-1)
+            return self._send_range(PULL, start, stop, None, target, False)
+
+    def push_pull(
+        self, grads: npt.ArrayLike, out: Floats | None = None, *, start: int = 0, keys: npt.ArrayLike | None = None,
+        tick: bool = False,
+    ) -> Floats:  # fmt: skip
+        """Push gradients and read the same elements after that, in one message; with `tick`, of the next iteration."""
+        values: Floats = self.push_pull_async(grads, out, start=start, keys=keys, tick=tick).result()
+        return values
+
+    def push_pull_async(
+        self, grads: npt.ArrayLike, out: Floats | None = None, *, start: int = 0, keys: npt.ArrayLike | None = None,
+        tick: bool = False,
+    ) -> Ticket:  # fmt: skip
+        """Do as :meth:`push_pull` without waiting."""
+        with self._client.lock:
+            count = self._count(grads)
+            if keys is None:
+                start, stop = self._check_range(start, None, count)
+                flat = self._check_grads(grads, count, 1)
+                target = self._check_out(out, count, 1).reshape(-1)
+                return self._send_range(PUSH_PULL, start, stop, flat, target, tick)
+            distinct, flat, inverse = self._prepare_keys(keys, grads)
+            target = self._check_out(out, count, 1).reshape(-1)
+            return self._send_dense_keys(PUSH_PULL, distinct, flat, target, inverse, tick)
+
+    def _count(self, grads: npt.ArrayLike) -> int:
+        shape = np.shape(grads)
+        if not shape:
+            raise UsageError(f"gradients for table {self.name!r} are a single number: expected float32 [n]")
+        return int(shape[0])
+
+    def _check_range(self, start: int, stop: int | None, count: int | None) -> tuple[int, int]:
+        try:
+            first = operator.index(start)
+            end = operator.index(stop) if stop is not None else self.size if count is None else first + count
+        except TypeError:
+            raise UsageError(
+                f"range [{start!r}, {stop!r}) of dense table {self.name!r}: expected whole numbers"
+            ) from None
+        if not 0 <= first <= end <= self.size:
+            raise UsageError(
+                f"range [{first}, {end}) of dense table {self.name!r}: expected one within [0, {self.size})"
+            )
+        return first, end
+
+    def _check_dense_keys(self, keys: npt.ArrayLike) -> Keys:
+        checked = self._check_keys(keys)
+        if len(checked) and int(checked.max()) >= self.size:
+            raise UsageError(
+                f"keys of dense table {self.name!r} hold {checked.max()}: they go from 0 to {self.size - 1}"
+            )
+        return checked
+
+    def _prepare_keys(
+        self, keys: npt.ArrayLike, grads: npt.ArrayLike
+    ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
+        checked = self._check_dense_keys(keys)
+        flat = self._check_grads(grads, len(checked), 1)
+        distinct, inverse = self._dedup(checked)
+        if inverse is None:
+            return checked, flat, None
+        summed = np.empty(len(distinct), np.float32)
+        sum_rows(inverse, flat, 1, summed)
+        return distinct, summed, inverse
+
+    def _send_dense_keys(
+        self,
+        kind: int,
+        keys: Keys,
+        grads: Floats | None,
+        out: Floats | None,
+        inverse: npt.NDArray[np.int32] | None,
+        ticks: bool,
+    ) -> Ticket:
+        client = self._client
+        values = out if inverse is None or out is None else np.empty(len(keys), np.float32)
+        flags = client.tick_flag() if ticks else 0
+        sequence = client.next_sequence() if grads is not None else 0
+        owners = client.owners[(keys // self._width).astype(np.int64)]
+        sent: Parts = []
+        places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
+        for i, connection in enumerate(client.connections):
+            chosen = np.flatnonzero(owners == i)
+            if not len(chosen):
+                if ticks:
+                    sent.append((connection, connection.send(TICK, 0, 0, client.clock, 0, ())))
+                continue
+            parts: list[Any] = [keys[chosen]]
+            if grads is not None:
+                parts.append(grads[chosen])
+            own_out = None if values is None else np.empty(len(chosen), np.float32)
+            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            sent.append((connection, pending))
+            if own_out is not None:
+                places.append((own_out, chosen))
+        if ticks:
+            client.ticked_by_push()
+
+        def finish() -> Floats | None:
+            if values is not None:
+                for own, chosen in places:
+                    values[chosen] = own
+                if out is not None and inverse is not None:
+                    out[:] = values[inverse]
+            return out
+
+        return Ticket(client, sent, finish)
+
+    def _send_range(
+        self, kind: int, start: int, stop: int, grads: Floats | None, out: Floats | None, ticks: bool
+    ) -> Ticket:
+        client = self._client
+        flags = RANGE | (client.tick_flag() if ticks else 0)
+        sequence = client.next_sequence() if grads is not None else 0
+        bounds = np.array([start, stop], np.uint64)
+        sent: Parts = []
+        places: list[tuple[Floats, list[tuple[int, int]]]] = []
+        for connection, runs in zip(client.connections, self._runs, strict=True):
+            own = clip_runs(runs, start, stop)
+            length = sum(b - a for a, b in own)
+            if not length:
+                if ticks:
+                    sent.append((connection, connection.send(TICK, 0, 0, client.clock, 0, ())))
+                continue
+            whole = length == stop - start
+            parts: list[Any] = [bounds]
+            if grads is not None:
+                parts.append(grads if whole else np.concatenate([grads[a - start : b - start] for a, b in own]))
+            own_out = None if out is None else out if whole else np.empty(length, np.float32)
+            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            sent.append((connection, pending))
+            if own_out is not None and not whole:
+                places.append((own_out, own))
+        if ticks:
+            client.ticked_by_push()
+
+        def finish() -> Floats | None:
+            for values, own in places:
+                at = 0
+                for a, b in own:
+                    assert out is not None
+                    out[a - start : b - start] = values[at : at + b - a]
+                    at += b - a
+            return out
+
+        return Ticket(client, sent, finish)

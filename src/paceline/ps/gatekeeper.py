@@ -1,0 +1,205 @@
+"""The gate of one server: who takes part in the iterations, and the reads that wait for others to be through.
+
+:class:`paceline.protocol.Gate` decides; the gatekeeper does as it bids. It completes iterations (under sequential
+consistency), has held reads answered when the gate opens, and answers those whose deadline passes with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.errors import DeadlineError, PeerError
+from paceline.protocol import Consistency, Gate, Sequential, clocks
+from paceline.ps.aggregation import IterationBuffer, apply_sum
+from paceline.ps.server_tables import ServerTables
+from paceline.ps.tables import Selection
+from paceline.transport import Header, Peer
+
+_EXPIRY_PERIOD_S = 0.25
+
+
+class HeldRead:
+    """A read that waits at the gate."""
+
+    __slots__ = ("clock", "deadline", "expired", "flags", "header", "peer", "selection")
+
+    def __init__(
+        self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int, deadline: float
+    ) -> None:
+        self.peer = peer
+        self.header = header
+        self.selection = selection
+        self.clock = clock
+        self.flags = flags
+        self.deadline = deadline
+        self.expired = False
+
+
+class Gatekeeper:
+    """Keeps the gate in front of `tables`; `answer` is called with a held read that may now be served.
+
+    `gate`, `counted`, `ranks` and `buffer` are for the server to look at, in every frame; only the gatekeeper changes
+    who is in them.
+    """
+
+    def __init__(
+        self,
+        tables: ServerTables,
+        consistency: Consistency,
+        expected_workers: int,
+        answer: Callable[[HeldRead], None],
+    ) -> None:
+        self._tables = tables
+        self._answer = answer
+        self.gate = Gate(consistency, expected_workers)
+        self.ranks: dict[int, int] = {}
+        """Incarnation → rank of workers that have joined the iterations."""
+        self.counted: set[int] = set()
+        """Those of them that take part now."""
+        self.buffer: IterationBuffer | None = None
+        """What was pushed for iterations that are not complete; None unless consistency is sequential."""
+        if isinstance(consistency, Sequential):
+            self.buffer = IterationBuffer(consistency.aggregate == "mean")
+        self._gone: set[int] = set()  # incarnations that left or are dead: they never come back
+        self._held: set[HeldRead] = set()
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def num_held(self) -> int:
+        """How many reads wait now."""
+        return len(self._held)
+
+    # Who takes part.
+
+    def join(self, peer: Peer, rank: int, clock: int) -> int:
+        """Have a worker take part from iteration `clock` or later; return its clock. Raises as `check_member`."""
+        self.check_member(peer)
+        worker = peer.hello.incarnation
+        self.ranks[worker] = rank
+        self.counted.add(worker)
+        self._obey(self.gate.handle(clocks.Resume(worker)))
+        self._obey(self.gate.handle(clocks.Join(worker, clock)))
+        return int(self.gate.clocks[worker])
+
+    def retire(self, worker: int) -> None:
+        """Wait for a worker no more until it joins again."""
+        if worker not in self.counted:
+            return
+        self.counted.discard(worker)
+        if self.buffer is not None:
+            self.buffer.forget(worker, self.gate.clocks[worker])
+        self._obey(self.gate.handle(clocks.Finish(worker)))
+
+    def leave(self, incarnation: int) -> bool:
+        """Wait for a process never again, and refuse what it still sends; return whether it had joined."""
+        self._gone.add(incarnation)
+        if incarnation not in self.ranks:
+            return False
+        self.counted.discard(incarnation)
+        if self.buffer is not None:
+            self.buffer.forget(incarnation, self.gate.clocks.get(incarnation, 0))
+        for held in [held for held in self._held if held.peer.hello.incarnation == incarnation]:
+            self._drop(held)
+            held.peer.send_error(held.header, self._not_a_member(held.peer))
+        self._obey(self.gate.handle(clocks.Leave(incarnation)))
+        del self.ranks[incarnation]
+        return True
+
+    def check_member(self, peer: Peer) -> None:
+        """Raise PeerError if a process has left or is dead."""
+        if peer.hello.incarnation in self._gone:
+            raise self._not_a_member(peer)
+
+    def _not_a_member(self, peer: Peer) -> PeerError:
+        return PeerError(
+            f"{name_of(peer)} (incarnation {peer.hello.incarnation}) left the cluster or was declared dead: server "
+            f"{self._tables.rank} takes nothing more from it; connect again"
+        )
+
+    # Iterations.
+
+    def tick(self, worker: int, clock: int) -> None:
+        """Note that a worker has finished `clock` iterations."""
+        if worker in self.counted:
+            self._obey(self.gate.handle(clocks.Tick(worker, clock)))
+
+    def _obey(self, instructions: list[Any]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, clocks.Complete):
+                self._complete(instruction)
+            elif isinstance(instruction, clocks.Release):
+                held = instruction.ticket
+                assert isinstance(held, HeldRead)
+                if not held.expired:
+                    self._release(held)
+
+    def _complete(self, instruction: clocks.Complete) -> None:
+        assert self.buffer is not None
+        tables, factor = self.buffer.complete(instruction.iteration, instruction.workers)
+        for number, pushes in sorted(tables.items()):
+            table = self._tables.by_number[number]
+            table.staleness.histogram[0] += len(pushes)  # by construction: nothing was applied since it began
+            apply_sum(table.part, pushes, factor)
+
+    # Held reads.
+
+    def hold(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
+        """Have a read wait until the gate is open for iteration `clock`, or its deadline has passed."""
+        held = HeldRead(peer, header, selection.copy(), clock, flags, time.monotonic() + _timeout_s(peer))
+        self._held.add(held)
+        self._obey(self.gate.handle(clocks.Ask(peer.hello.incarnation, clock, held)))
+        if self._expiry is None:
+            self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_PERIOD_S, self._expire)
+
+    def disconnected(self, peer: Peer) -> None:
+        """Forget the reads that came on a connection: nobody hears an answer."""
+        for held in [held for held in self._held if held.peer is peer]:
+            self._drop(held)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def _release(self, held: HeldRead) -> None:
+        self._held.discard(held)
+        try:
+            self._answer(held)
+        except Exception as error:  # its own: the one whose tick has opened the gate has nothing to do with it
+            held.peer.send_error(held.header, error)
+
+    def _drop(self, held: HeldRead) -> None:
+        held.expired = True
+        self._held.discard(held)
+
+    def _expire(self) -> None:
+        """Answer held reads whose deadline has passed with the reason."""
+        self._expiry = None
+        now = time.monotonic()
+        for held in [held for held in self._held if held.deadline <= now]:
+            self._drop(held)
+            held.peer.send_error(held.header, self._too_late(held))
+        if self._held:
+            self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_PERIOD_S, self._expire)
+
+    def _too_late(self, held: HeldRead) -> DeadlineError:
+        late = [f"worker {self.ranks.get(worker, worker)}" for worker in self.gate.lagging(held.clock)]
+        missing = self.gate.num_missing
+        if missing:
+            late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")
+        return DeadlineError(
+            f"{name_of(held.peer)} waited {_timeout_s(held.peer):g} s to begin iteration {held.clock} under "
+            f"{self.gate.consistency} consistency: server {self._tables.rank} still awaits {' and '.join(late)}"
+        )
+
+
+def name_of(peer: Peer) -> str:
+    """Return who a peer is, for messages."""
+    return f"{peer.hello.role} {peer.hello.rank}"
+
+
+def _timeout_s(peer: Peer) -> float:
+    return int(peer.hello.extra.get("timeout_ms", 60_000)) / 1000.0

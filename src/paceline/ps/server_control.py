@@ -1,0 +1,146 @@
+"""The control calls of a server: tables made, read, written and described; workers that join and retire.
+
+A call is a CALL frame with a message of :mod:`paceline.ps.messages`; the answer is a RESULT frame. None of this is in
+the way of a gradient: that is :mod:`paceline.ps.server`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
+from paceline.protocol import NUM_BUCKETS, place
+from paceline.ps import messages
+from paceline.ps.gatekeeper import Gatekeeper
+from paceline.ps.messages import RESULT, TableStatistics
+from paceline.ps.rules import RULES, from_fields
+from paceline.ps.server_tables import ServerTable, ServerTables
+from paceline.ps.tables import make_part
+from paceline.transport import Header, Peer
+
+
+class Traffic:
+    """The bytes on a server's connections, those that are closed included."""
+
+    def __init__(self) -> None:
+        self._peers: set[Peer] = set()
+        self._bytes_in = self._bytes_out = 0
+
+    def connected(self, peer: Peer) -> None:
+        """Count a connection's bytes from now on."""
+        self._peers.add(peer)
+
+    def disconnected(self, peer: Peer) -> None:
+        """Keep what a connection has carried."""
+        self._peers.discard(peer)
+        statistics = peer.statistics()
+        self._bytes_in += statistics.bytes_received
+        self._bytes_out += statistics.bytes_sent
+
+    def totals(self) -> tuple[int, int]:
+        """Return the bytes received and sent."""
+        counters = [each.statistics() for each in self._peers]
+        bytes_in = self._bytes_in + sum(each.bytes_received for each in counters)
+        return bytes_in, self._bytes_out + sum(each.bytes_sent for each in counters)
+
+
+class ServerControl:
+    """Answers the control calls of one server."""
+
+    def __init__(self, tables: ServerTables, gatekeeper: Gatekeeper, traffic: Traffic) -> None:
+        self._tables = tables
+        self._gatekeeper = gatekeeper
+        self._traffic = traffic
+        self._calls: dict[type, Any] = {
+            messages.CreateTable: self._create_table,
+            messages.JoinClock: self._join_clock,
+            messages.Retire: self._retire,
+            messages.ReadBucket: self._read_bucket,
+            messages.WriteRecords: self._write_records,
+            messages.SetUpdate: self._set_update,
+            messages.Erase: self._erase,
+            messages.GetStatistics: self._get_statistics,
+        }
+
+    def call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Do as a CALL frame asks, and answer it."""
+        try:
+            request = messages.decode_to_server(meta)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(
+                f"server {self._tables.rank} got a control message that it cannot read: {error}"
+            ) from None
+        result = self._calls[type(request)](peer, request, body)
+        answer, parts = result if isinstance(result, tuple) else (result, ())
+        peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer), body=parts)
+
+    def _create_table(self, peer: Peer, request: messages.CreateTable, body: memoryview) -> None:
+        rank = self._tables.rank
+        table = self._tables.by_number.get(request.number)
+        if table is not None:
+            if table.spec != request.spec:
+                raise PacelineError(f"server {rank} holds {table.spec} as table {request.number}, not {request.spec}")
+            return
+        owned = place(NUM_BUCKETS, request.servers).owned(rank) if request.spec.kind == "dense" else ()
+        try:
+            self._tables.by_number[request.number] = ServerTable(request.spec, make_part(request.spec, owned))
+        except MemoryError:
+            raise PeerError(f"server {rank} has no memory for its part of {request.spec}") from None
+
+    def _join_clock(self, peer: Peer, request: messages.JoinClock, body: memoryview) -> int:
+        return self._gatekeeper.join(peer, request.rank, request.clock)
+
+    def _retire(self, peer: Peer, request: messages.Retire, body: memoryview) -> None:
+        self._gatekeeper.retire(peer.hello.incarnation)
+
+    def _read_bucket(
+        self, peer: Peer, request: messages.ReadBucket, body: memoryview
+    ) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
+        if not 0 <= request.bucket < NUM_BUCKETS:
+            raise UsageError(f"bucket {request.bucket}: they go from 0 to {NUM_BUCKETS - 1}")
+        keys, records = self._tables.find(request.table).part.read_bucket(request.bucket)
+        return len(keys), (keys, records)
+
+    def _write_records(self, peer: Peer, request: messages.WriteRecords, body: memoryview) -> None:
+        part = self._tables.find(request.table).part
+        if request.rows < 0 or len(body) != request.rows * (8 + 4 * part.record_words):
+            raise ProtocolError(
+                f"{request.rows} records of table {part.spec.name!r} ({part.spec}) came as {len(body)} bytes, expected "
+                f"8 and 4 * {part.record_words} for each"
+            )
+        keys = np.frombuffer(body, np.uint64, request.rows)
+        part.write_records(keys, np.frombuffer(body, np.float32, offset=8 * request.rows))
+
+    def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
+        self._tables.find(request.table).part.set_update(from_fields(RULES, request.update))
+
+    def _erase(self, peer: Peer, request: messages.Erase, body: memoryview) -> int:
+        if len(body) & 7:
+            raise ProtocolError(f"keys to erase are 8 bytes each, {len(body)} bytes were got")
+        return self._tables.find(request.table).part.erase(np.frombuffer(body, np.uint64))
+
+    def _get_statistics(
+        self, peer: Peer, request: messages.GetStatistics, body: memoryview
+    ) -> messages.ServerStatistics:
+        bytes_in, bytes_out = self._traffic.totals()
+        return messages.ServerStatistics(
+            tables={
+                table.spec.name: TableStatistics(
+                    rows=table.part.num_rows,
+                    num_bytes=table.part.num_bytes,
+                    pushes=table.pushes,
+                    pulls=table.pulls,
+                    dropped=table.dropped,
+                    staleness=tuple(table.staleness.histogram),
+                )
+                for table in self._tables.by_number.values()
+            },
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            resident_bytes=psutil.Process().memory_info().rss,
+            held=self._gatekeeper.num_held,
+        )

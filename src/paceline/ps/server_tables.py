@@ -1,0 +1,35 @@
+"""The tables that one server holds a part of, by number."""
+
+from __future__ import annotations
+
+from paceline.errors import UsageError
+from paceline.ps.messages import TableSpec
+from paceline.ps.staleness import StalenessRecord
+from paceline.ps.tables import TablePart
+
+
+class ServerTable:
+    """A table's part, and what happened to it here."""
+
+    __slots__ = ("dropped", "part", "pulls", "pushes", "spec", "staleness")
+
+    def __init__(self, spec: TableSpec, part: TablePart) -> None:
+        self.spec = spec
+        self.part = part
+        self.staleness = StalenessRecord()
+        self.pushes = self.pulls = self.dropped = 0
+
+
+class ServerTables:
+    """All tables of the server of rank `rank`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.by_number: dict[int, ServerTable] = {}
+
+    def find(self, number: int) -> ServerTable:
+        """Return a table. Raises UsageError if it was not created here."""
+        table = self.by_number.get(number)
+        if table is None:
+            raise UsageError(f"server {self.rank} has no table number {number}: declare it first")
+        return table

@@ -1,0 +1,176 @@
+"""Paceline's commands, run as a person runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "PACELINE_TEST_SESSION"
+_WAIT_S = 40.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one object on standard output, as strict JSON."""
+        return parse_json(self.out)
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """One object of strict JSON on one line."""
+    assert text.count("\n") == 1, text
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(text, parse_constant=refuse)
+    assert isinstance(found, dict)
+    return found
+
+
+class Running:
+    """A command that runs."""
+
+    def __init__(self, arguments: Sequence[str | Path], environment: dict[str, str], folder: Path) -> None:
+        self._err: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+            text=True,
+        )
+        self._out: list[str] = []
+        self._changed = threading.Condition()
+        self._readers = [
+            threading.Thread(target=self._read, args=(self.process.stdout, self._out)),
+            threading.Thread(target=self._read, args=(self.process.stderr, self._err)),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, pipe: Any, lines: list[str]) -> None:
+        for line in pipe:
+            with self._changed:
+                lines.append(line)
+                self._changed.notify_all()
+        pipe.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_line(self, text: str) -> str:
+        """Wait until a line of either stream has `text` in it; return the line."""
+
+        def find() -> str | None:
+            return next((line for line in [*self._out, *self._err] if text in line), None)
+
+        def over() -> bool:
+            return find() is not None or not any(reader.is_alive() for reader in self._readers)
+
+        with self._changed:
+            deadline = time.monotonic() + _WAIT_S
+            while not over() and time.monotonic() < deadline:
+                self._changed.wait(0.1)
+            found = find()
+        assert found is not None, f"no {text!r} in {self._out} {self._err}, status {self.process.poll()}"
+        return found
+
+    def wait_progress(self) -> None:
+        """Wait until examples have been trained on."""
+        self.wait_line("examples/s")
+
+    def children(self, role: str) -> list[psutil.Process]:
+        """The processes of a role that it started, by rank."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            options = json.loads(child.cmdline()[-1])
+            if options["role"] == role:
+                found.append((options.get("rank", 0), child))
+        return [child for _, child in sorted(found, key=lambda each: each[0])]
+
+    def wait(self, timeout_s: float = _WAIT_S) -> Finished:
+        """Wait for the end."""
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout_s} s: {self._out} {self._err}") from None
+        for reader in self._readers:
+            reader.join()
+        return Finished(status, "".join(self._out), "".join(self._err))
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, if it runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for reader in self._readers:
+            reader.join()
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Runs paceline's commands in the session's temporary folder."""
+
+    environment: dict[str, str]
+    folder: Path
+    started: list[Running]
+
+    def start(self, *arguments: str | Path) -> Running:
+        """Start a command."""
+        running = Running(arguments, self.environment, self.folder)
+        self.started.append(running)
+        return running
+
+    def run(self, *arguments: str | Path) -> Finished:
+        """Run a command to its end."""
+        return self.start(*arguments).wait()
+
+    def succeed(self, *arguments: str | Path) -> Finished:
+        """Run a command that is to end well."""
+        finished = self.run(*arguments)
+        assert finished.status == 0, finished
+        return finished
+
+
+def our_processes(mark: str) -> list[psutil.Process]:
+    """The processes that carry this session's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 10.0) -> None:
+    """Wait for a condition; fail with `otherwise` if it does not come true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)

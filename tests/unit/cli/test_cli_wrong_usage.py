@@ -1,0 +1,137 @@
+"""What the command line finds wrong before any process starts: one sentence, and the exit status."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+
+LINE = "\t".join(["1", *["5"] * 13, *["68fd1e64"] * 26]) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with some files to train on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_raise_on_sigterm", lambda: None)
+    (tmp_path / "good.tsv").write_text(LINE * 100)
+    (tmp_path / "empty.tsv").write_text("")
+    (tmp_path / "not.tsv.gz").write_text(LINE * 100)
+    (tmp_path / "cut.tsv.gz").write_bytes(gzip.compress(os.urandom(10_000))[:4000])
+    (tmp_path / "garbage").write_bytes(bytes(range(256)) * 100)
+    (tmp_path / "nolabel.csv").write_text("a,b,c\n" + "1,2,x\n" * 50)
+    (tmp_path / "some.csv").write_text("label,b,c\n" + "1,2,x\n" * 50)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Run a command in this process; return its status and what it said on standard error."""
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("train missing.tsv", 1, "missing.tsv does not exist"),
+        ("train others", 1, "is a folder, not a data file"),
+        ("train empty.tsv", 1, "empty.tsv is empty"),
+        ("train not.tsv.gz", 1, "ends in .gz but is not a gzip file"),
+        ("train cut.tsv.gz", 1, "cut.tsv.gz is cut off"),
+        ("train garbage", 1, "looks like none of criteo, libsvm, csv, parquet"),
+        ("train good.tsv --eval missing.tsv", 1, "missing.tsv does not exist"),
+        ("train good.tsv some.csv", 1, "some.csv looks like csv, and good.tsv like criteo"),
+        ("train good.tsv --eval some.csv", 1, "some.csv looks like csv, and good.tsv like criteo"),
+        ("train nolabel.csv", 2, "so say which is the label"),
+        ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
+        ("train some.csv --numeric b", 2, "need --label"),
+        ("train good.tsv --label y --numeric b", 2, "criteo has no columns to choose"),
+        ("train good.tsv --format tsv", 2, "'tsv' is no format: choose one of criteo"),
+        ("train good.tsv --consistency sometimes", 2, "expected 'sequential'"),
+        ("train good.tsv --stale drop", 2, "expected 'accept'"),
+        ("train good.tsv --stale drop:2 --consistency sequential", 2, "has nothing to do under sequential"),
+        ("train good.tsv --update newton", 2, "expected one of ftrl, sgd"),
+        ("train good.tsv --update sgd --l1 1", 2, "sgd has no L1 penalty"),
+        ("train good.tsv --lr -1", 2, "alpha"),
+        ("train good.tsv --model forest", 2, "there is one model, lr"),
+        ("train good.tsv --save good.tsv", 1, "there is a file of that name"),
+        ("train good.tsv --save others", 1, "it holds other files"),
+        ("train good.tsv --save good.tsv/model", 1, "good.tsv"),
+        ("predict others good.tsv", 1, "others holds no model"),
+        ("bench ps --update adam", 2, "expected sgd or ftrl"),
+        ("train good.tsv --scheduler 127.0.0.1:9", 2, "a cluster needs a token"),
+    ],
+)
+def test_one_sentence(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    status: int,
+    said: str,
+) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    before = sorted(folder.rglob("*"))
+    code, text = run(monkeypatch, capsys, *arguments.split())
+    assert code == status
+    assert text.startswith("paceline: ")
+    assert text.count("\n") == 1
+    assert said in text
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("train good.tsv --workers 0", "--workers"),
+        ("train good.tsv --epochs many", "--epochs"),
+        ("train good.tsv --batchsize 5", "No such option"),
+        ("forecast", "No such command"),
+        ("predict", "Usage: paceline predict"),
+    ],
+)
+def test_wrong_usage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said in captured.out + captured.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_that_may_not_be_written_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "locked").mkdir(mode=0o500)
+    for place in ("locked", "locked/model"):
+        code, text = run(monkeypatch, capsys, "train", "good.tsv", "--save", place)
+        assert (code, text.count("\n")) == (1, 1)
+
+
+def test_signals_have_their_own_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.launch import doctor
+
+    monkeypatch.setattr(cli, "_raise_on_sigterm", lambda: None)
+    for error, status in ((KeyboardInterrupt, 130), (cli.Terminated, 143), (OSError(28, "No space left", "/x"), 1)):
+
+        def fail(error: BaseException | type[BaseException] = error) -> None:
+            raise error
+
+        monkeypatch.setattr(doctor, "examine", fail)
+        code, text = run(monkeypatch, capsys, "doctor")
+        assert (code, text.count("\n")) == (status, 1)

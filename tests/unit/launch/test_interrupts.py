@@ -1,0 +1,86 @@
+"""Signals are noted while something must not be cut in two, and obeyed at the next good moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from paceline.launch.interrupts import DeferredSignals
+
+
+def interrupt() -> None:
+    """Send SIGINT to this process, and let Python see it."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_waits_for_the_check() -> None:
+    with DeferredSignals() as signals:
+        signals.check()
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            signals.check()
+        signals.check()  # once is enough
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_nobody_checked_for_comes_at_the_end() -> None:
+    done = []
+
+    def work() -> None:
+        with DeferredSignals():
+            interrupt()
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    done = []
+
+    def work() -> None:
+        with DeferredSignals():
+            interrupt()
+            interrupt()
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert not done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_failure_is_not_replaced_by_the_signal() -> None:
+    def work() -> None:
+        with DeferredSignals():
+            interrupt()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+
+
+def test_signals_without_a_handler_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with DeferredSignals():
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_threads_have_no_signals() -> None:
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with DeferredSignals() as signals:
+                signals.check()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == []

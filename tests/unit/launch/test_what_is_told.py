@@ -1,0 +1,71 @@
+"""What a training tells people and programs: bad lines, staleness, JSON without NaN."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from paceline.launch.bad_data import BadData, describe_bad_lines
+from paceline.launch.local import describe_status
+from paceline.launch.train import TrainResult, summarize_staleness
+from paceline.launch.training_run import _RunningLoss
+from paceline.models.metrics import evaluate
+
+
+def test_a_shard_that_two_workers_read_counts_once(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"good\nbad\ngood\nworse\n")
+    bad = [str(file), 5, None, "bad", "no label"]
+    worse = [str(file), 14, None, "worse", "no label"]
+    found = describe_bad_lines([([(0, 0, 2), (1, 0, 3)], [worse, bad]), ([(0, 0, 2)], [bad])])
+    assert found.count == 5
+    assert found.first == [f"{file}, line 2: no label: 'bad'", f"{file}, line 4: no label: 'worse'"]
+    assert found.sentence().startswith("5 malformed lines were skipped (--strict stops at the first):\n  ")
+    assert BadData(1, []).sentence().startswith("1 malformed line was skipped")
+
+
+def test_rows_of_a_table_are_named_by_number() -> None:
+    assert describe_bad_lines([([(0, 0, 1)], [["t.csv", None, 7, "x", "no number"]])]).first == [
+        "t.csv, row 7: no number: 'x'"
+    ]
+
+
+def test_no_nan_in_json() -> None:
+    result = TrainResult(
+        examples=1,
+        seconds=1.0,
+        examples_per_s=1.0,
+        train_log_loss=math.inf,
+        num_features=1,
+        nonzero=None,
+        evaluation=evaluate([0.0, 0.0], [0.5, 0.25]),
+        staleness=summarize_staleness([[3, 0, 1], [1, 0, 0]]),
+        bad_lines=BadData(0, []),
+        lost_workers=0,
+        bytes=0,
+    )
+    told = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    assert told["auc"] is None
+    assert told["train_log_loss"] is None
+    assert told["staleness"] == {"mean": 0.4, "max": 2, "histogram": [4, 0, 1]}
+
+
+def test_no_staleness_at_all() -> None:
+    assert summarize_staleness([[0, 0, 0]]) == {"mean": 0.0, "max": 0, "histogram": [0]}
+
+
+def test_the_running_loss_forgets_the_beginning() -> None:
+    running = _RunningLoss()
+    assert running.add(0, 0.0) is None
+    assert running.add(10_000, 7000.0) == 0.7
+    assert running.add(60_000, 27_000.0) == 0.4  # of the last 50,000
+    assert running.add(120_000, 45_000.0) == 0.3
+    assert running.add(119_000, 44_700.0) is None  # a worker died: the sums begin anew
+    assert running.add(129_000, 47_700.0) == 0.3
+
+
+def test_how_a_process_ended() -> None:
+    assert describe_status(3) == "ended with status 3"
+    assert describe_status(-9) == "was killed by SIGKILL"
+    assert describe_status(-99) == "was killed by signal 99"
