@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .launch import LocalCluster, local_cluster
+    from .launch import LocalCluster, connect, local_cluster
     from .protocol import Accept, BoundedDelay, DelayCompensate, DropStale, Eventual, Sequential
     from .ps import (
         FTRL,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
 
 _ROOMS = {
-    "launch": ("LocalCluster", "local_cluster"),
+    "launch": ("LocalCluster", "connect", "local_cluster"),
     "protocol": ("Accept", "BoundedDelay", "DelayCompensate", "DropStale", "Eventual", "Sequential"),
     "ps": (
         "FTRL",
@@ -77,6 +77,7 @@ __all__ = [
     "Ticket",
     "Uniform",
     "Zeros",
+    "connect",
     "local_cluster",
 ]
 

@@ -1,5 +1,6 @@
 """Who starts the processes: local clusters, and single roles by hand."""
 
+from .connecting import connect
 from .kernels import load_kernels, prepare_kernels
 from .local import LocalCluster, local_cluster
 from .roles import Joining, run_scheduler, run_server, watch_parent
@@ -7,6 +8,7 @@ from .roles import Joining, run_scheduler, run_server, watch_parent
 __all__ = [
     "Joining",
     "LocalCluster",
+    "connect",
     "load_kernels",
     "local_cluster",
     "prepare_kernels",
