@@ -7,7 +7,6 @@ and saves the model. Workers do the work (:mod:`paceline.models.worker`).
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,21 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data import Columns, Dataset, detect_format, open_dataset
-from paceline.errors import DataError, ModelError, PacelineError, PeerError, TableMismatchError, UsageError
+from paceline.data import Columns, Dataset, open_dataset
+from paceline.errors import DataError, PacelineError, PeerError, TableMismatchError, UsageError
 from paceline.models import jobs
 from paceline.models.metrics import Evaluation, evaluate
 from paceline.protocol import Consistency, Sequential
 from paceline.ps import FTRL, Client, UpdateRule, messages, to_fields
-from paceline.ps.saving import MANIFEST, prepare_directory
+from paceline.ps.saving import MANIFEST
 
 from .bad_data import BadData, describe_bad_lines
+from .data_files import check_files, open_training_data, total_size
 from .interrupts import DeferredSignals
 from .local import LocalCluster, describe_status
 
 _POLL_S = 0.05
 _ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
-_CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ class Training:
             dataset = open_training_data(options, self._num_workers, spare)
             train_share = 1.0
             if options.evaluation:
-                trained, evaluated = options.epochs * _total_size(options.data), _total_size(options.evaluation)
+                trained, evaluated = options.epochs * total_size(options.data), total_size(options.evaluation)
                 train_share = trained / (trained + evaluated)
             self._span = (0.0, train_share)
             with dataset:
@@ -347,49 +346,6 @@ class Training:
         if bad.count:
             self._warn(bad.sentence())
         return bad
-
-
-def check_files(options: TrainOptions) -> None:
-    """Raise what is wrong with the files and with the place for the model, as far as a look at them shows it."""
-    with open_dataset(options.data, options.format, options.columns, strict=options.strict) as dataset:
-        format, columns = dataset.format, dataset.columns
-    if options.evaluation:
-        open_dataset(options.evaluation, format, columns).close()
-    if options.format is None:
-        for file in (*options.data, *options.evaluation):
-            found = detect_format(file)
-            if found != format:
-                raise DataError(
-                    f"{file} looks like {found}, and {options.data[0]} like {format}: all must be of one format"
-                )
-    if options.save is not None:
-        try:
-            for made in prepare_directory(Path(options.save)):
-                made.rmdir()  # it can be made: it is when there is a model to put in
-            if Path(options.save).is_dir() and not os.access(options.save, os.W_OK):
-                raise ModelError(f"cannot save a model in {options.save}: it may not be written to")
-        except OSError as error:
-            raise ModelError(f"cannot save a model in {options.save}: {error.strerror or error}") from None
-
-
-def _total_size(files: Sequence[str | Path]) -> int:
-    return sum(os.path.getsize(file) for file in files)
-
-
-def open_training_data(options: TrainOptions, num_workers: int, spare: Path | None) -> Dataset:
-    """Open the data, in shards that suit the number of workers; several passes use a cache in `spare`, if it has room."""
-    dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
-    size = sum(os.path.getsize(file) for file in dataset.files)
-    cache: Path | None = None if options.cache is None else Path(options.cache)
-    if cache is None and spare is not None and options.epochs > 1:
-        disk = os.statvfs(spare)
-        packed = 8 if any(str(file).endswith(".gz") for file in dataset.files) else 1
-        if disk.f_bavail * disk.f_frsize > _CACHE_SPARE * size * packed:
-            cache = spare
-    shard_bytes = max(256 << 10, min(size // (16 * num_workers), 16 << 20))
-    format, columns = dataset.format, dataset.columns
-    dataset.close()
-    return open_dataset(options.data, format, columns, shard_bytes, options.strict, cache)
 
 
 def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:

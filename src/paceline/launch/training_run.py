@@ -14,8 +14,9 @@ from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import Client, messages
 from paceline.transport import TLS, SocketTransport
 
+from .data_files import check_files
 from .local import LocalCluster
-from .train import Progress, Training, TrainOptions, TrainResult, check_files, summarize_staleness
+from .train import Progress, Training, TrainOptions, TrainResult, summarize_staleness
 
 _STALENESS_EVERY_S = 0.5
 _LOSS_EXAMPLES = 50_000

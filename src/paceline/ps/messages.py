@@ -34,7 +34,10 @@ DROPPED: Final = 4
 
 
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that defines a table; two declarations of one name must be equal."""
+    """All that defines a table; two declarations of one name must be equal.
+
+    Where hyperparameters were changed since, a declaration may have those declared first or those of now.
+    """
 
     name: str
     kind: str
@@ -45,6 +48,11 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
     update: dict[str, Any] = {}
     initializer: dict[str, Any] = {}
     seed: int = 0
+
+    def with_update(self, update: dict[str, Any]) -> TableSpec:
+        """Return the same table with other hyperparameters."""
+        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # tuples are lists, as in a spec from afar
+        return msgspec.structs.replace(self, update=travelled)
 
     def __str__(self) -> str:
         shape = f"dim={self.dim}" if self.kind == "sparse" else f"size={self.size}"
@@ -133,8 +141,15 @@ class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: TableSpec
 
 
+class NoteUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All servers now update table `table` with these hyperparameters (the rule itself must be the same)."""
+
+    table: str
+    update: dict[str, Any]
+
+
 class ListTables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answered by a list of TableSpec."""
+    """Answered by a list of TableSpec, with the hyperparameters of now."""
 
 
 class PostJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -330,9 +345,9 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 ToScheduler = (
-    GetMap | GetSettings | Register | Heartbeat | Leave | DeclareTable | ListTables | PostJob | GetJob | TakeLease
-    | LeaseDone | FileEnded | Report
-    | JobFailed | JobStatus | TakeReports | EndCluster
+    GetMap | GetSettings | Register | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob | GetJob
+    | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
+    | EndCluster
 )  # fmt: skip
 ToServer = (
     CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics

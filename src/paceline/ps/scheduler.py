@@ -18,11 +18,22 @@ from paceline.protocol import Accept, Consistency, Membership, Role, Sequential,
 from paceline.ps import messages
 from paceline.ps.job import ALL_DONE, JobBoard
 from paceline.ps.messages import CALL, NOTICE, RESULT, MemberInfo, TableSpec
+from paceline.ps.rules import RULES, from_fields
 from paceline.transport import Endpoint, Handler, Header, Peer
 
 _MAX_TABLES = 65535
 _ROLES = {"server": Role.SERVER, "worker": Role.WORKER, "observer": Role.OBSERVER}
 _UNANSWERED: Any = object()
+
+
+class _KnownTable:
+    """A table's number, its spec as first declared, and as it is now that hyperparameters may have changed."""
+
+    __slots__ = ("declared", "number", "spec")
+
+    def __init__(self, number: int, spec: TableSpec) -> None:
+        self.number = number
+        self.declared = self.spec = spec
 
 
 class Scheduler(Handler):
@@ -55,7 +66,7 @@ class Scheduler(Handler):
         self._peers: dict[str, Peer] = {}  # node → connection
         self._nodes: dict[Peer, tuple[str, int]] = {}  # connection → node, incarnation
         self._endpoints: dict[str, Endpoint | None] = {}
-        self._specs: dict[str, tuple[int, TableSpec]] = {}
+        self._known_tables: dict[str, _KnownTable] = {}
         self._complete = False  # whether all expected servers have joined once
         self._job: JobBoard | None = None
         self._job_poster: Peer | None = None
@@ -68,6 +79,7 @@ class Scheduler(Handler):
             messages.GetSettings: self._get_settings,
             messages.Register: self._register,
             messages.DeclareTable: self._declare_table,
+            messages.NoteUpdate: self._note_update,
             messages.ListTables: self._list_tables,
             messages.PostJob: self._post_job,
             messages.GetJob: self._get_job,
@@ -221,20 +233,32 @@ class Scheduler(Handler):
 
     def _declare_table(self, peer: Peer, header: Header, request: messages.DeclareTable, body: memoryview) -> int:
         spec = request.spec
-        known = self._specs.get(spec.name)
+        known = self._known_tables.get(spec.name)
         if known is None:
-            if len(self._specs) >= _MAX_TABLES:
+            if len(self._known_tables) >= _MAX_TABLES:
                 raise UsageError(f"a cluster has at most {_MAX_TABLES} tables")
-            known = self._specs[spec.name] = (len(self._specs) + 1, spec)
-        if known[1] != spec:
+            known = self._known_tables[spec.name] = _KnownTable(len(self._known_tables) + 1, spec)
+        if spec not in (known.declared, known.spec):
             raise TableMismatchError(
-                f"table {spec.name!r} was declared as {spec}, and is known as {known[1]}: use the same settings in "
+                f"table {spec.name!r} was declared as {spec}, and is known as {known.spec}: use the same settings in "
                 "every process, or another name"
             )
-        return known[0]
+        return known.number
+
+    def _note_update(self, peer: Peer, header: Header, request: messages.NoteUpdate, body: memoryview) -> None:
+        known = self._known_tables.get(request.table)
+        if known is None:
+            raise UsageError(f"there is no table {request.table!r} to change the hyperparameters of: declare it first")
+        from_fields(RULES, request.update)  # raises what the servers would
+        if request.update["kind"] != known.spec.update["kind"]:
+            raise UsageError(
+                f"table {request.table!r} is updated by {known.spec.update['kind']}, and its state is of that rule: it "
+                f"cannot become {request.update['kind']}"
+            )
+        known.spec = known.spec.with_update(request.update)
 
     def _list_tables(self, peer: Peer, header: Header, request: messages.ListTables, body: memoryview) -> Any:
-        return [spec for _, spec in sorted(self._specs.values(), key=lambda known: known[0])]
+        return [known.spec for known in sorted(self._known_tables.values(), key=lambda known: known.number)]
 
     # Work.
 

@@ -82,7 +82,7 @@ class ServerControl:
         rank = self._tables.rank
         table = self._tables.by_number.get(request.number)
         if table is not None:
-            if table.spec != request.spec:
+            if request.spec not in (table.declared, table.spec):
                 raise PacelineError(f"server {rank} holds {table.spec} as table {request.number}, not {request.spec}")
             return
         owned = place(NUM_BUCKETS, request.servers).owned(rank) if request.spec.kind == "dense" else ()
@@ -116,7 +116,9 @@ class ServerControl:
         part.write_records(keys, np.frombuffer(body, np.float32, offset=8 * request.rows))
 
     def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
-        self._tables.find(request.table).part.set_update(from_fields(RULES, request.update))
+        table = self._tables.find(request.table)
+        table.part.set_update(from_fields(RULES, request.update))
+        table.spec = table.spec.with_update(request.update)
 
     def _erase(self, peer: Peer, request: messages.Erase, body: memoryview) -> int:
         if len(body) & 7:

@@ -11,10 +11,10 @@ from paceline.ps.tables import TablePart
 class ServerTable:
     """A table's part, and what happened to it here."""
 
-    __slots__ = ("dropped", "part", "pulls", "pushes", "spec", "staleness")
+    __slots__ = ("declared", "dropped", "part", "pulls", "pushes", "spec", "staleness")
 
     def __init__(self, spec: TableSpec, part: TablePart) -> None:
-        self.spec = spec
+        self.declared = self.spec = spec  # which differ where hyperparameters were changed
         self.part = part
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = 0

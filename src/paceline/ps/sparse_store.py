@@ -21,8 +21,8 @@ _WIDE_GROWTH = 1.5  # what is reserved for wide rows takes no memory before it i
 _LEAST_ROWS = 8
 _SMALL_ROWS = 1024
 _INLINE_WORDS = 3  # rows up to this many words lie in the index itself
-# How full a bucket's lines get, by entries per line. Emptier lines overflow less, and an overflow is a second cache miss:
-# at 10^7 rows of one word, 0.76 gives 20 ns per look-up in 1.8 times the bare size, 0.66 gives 16 ns in 2.1 times.
+# How full a bucket's lines get, by entries per line. Emptier lines overflow less, and an overflow is a second cache
+# miss: at 10^7 rows of one word, 0.76 gives 20 ns a look-up in 1.8 times the bare size, 0.66 gives 16 ns in 2.1 times.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
 _WIDE_FILL = 0.5  # beside wide rows the index is small
 _HEADER_LINES = 1

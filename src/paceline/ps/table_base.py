@@ -39,12 +39,19 @@ class Table:
         return self._number
 
     def set_update(self, update: UpdateRule) -> None:
-        """Change hyperparameters, the learning rate for instance, on every server; the rule must be the same one."""
+        """Change hyperparameters, the learning rate for instance, on every server; the rule must be the same one.
+
+        A model that is saved from now on has them. Processes that declare the table may name them, or those that it
+        was first declared with. Raises UsageError for another rule; then nothing has changed.
+        """
         if not isinstance(update, UpdateRule):
             raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
         with self._client.lock:
+            fields = to_fields(update)
             for connection in self._client.connections:
-                connection.call(messages.SetUpdate(table=self._number, update=to_fields(update)))
+                connection.call(messages.SetUpdate(table=self._number, update=fields))
+            self._client.link.call(messages.NoteUpdate(table=self.name, update=fields))
+            self.spec = self.spec.with_update(fields)
 
     def _check_keys(self, keys: npt.ArrayLike) -> Keys:
         array = np.asarray(keys)

@@ -84,6 +84,27 @@ def test_training_goes_on_as_if_never_saved(rule: UpdateRule, tmp_path: Path) ->
             assert same(values(client, rule), expected)
 
 
+def test_a_model_has_the_hyperparameters_of_now(tmp_path: Path) -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=Adam(lr=0.1))
+        table.push(KEYS, np.ones(len(KEYS), np.float32))
+        for lr in (0.5, 0.25):
+            table.set_update(Adam(lr=lr))
+        assert table.spec.update["lr"] == 0.25
+        assert client.tables() == [table.spec]
+        client.save(tmp_path)
+        table.push(KEYS, np.ones(len(KEYS), np.float32))
+        expected = table.pull(KEYS)
+    assert read_model(tmp_path).table("w").spec == table.spec
+    with Cluster(servers=3) as cluster:
+        client = cluster.connect()
+        client.load(tmp_path)
+        table = client.sparse_table("w", update=Adam(lr=0.25))
+        table.push(KEYS, np.ones(len(KEYS), np.float32))
+        assert same([table.pull(KEYS)], [expected])
+
+
 def test_a_model_without_a_cluster(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client = cluster.connect()

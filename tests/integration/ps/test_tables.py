@@ -5,8 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.errors import TableMismatchError, UsageError
 from paceline.kernels import reference
-from paceline.ps import FTRL, SGD, Adagrad, Adam, Constant, Momentum, Normal, SparseStore, Ticket, Uniform, UpdateRule
+from paceline.ps import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    Momentum,
+    Normal,
+    SparseStore,
+    Ticket,
+    Uniform,
+    UpdateRule,
+    messages,
+    to_fields,
+)
 from paceline.ps.rules import Initializer, Zeros
 from paceline.transport import MemoryTransport
 
@@ -202,6 +217,43 @@ def test_set_update(servers: int) -> None:
         dense.push(ones)
         assert (table.pull(keys) == -1.5).all()
         assert (dense.pull() == -1.25).all()
+
+
+@SERVERS
+def test_a_table_is_declared_as_at_first_or_as_it_is_now(servers: int) -> None:
+    with Cluster(servers=servers) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        for lr in (0.5, 0.25):
+            table.set_update(SGD(lr=lr))
+        for lr in (1.0, 0.25):
+            other = cluster.connect(observer=True)
+            found = other.sparse_table("w", update=SGD(lr=lr))
+            assert found.number == table.number
+            assert client.sparse_table("w", update=SGD(lr=lr)) is table
+        for update in (SGD(lr=0.5), SGD(lr=0.25, weight_decay=0.1), Momentum(lr=0.25)):
+            with pytest.raises(TableMismatchError, match=r"known as .*lr=0\.25"):
+                cluster.connect(observer=True).sparse_table("w", update=update)
+        found.push(keys_of(1), floats(1)).wait()
+        assert table.pull(keys_of(1)) == -0.25  # a declaration changes nothing
+
+
+def test_an_update_that_is_refused_is_not_noted() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        with pytest.raises(UsageError, match="updated by SGD, and its state is of that rule: it cannot become Adam"):
+            table.set_update(Adam(lr=1.0))
+        for name, update, message in [
+            ("w", to_fields(Adam(lr=1.0)), "updated by SGD, and its state is of that rule: it cannot become Adam"),
+            ("w", {"kind": "SGD", "lr": -1.0}, "lr=-1.0"),
+            ("w", {"lr": 1.0}, "unknown kind None"),
+            ("v", to_fields(SGD(lr=0.5)), "there is no table 'v' to change the hyperparameters of"),
+        ]:
+            with pytest.raises(UsageError, match=message):
+                client.link.call(messages.NoteUpdate(table=name, update=update))
+        assert client.tables() == [table.spec]
+        assert table.spec.update == to_fields(SGD(lr=1.0))
 
 
 RULES: list[UpdateRule] = [
