@@ -99,7 +99,7 @@ def find_data(folder: Path) -> Path:
 
 
 def split(data: Path, folder: Path) -> int:
-    """Write the first 80% of the rows as train, the rest as eval, each as TSV and for Vowpal Wabbit; count the first."""
+    """Write the first 80% of the rows as train, the rest as eval, each in both formats; count the first."""
     with gzip.open(data, "rt") if data.suffix == ".gz" else open(data) as text:
         lines = text.readlines()
     rows = int(len(lines) * TRAIN_SHARE)

@@ -2,9 +2,9 @@
 
     python examples/demo.py [--rows 1000000]
 
-It writes a Criteo-like log of a million rows and another of 100,000 to evaluate on, trains a sparse logistic regression
-on 2 servers and 2 workers under each consistency, and prints one table. Since the true model is known, so is the best AUC
-that any model can reach.
+It writes a Criteo-like log of a million rows and another of 100,000 to evaluate on, trains a sparse logistic
+regression on 2 servers and 2 workers under each consistency, and prints one table. Since the true model is known,
+so is the best AUC that any model can reach.
 """
 
 from __future__ import annotations

@@ -37,9 +37,7 @@ class Columns:
     def __post_init__(self) -> None:
         names = self.names
         if len(names) < 2:
-            raise UsageError(
-                "columns name a label but no feature: name a categorical or a numeric column too"
-            )
+            raise UsageError("columns name a label but no feature: name a categorical or a numeric column too")
         for name in names:
             if names.count(name) > 1:
                 raise UsageError(f"column '{name}' is named twice: a column is label, categorical or numeric")
@@ -158,9 +156,7 @@ class Converter:
         reason = f"{what} is {'missing' if missing else 'not a finite number'}"
         return BadLine(self._path, None, first_row + row + 1, shorten(text), reason)
 
-    def _hash(
-        self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int
-    ) -> None:
+    def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:
         """The keys of a column's values, as text, into every `stride`-th element of `out`."""
         types = self._arrow.types
         if types.is_dictionary(column.type) and len(column.dictionary) <= len(column):

@@ -58,16 +58,12 @@ def open_dataset(
     elif format not in FORMATS:
         raise UsageError(f"'{format}' is no format: choose one of {', '.join(FORMATS)}")
     if shard_bytes is None:
-        total = sum(
-            size * (_GZIP_RATIO if is_gzip_name(file) else 1) for file, size in zip(files, sizes, strict=True)
-        )
+        total = sum(size * (_GZIP_RATIO if is_gzip_name(file) else 1) for file, size in zip(files, sizes, strict=True))
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     elif shard_bytes < 1:
         raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
     columns = _columns_for(files, format, columns)
-    return Dataset(
-        files, format, columns, shard_bytes, strict, None if cache_dir is None else Path(cache_dir)
-    )
+    return Dataset(files, format, columns, shard_bytes, strict, None if cache_dir is None else Path(cache_dir))
 
 
 def _columns_for(files: list[str], format: str, columns: Columns | None) -> Columns | None:
@@ -187,9 +183,7 @@ class Dataset:
         if not 0 <= file < len(self.files):
             raise UsageError(f"there is no file {file}: the dataset has {len(self.files)}, numbered from 0")
         if shard < 0 or batch_size < 1:
-            raise UsageError(
-                f"shard {shard} with batches of {batch_size}: a shard is 0 or more, a batch 1 or more"
-            )
+            raise UsageError(f"shard {shard} with batches of {batch_size}: a shard is 0 or more, a batch 1 or more")
         return rebatch(self._blocks(file, shard), batch_size)
 
     def spec(self) -> Spec:
@@ -271,9 +265,7 @@ class Dataset:
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:
             return None
-        identity = {
-            name: value for name, value in self.spec().items() if name not in ("files", "strict", "cache_dir")
-        }
+        identity = {name: value for name, value in self.spec().items() if name not in ("files", "strict", "cache_dir")}
         try:
             return ShardCache(self._cache_dir, identity)
         except OSError as error:

@@ -46,9 +46,7 @@ def detect_format(path: str | Path) -> str:
         if _is_csv(lines):
             return "csv"
     first = f"its first line is '{shorten(lines[0])}'" if lines else "it holds no line of text"
-    raise DataError(
-        f"{path} looks like none of {', '.join(FORMATS)}: {first}; if it is one, say so with --format"
-    )
+    raise DataError(f"{path} looks like none of {', '.join(FORMATS)}: {first}; if it is one, say so with --format")
 
 
 def _share(lines: list[str], fits: Callable[[str], bool]) -> float:

@@ -140,8 +140,7 @@ class GzipStream:
                 text = self._inflate.decompress(self._pending, limit)
             except zlib.error as error:
                 raise DataError(
-                    f"{self.path} is damaged: gunzipping it fails "
-                    f"after {self.position:,} bytes of text ({error})"
+                    f"{self.path} is damaged: gunzipping it fails after {self.position:,} bytes of text ({error})"
                 ) from error
             self._pending = self._inflate.unconsumed_tail
             if self._inflate.eof:
@@ -151,8 +150,7 @@ class GzipStream:
                 return text
             if not self._pending and not self._ended and not self._refill():
                 raise DataError(
-                    f"{self.path} is cut off: the gzip stream ends in the middle, "
-                    f"after {self.position:,} bytes of text"
+                    f"{self.path} is cut off: the gzip stream ends in the middle, after {self.position:,} bytes of text"
                 )
         return b""
 

@@ -66,9 +66,7 @@ def csv_schema(path: str) -> Any:
     return schema
 
 
-def _open_csv(
-    path: str, stream: ByteStream, columns: Columns | None, block_bytes: int, skipped: list[BadLine]
-) -> Any:
+def _open_csv(path: str, stream: ByteStream, columns: Columns | None, block_bytes: int, skipped: list[BadLine]) -> Any:
     """A streaming reader that puts the rows with too few or too many cells in `skipped`."""
     import_arrow()
     from pyarrow import csv

@@ -195,9 +195,7 @@ def _result_arrays(
     return np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64), np.empty(num_counts, np.int64)
 
 
-def _first_bad(
-    bad_at: npt.NDArray[np.int64], bad_why: npt.NDArray[np.int64], num_bad: int
-) -> list[tuple[int, int]]:
+def _first_bad(bad_at: npt.NDArray[np.int64], bad_why: npt.NDArray[np.int64], num_bad: int) -> list[tuple[int, int]]:
     return list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
 
 

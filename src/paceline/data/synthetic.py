@@ -181,9 +181,7 @@ def _write(path: Path, model: _Model, stream: int, rows: int) -> Ints:
                 histogram[1] += np.bincount(logits[labels], minlength=histogram.shape[1])
         os.replace(part, path)
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be written: {error.strerror or error}; the click log is not whole"
-        ) from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; the click log is not whole") from error
     finally:
         part.unlink(missing_ok=True)
     return histogram
@@ -196,9 +194,7 @@ def _truth(histogram: Ints) -> ClickLogTruth:
     pairs = total_clicks * (total - total_clicks)
     below = np.cumsum(no_clicks) - no_clicks
     # Summed as Python integers: 2^63 is reached at some billion rows.
-    twice = sum(
-        c * (2 * b + n) for c, b, n in zip(*(a.tolist() for a in (clicks, below, no_clicks)), strict=True)
-    )
+    twice = sum(c * (2 * b + n) for c, b, n in zip(*(a.tolist() for a in (clicks, below, no_clicks)), strict=True))
     loss = 0.0
     for threshold, n, c in zip(_thresholds().tolist(), no_clicks.tolist(), clicks.tolist(), strict=True):
         if n or c:
@@ -308,9 +304,7 @@ def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator
         yield raw.view("<u4").astype(np.uint32, copy=False).reshape(count, 2 * _ROW_WORDS)
 
 
-def _segments(
-    shares: npt.NDArray[np.float64], missing: int
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+def _segments(shares: npt.NDArray[np.float64], missing: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """First values and widths: the inverse of the distribution function, linear between 65,536 points."""
     cumulative = np.cumsum(shares)  # one after the other, so the same everywhere
     taken = _SEGMENTS * (1000 - missing) // 1000
@@ -346,9 +340,7 @@ def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
     """Categories of eight hexadecimal digits, no two alike."""
     ranks = np.arange(shape.vocabulary)
     names = ranks.astype(np.uint64) + np.uint64(reference.hash_bytes(bytes([number]), seed) & 0xFFFFFFFF)
-    names = (names * np.uint64(0x9E3779B1)) & np.uint64(
-        0xFFFFFFFF
-    )  # a bijection of 32 bits, and the next too
+    names = (names * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # a bijection of 32 bits, and the next too
     names ^= names >> np.uint64(15)
     nibbles = (names[:, None] >> np.arange(28, -4, -4).astype(np.uint64)) & np.uint64(15)
     digits = np.frombuffer(b"0123456789abcdef", np.uint8)[nibbles.astype(np.int64)]

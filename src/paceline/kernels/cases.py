@@ -71,9 +71,7 @@ class SparseCase:
 
     def twin(self) -> reference.SparseTable:
         """Return an empty reference table."""
-        return reference.SparseTable(
-            self.dim, self.row_words, self.rule, self.parameters(), self.initializer, seed=7
-        )
+        return reference.SparseTable(self.dim, self.row_words, self.rule, self.parameters(), self.initializer, seed=7)
 
     def batches(self) -> tuple[Keys, Keys, Floats]:
         """Return the table's keys, the batch's keys (a tenth absent from the table) and its gradients."""
@@ -271,9 +269,7 @@ def _array_cases() -> Iterator[ArrayCase]:
             make = _csr(n, 39, ones=ones, transposed=False)
             yield ArrayCase(csr.csr_dot, reference.csr_dot, name, items, make, (4,), 1e-5)
             make = _csr(n, 39, ones=ones, transposed=True)
-            yield ArrayCase(
-                csr.csr_transposed_dot, reference.csr_transposed_dot, name, items, make, (4,), 1e-5
-            )
+            yield ArrayCase(csr.csr_transposed_dot, reference.csr_transposed_dot, name, items, make, (4,), 1e-5)
     for rule, name in enumerate(RULE_NAMES):
         for n in (1, 1000, 1_000_000):
             make = _dense_push(n, rule)

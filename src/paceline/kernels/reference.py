@@ -144,14 +144,10 @@ def _ftrl(w: Floats, z: Floats, n: Floats, g: Floats, hyper: Doubles) -> None:
     after = n + g * g
     z += g - (np.sqrt(after) - np.sqrt(n)) * inverse * w
     n[:] = after
-    w[:] = np.where(
-        np.abs(z) > l1, (np.copysign(l1, z) - z) / ((beta + np.sqrt(n)) * inverse + l2), np.float32(0)
-    )
+    w[:] = np.where(np.abs(z) > l1, (np.copysign(l1, z) - z) / ((beta + np.sqrt(n)) * inverse + l2), np.float32(0))
 
 
-def ftrl_float64(
-    gradients: Doubles, alpha: float, beta: float, l1: float, l2: float, start: float = 0.0
-) -> Doubles:
+def ftrl_float64(gradients: Doubles, alpha: float, beta: float, l1: float, l2: float, start: float = 0.0) -> Doubles:
     """Return the weight after each gradient, by McMahan et al., KDD 2013, algorithm 1, in float64.
 
     `start`, the weight before the first, is not of the paper: z starts where it gives that weight.
@@ -164,15 +160,11 @@ def ftrl_float64(
         sigma = (math.sqrt(n + g * g) - math.sqrt(n)) / alpha
         z += g - sigma * w
         n += g * g
-        weights.append(
-            0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2)
-        )
+        weights.append(0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2))
     return np.array(weights, np.float64)
 
 
-def start_state(
-    rule: int, record: Floats, words: int, dim: int, start: int, stop: int, hyper: Doubles
-) -> None:
+def start_state(rule: int, record: Floats, words: int, dim: int, start: int, stop: int, hyper: Doubles) -> None:
     """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
     for plane in range(dim, words, dim):
         record[plane + start : min(plane + stop, words)] = 0
@@ -321,9 +313,7 @@ def put_rows(rows: Floats, order: Integers, dim: int, out: Floats) -> None:
     out.reshape(-1, dim)[order] = rows.reshape(-1, dim)
 
 
-def csr_dot(
-    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, vector: Floats, out: Floats
-) -> None:
+def csr_dot(indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, vector: Floats, out: Floats) -> None:
     """Write matrix times `vector` to `out`."""
     products = vector[indices].astype(np.float64) * (values if len(values) else 1.0)
     out[:] = np.bincount(_row_numbers(indptr), products, len(out))

@@ -185,9 +185,7 @@ def _push_wide(directory, layout, parameters, keys, grads, first):  # type: igno
                     row = _insert_row(directory, layout, parameters, keys[i], lines[i - start])
                     if row == _U0:
                         return i
-            update_record(
-                rule, carray(float_pointer(row), words), dim, 0, dim, grads, i * dim, parameters, False
-            )
+            update_record(rule, carray(float_pointer(row), words), dim, 0, dim, grads, i * dim, parameters, False)
     return num_keys
 
 

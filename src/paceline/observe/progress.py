@@ -156,9 +156,7 @@ class TrainingProgress:
         parts = [
             (
                 0,
-                f"{format_count(snapshot.examples)} examples"
-                if fraction is None
-                else f"{int(100 * fraction):3}%",
+                f"{format_count(snapshot.examples)} examples" if fraction is None else f"{int(100 * fraction):3}%",
             )
         ]
         if snapshot.phase is not None:

@@ -77,8 +77,7 @@ def results_table(rows: Iterable[ResultRow], title: str | None = None) -> Table:
         "consistency": [run.consistency for run in runs],
         "seconds": [_fixed(run.seconds, 1) for run in runs],
         "examples/s": [
-            _NONE if run.examples_per_s is None else format_rate(run.examples_per_s).removesuffix("/s")
-            for run in runs
+            _NONE if run.examples_per_s is None else format_rate(run.examples_per_s).removesuffix("/s") for run in runs
         ],
         "log loss": [_fixed(run.log_loss, 4) for run in runs],
         "AUC": [_fixed(run.auc, 4) for run in runs],

@@ -26,9 +26,7 @@ class VectorClock:
         self._seen: set[int] = set()  # workers that stood in for an expected one
         self._num_missing = num_expected
         self._first_clock = first_clock
-        self._tally: dict[int, int] = (
-            {first_clock: num_expected} if num_expected else {}
-        )  # clock → how many count
+        self._tally: dict[int, int] = {first_clock: num_expected} if num_expected else {}  # clock → how many count
         self._minimum = first_clock
         self._highest = first_clock
 

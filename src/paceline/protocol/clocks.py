@@ -116,8 +116,7 @@ class Gate:
     def __init__(self, consistency: Consistency, expected_workers: int = 1, *, first_clock: int = 0) -> None:
         if expected_workers < 0 or first_clock < 0:
             raise UsageError(
-                f"Gate(expected_workers={expected_workers}, first_clock={first_clock}): "
-                "expected both to be at least 0."
+                f"Gate(expected_workers={expected_workers}, first_clock={first_clock}): expected both to be at least 0."
             )
         self.consistency = consistency
         self._tau = consistency.tau

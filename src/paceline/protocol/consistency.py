@@ -120,9 +120,7 @@ class DelayCompensate:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.strength) and self.strength >= 0):
-            raise UsageError(
-                f"DelayCompensate(strength={self.strength!r}): expected a finite number, at least 0."
-            )
+            raise UsageError(f"DelayCompensate(strength={self.strength!r}): expected a finite number, at least 0.")
 
     def __str__(self) -> str:
         return f"compensate:{self.strength!r}"
@@ -170,9 +168,7 @@ def parse_stale_policy(text: str) -> StalePolicy:
     if name == "compensate":
         try:
             return DelayCompensate(strength=float(argument))
-        except (
-            ValueError
-        ):  # not a number, or one that DelayCompensate refuses: the sentence below covers both
+        except ValueError:  # not a number, or one that DelayCompensate refuses: the sentence below covers both
             pass
     raise UsageError(
         f"Policy for stale gradients {text!r} is not known: expected 'accept', 'drop:N' with N the largest "

@@ -129,9 +129,7 @@ class Delivery:
             UsageError: the bucket is held here already.
         """
         if bucket in self._buckets:
-            raise UsageError(
-                f"Bucket {bucket} is held here already; adopting it again would lose its filter."
-            )
+            raise UsageError(f"Bucket {bucket} is held here already; adopting it again would lose its filter.")
         self._buckets.add(bucket)
         # Rule 3: a bucket's filter is what came with it, whatever this server's other buckets have seen.
         for incarnation in (self._floors.keys() | state.keys()) - self._forgotten:

@@ -148,9 +148,7 @@ class Shards:
         self._offsets = [sum(n or 0 for n in files[:i]) for i in range(len(files))]
         self._states: dict[tuple[int, int], bytearray] = {}  # epoch, file → one state per shard
         self._leased_again: dict[_Key, int] = {}
-        self._cursors = [
-            _Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)
-        ]
+        self._cursors = [_Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)]
         self._orphans: set[int] = set()  # positions whose worker was lost: their shards are for all
         self._returned: list[_Key] = []  # a heap
         self._open: dict[int, tuple[int, _Key]] = {}  # lease → worker, shard
@@ -296,9 +294,7 @@ class Shards:
 
     def _end(self, file: int, num_shards: int) -> None:
         if not 0 <= file < len(self._sizes) or num_shards < 0:
-            raise DataError(
-                f"File {file} was reported to end after {num_shards} shards: there is no such file or end."
-            )
+            raise DataError(f"File {file} was reported to end after {num_shards} shards: there is no such file or end.")
         size = self._sizes[file]
         if size is not None:
             if size == num_shards:
@@ -309,9 +305,7 @@ class Shards:
             )
         # Rule 6: shards past the end do not exist. Leased ones are over, with no examples, and count nowhere.
         self._sizes[file] = num_shards
-        self._open = {
-            lease: (worker, key) for lease, (worker, key) in self._open.items() if not self._is_past(key)
-        }
+        self._open = {lease: (worker, key) for lease, (worker, key) in self._open.items() if not self._is_past(key)}
         self._returned = [key for key in self._returned if not self._is_past(key)]
         heapq.heapify(self._returned)
         for (_, of), states in self._states.items():

@@ -92,9 +92,7 @@ class EchoHandler(Handler):
 class _Setting:
     """A served echo handler and clients of it."""
 
-    def __init__(
-        self, make: MakeTransport, transport: Transport, handler: EchoHandler, served: Served
-    ) -> None:
+    def __init__(self, make: MakeTransport, transport: Transport, handler: EchoHandler, served: Served) -> None:
         self.make = make
         self.transport = transport
         self.handler = handler
@@ -121,9 +119,7 @@ def check_echo(setting: _Setting) -> None:
     for size in (0, 1, 7, 8, 64, 4056, 4057, 12_288, 65_537, 262_104, 262_105, 1_200_003, 6_400_000):
         body = random.integers(0, 256, size, np.uint8)
         meta = bytes(size % 11)
-        channel.send_frame(
-            ECHO, table=3, request=size, epoch=5, clock=6, sequence=2**63 + 1, meta=meta, body=body
-        )
+        channel.send_frame(ECHO, table=3, request=size, epoch=5, clock=6, sequence=2**63 + 1, meta=meta, body=body)
         frame = channel.receive_frame(_TIMEOUT_S)
         assert frame.header[2:9] == (ANSWER, 1, 3, size, 5, 6, 2**63 + 1), frame.header
         assert frame.meta == meta
@@ -317,9 +313,7 @@ def check_refusals(setting: _Setting) -> None:
     _check_alive(bystander)
     with serve_in_thread(EchoHandler(), setting.transport) as other:
         gone = other.endpoint
-    _expect(
-        AddressError, lambda: setting.transport.connect(gone.tcp, Hello(role="worker"), timeout_s=_TIMEOUT_S)
-    )
+    _expect(AddressError, lambda: setting.transport.connect(gone.tcp, Hello(role="worker"), timeout_s=_TIMEOUT_S))
     assert len(setting.handler.peers) == 1
 
 
@@ -352,9 +346,7 @@ def check_transport(make: MakeTransport, *, only: str | None = None, unix: bool 
             continue
         transport = make(_TOKEN)
         handler = EchoHandler()
-        with serve_in_thread(
-            handler, transport, hello=Hello(role="server", name="echo"), unix=unix
-        ) as served:
+        with serve_in_thread(handler, transport, hello=Hello(role="server", name="echo"), unix=unix) as served:
             setting = _Setting(make, transport, handler, served)
             try:
                 check(setting)

@@ -43,9 +43,7 @@ class Address(msgspec.Struct, frozen=True):
         bracketed = host.startswith("[") and host.endswith("]")
         is_number = port.isascii() and port.isdigit() and int(port) <= 65535
         if scheme != "tcp" or not host or not is_number or (":" in host and not bracketed):
-            raise AddressError(
-                f"{text!r} is no address; write tcp://host:port, host:port, [ipv6]:port or unix:///path"
-            )
+            raise AddressError(f"{text!r} is no address; write tcp://host:port, host:port, [ipv6]:port or unix:///path")
         return cls("tcp", host=host[1:-1] if bracketed else host, port=int(port))
 
     @property
@@ -154,9 +152,7 @@ def announced_host(host: str) -> str:
         return host
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
-        probe.connect(
-            ("192.0.2.1", 9)
-        )  # sends nothing: only asks the routing table which interface leads out
+        probe.connect(("192.0.2.1", 9))  # sends nothing: only asks the routing table which interface leads out
         return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()

@@ -117,6 +117,4 @@ def decode(meta: bytes | memoryview, kind: type[_Message]) -> _Message:
     try:
         return msgspec.msgpack.decode(meta, type=kind)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(
-            f"got a handshake that cannot be read: {error}; the connection is closed"
-        ) from None
+        raise ProtocolError(f"got a handshake that cannot be read: {error}; the connection is closed") from None

@@ -217,10 +217,7 @@ class StreamChannel(Channel):
         except ProtocolError as error:
             self.close()
             raise ProtocolError(f"{self._who()} is no Paceline server: {error}") from None
-        if (
-            header.meta_bytes > self._limits.max_meta_bytes
-            or frame_bytes(header) > self._limits.max_frame_bytes
-        ):
+        if header.meta_bytes > self._limits.max_meta_bytes or frame_bytes(header) > self._limits.max_frame_bytes:
             self.close()
             raise ProtocolError(
                 f"{self._who()} sent a frame that claims {frame_bytes(header)} bytes, at most "
@@ -298,9 +295,7 @@ class StreamChannel(Channel):
 
     def _who(self) -> str:
         peer = self.peer
-        return (
-            f"{peer.role} {peer.rank} at {self.address}" if peer.paceline else f"the server at {self.address}"
-        )
+        return f"{peer.role} {peer.rank} at {self.address}" if peer.paceline else f"the server at {self.address}"
 
     def _late(self) -> DeadlineError:
         return DeadlineError(f"no answer from {self._who()} within {self._timeout_s:g} s")

@@ -45,8 +45,7 @@ def open_socket(address: Address, timeout_s: float) -> socket.socket:
         raise DeadlineError(f"cannot reach {address}: no answer within {timeout_s:g} s") from None
     except (ConnectionRefusedError, FileNotFoundError):
         raise AddressError(
-            f"cannot reach {address}: nobody listens there; check the address, and that the server was "
-            "started"
+            f"cannot reach {address}: nobody listens there; check the address, and that the server was started"
         ) from None
     except OSError as error:
         raise AddressError(f"cannot reach {address}: {error.strerror or error}") from None
@@ -71,9 +70,7 @@ _CLOSED_POLL = _ClosedPoll()
 class PlainChannel(StreamChannel):
     """A channel on a TCP or Unix socket."""
 
-    def __init__(
-        self, connected: socket.socket, address: Address, limits: Limits, send_timeout_s: float
-    ) -> None:
+    def __init__(self, connected: socket.socket, address: Address, limits: Limits, send_timeout_s: float) -> None:
         super().__init__(address, limits)
         self._socket = connected
         self._send_timeout_s = send_timeout_s
@@ -99,8 +96,7 @@ class PlainChannel(StreamChannel):
         except BlockingIOError:
             self.close()
             raise DeadlineError(
-                f"{self._who()} took nothing of what was sent for {self._send_timeout_s:g} s; the "
-                "connection is closed"
+                f"{self._who()} took nothing of what was sent for {self._send_timeout_s:g} s; the connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
@@ -176,9 +172,7 @@ class PlainChannel(StreamChannel):
 
 def too_long(size: int, limits: Limits) -> UsageError:
     """Return the error for a frame that the other end would refuse."""
-    return UsageError(
-        f"a frame of {size} bytes was to be sent, at most {limits.max_frame_bytes} are allowed; split it"
-    )
+    return UsageError(f"a frame of {size} bytes was to be sent, at most {limits.max_frame_bytes} are allowed; split it")
 
 
 def _timeval(seconds: float) -> bytes:

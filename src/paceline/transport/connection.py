@@ -152,9 +152,7 @@ class Connection(FrameReceiver):
 
     def _greeted(self, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind != Kind.HELLO:
-            raise ProtocolError(
-                f"got a frame of kind {header.kind} before the handshake; the connection is closed"
-            )
+            raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
         service = self._service
         given = decode(meta, Proof)
         hello = verify(service.token, "client", given.nonce, self._nonce, given)

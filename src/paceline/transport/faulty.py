@@ -70,9 +70,7 @@ class FaultPlan:
                 steps[counted] = self._num_sent[key]
                 self._num_sent[key] += 1
             for index, fault in enumerate(self._waiting):
-                if (fault.role, fault.rank) == (hello.role, hello.rank) and steps.get(
-                    fault.kind
-                ) == fault.step:
+                if (fault.role, fault.rank) == (hello.role, hello.rank) and steps.get(fault.kind) == fault.step:
                     self.fired.append(self._waiting.pop(index))
                     return fault
             return None

@@ -115,8 +115,7 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
     """Read a header; raise ProtocolError on another magic, VersionError on another version."""
     if len(buffer) - offset < HEADER_BYTES:
         raise ProtocolError(
-            f"a frame's header is {HEADER_BYTES} bytes, {len(buffer) - offset} were got; the connection is "
-            "closed"
+            f"a frame's header is {HEADER_BYTES} bytes, {len(buffer) - offset} were got; the connection is closed"
         )
     header: Header = tuple.__new__(Header, HEADER.unpack_from(buffer, offset))
     if header[0] != MAGIC or header[1] != PROTOCOL_VERSION:

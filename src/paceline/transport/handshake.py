@@ -34,9 +34,7 @@ def _greet(channel: StreamChannel, token: str, hello: Hello, timeout_s: float) -
     try:
         challenge = decode(_receive_handshake(channel, Kind.CHALLENGE, timeout_s), Challenge)
     except VersionError:
-        channel.send_frame(
-            Kind.HELLO
-        )  # its header tells the server which version we speak, so both can say so
+        channel.send_frame(Kind.HELLO)  # its header tells the server which version we speak, so both can say so
         raise
     except (ConnectionLostError, DeadlineError) as error:
         raise type(error)(f"{error} before it said a word: does it use TLS, and this process not?") from None

@@ -191,8 +191,7 @@ class MemoryChannel(StreamChannel):
         data = join(buffers)
         if len(data) > self._limits.max_frame_bytes:
             raise UsageError(
-                f"a frame of {len(data)} bytes was to be sent, at most {self._limits.max_frame_bytes} are "
-                "allowed"
+                f"a frame of {len(data)} bytes was to be sent, at most {self._limits.max_frame_bytes} are allowed"
             )
         if self._is_ended or self._is_closed:
             raise self._lost()

@@ -119,9 +119,7 @@ class TransportPeer(Peer):
     def statistics(self) -> Statistics:
         """See :meth:`Peer.statistics`."""
         receiver = self._receiver
-        return Statistics(
-            receiver.bytes_received, self._bytes_sent, receiver.frames_received, self._frames_sent
-        )
+        return Statistics(receiver.bytes_received, self._bytes_sent, receiver.frames_received, self._frames_sent)
 
     def pause(self) -> None:
         """Hold back what is sent: the socket is full."""

@@ -100,9 +100,7 @@ class SocketTransport(Transport):
         return _SocketListener(Endpoint(tcp, place, host_identity()), servers, service)
 
 
-async def _start(
-    service: Service, listening: socket.socket, context: ssl.SSLContext | None
-) -> asyncio.Server:
+async def _start(service: Service, listening: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server:
     loop = asyncio.get_running_loop()
     timeout_s = service.handshake_timeout_s if context is not None else None
     return await loop.create_server(

@@ -19,9 +19,7 @@ _JOINED_BYTES = 1 << 14  # a TLS record
 class TLSChannel(StreamChannel):
     """A channel on a TLS connection, where neither scattering nor kernel deadlines are to be had."""
 
-    def __init__(
-        self, connected: ssl.SSLSocket, address: Address, limits: Limits, send_timeout_s: float
-    ) -> None:
+    def __init__(self, connected: ssl.SSLSocket, address: Address, limits: Limits, send_timeout_s: float) -> None:
         super().__init__(address, limits)
         self._socket = connected
         self._send_timeout_s = send_timeout_s
@@ -38,8 +36,7 @@ class TLSChannel(StreamChannel):
         except TimeoutError:
             self.close()
             raise DeadlineError(
-                f"{self._who()} took nothing of what was sent for {self._timeout_s:g} s; the connection is "
-                "closed"
+                f"{self._who()} took nothing of what was sent for {self._timeout_s:g} s; the connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
@@ -92,17 +89,13 @@ class TLSChannel(StreamChannel):
         shut(self._socket)
 
 
-def wrap_tls(
-    connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float
-) -> ssl.SSLSocket:
+def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
     """Return the socket with TLS on it; AuthenticationError if the server's certificate is not trusted."""
     connected.settimeout(timeout_s)
     try:
         return context.wrap_socket(connected, server_hostname=address.host)
     except TimeoutError:
-        raise DeadlineError(
-            f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s"
-        ) from None
+        raise DeadlineError(f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s") from None
     except ssl.SSLError as error:
         raise _not_trusted(address, error) from None
     except OSError as error:

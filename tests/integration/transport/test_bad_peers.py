@@ -131,9 +131,7 @@ def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest
     challenge = HEADER.pack(MAGIC, 9, Kind.CHALLENGE, 0, 0, 0, 0, 0, 0, 0, 0)
     with socket.create_server(("127.0.0.1", 0)) as future:
         port = future.getsockname()[1]
-        client = subprocess.Popen(
-            [sys.executable, "-c", _CONNECT, f"127.0.0.1:{port}"], stdout=subprocess.PIPE
-        )
+        client = subprocess.Popen([sys.executable, "-c", _CONNECT, f"127.0.0.1:{port}"], stdout=subprocess.PIPE)
         accepted, _ = future.accept()
         with accepted, client:
             accepted.sendall(challenge)
@@ -289,9 +287,7 @@ def test_deadline_within_a_frame_closes_the_channel(transport: SocketTransport) 
 def test_port_in_use(transport: SocketTransport) -> None:
     with bystander(transport) as beside:
         where = beside.endpoint.tcp.netloc
-        message = (
-            f"cannot listen on {where}: the port is in use by another program; choose another with --port"
-        )
+        message = f"cannot listen on {where}: the port is in use by another program; choose another with --port"
         with (
             pytest.raises(AddressError, match=message),
             serve_in_thread(EchoHandler(), transport, address=where),

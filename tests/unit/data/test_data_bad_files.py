@@ -87,8 +87,7 @@ def test_a_bad_line_is_shown_short_and_printable(tmp_path: Path) -> None:
 def test_strict_names_file_line_text_and_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "x", LIBSVM * 1000 + b"1 a:1\n" + LIBSVM)
     assert failure(path, strict=True) == (
-        "X: line 2,001 is malformed: "
-        "an index is not an integer from 0 to 2^64-1 with a colon after it: '1 a:1'"
+        "X: line 2,001 is malformed: an index is not an integer from 0 to 2^64-1 with a colon after it: '1 a:1'"
     )
     assert read_all(path) == 2002
 

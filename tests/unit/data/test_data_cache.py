@@ -14,9 +14,7 @@ from paceline.data import Batch, Dataset, open_dataset, open_spec
 from paceline.data import _text as text_reader
 from paceline.errors import DataError, UsageError
 
-LINES = [
-    b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)
-]
+LINES = [b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)]
 TEXT = b"".join(line * (1 + i % 2) for i, line in enumerate(LINES))
 BAD = b"1 x:1\n"
 
@@ -88,9 +86,7 @@ def test_cached_arrays_can_be_written_without_changing_the_cache(source: Path, f
         dataset.close()
 
 
-def test_values_stay_none_and_empty_shards_stay_empty(
-    tmp_path: Path, folder: Path, parsed: list[int]
-) -> None:
+def test_values_stay_none_and_empty_shards_stay_empty(tmp_path: Path, folder: Path, parsed: list[int]) -> None:
     path = tmp_path / "y.svm"
     path.write_bytes(b"1\n0\n" + b"1 " + b" ".join(b"%d:1" % i for i in range(500)) + b"\n0 1:1\n")
     for _ in range(2):
@@ -134,9 +130,7 @@ def flip_indptr(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_nothing, cut, empty, flip_footer, cut_inside, flip_indptr])
-def test_a_broken_cache_is_ignored_and_written_anew(
-    source: Path, folder: Path, parsed: list[int], damage: Any
-) -> None:
+def test_a_broken_cache_is_ignored_and_written_anew(source: Path, folder: Path, parsed: list[int], damage: Any) -> None:
     plain = read(open_dataset(source, cache_dir=folder))
     (entry,) = folder.iterdir()
     good = entry.read_bytes()

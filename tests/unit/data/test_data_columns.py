@@ -82,9 +82,7 @@ def test_csv_without_columns_takes_strings_as_categories_and_numbers_as_numbers(
         found = rows(dataset)
     assert found[0] == (1, {key("site", "a"): 1.0, name_seed("price"): 0.5, name_seed("hour"): 3.0})
     path.write_text("site,outcome\na,1\n")
-    with pytest.raises(
-        UsageError, match=r"no column named label, click, clicked, target, y.* are site, outcome"
-    ):
+    with pytest.raises(UsageError, match=r"no column named label, click, clicked, target, y.* are site, outcome"):
         open_dataset(path, "csv")
 
 
@@ -94,9 +92,7 @@ def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
     with open_dataset(path, "csv", Columns("click", ("site",))) as dataset:
         (batch,) = dataset.read(0, 0, 10)
     assert batch.values is None
-    assert batch.keys.tolist() == [
-        key("site", site) for site in ("a.example", 'b, "quoted"\nand broken', "", "ä")
-    ]
+    assert batch.keys.tolist() == [key("site", site) for site in ("a.example", 'b, "quoted"\nand broken', "", "ä")]
 
 
 def test_csv_shards_are_runs_of_record_batches(tmp_path: Path) -> None:
@@ -109,9 +105,7 @@ def test_csv_shards_are_runs_of_record_batches(tmp_path: Path) -> None:
         count = dataset.ended(0)
         assert count is not None
         assert count > 5
-        backwards = [
-            [row for b in dataset.read(0, shard, 7) for row in batch_rows(b)] for shard in range(count)[::-1]
-        ]
+        backwards = [[row for b in dataset.read(0, shard, 7) for row in batch_rows(b)] for shard in range(count)[::-1]]
         assert [row for shard in backwards[::-1] for row in shard] == everything
         assert list(dataset.read(0, count, 7)) == []
 

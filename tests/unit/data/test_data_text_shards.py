@@ -120,9 +120,7 @@ def test_a_shard_behind_the_end_is_empty(tmp_path: Path) -> None:
             assert keys_of(dataset, 0, 6) == []
 
 
-def test_rising_shards_of_a_gzip_file_are_unpacked_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rising_shards_of_a_gzip_file_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked = 0
     original = GzipStream._decompress
 

@@ -47,9 +47,7 @@ def true_probabilities(model: synthetic._Model, path: Path) -> Array:
             key = reference.hash_bytes(value, reference.field_seed(number))
             assert weight_of.setdefault(key, weight) == weight  # the weight is a function of the key
     _, keys = read(path)
-    logits = (
-        np.array([[weight_of[key] for key in row] for row in keys.tolist()]).sum(axis=1) + model._intercept
-    )
+    logits = np.array([[weight_of[key] for key in row] for row in keys.tolist()]).sum(axis=1) + model._intercept
     result: Array = 1 / (1 + np.exp(-logits / 256))
     return result
 
@@ -134,9 +132,7 @@ def test_another_seed_is_another_model(tmp_path: Path) -> None:
     write_click_log(tmp_path / "a.tsv", ClickLogSpec(rows=2000, seed=1))
     write_click_log(tmp_path / "b.tsv", ClickLogSpec(rows=2000, seed=2))
     a, b = read(tmp_path / "a.tsv")[1], read(tmp_path / "b.tsv")[1]
-    assert not set(a[:, 15].tolist()) & set(b[:, 15].tolist()) - {
-        reference.hash_bytes(b"", reference.field_seed(16))
-    }
+    assert not set(a[:, 15].tolist()) & set(b[:, 15].tolist()) - {reference.hash_bytes(b"", reference.field_seed(16))}
 
 
 def test_the_share_of_clicks_can_be_chosen(tmp_path: Path) -> None:

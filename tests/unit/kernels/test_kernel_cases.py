@@ -64,9 +64,7 @@ def test_kernel_and_twin_agree(case: ArrayCase) -> None:
             np.testing.assert_array_equal(mine, other)  # an argument that is no output is left alone
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in SPARSE_CASES if case.num_rows <= 5000], ids=lambda case: case.label
-)
+@pytest.mark.parametrize("case", [case for case in SPARSE_CASES if case.num_rows <= 5000], ids=lambda case: case.label)
 def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
     if numba.config.DISABLE_JIT and case.dim > 1:  # type: ignore[attr-defined]
         pytest.skip("one width is enough for coverage")

@@ -59,9 +59,7 @@ def test_one_signature_each_and_a_cache_for_the_next_process() -> None:
     compile_kernels()
     code = "from paceline.kernels.compile import *; print(is_compiled()); compile_kernels()\n"
     code += "print({len(k.signatures) for k in KERNELS}, sum(len(k.stats.cache_misses) for k in KERNELS))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split() == ["True", "{1}", "0"]
 
 

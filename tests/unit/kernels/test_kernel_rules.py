@@ -67,9 +67,7 @@ def gradients(size: int, seed: int = 0) -> Floats:
     return grads
 
 
-def torch_result(
-    optimizer: str, settings: dict[str, Any], start: Floats, grads: Floats, parts: bool = False
-) -> Floats:
+def torch_result(optimizer: str, settings: dict[str, Any], start: Floats, grads: Floats, parts: bool = False) -> Floats:
     """What torch.optim makes of `start`; with `parts`, each element is one parameter, skipped where NaN."""
     torch = pytest.importorskip("torch")
     if parts:

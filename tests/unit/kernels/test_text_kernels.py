@@ -52,9 +52,7 @@ def run_libsvm(text: bytes, rows_room: int = 50, pairs_room: int = 500) -> tuple
     keys, values = np.zeros(pairs_room, np.uint64), np.zeros(pairs_room, np.float32)
     bad_at, bad_why, counts = np.zeros(20, np.int64), np.zeros(20, np.int64), np.zeros(5, np.int64)
     powers = reference.powers_of_ten()
-    kernels.parse_libsvm(
-        padded(text), 0, len(text), powers, labels, indptr, keys, values, bad_at, bad_why, counts
-    )
+    kernels.parse_libsvm(padded(text), 0, len(text), powers, labels, indptr, keys, values, bad_at, bad_why, counts)
     rows, bad = int(counts[0]), int(counts[1])
     spans = [slice(int(indptr[i]), int(indptr[i + 1])) for i in range(rows)]
     found = list(zip(bad_at[:bad].tolist(), bad_why[:bad].tolist(), strict=True))
@@ -135,9 +133,7 @@ CRITEO_CASES = {
     "a row": row() + b"\n",
     "all fields empty": b"0" + b"\t" * 39 + b"\n",
     "carriage returns": row() + b"\r\n" + row(category=b"") + b"\r\n",
-    "integers": b"".join(
-        row(integers=str(x).encode()) + b"\n" for x in (-3, 0, 2, 3, 4095, 4096, 10**18 - 1)
-    ),
+    "integers": b"".join(row(integers=str(x).encode()) + b"\n" for x in (-3, 0, 2, 3, 4095, 4096, 10**18 - 1)),
     "categories of other lengths": b"".join(
         row(category="xyzäöü-1234567890".encode()[:n]) + b"\n" for n in range(1, 19)
     ),
@@ -147,9 +143,7 @@ CRITEO_CASES = {
     "too many fields": row() + b"\tx\n" + row() + b"\n",
     "ends among the integers": b"1\t1\t2\n1\t\n1\t1\t-\n1\t\r\n",
     "labels": b"2" + row()[1:] + b"\n" + b"11" + row()[1:] + b"\n1\n\t\n1 \n",
-    "bad integers": b"".join(
-        row(integers=x) + b"\n" for x in (b"1.5", b"-", b"+1", b"1" * 19, b"--1", b" 1", b"a")
-    ),
+    "bad integers": b"".join(row(integers=x) + b"\n" for x in (b"1.5", b"-", b"+1", b"1" * 19, b"--1", b" 1", b"a")),
     "control bytes": row(category=b"a\0b") + b"\n" + row(category=b"1234567\x01") + b"\n" + row() + b"\n",
     "a carriage return in the middle": row(category=b"ab\rcd") + b"\n",
 }
@@ -171,9 +165,7 @@ _row = st.builds(
     st.lists(_category, min_size=26, max_size=26),
     st.sampled_from([b"", b"\r", b"\t"]),
 )
-_dirt = st.lists(st.sampled_from([b"0", b"1", b"\t", b"\r", b" ", b"a", b"\0", b"-"]), max_size=50).map(
-    b"".join
-)
+_dirt = st.lists(st.sampled_from([b"0", b"1", b"\t", b"\r", b" ", b"a", b"\0", b"-"]), max_size=50).map(b"".join)
 
 
 @settings(deadline=None, max_examples=60)
@@ -228,9 +220,7 @@ _pairs = st.lists(st.tuples(st.integers(0, 2**65), _number), max_size=5)
 
 
 @settings(deadline=None, max_examples=150)
-@given(
-    st.lists(st.tuples(_number, st.lists(st.tuples(st.integers(0, 2**65), _number), max_size=5)), max_size=6)
-)
+@given(st.lists(st.tuples(_number, st.lists(st.tuples(st.integers(0, 2**65), _number), max_size=5)), max_size=6))
 def test_libsvm_on_random_numbers(rows: list[tuple[str, list[tuple[int, str]]]]) -> None:
     lines = [" ".join([label, *(f"{index}:{value}" for index, value in pairs)]) for label, pairs in rows]
     check_libsvm("".join(f"{line}\n" for line in lines).encode())

@@ -17,9 +17,7 @@ from paceline.models.metrics import Evaluation, accuracy, auc, calibration, eval
 
 Array = npt.NDArray[Any]
 
-LABELLED = st.lists(
-    st.tuples(st.integers(0, 1), st.sampled_from([-1.5, 0.0, 0.25, 0.3, math.inf])), max_size=40
-)
+LABELLED = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([-1.5, 0.0, 0.25, 0.3, math.inf])), max_size=40)
 
 
 def brute_force_auc(labels: list[int], scores: list[float]) -> float:
@@ -76,9 +74,7 @@ def test_agrees_with_scikit_learn(dtype: type) -> None:
 
 def test_evaluate_is_the_single_metrics() -> None:
     labels, p = some_predictions(100)
-    expected = Evaluation(
-        auc(labels, p), log_loss(labels, p), calibration(labels, p), accuracy(labels, p), 100
-    )
+    expected = Evaluation(auc(labels, p), log_loss(labels, p), calibration(labels, p), accuracy(labels, p), 100)
     assert evaluate(labels, p) == expected
 
 

@@ -86,9 +86,7 @@ def test_unknown_consistency(text: str) -> None:
         parse_consistency(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "accept:1", "drop", "drop:x", "compensate:nan", "compensate:-1", "compensate:x"]
-)
+@pytest.mark.parametrize("text", ["", "accept:1", "drop", "drop:x", "compensate:nan", "compensate:-1", "compensate:x"])
 def test_unknown_policy(text: str) -> None:
     with pytest.raises(UsageError, match="is not known: expected 'accept'"):
         parse_stale_policy(text)

@@ -64,9 +64,7 @@ def test_a_lost_workers_lease_wakes_who_waits() -> None:
     shards = Shards([1])
     feed(shards, Lease(0), Lease(1), Lease(2))
     assert feed(shards, Lost(0)) == [Granted(1, 1, 0, 0, 0)]
-    assert (
-        feed(shards, Done(0, 0)) == []
-    )  # the dead worker's report comes late: the shard counts where it is now
+    assert feed(shards, Done(0, 0)) == []  # the dead worker's report comes late: the shard counts where it is now
     assert feed(shards, Lost(2)) == []
     assert feed(shards, Done(1, 1)) == []
     assert shards.report() == (ShardAccount(0, 0, 0, True, 2),)

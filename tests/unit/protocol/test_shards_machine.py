@@ -123,9 +123,7 @@ class ShardsMachine(RuleBasedStateMachine):
                 break
             self.read(min(self.open))
             self.shards.validate()
-        every = [
-            (e, f, s) for e in range(self.epochs) for f, size in enumerate(self.sizes) for s in range(size)
-        ]
+        every = [(e, f, s) for e in range(self.epochs) for f, size in enumerate(self.sizes) for s in range(size)]
         assert sorted(self.done) == every
         assert not self.waiting
         report = self.shards.report()

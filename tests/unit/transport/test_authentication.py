@@ -43,9 +43,7 @@ def test_whatever_was_altered_is_noticed() -> None:
 
 def test_versions_are_named() -> None:
     proof = make_proof(hello=Hello(role="worker", protocol=8, paceline="9.9"))
-    with pytest.raises(
-        VersionError, match=r"version 8 \(paceline 9\.9\), this process version 1 \(paceline 0"
-    ):
+    with pytest.raises(VersionError, match=r"version 8 \(paceline 9\.9\), this process version 1 \(paceline 0"):
         verify("token", "client", CLIENT, SERVER, proof)
 
 
@@ -91,9 +89,7 @@ def test_the_environment_is_read_in_one_place(monkeypatch: pytest.MonkeyPatch) -
             "PACELINE_CACHE_DIR": "/var/cache",
         }
     )
-    assert told == Environment(
-        role="server", scheduler="tcp://a:1", token="secret", cache_dir=Path("/var/cache")
-    )
+    assert told == Environment(role="server", scheduler="tcp://a:1", token="secret", cache_dir=Path("/var/cache"))
     assert "secret" not in repr(told)
     monkeypatch.setenv("PACELINE_ROLE", "")
     assert environment().role is None

@@ -40,9 +40,7 @@ def test_a_header_comes_back(fields: tuple[int, ...]) -> None:
 
 
 def test_the_layout_is_what_the_page_says() -> None:
-    packed = pack_header(
-        3, flags=4, table=5, request=6, epoch=7, clock=8, sequence=9, meta_bytes=10, body_bytes=11
-    )
+    packed = pack_header(3, flags=4, table=5, request=6, epoch=7, clock=8, sequence=9, meta_bytes=10, body_bytes=11)
     fields = [packed[a:b] for a, b in zip(OFFSETS, [*OFFSETS[1:], 40], strict=True)]
     assert fields[0] == b"PL"
     assert [int.from_bytes(field, "little") for field in fields[1:]] == [1, 3, 4, 5, 6, 7, 8, 9, 10, 11]

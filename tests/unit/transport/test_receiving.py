@@ -48,12 +48,9 @@ sizes = st.one_of(
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), sizes), max_size=6), st.data())
-def test_frames_are_found_however_the_bytes_arrive(
-    lengths: list[tuple[int, int]], data: st.DataObject
-) -> None:
+def test_frames_are_found_however_the_bytes_arrive(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
     frames = [
-        (number, bytes([number]) * meta, bytes([number + 1]) * body)
-        for number, (meta, body) in enumerate(lengths)
+        (number, bytes([number]) * meta, bytes([number + 1]) * body) for number, (meta, body) in enumerate(lengths)
     ]
     stream = b"".join(join(frame_parts(20, request=n, meta=meta, body=body)) for n, meta, body in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
