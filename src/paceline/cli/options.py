@@ -26,6 +26,10 @@ TokenFile = Annotated[Path | None, typer.Option(help="File that holds the cluste
 HeartbeatTimeout = Annotated[
     float, typer.Option(min=0.5, help="A process that gives no sign of life for so many seconds counts as dead.")
 ]
+OptionalHeartbeatTimeout = Annotated[
+    float | None,
+    typer.Option(min=0.5, help="A process that gives no sign of life for so many seconds counts as dead; default 10."),
+]
 TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
 TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
 TLSCa = Annotated[Path | None, typer.Option("--tls-ca", help="Certificate that the others' are signed by (PEM).")]

@@ -27,14 +27,19 @@ def train(
     numeric: options.Numeric = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples per minibatch of one worker.")] = 256,
-    servers: Annotated[int, typer.Option(min=1, help="Server processes, which hold the parameters.")] = 1,
+    servers: Annotated[
+        int | None, typer.Option(min=1, help="Server processes, which hold the parameters; default 1.")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Worker processes, which read the data; default: cores less servers.")
     ] = None,
     consistency: Annotated[
-        str, typer.Option(help="sequential (as one process, reproducible), bounded:N or eventual.")
-    ] = "bounded:4",
-    stale: Annotated[str, typer.Option(help="Stale gradients: accept, drop:N or compensate:STRENGTH.")] = "accept",
+        str | None,
+        typer.Option(help="sequential (as one process, reproducible), bounded:N or eventual; default bounded:4."),
+    ] = None,
+    stale: Annotated[
+        str | None, typer.Option(help="Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
+    ] = None,
     update: Annotated[str, typer.Option(help="ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.")] = "ftrl",
     lr: Annotated[float | None, typer.Option(help="Learning rate (FTRL: alpha); default depends on --update.")] = None,
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
@@ -47,7 +52,7 @@ def train(
     strict: options.Strict = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
-    heartbeat_timeout: options.HeartbeatTimeout = 10.0,
+    heartbeat_timeout: options.OptionalHeartbeatTimeout = None,
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
     tls_cert: options.TLSCert = None,
@@ -72,6 +77,17 @@ def train(
         if not label:
             raise UsageError("--categorical and --numeric need --label, the column that holds the label")
         columns = Columns(label, options.split_names(categorical), options.split_names(numeric))
+    own_cluster = {
+        "--servers": servers,
+        "--workers": workers,
+        "--consistency": consistency,
+        "--stale": stale,
+        "--heartbeat-timeout": heartbeat_timeout,
+    }
+    given = [name for name, value in own_cluster.items() if value is not None]
+    if scheduler is not None and given:
+        raise UsageError(f"{', '.join(given)}: the cluster of --scheduler has its own; give it to 'paceline scheduler'")
+    servers = servers or 1
     result = run_training(
         TrainOptions(
             data=data,
@@ -87,13 +103,13 @@ def train(
         ),
         servers=servers,
         workers=workers or max((os.cpu_count() or 2) - servers, 1),
-        consistency=parse_consistency(consistency),
-        stale=parse_stale_policy(stale),
+        consistency=parse_consistency(consistency or "bounded:4"),
+        stale=parse_stale_policy(stale or "accept"),
         scheduler=scheduler,
         token=None if scheduler is None else options.find_token(token_file),
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
         quiet=quiet,
-        heartbeat_timeout_s=heartbeat_timeout,
+        heartbeat_timeout_s=heartbeat_timeout or 10.0,
     )
     if json:
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))

@@ -30,7 +30,7 @@ def _uniform(seed, key, counter):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def initial_value(kind, seed, key, element, a, b):  # type: ignore[no-untyped-def]
-    """Return one element's initial value (float32): kind ZEROS, CONSTANT(a), UNIFORM[a, b), NORMAL(a, b²)."""
+    """Return one element's initial value (float32): kind ZEROS, CONSTANT(a), UNIFORM[a, b], NORMAL(a, b²)."""
     if kind == ZEROS:
         return np.float32(0)
     if kind == CONSTANT:

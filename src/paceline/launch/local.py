@@ -88,10 +88,6 @@ class LocalCluster:
         """Return a transport that speaks to this cluster."""
         return SocketTransport(self.token, tls=self._tls)
 
-    def start_worker(self, rank: int) -> None:
-        """Start one more process that works on the jobs posted to the cluster."""
-        self._tell_address(self._spawn(f"worker {rank}", {"role": "worker", "rank": rank}))
-
     def dead_children(self, role: str) -> list[tuple[str, int]]:
         """Return name and exit status of the processes of a role that have ended."""
         ended = []

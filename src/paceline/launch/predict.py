@@ -68,6 +68,11 @@ def run_prediction(
         labels, probabilities = [], []
         with _opened(output, echo) as out:
             for found, predicted in predictor.predict(dataset):
+                if not np.isfinite(predicted).all():
+                    raise ModelError(
+                        f"the model in {model} gives predictions that are no numbers: its training diverged; train "
+                        "again with a smaller --lr"
+                    )
                 labels.append(found.copy())
                 probabilities.append(predicted)
                 if out is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.data import Columns, Dataset, open_dataset
 from paceline.errors import DataError, PacelineError, PeerError, TableMismatchError, UsageError
@@ -22,6 +23,7 @@ from paceline.models.metrics import Evaluation, evaluate
 from paceline.protocol import Consistency, Sequential
 from paceline.ps import FTRL, Client, UpdateRule, messages, to_fields
 from paceline.ps.saving import MANIFEST
+from paceline.ps.staleness import HISTOGRAM_SIZE
 
 from .bad_data import BadData, describe_bad_lines
 from .data_files import check_files, open_training_data, total_size
@@ -29,6 +31,7 @@ from .interrupts import DeferredSignals
 from .local import LocalCluster, describe_status
 
 _POLL_S = 0.05
+_DIVERGED_LOSS = 20.0  # nats; who always says 0.5 has 0.69
 _ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
 
 
@@ -85,7 +88,6 @@ class TrainResult:
     examples_per_s: float
     train_log_loss: float
     num_features: int
-    nonzero: int | None
     evaluation: Evaluation | None
     staleness: dict[str, Any]
     bad_lines: BadData
@@ -160,6 +162,7 @@ class Training:
                 trained, evaluated = options.epochs * total_size(options.data), total_size(options.evaluation)
                 train_share = trained / (trained + evaluated)
             self._span = (0.0, train_share)
+            staleness = ObservedStaleness(self._client)
             with dataset:
                 try:
                     state, reports = self._run_job("train", dataset, options.epochs)
@@ -167,12 +170,14 @@ class Training:
                     self._save_what_there_is(error)
                     raise
             statistics = self._client.statistics()
-            staleness = summarize_staleness([each.tables[jobs.TABLE].staleness for each in statistics])
+            found_staleness = staleness.summary()
             rows = sum(each.tables[jobs.TABLE].rows for each in statistics)
             examples = int(state.progress.get("examples", 0))
             bad_data = self._report_bad_data(reports)
             if not examples:
                 raise DataError(f"{options.data[0]} has no line that can be trained on")
+            if state.progress.get("loss", 0.0) / examples > _DIVERGED_LOSS:
+                self._warn("the training diverged: its mean log loss is beyond all measure; choose a smaller --lr")
             if options.save is not None:
                 self.save(options.save)
             self._span = (train_share, 1.0)
@@ -183,9 +188,8 @@ class Training:
             examples_per_s=examples / state.seconds if state.seconds else 0.0,
             train_log_loss=state.progress.get("loss", 0.0) / examples,
             num_features=max(rows - 1, 0),  # the bias is no feature
-            nonzero=None,
             evaluation=evaluation,
-            staleness=staleness,
+            staleness=found_staleness,
             bad_lines=bad_data,
             lost_workers=self._lost,
             bytes=int(state.progress.get("bytes", 0)),
@@ -352,14 +356,32 @@ def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return mean, maximum and histogram of the staleness that servers observed."""
     total = np.sum(np.array(histograms, np.int64), axis=0)
     count = int(total.sum())
-    ages = np.arange(len(total))
     seen = np.flatnonzero(total)
     last = int(seen[-1]) if count else 0
     return {
-        "mean": float((total * ages).sum() / count) if count else 0.0,
+        "mean": float((total * np.arange(len(total))).sum() / count) if count else 0.0,
         "max": last,
         "histogram": total[: last + 1].tolist(),
     }
+
+
+class ObservedStaleness:
+    """The staleness that a cluster's servers have counted since this was made."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before = self._counts()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `summarize_staleness` does; zeros if no gradient has come."""
+        return summarize_staleness([(self._counts() - self._before).tolist()])
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        counts = np.zeros(HISTOGRAM_SIZE, np.int64)
+        for server in self._client.statistics():
+            if jobs.TABLE in server.tables:
+                counts += np.array(server.tables[jobs.TABLE].staleness, np.int64)
+        return counts
 
 
 def train_locally(

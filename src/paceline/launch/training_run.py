@@ -16,7 +16,7 @@ from paceline.transport import TLS, SocketTransport
 
 from .data_files import check_files
 from .local import LocalCluster
-from .train import Progress, Training, TrainOptions, TrainResult, summarize_staleness
+from .train import ObservedStaleness, Progress, Training, TrainOptions, TrainResult
 
 _STALENESS_EVERY_S = 0.5
 _LOSS_EXAMPLES = 50_000
@@ -74,12 +74,12 @@ class _Display:
 
     def __init__(self, line: TrainingProgress, client: Client, epochs: int) -> None:
         self._line = line
-        self._client = client
         self._epochs = epochs
         self._examples, self._bytes = RateMeter(), RateMeter()
         self._loss = _RunningLoss()
+        self._observed = ObservedStaleness(client)
         self._staleness: dict[str, Any] = {}
-        self._looked = 0.0
+        self._looked = time.monotonic()
 
     def show(self, progress: Progress) -> None:
         """Show this from now on."""
@@ -89,8 +89,7 @@ class _Display:
         training = progress.task == "train"
         if training and now - self._looked > _STALENESS_EVERY_S:
             self._looked = now
-            tables = [table for server in self._client.statistics() for table in server.tables.values()]
-            self._staleness = summarize_staleness([table.staleness for table in tables]) if tables else {}
+            self._staleness = self._observed.summary()
         if not progress.examples:
             return
         self._line.update(

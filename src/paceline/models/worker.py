@@ -131,6 +131,7 @@ class Worker:
         leases = _Leases(self._client.link, counters)
         tau = self._client.consistency.tau
         pipeline = _Pipeline(self._client, table, leases, counters, ahead=0 if tau == 0 else 1)
+        self._take_part()
         while True:
             lease = leases.next_nowait()
             if lease is None:

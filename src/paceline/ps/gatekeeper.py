@@ -96,7 +96,9 @@ class Gatekeeper:
     def leave(self, incarnation: int) -> bool:
         """Wait for a process never again, and refuse what it still sends; return whether it had joined."""
         self._gone.add(incarnation)
-        if incarnation not in self.ranks:
+        if incarnation not in self.ranks:  # it died on its way here: the others must not wait for it to join
+            self._obey(self.gate.handle(clocks.Join(incarnation)))
+            self._obey(self.gate.handle(clocks.Leave(incarnation)))
             return False
         self.counted.discard(incarnation)
         if self.buffer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.protocol import Shards, shards
@@ -15,9 +16,13 @@ NOTHING_NOW, ALL_DONE = -1, -2
 
 
 class JobBoard:
-    """One job: its shards, leases and findings. `number` identifies it."""
+    """One job: its shards, leases and findings. `number` identifies it; `ranks` are the workers that live now.
 
-    def __init__(self, number: int, request: messages.PostJob, num_workers: int) -> None:
+    The first shards of a strided job are given out when all of those have asked: each has joined the iterations by
+    then, so that none runs its first ones alone, and the job's result does not depend on who was quicker.
+    """
+
+    def __init__(self, number: int, request: messages.PostJob, num_workers: int, ranks: Sequence[int] = ()) -> None:
         self.number = number
         self.description = request.description
         self.failed: tuple[str, str] | None = None
@@ -27,6 +32,9 @@ class JobBoard:
             assignment="strided" if request.assignment == "strided" else "first-come",
             num_workers=max(num_workers, 1),
         )
+        strided = request.assignment == "strided"
+        self._awaited = set(ranks) if strided else set()
+        self._early: dict[int, tuple[Peer, Header, bool]] = {}  # who has asked while others were awaited
         self._answers: dict[int, messages.Lease] = {}  # granted while nobody was listening
         self._waiting: dict[int, tuple[Peer, Header]] = {}
         self._waits: set[int] = set()
@@ -39,9 +47,16 @@ class JobBoard:
         self._active: set[int] = set()
         self._lost = 0
         self._exhausted = False
+        if strided:
+            for absent in set(range(num_workers)) - set(ranks):  # its stride is for the others, until it comes
+                self._obey(self._shards.handle(shards.Lost(absent)))
 
     def take_lease(self, peer: Peer, header: Header, rank: int, wait: bool) -> None:
         """Answer a worker that wants a shard; with `wait`, when there is one."""
+        if self._awaited and self.failed is None:
+            self._early[rank] = (peer, header, wait)
+            self._await_no_more(rank)
+            return
         self._started = self._started or time.monotonic()
         self._waiting[rank] = (peer, header)
         if self.failed is not None:
@@ -54,6 +69,14 @@ class JobBoard:
             self._obey(self._shards.handle(shards.Lease(rank)))
         if not wait and rank in self._waiting:
             self._tell(rank, messages.Lease(lease=NOTHING_NOW))
+
+    def _await_no_more(self, rank: int) -> None:
+        """Note that a worker has asked or is gone; when all have, answer them in the order of their ranks."""
+        self._awaited.discard(rank)
+        if not self._awaited:
+            early, self._early = self._early, {}
+            for asker, (peer, header, wait) in sorted(early.items()):
+                self.take_lease(peer, header, asker, wait)
 
     def lease_done(self, rank: int, request: messages.LeaseDone) -> None:
         """Note that a shard is done, and keep what its worker found in it."""
@@ -81,6 +104,8 @@ class JobBoard:
         self._settled.pop(rank, None)  # whoever gets this rank next counts anew
         self._reports.extend(self._unsettled.pop(rank, ()))
         self._obey(self._shards.handle(shards.Lost(rank)))
+        self._early.pop(rank, None)
+        self._await_no_more(rank)
         self._look_for_end()
 
     def worker_rests(self, rank: int) -> None:
@@ -95,6 +120,9 @@ class JobBoard:
 
     def end(self) -> None:
         """Tell whoever waits for a shard that there is none: another job follows, or the cluster ends."""
+        for rank, (peer, header, _) in self._early.items():
+            self._waiting[rank] = (peer, header)
+        self._awaited, self._early = set(), {}
         for rank in list(self._waiting):
             self._tell(rank, messages.Lease(lease=ALL_DONE))
 

@@ -231,7 +231,7 @@ class Constant(Initializer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform(Initializer):
-    """Elements start uniform in [low, high)."""
+    """Elements start uniform in [low, high] (float32)."""
 
     low: float = -0.01
     high: float = 0.01

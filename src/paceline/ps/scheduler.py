@@ -126,6 +126,7 @@ class Scheduler(Handler):
         if node is not None:
             if self._peers.get(node[0]) is peer:
                 del self._peers[node[0]]
+                self._endpoints.pop(node[0], None)
             self._obey(self._membership.handle(membership.Disconnected(*node, time.monotonic())))
 
     def close(self) -> None:
@@ -197,6 +198,7 @@ class Scheduler(Handler):
             self._job.worker_left(member.rank)
         if self._peers.get(node[0]) is peer:
             del self._peers[node[0]]
+            self._endpoints.pop(node[0], None)
         self._obey(self._membership.handle(membership.Leave(*node)))
 
     def _obey(self, instructions: list[membership.Instruction]) -> None:
@@ -269,7 +271,7 @@ class Scheduler(Handler):
             self._job.end()
         ranks = [m.rank for m in self._membership.members if m.role is Role.WORKER]
         # Strided work is dealt by rank: whoever is expected has a place in it, here or not.
-        self._job = JobBoard(number, request, max(self._num_workers, max(ranks, default=-1) + 1))
+        self._job = JobBoard(number, request, max(self._num_workers, max(ranks, default=-1) + 1), ranks)
         self._job_poster = peer
         for seeker, (asked, after) in list(self._job_seekers.items()):
             if after < number:

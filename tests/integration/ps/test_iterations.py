@@ -378,3 +378,15 @@ def test_a_client_used_from_several_threads() -> None:
         in_threads(*[lambda number=number: work(number) for number in range(6)])
         assert (dense.pull() == -240).all()
         assert len(table) == 240
+
+
+def test_nobody_waits_for_a_worker_that_died_before_it_took_part() -> None:
+    with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
+        client = cluster.connect()
+        other = cluster.link()  # registers as a worker, and dies before it joins the iterations
+        other._closing = True
+        other._channel.close()
+        other._thread.join(10)
+        table = client.sparse_table("w", dim=1, update=SGD(lr=1.0))
+        table.push(np.array([1], np.uint64), np.ones((1, 1), np.float32), tick=True)
+        assert table.pull(np.array([1], np.uint64)).tolist() == [[-1.0]]

@@ -106,8 +106,9 @@ def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: Schedul
 def test_a_worker_that_leaves_gives_its_leases_back(cluster: Cluster, poster: SchedulerLink) -> None:
     stays, leaves = cluster.link(), cluster.link()
     number = post(poster, 1, assignment="strided")
-    lease = take(stays, number)
+    asked = stays.start(messages.TakeLease(job=number, wait=False), messages.Lease)
     assert take(leaves, number).lease == NOTHING_NOW
+    lease = asked()
     stays.close()
     again = take(leaves, number, wait=True)
     assert (again.file, again.shard) == (lease.file, lease.shard)
@@ -156,8 +157,9 @@ def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: Schedule
 def test_strided_work_goes_by_rank(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     number = post(poster, 4, assignment="strided")
-    assert [take(second, number).shard for _ in range(2)] == [1, 3]
+    asked = second.start(messages.TakeLease(job=number, wait=False), messages.Lease)
     assert [take(first, number).shard for _ in range(2)] == [0, 2]
+    assert [asked().shard, take(second, number).shard] == [1, 3]
 
 
 def test_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> None:
@@ -268,3 +270,34 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
     assert late.call(messages.GetJob(after=number), messages.Job).number == -1
     assert cluster.scheduler.ended.is_set()
     assert cluster.scheduler.num_members == 4
+
+
+def test_a_strided_job_begins_when_all_its_workers_have_asked(cluster: Cluster, poster: SchedulerLink) -> None:
+    first, second = cluster.link(rank=0), cluster.link(rank=1)
+    job = post(poster, 4, assignment="strided")
+    asked = first.start(messages.TakeLease(job=job, wait=False), messages.Lease)
+    assert state(poster, job).seconds == 0.0  # nobody has begun
+    assert take(second, job).shard == 1
+    assert asked().shard == 0
+
+
+def test_a_strided_job_does_not_wait_for_a_worker_that_dies_first(cluster: Cluster, poster: SchedulerLink) -> None:
+    first, second = cluster.link(rank=0), cluster.link(rank=1)
+    job = post(poster, 2, assignment="strided")
+    asked = first.start(messages.TakeLease(job=job, wait=False), messages.Lease)
+    die(second)
+    assert asked().shard == 0
+
+
+def test_a_strided_job_deals_out_the_share_of_a_worker_that_is_not_there(
+    cluster: Cluster, poster: SchedulerLink
+) -> None:
+    only = cluster.link(rank=1)  # of two that are expected
+    job = post(poster, 3, assignment="strided")
+    shards = []
+    for _ in range(3):
+        lease = take(only, job)
+        shards.append(lease.shard)
+        done(only, job, lease)
+    assert sorted(shards) == [0, 1, 2]
+    assert take(only, job).lease == ALL_DONE

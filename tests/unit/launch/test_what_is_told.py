@@ -38,7 +38,6 @@ def test_no_nan_in_json() -> None:
         examples_per_s=1.0,
         train_log_loss=math.inf,
         num_features=1,
-        nonzero=None,
         evaluation=evaluate([0.0, 0.0], [0.5, 0.25]),
         staleness=summarize_staleness([[3, 0, 1], [1, 0, 0]]),
         bad_lines=BadData(0, []),
