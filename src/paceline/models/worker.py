@@ -23,12 +23,12 @@ import numpy as np
 from paceline.data import Dataset, open_spec
 from paceline.errors import DataError, PacelineError, PeerError, UsageError
 from paceline.ps import RULES, Client, SchedulerLink, SparseTable, Ticket, from_fields, messages
+from paceline.ps.messages import ALL_DONE, NOTHING_NOW
 from paceline.transport import Transport
 
 from . import jobs
 from .logistic import Minibatch, Preparation
 
-NOTHING_NOW, ALL_DONE = -1, -2
 _PROGRESS_S = 0.2
 _EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
 _FOREVER_S = 365 * 86400.0

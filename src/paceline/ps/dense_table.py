@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import UsageError
-from paceline.kernels.dedup import sum_rows
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
 from paceline.ps.sparse_store import Floats, Keys
 from paceline.ps.table_base import Table
@@ -138,12 +137,7 @@ class DenseTable(Table):
     ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
         checked = self._check_dense_keys(keys)
         flat = self._check_grads(grads, len(checked), 1)
-        distinct, inverse = self._dedup(checked)
-        if inverse is None:
-            return checked, flat, None
-        summed = np.empty(len(distinct), np.float32)
-        sum_rows(inverse, flat, 1, summed)
-        return distinct, summed, inverse
+        return self._sum_equal(checked, flat, 1)
 
     def _send_dense_keys(
         self,

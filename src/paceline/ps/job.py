@@ -9,10 +9,8 @@ from typing import Any
 
 from paceline.protocol import Shards, shards
 from paceline.ps import messages
-from paceline.ps.messages import RESULT
+from paceline.ps.messages import ALL_DONE, NOTHING_NOW, RESULT
 from paceline.transport import Header, Peer
-
-NOTHING_NOW, ALL_DONE = -1, -2
 
 
 class JobBoard:

@@ -184,8 +184,12 @@ class TakeLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     wait: bool
 
 
+NOTHING_NOW: Final = -1
+ALL_DONE: Final = -2
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A shard of work; lease -1: none now, ask again with wait; -2: all is done."""
+    """A shard of work; or, as its number, NOTHING_NOW (ask again with wait) or ALL_DONE."""
 
     lease: int
     epoch: int = 0

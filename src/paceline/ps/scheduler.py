@@ -16,8 +16,8 @@ import msgspec
 from paceline.errors import PeerError, ProtocolError, TableMismatchError, UsageError
 from paceline.protocol import Accept, Consistency, Membership, Role, Sequential, StalePolicy, membership
 from paceline.ps import messages
-from paceline.ps.job import ALL_DONE, JobBoard
-from paceline.ps.messages import CALL, NOTICE, RESULT, MemberInfo, TableSpec
+from paceline.ps.job import JobBoard
+from paceline.ps.messages import ALL_DONE, CALL, NOTICE, RESULT, MemberInfo, TableSpec
 from paceline.ps.rules import RULES, from_fields
 from paceline.transport import Endpoint, Handler, Header, Peer
 

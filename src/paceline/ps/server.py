@@ -30,7 +30,7 @@ from paceline.ps.server_control import ServerControl, Traffic
 from paceline.ps.server_tables import ServerTable, ServerTables
 from paceline.ps.sparse_store import Floats
 from paceline.ps.staleness import DelayCompensation
-from paceline.ps.tables import Selection
+from paceline.ps.tables import Selection, check_finite
 from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Handler, Header, Limits, Peer, padded
 
 _HEADER_FLOATS = HEADER_BYTES // 4
@@ -191,7 +191,7 @@ class Server(Handler):
     def _push(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         table, flags, worker = self._tables.find(header.table), 0, peer.hello.incarnation
         selection, grads = self._split_push(table, header, body)
-        table.part.check_finite(grads, name_of(peer))
+        check_finite(grads, name_of(peer), table.spec.name)
         if type(self._delivery.admit(worker, header.sequence)) is not delivery.Duplicate:
             flags = self._apply(worker, header, table, selection, grads)
         else:

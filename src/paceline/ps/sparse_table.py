@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import UsageError
-from paceline.kernels.dedup import put_rows, split, sum_rows, take_keys, take_rows
+from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
 from paceline.ps import messages
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
 from paceline.ps.sparse_store import Floats, Keys
@@ -40,7 +40,7 @@ class SparseTable(Table):
         Raises UsageError for a wrong dtype or shape, NonFiniteError for NaN or Inf; then no server has seen any of it.
         """
         with self._client.lock:
-            distinct, flat = self._prepare_push(keys, grads, assume_unique)
+            distinct, flat, _ = self._prepare_push(keys, grads, assume_unique)
             return self._send_by_key(PUSH, distinct, flat, None, self.dim, ticks=tick)
 
     def pull(self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False) -> Floats:
@@ -85,14 +85,8 @@ class SparseTable(Table):
     ) -> Ticket:  # fmt: skip
         """Do as :meth:`push_pull` without waiting."""
         with self._client.lock:
-            checked = self._check_keys(keys)
-            flat = self._check_grads(grads, len(checked), self.dim)
-            out = self._check_out(out, len(checked), self.dim)
-            distinct, inverse = (checked, None) if assume_unique else self._dedup(checked)
-            if inverse is not None:
-                summed = np.empty(len(distinct) * self.dim, np.float32)
-                sum_rows(inverse, flat, self.dim, summed)
-                flat = summed
+            distinct, flat, inverse = self._prepare_push(keys, grads, assume_unique)
+            out = self._check_out(out, len(distinct) if inverse is None else len(inverse), self.dim)
             return self._ask(PUSH_PULL, distinct, inverse, flat, out, tick)
 
     def erase(self, keys: npt.ArrayLike) -> int:
@@ -120,17 +114,12 @@ class SparseTable(Table):
                 "ahead of its own pushes"
             )
 
-    def _prepare_push(self, keys: npt.ArrayLike, grads: npt.ArrayLike, assume_unique: bool) -> tuple[Keys, Floats]:
+    def _prepare_push(
+        self, keys: npt.ArrayLike, grads: npt.ArrayLike, assume_unique: bool
+    ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
         checked = self._check_keys(keys)
         flat = self._check_grads(grads, len(checked), self.dim)
-        if assume_unique:
-            return checked, flat
-        distinct, inverse = self._dedup(checked)
-        if inverse is None:
-            return checked, flat
-        summed = np.empty(len(distinct) * self.dim, np.float32)
-        sum_rows(inverse, flat, self.dim, summed)
-        return distinct, summed
+        return (checked, flat, None) if assume_unique else self._sum_equal(checked, flat, self.dim)
 
     def _ask(
         self,

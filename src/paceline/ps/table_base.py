@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import NonFiniteError, UsageError
-from paceline.kernels.dedup import dedup, scratch_size
-from paceline.kernels.sparse import all_finite
+from paceline.errors import UsageError
+from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.ps import messages
 from paceline.ps.messages import TableSpec
 from paceline.ps.rules import UpdateRule, to_fields
 from paceline.ps.sparse_store import Floats, Keys
+from paceline.ps.tables import check_finite
 
 if TYPE_CHECKING:
     from paceline.ps.client import Client
@@ -87,12 +87,7 @@ class Table:
                 f"gradients for table {self.name!r} have shape {array.shape}: expected {(count, dim)}, one row per key"
             )
         flat = np.ascontiguousarray(array).reshape(-1)
-        if not all_finite(flat):
-            bad = flat[~np.isfinite(flat)][0]
-            raise NonFiniteError(
-                f"a push of {self._client.role} {self._client.rank} to table {self.name!r} holds {bad}; it was refused "
-                "and the table is unchanged: look for a diverging loss or a division by zero in the gradient"
-            )
+        check_finite(flat, f"{self._client.role} {self._client.rank}", self.name)
         return flat
 
     def _check_out(self, out: Floats | None, count: int, dim: int) -> Floats:
@@ -120,3 +115,12 @@ class Table:
         unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
         count = dedup(keys, self._scratch[:size], unique, inverse)
         return (keys, None) if count == len(keys) else (unique[:count], inverse)
+
+    def _sum_equal(self, keys: Keys, grads: Floats, dim: int) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
+        """Return the distinct keys, the summed gradients (flat) of equal ones and, unless all differ, the inverse."""
+        distinct, inverse = self._dedup(keys)
+        if inverse is None:
+            return keys, grads, None
+        summed = np.empty(len(distinct) * dim, np.float32)
+        sum_rows(inverse, grads, dim, summed)
+        return distinct, summed, inverse

@@ -34,6 +34,16 @@ class Selection:
         return Selection(None if self.keys is None else self.keys.copy(), self.start, self.stop)
 
 
+def check_finite(grads: Floats, who: str, table: str) -> None:
+    """Raise NonFiniteError unless all gradients (flat) are finite; both ends of a push ask."""
+    if not all_finite(grads):
+        bad = grads[~np.isfinite(grads)][0]
+        raise NonFiniteError(
+            f"a push of {who} to table {table!r} holds {bad}; it was refused and the table is unchanged: look for a "
+            "diverging loss or a division by zero in the gradient"
+        )
+
+
 class TablePart(ABC):
     """What one server holds of a table."""
 
@@ -90,15 +100,6 @@ class TablePart(ABC):
     @abstractmethod
     def erase(self, keys: Keys) -> int:
         """Erase the rows of `keys`; return how many there were."""
-
-    def check_finite(self, grads: Floats, who: str) -> None:
-        """Raise NonFiniteError unless all gradients are finite."""
-        if not all_finite(grads):
-            bad = grads[~np.isfinite(grads)][0]
-            raise NonFiniteError(
-                f"a push of {who} to table {self.spec.name!r} holds {bad}; it was refused and the table is unchanged: "
-                "look for a diverging loss or a division by zero in the gradient"
-            )
 
     def set_update(self, rule: UpdateRule) -> None:
         """Take other hyperparameters of the same rule."""

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import DataError, PeerError
 from paceline.ps import SchedulerLink, messages
-from paceline.ps.job import ALL_DONE, NOTHING_NOW
+from paceline.ps.messages import ALL_DONE, NOTHING_NOW
 
 from .harness import Cluster, in_threads, wait_until
 
