@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import options
+
+if TYPE_CHECKING:
+    from paceline.launch import Joining
+    from paceline.transport import TLS
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")]
 
@@ -36,7 +40,7 @@ def scheduler(
 
     run_scheduler(
         token=options.find_token(token_file, create=True),
-        address=f"{f'[{host}]' if ':' in host else host}:{port}",
+        address=_address(host, port),
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
         num_servers=servers,
         num_workers=workers,
@@ -61,18 +65,12 @@ def server(
 
     Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
     """
-    from paceline.launch import Joining, load_kernels, prepare_kernels, run_server
+    from paceline.launch import run_server
 
-    joining = Joining(
-        scheduler=options.find_scheduler(scheduler),
-        token=options.find_token(token_file),
-        tls=options.find_tls(tls_cert, tls_key, tls_ca),
-    )
-    prepare_kernels()
-    load_kernels()
+    joining = _prepare_to_join(scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca))
     run_server(
         joining,
-        address=f"{f'[{host}]' if ':' in host else host}:{port}",
+        address=_address(host, port),
         rank=rank,
         on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
     )
@@ -90,19 +88,26 @@ def worker(
 
     Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
     """
-    from paceline.launch import Joining, load_kernels, prepare_kernels
     from paceline.models.worker import run_worker
 
-    joining = Joining(
-        scheduler=options.find_scheduler(scheduler),
-        token=options.find_token(token_file),
-        tls=options.find_tls(tls_cert, tls_key, tls_ca),
-    )
-    prepare_kernels()
-    load_kernels()
+    joining = _prepare_to_join(scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca))
     run_worker(
         joining.transport(),
         joining.scheduler,
         rank=rank,
         on_ready=lambda own: typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}"),
     )
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _prepare_to_join(scheduler: str | None, token_file: Path | None, tls: TLS | None) -> Joining:
+    """Say how to find the cluster, from the options; have the kernels ready before anybody waits for them."""
+    from paceline.launch import Joining, load_kernels, prepare_kernels
+
+    joining = Joining(scheduler=options.find_scheduler(scheduler), token=options.find_token(token_file), tls=tls)
+    prepare_kernels()
+    load_kernels()
+    return joining
