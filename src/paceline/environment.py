@@ -7,8 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from paceline.errors import UsageError
+
+# Who starts several ranks, by the variables it sets: rank, world size, local rank, local world size. The first
+# launcher whose rank is set counts. mpirun under Slurm sets both: then its own are true, and Slurm's are not.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,22 +33,60 @@ class Environment:
     """``PACELINE_TOKEN``: the cluster's token."""
     cache_dir: Path | None = None
     """``PACELINE_CACHE_DIR``: where compiled kernels and prepared data are kept between runs."""
+    rank: int | None = None
+    """``RANK``, or what mpirun (``OMPI_COMM_WORLD_RANK``) or Slurm (``SLURM_PROCID``) set instead."""
+    world_size: int | None = None
+    """``WORLD_SIZE``, or of the same launcher as the rank."""
+    local_rank: int | None = None
+    """``LOCAL_RANK``, or of the same launcher as the rank."""
+    local_world_size: int | None = None
+    """``LOCAL_WORLD_SIZE``, or mpirun's; Slurm does not say."""
+    master_addr: str | None = None
+    """``MASTER_ADDR``: the host of rank 0."""
+    master_port: int | None = None
+    """``MASTER_PORT``: where rank 0 serves the rendezvous."""
+    has_agent_store: bool = False
+    """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself serves at ``MASTER_PORT``."""
+    run_id: str | None = None
+    """``TORCHELASTIC_RUN_ID`` and the number of restarts: tells programs apart."""
+    algorithm: str | None = None
+    """``PACELINE_ALGORITHM``: the collective algorithm to take instead of the measured best."""
 
     def __repr__(self) -> str:
-        token = None if self.token is None else "<hidden>"
-        return (
-            f"Environment(role={self.role!r}, scheduler={self.scheduler!r}, token={token}, "
-            f"cache_dir={self.cache_dir!r})"
-        )
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if values["token"] is not None:
+            values["token"] = "<hidden>"
+        return f"Environment({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment; ``variables`` stands in for ``os.environ``."""
     found = os.environ if variables is None else variables
     cache_dir = found.get("PACELINE_CACHE_DIR")
+    launcher = next((names for names in _LAUNCHERS if found.get(names[0])), _LAUNCHERS[0])
+    rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in launcher)
+    run_id = found.get("TORCHELASTIC_RUN_ID")
     return Environment(
         role=found.get("PACELINE_ROLE") or None,
         scheduler=found.get("PACELINE_SCHEDULER") or None,
         token=found.get("PACELINE_TOKEN") or None,
         cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=found.get("MASTER_ADDR") or None,
+        master_port=_integer(found, "MASTER_PORT"),
+        has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
+        run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
+        algorithm=found.get("PACELINE_ALGORITHM") or None,
     )
+
+
+def _integer(found: Mapping[str, str], name: str) -> int | None:
+    text = found.get(name)
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"the environment variable {name} is {text!r}, a whole number from 0 up was expected")
+    return int(text)

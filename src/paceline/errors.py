@@ -60,5 +60,25 @@ class StaleEpochError(PeerError):
     """A request was made under an old map of the cluster; the client retries by itself with the new one."""
 
 
+class CollectiveError(PeerError):
+    """A collective operation failed on some rank; the group refuses further work."""
+
+
+class MismatchError(CollectiveError, ValueError):
+    """Ranks called different operations, or one with different shapes, dtypes or roots."""
+
+
+class RankLostError(CollectiveError):
+    """A rank died, stopped or did not come in time; :attr:`ranks` says which."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class GroupClosedError(CollectiveError):
+    """The group was closed, or an earlier operation on it failed; make a new one."""
+
+
 class AddressError(PacelineError):
     """An address cannot be bound or reached: a port in use, an unknown host, a path that is too long."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import csr, dedup, dense, index, sparse, text
+from . import combine, csr, dedup, dense, index, shared, sparse, text
 from .jit import is_cached
 from .rules import NUM_PARAMETERS, SGD
 
@@ -38,6 +38,7 @@ KERNELS: tuple[Any, ...] = (
     sparse.gather,
     sparse.push,
     sparse.write_records,
+    *shared.KERNELS,
     *text.KERNELS,
 )
 """Every kernel that is called from Python."""
@@ -54,6 +55,7 @@ def compile_kernels() -> None:
     _compile_sparse()
     _compile_dense()
     _compile_batch()
+    shared.compile_kernels(combine.combiner("uint8"))
 
 
 def _compile_sparse() -> None:

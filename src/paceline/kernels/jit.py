@@ -16,7 +16,7 @@ from typing import Any
 
 import numba
 
-_SOURCES = ("csr", "dedup", "dense", "index", "initializers", "jit", "memory", "rules", "sparse")
+_SOURCES = ("atomics", "csr", "dedup", "dense", "index", "initializers", "jit", "memory", "rules", "shared", "sparse")
 
 
 @cache

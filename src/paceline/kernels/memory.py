@@ -1,4 +1,4 @@
-"""Raw memory for kernels: loads, stores and prefetches at an address.
+"""Raw memory for kernels: loads, stores, copies and prefetches at an address; for shared memory, atomics.
 
 A sparse table is a few hundred small allocations that grow one by one, so its kernels cannot take it as one
 NumPy array; they take a directory of addresses instead. These intrinsics turn an address into a load. Entries

@@ -79,12 +79,23 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 @functools.cache
 def host_identity() -> str:
-    """Return a string that is the same in two processes exactly if they run on one boot of one host."""
+    """Return a string that is the same in two processes exactly if they run on one boot of one host.
+
+    Two network namespaces (containers, ``ip netns``) of one machine are two hosts.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = f"{uuid.getnode():x}-{int(psutil.boot_time())}"
-    return f"{socket.gethostname()}/{boot}"
+    return "/".join(filter(None, (socket.gethostname(), boot, namespace("net"))))
+
+
+def namespace(kind: str) -> str:
+    """Return what tells this process's namespace (``net``, ``pid``, ...) from others; empty where there are none."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
 
 
 def bind_tcp(address: Address) -> socket.socket:

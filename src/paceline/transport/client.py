@@ -25,8 +25,11 @@ from paceline.transport.spinning import Spinner
 _IOV_MAX = 512  # POSIX promises 16, Linux and macOS have 1024
 
 
-def open_socket(address: Address, timeout_s: float) -> socket.socket:
-    """Return a connected socket in blocking mode; raise AddressError or DeadlineError."""
+def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> socket.socket:
+    """Return a connected socket in blocking mode; raise AddressError or DeadlineError.
+
+    Without ``enlarge`` its buffers are left to the system, which fits those of TCP to the way by itself.
+    """
     try:
         if address.scheme == "unix":
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -49,7 +52,8 @@ def open_socket(address: Address, timeout_s: float) -> socket.socket:
         ) from None
     except OSError as error:
         raise AddressError(f"cannot reach {address}: {error.strerror or error}") from None
-    enlarge_socket_buffers(connected)
+    if enlarge:
+        enlarge_socket_buffers(connected)
     connected.settimeout(None)
     return connected
 

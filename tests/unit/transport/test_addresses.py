@@ -84,3 +84,9 @@ def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pyte
 def test_a_wildcard_is_announced_as_an_address_of_this_machine() -> None:
     assert announced_host("10.1.2.3") == "10.1.2.3"
     assert announced_host("0.0.0.0") not in ("", "0.0.0.0")
+
+
+def test_network_namespaces_are_different_hosts() -> None:
+    own = os.readlink("/proc/self/ns/net") if os.path.exists("/proc/self/ns/net") else ""
+    assert host_identity().endswith(own)
+    assert host_identity().count("/") == (2 if own else 1)

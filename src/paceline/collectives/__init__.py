@@ -1,0 +1,14 @@
+"""Collective operations between processes: groups, schedules, shared memory, a tuner that explains itself.
+
+>>> group = init(rank=0, world_size=1)
+>>> group.all_reduce([1.0, 2.0], "sum").tolist()
+[1.0, 2.0]
+>>> group.close()
+"""
+
+from paceline.collectives.group import Group
+from paceline.collectives.start import DEFAULT_TIMEOUT, init, join
+from paceline.collectives.store import MemoryStore, PrefixStore, Store
+from paceline.collectives.ticket import Ticket
+
+__all__ = ["DEFAULT_TIMEOUT", "Group", "MemoryStore", "PrefixStore", "Store", "Ticket", "init", "join"]

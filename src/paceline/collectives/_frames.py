@@ -1,0 +1,154 @@
+"""What a message of a collective looks like on a link. Pure: bytes in, values out.
+
+A message is a header of 32 bytes, a text (msgpack) and the body (raw bytes of blocks)::
+
+    0       2         3      4            8          16          24       32
+    | magic | version | kind | text_bytes | sequence | signature | nbytes | text, padded to 16 | body |
+
+All fields are unsigned and little-endian. The text of DATA is the sender's call, so that whoever gets a message it did
+not expect can name both sides without asking; some 60 bytes in every message are the price, and in return a receiver
+knows the head it awaits before it comes: it compares 32 bytes instead of parsing them. The text of ABORT is an
+:class:`Abort`, it has no body, and it is the last message of a link. ``nbytes`` counts the body only.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections import deque
+from enum import IntEnum
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from paceline.collectives.calls import Call
+from paceline.errors import ProtocolError
+
+HEADER: Final = struct.Struct("<HBBIQQQ")
+HEADER_BYTES: Final = HEADER.size
+MAGIC: Final = 0x4350
+WIRE_VERSION: Final = 1
+MAX_TEXT_BYTES: Final = 1 << 20
+MAX_HEAD_BYTES: Final = 1 << 12
+"""The longest header and call together."""
+_ALIGNMENT: Final = 16
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    DATA = 1
+    ABORT = 2
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True):
+    """Why a rank gives up; told to all ranks, and by them to theirs."""
+
+    kind: Literal["mismatch", "lost", "error"]
+    message: str
+    """The whole text of the error."""
+    ranks: tuple[int, ...]
+    """Whose fault it is: those lost, or the one that failed."""
+    calls: dict[int, Call]
+    """For a mismatch: what each rank called, as far as it is known, in the call number ``sequence``."""
+    sequence: int
+
+
+class Header(NamedTuple):
+    """The header of a message."""
+
+    magic: int
+    version: int
+    kind: int
+    text_bytes: int
+    sequence: int
+    signature: int
+    nbytes: int
+
+
+class Frame(NamedTuple):
+    """A message without its body."""
+
+    header: Header
+    text: bytes
+
+
+class Heads:
+    """The heads (header and text) of the messages of one call: they differ in the length of the body only."""
+
+    __slots__ = ("_heads", "_padded", "_sequence", "_signature", "_text_bytes", "head_bytes")
+
+    def __init__(self, call: Call, sequence: int) -> None:
+        self._signature, text = identify(call)
+        self._sequence = sequence
+        self._text_bytes = len(text)
+        self._padded = _pad(text)
+        self._heads: dict[int, bytes] = {}
+        self.head_bytes = HEADER_BYTES + len(self._padded)
+        assert self.head_bytes <= MAX_HEAD_BYTES
+
+    def head(self, nbytes: int) -> bytes:
+        """Return the head of a message with a body of so many bytes."""
+        head = self._heads.get(nbytes)
+        if head is None:
+            fields = (MAGIC, WIRE_VERSION, 1, self._text_bytes, self._sequence, self._signature, nbytes)
+            head = self._heads[nbytes] = HEADER.pack(*fields) + self._padded
+        return head
+
+
+class Scanner:
+    """Reads a link in the fault case: whole heads out, bodies skipped."""
+
+    def __init__(self, skip: int = 0) -> None:
+        self.frames: deque[Frame] = deque()
+        self._skip = skip
+        self._held = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Take the next bytes; what is complete is then in :attr:`frames`. Raises ProtocolError on what is no frame."""
+        used = min(self._skip, len(data))
+        self._skip -= used
+        held = self._held
+        held += data[used:]
+        while not self._skip and len(held) >= HEADER_BYTES:
+            header = unpack_header(held)
+            size = HEADER_BYTES + header.text_bytes + _num_pads(header.text_bytes)
+            if len(held) < size:
+                return
+            self.frames.append(Frame(header, bytes(held[HEADER_BYTES : HEADER_BYTES + header.text_bytes])))
+            used = min(header.nbytes, len(held) - size)
+            self._skip = header.nbytes - used
+            del held[: size + used]
+
+
+def unpack_header(buffer: bytes | bytearray | memoryview) -> Header:
+    """Read a header; raise ProtocolError on one that is not ours."""
+    header = Header._make(HEADER.unpack_from(buffer))
+    if header.magic != MAGIC or header.version != WIRE_VERSION or header.kind not in (Kind.DATA, Kind.ABORT):
+        raise ProtocolError(
+            f"got magic {header.magic:#06x}, version {header.version} and kind {header.kind} where a message of a "
+            f"collective (magic {MAGIC:#06x}, version {WIRE_VERSION}) should begin"
+        )
+    if header.text_bytes > MAX_TEXT_BYTES:
+        raise ProtocolError(f"a message announces a text of {header.text_bytes} bytes, at most {MAX_TEXT_BYTES} may be")
+    return header
+
+
+def pack_abort(abort: Abort) -> bytes:
+    """Return the message."""
+    text = msgspec.msgpack.encode(abort)
+    return HEADER.pack(MAGIC, WIRE_VERSION, Kind.ABORT, len(text), abort.sequence, 0, 0) + _pad(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def identify(call: Call) -> tuple[int, bytes]:
+    """Return the signature and the text of a call."""
+    return call.signature, msgspec.msgpack.encode(call)
+
+
+def _pad(text: bytes) -> bytes:
+    return text + bytes(_num_pads(len(text)))
+
+
+def _num_pads(nbytes: int) -> int:
+    return -nbytes % _ALIGNMENT

@@ -1,0 +1,231 @@
+"""The store that rank 0 serves to the others: one asyncio loop in a daemon thread, blocking clients.
+
+Every request is one frame (key in the meta, value in the body), answered by one frame; the answer to a get waits for
+its key. A client takes a connection of its own for each call that is under way, so that a get that waits holds up
+nobody, and keeps it for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from enum import IntEnum
+
+import msgspec
+
+from paceline.collectives.store import Store, never_set, written_twice
+from paceline.errors import DeadlineError, GroupClosedError, PacelineError, ProtocolError, UsageError
+from paceline.transport.addresses import Address
+from paceline.transport.authentication import Hello
+from paceline.transport.base import Channel, Handler, Listener, Peer
+from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Limits
+from paceline.transport.sockets import SocketTransport
+
+LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
+_LINGER_S = 2.0
+_ANSWER_S = 30.0
+"""How long an answer may take that waits for nothing."""
+
+
+class _Kind(IntEnum):
+    SET = FIRST_APPLICATION_KIND
+    GET = FIRST_APPLICATION_KIND + 1
+    DELETE = FIRST_APPLICATION_KIND + 2
+    DONE = FIRST_APPLICATION_KIND + 3
+    ABSENT = FIRST_APPLICATION_KIND + 4
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """The meta of every request."""
+
+    key: str = ""
+    wait: bool = False
+
+
+_decoder = msgspec.msgpack.Decoder(_Request)
+
+
+class _Served(Handler):
+    """The values, and who waits for which. In the loop's thread only."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[Peer]] = {}
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Answer a request, or keep it until its key is set."""
+        try:
+            request = _decoder.decode(meta)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"got a request to the store that cannot be read: {error}") from None
+        key = request.key
+        if header.kind == _Kind.SET:
+            value = bytes(body)
+            if self._values.setdefault(key, value) != value:
+                raise written_twice(key)
+            peer.send_frame(_Kind.DONE)
+            for waiting in self._waiting.pop(key, ()):
+                waiting.send_frame(_Kind.DONE, body=value)
+        elif header.kind == _Kind.GET:
+            if key in self._values:
+                peer.send_frame(_Kind.DONE, body=self._values[key])
+            elif request.wait:
+                self._waiting.setdefault(key, []).append(peer)
+            else:
+                peer.send_frame(_Kind.ABSENT)
+        elif header.kind == _Kind.DELETE:
+            self._values.pop(key, None)
+            peer.send_frame(_Kind.DONE)
+        else:
+            raise ProtocolError(f"got a request of kind {header.kind} that the store does not know")
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        """Wait no longer for it."""
+        for key, peers in list(self._waiting.items()):
+            self._waiting[key] = [other for other in peers if other is not peer]
+            if not self._waiting[key]:
+                del self._waiting[key]
+
+
+class StoreServer:
+    """The store itself, served at one address until :meth:`close`. Raises AddressError if it cannot be had."""
+
+    def __init__(self, address: Address, token: str, hello: Hello) -> None:
+        self._ready: Future[Listener] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._transport = SocketTransport(token, limits=LIMITS)
+        self._thread = threading.Thread(
+            target=self._run, args=(address, hello), name="paceline-store-server", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._listener = self._ready.result()
+        except BaseException:
+            self._thread.join()
+            raise
+        self.address = Address("tcp", address.host, self._listener.endpoint.tcp.port)
+
+    def _run(self, address: Address, hello: Hello) -> None:
+        try:
+            asyncio.run(self._serve(address, hello))
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+
+    async def _serve(self, address: Address, hello: Hello) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        listener = await self._transport.serve(_Served(), hello, address=address, unix=False)
+        try:
+            self._ready.set_result(listener)
+            await self._stop.wait()
+            deadline = time.monotonic() + _LINGER_S
+            while listener.num_connections and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)  # the others may still read what they need
+        finally:
+            await listener.close()
+
+    def close(self) -> None:
+        """Stop serving, once the others have let go of the store or a moment has passed. Idempotent."""
+        if self._thread.is_alive() and self._loop is not None and self._stop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._stop.set)
+            except RuntimeError:
+                pass  # the loop has ended by itself
+        self._thread.join()
+
+
+class NetworkStore(Store):
+    """A client of the store that rank 0 serves; at rank 0 it closes the server too."""
+
+    def __init__(
+        self, address: Address, token: str, hello: Hello, *, timeout_s: float, server: StoreServer | None = None
+    ) -> None:
+        """Connect. Raises what :meth:`Transport.connect` does."""
+        self.address = address
+        self._transport = SocketTransport(token, limits=LIMITS)
+        self._hello = hello
+        self._server = server
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._busy: set[Channel] = set()
+        first = self._transport.connect(address, hello, timeout_s=timeout_s)
+        self.peer = first.peer
+        """What the server said of itself."""
+        self._idle = [first]
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        self._call(_Kind.SET, _Request(key), value, _ANSWER_S)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """See :meth:`Store.get`."""
+        start = time.monotonic()
+        wait = deadline > start
+        try:
+            kind, value = self._call(_Kind.GET, _Request(key, wait), b"", deadline - start if wait else _ANSWER_S)
+        except DeadlineError:
+            if not wait:
+                raise
+            kind, value = _Kind.ABSENT, b""
+        if kind == _Kind.ABSENT:
+            raise never_set(key, self.address.netloc, time.monotonic() - start)
+        return value
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._call(_Kind.DELETE, _Request(key), b"", _ANSWER_S)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`. A call that waits in another thread raises GroupClosedError."""
+        with self._lock:
+            self._is_closed = True
+            channels = [*self._idle, *self._busy]
+            self._idle = []
+        for channel in channels:
+            channel.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _call(self, kind: _Kind, request: _Request, value: bytes, timeout_s: float) -> tuple[int, bytes]:
+        channel = self._take(timeout_s)
+        is_whole = False
+        try:
+            channel.send_frame(kind, meta=msgspec.msgpack.encode(request), body=value)
+            answer = channel.receive_frame(timeout_s)
+            is_whole = True
+            return answer.header.kind, bytes(answer.body)
+        except PacelineError as error:
+            is_whole = isinstance(error, UsageError)  # the server's answer; what else there is broke the connection
+            self._raise_if_closed()
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(channel)
+                keep = is_whole and not self._is_closed
+                if keep:
+                    self._idle.append(channel)
+            if not keep:
+                channel.close()
+
+    def _take(self, timeout_s: float) -> Channel:
+        self._raise_if_closed()
+        with self._lock:
+            channel = self._idle.pop() if self._idle else None
+            if channel is not None:
+                self._busy.add(channel)
+        if channel is not None:
+            return channel
+        channel = self._transport.connect(self.address, self._hello, timeout_s=min(timeout_s, _ANSWER_S))
+        with self._lock:
+            self._busy.add(channel)
+        self._raise_if_closed(channel)
+        return channel
+
+    def _raise_if_closed(self, channel: Channel | None = None) -> None:
+        if self._is_closed:
+            if channel is not None:
+                channel.close()
+            raise GroupClosedError("the store was closed while it was in use") from None

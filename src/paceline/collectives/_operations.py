@@ -1,0 +1,339 @@
+"""What a group's calls do: arguments are checked at once, on this rank; the work that is returned is done in its turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from paceline.collectives.arrays import Memory, as_array, empty_like, view_bytes
+from paceline.collectives.calls import Call
+from paceline.collectives.engine import Area, Engine, Order, Reduction
+from paceline.collectives.tuner import Tuner
+from paceline.errors import UsageError
+from paceline.kernels import combine
+
+Work: TypeAlias = Callable[[int], Any]
+"""Does a call whose number in the group is given; returns its result."""
+
+_OPS: Final = {
+    "sum": combine.SUM,
+    "mean": combine.SUM,
+    "product": combine.PRODUCT,
+    "min": combine.MIN,
+    "max": combine.MAX,
+    "bitwise_and": combine.BITWISE_AND,
+    "bitwise_or": combine.BITWISE_OR,
+    "bitwise_xor": combine.BITWISE_XOR,
+}
+_FLOATS: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
+_MAX_KNOWN_CALLS: Final = 10_000
+
+
+class Operations:
+    """The operations of one rank of a group."""
+
+    def __init__(self, rank: int, size: int, tuner: Tuner, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._tuner = tuner
+        self._timeout_s = timeout_s
+        self._calls: dict[tuple[Any, ...], tuple[Call, int]] = {}
+
+    def barrier(self) -> Work:
+        """See :meth:`Group.barrier`."""
+        call = self._call("barrier")
+
+        def work(sequence: int) -> None:
+            if self.size > 1:
+                engine, order = self._begin("barrier", 0, call, sequence)
+                engine.barrier(order)
+
+        return work
+
+    def all_reduce(self, array: Any, op: str, out: Any) -> Work:
+        """See :meth:`Group.all_reduce`."""
+        if out is array:
+            source = target = Memory(array, target=True)
+        else:
+            array = as_array(array)
+            source = Memory(array)
+            out = empty_like(array, source.shape) if out is None else out
+            target = _matching(out, source, source.shape)
+        call = self._call("all_reduce", source.dtype, source.shape, op)
+        reduction = self._reduction(source, op)
+        num_bytes = source.num_bytes
+        given, taken = Area(source.address, num_bytes), Area(target.address, num_bytes)
+
+        def work(sequence: int) -> Any:
+            if self.size > 1:
+                engine, order = self._begin("all_reduce", num_bytes, call, sequence)
+                start = time.perf_counter()
+                engine.all_reduce(order, given, taken, reduction)
+                self._tuner.record("all_reduce", order.algorithm, num_bytes, time.perf_counter() - start)
+            elif source is not target:
+                _copy(given, taken)
+            target.give_back()
+            return out
+
+        return work
+
+    def reduce(self, array: Any, op: str, root: int, out: Any) -> Work:
+        """See :meth:`Group.reduce`."""
+        self._check_root(root)
+        array = as_array(array)
+        source = Memory(array)
+        call = self._call("reduce", source.dtype, source.shape, op, root)
+        reduction = self._reduction(source, op)
+        target: Memory | None = None
+        if self.rank == root:
+            out = empty_like(array, source.shape) if out is None else out
+            target = _matching(out, source, source.shape)
+
+        def work(sequence: int) -> Any:
+            taken = None if target is None else _area(target)
+            if self.size > 1:
+                engine, order = self._begin("reduce", source.num_bytes, call, sequence)
+                engine.reduce(order, _area(source), taken, reduction, root)
+            else:
+                _copy(_area(source), taken)
+            return _given_back(target, out)
+
+        return work
+
+    def reduce_scatter(self, array: Any, op: str, sizes: Sequence[int] | None, out: Any) -> Work:
+        """See :meth:`Group.reduce_scatter`."""
+        array = as_array(array)
+        source = Memory(array)
+        rows = self._rows(source.shape, sizes, "reduce_scatter")
+        told = source.shape if sizes is None else (*source.shape[1:], *rows)
+        call = self._call(_named("reduce_scatter", sizes), source.dtype, told, op)
+        reduction = self._reduction(source, op)
+        shape = (rows[self.rank], *source.shape[1:])
+        out = empty_like(array, shape) if out is None else out
+        target = _matching(out, source, shape)
+
+        def work(sequence: int) -> Any:
+            if self.size > 1:
+                engine, order = self._begin("reduce_scatter", source.num_bytes, call, sequence)
+                engine.reduce_scatter(order, _parts(source, rows), _area(target), reduction)
+            else:
+                _copy(_area(source), _area(target))
+            return _given_back(target, out)
+
+        return work
+
+    def broadcast(self, array: Any, root: int) -> Work:
+        """See :meth:`Group.broadcast`."""
+        self._check_root(root)
+        memory = Memory(array, target=self.rank != root)
+        call = self._call("broadcast", memory.dtype, memory.shape, "", root)
+
+        def work(sequence: int) -> Any:
+            if self.size > 1:
+                engine, order = self._begin("broadcast", memory.num_bytes, call, sequence)
+                engine.broadcast(order, _area(memory), root)
+            return _given_back(memory, array)
+
+        return work
+
+    def all_gather(self, array: Any, sizes: Sequence[int] | None, out: Any) -> Work:
+        """See :meth:`Group.all_gather`."""
+        array = as_array(array)
+        source = Memory(array)
+        rows, shape, told = self._gathered(source, sizes)
+        call = self._call(_named("all_gather", sizes), source.dtype, told)
+        out = empty_like(array, shape) if out is None else out
+        target = _matching(out, source, shape)
+
+        def work(sequence: int) -> Any:
+            if self.size > 1:
+                engine, order = self._begin("all_gather", target.num_bytes, call, sequence)
+                engine.all_gather(order, _area(source), _parts(target, rows))
+            else:
+                _copy(_area(source), _area(target))
+            return _given_back(target, out)
+
+        return work
+
+    def gather(self, array: Any, root: int, sizes: Sequence[int] | None, out: Any) -> Work:
+        """See :meth:`Group.gather`."""
+        self._check_root(root)
+        array = as_array(array)
+        source = Memory(array)
+        rows, shape, told = self._gathered(source, sizes)
+        call = self._call(_named("gather", sizes), source.dtype, told, "", root)
+        target: Memory | None = None
+        if self.rank == root:
+            out = empty_like(array, shape) if out is None else out
+            target = _matching(out, source, shape)
+
+        def work(sequence: int) -> Any:
+            if self.size > 1:
+                targets = [] if target is None else _parts(target, rows)
+                engine, order = self._begin(
+                    "gather", source.num_bytes * self.size if sizes is None else 0, call, sequence
+                )
+                engine.gather(order, _area(source), targets, root)
+            elif target is not None:
+                _copy(_area(source), _area(target))
+            return _given_back(target, out)
+
+        return work
+
+    def scatter(self, array: Any, out: Any, root: int, sizes: Sequence[int] | None) -> Work:
+        """See :meth:`Group.scatter`."""
+        self._check_root(root)
+        target = Memory(out, target=True)
+        source: Memory | None = None
+        rows: list[int] = []
+        if self.rank == root:
+            source = Memory(as_array(array))
+            rows = self._rows(source.shape, sizes, "scatter")
+            part = (rows[root], *source.shape[1:])
+            if source.dtype != target.dtype or part != target.shape:
+                raise UsageError(
+                    f"the part of rank {root} is {source.dtype}{list(part)}, but out is "
+                    f"{target.dtype}{list(target.shape)}"
+                )
+        told = target.shape if sizes is None else (*target.shape[1:], *sizes)
+        call = self._call(_named("scatter", sizes), target.dtype, told, "", root)
+
+        def work(sequence: int) -> Any:
+            sources = [] if source is None else _parts(source, rows)
+            if self.size > 1:
+                engine, order = self._begin("scatter", target.num_bytes if sizes is None else 0, call, sequence)
+                engine.scatter(order, sources, _area(target), root)
+            else:
+                _copy(sources[0], _area(target))
+            return _given_back(target, out)
+
+        return work
+
+    def all_to_all(self, array: Any, sends: Sequence[int] | None, receives: Sequence[int] | None, out: Any) -> Work:
+        """See :meth:`Group.all_to_all`; either both sizes are given or none."""
+        array = as_array(array)
+        source = Memory(array)
+        equal = sends is None
+        send_rows = self._rows(source.shape, sends, "all_to_all")
+        receive_rows = send_rows if receives is None else [int(rows) for rows in receives]
+        if len(receive_rows) != self.size or min(receive_rows) < 0:
+            raise UsageError(f"got receive_sizes {receive_rows}, expected {self.size} numbers of rows")
+        shape = (sum(receive_rows), *source.shape[1:])
+        call = self._call(_named("all_to_all", sends), source.dtype, source.shape if equal else source.shape[1:])
+        out = empty_like(array, shape) if out is None else out
+        target = _matching(out, source, shape)
+
+        def work(sequence: int) -> Any:
+            if self.size > 1:
+                engine, order = self._begin("all_to_all", source.num_bytes if equal else 0, call, sequence)
+                engine.all_to_all(order, _parts(source, send_rows), _parts(target, receive_rows), equal=equal)
+            else:
+                _copy(_area(source), _area(target))
+            return _given_back(target, out)
+
+        return work
+
+    # checks
+
+    def _call(
+        self, operation: str, dtype: str = "", shape: tuple[int, ...] = (), op: str = "", root: int = -1
+    ) -> tuple[Call, int]:
+        key = (operation, dtype, shape, op, root)
+        found = self._calls.get(key)
+        if found is None:
+            if len(self._calls) >= _MAX_KNOWN_CALLS:
+                self._calls.clear()
+            call = Call(operation, dtype, shape, op, root)
+            found = self._calls[key] = (call, call.signature)
+        return found
+
+    def _reduction(self, memory: Memory, op: str) -> Reduction:
+        dtype = memory.dtype
+        if op not in _OPS:
+            raise UsageError(f"got op {op!r}, expected one of {', '.join(_OPS)}")
+        if op == "mean" and dtype not in _FLOATS:
+            raise UsageError(f"got op 'mean' for {dtype}, expected a float dtype; take 'sum' and divide as you like")
+        if op.startswith("bitwise") and dtype in _FLOATS:
+            raise UsageError(f"got op {op!r} for {dtype}, expected an integer dtype or bool")
+        scale = 1.0 / self.size if op == "mean" else 1.0
+        return Reduction(combine.combiner(dtype), _OPS[op], scale, memory.item_bytes)
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise UsageError(f"got root {root}, expected a rank from 0 to {self.size - 1}")
+
+    def _rows(self, shape: tuple[int, ...], sizes: Sequence[int] | None, operation: str) -> list[int]:
+        if not shape:
+            raise UsageError(f"{operation} cuts its array along the first axis; got a 0-d one")
+        if sizes is None:
+            if shape[0] % self.size:
+                raise UsageError(
+                    f"{operation} cuts {shape[0]} rows into {self.size} equal parts; give a multiple of "
+                    f"{self.size}, or sizes"
+                )
+            return [shape[0] // self.size] * self.size
+        rows = [int(number) for number in sizes]
+        if len(rows) != self.size or min(rows) < 0 or sum(rows) != shape[0]:
+            raise UsageError(
+                f"got sizes {rows} for {shape[0]} rows and {self.size} ranks; they must add up to the rows"
+            )
+        return rows
+
+    def _gathered(
+        self, source: Memory, sizes: Sequence[int] | None
+    ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+        """Return the rows of every rank, the shape of the whole, and what must be the same on all ranks."""
+        own = source.shape or (1,)
+        if sizes is None:
+            return [own[0]] * self.size, (own[0] * self.size, *own[1:]), source.shape
+        rows = [int(number) for number in sizes]
+        if len(rows) != self.size or min(rows) < 0 or rows[self.rank] != own[0]:
+            raise UsageError(
+                f"got sizes {rows} for {self.size} ranks, and {own[0]} rows on rank {self.rank}; give every rank's rows"
+            )
+        return rows, (sum(rows), *own[1:]), (*own[1:], *rows)
+
+    def _begin(self, operation: str, num_bytes: int, call: tuple[Call, int], sequence: int) -> tuple[Engine, Order]:
+        """Return the tuner's choice for a call. `num_bytes` must be the same on all ranks."""
+        engine, algorithm = self._tuner.choose(operation, num_bytes)
+        return engine, Order(call[0], call[1], sequence, self._timeout_s, algorithm)
+
+
+def _named(operation: str, sizes: Sequence[int] | None) -> str:
+    return operation if sizes is None else f"{operation} (uneven)"
+
+
+def _area(memory: Memory) -> Area:
+    return Area(memory.address, memory.num_bytes)
+
+
+def _parts(memory: Memory, rows: Sequence[int]) -> list[Area]:
+    total = sum(rows)
+    row_bytes = memory.num_bytes // total if total else 0
+    areas, address = [], memory.address
+    for number in rows:
+        areas.append(Area(address, number * row_bytes))
+        address += number * row_bytes
+    return areas
+
+
+def _matching(out: Any, source: Memory, shape: tuple[int, ...]) -> Memory:
+    target = Memory(out, target=True)
+    if target.dtype != source.dtype or target.shape != tuple(shape):
+        raise UsageError(
+            f"got out of {target.dtype}{list(target.shape)}, expected {source.dtype}{list(shape)}; leave it out to get "
+            "a fresh array"
+        )
+    return target
+
+
+def _copy(source: Area, target: Area | None) -> None:
+    if target is not None and source.address != target.address:
+        view_bytes(*target)[:] = view_bytes(*source)
+
+
+def _given_back(target: Memory | None, out: Any) -> Any:
+    if target is None:
+        return None
+    target.give_back()
+    return out

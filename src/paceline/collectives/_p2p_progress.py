@@ -1,0 +1,213 @@
+"""Who moves the bytes of send and receive: the thread that waits for them, and in the background one that always can.
+
+To wake another thread costs more than to move a small message. So whoever waits leads the selector loop itself (leader
+and followers, Schmidt et al. 2000), and the background thread steps in when nobody does. Round trip between two
+processes over Unix sockets on two cores, 8 bytes and 1 MB: 24 and 162 µs; 143 and 447 if the background thread leads
+always.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
+
+from paceline.errors import GroupClosedError
+from paceline.transport.spinning import Spinner
+
+READ = selectors.EVENT_READ
+WRITE = selectors.EVENT_WRITE
+
+_Select: TypeAlias = Callable[[float | None], list[tuple[selectors.SelectorKey, int]]]
+_PARKED_S = 0.02
+_RECENT_S = 0.005
+"""The background thread keeps back for so long after a wait: the next is likely to follow."""
+
+
+class Watched(ABC):
+    """A socket that the loop watches. Its methods are called with the lock held."""
+
+    connected: socket.socket
+
+    @abstractmethod
+    def ready(self, events: int) -> None:
+        """Move what can be moved without waiting. Must not raise."""
+
+
+class Waitable:
+    """Something that comes to an end; only who holds the lock may say so."""
+
+    finished = False
+
+
+class Progress:
+    """One selector loop, led by one thread at a time. ``lock`` protects it and all that its users keep."""
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        """``is_busy`` (called with the lock held): is there something to move although nobody waits?"""
+        self.lock = threading.Lock()
+        self.is_closed = False
+        self._is_busy = is_busy
+        self._changed = threading.Condition(self.lock)
+        self._has_leader = False
+        self._is_selecting = False
+        self._is_in_background = False
+        self._is_woken = False
+        self._num_waiting = 0
+        self._last_wait = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._spinner = Spinner()
+        self._wanted: dict[Watched, int] = {}
+        self._stale: set[Watched] = set()
+        self._waker, self._wakened = socket.socketpair()
+        for each in (self._waker, self._wakened):
+            each.setblocking(False)
+        self._selector.register(self._wakened, READ)
+        self._resume = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # with the lock held
+
+    def start(self) -> None:
+        """Start the background thread, if it has not been."""
+        if self._thread is None and not self.is_closed:
+            self._thread = threading.Thread(target=self._run, name="paceline-progress", daemon=True)
+            self._thread.start()
+
+    def watch(self, watched: Watched, events: int) -> None:
+        """Call ``watched.ready`` when one of these events has come; 0: no more, until the next ``watch``."""
+        if self._wanted.get(watched, 0) == events:
+            return
+        self._wanted[watched] = events
+        self._stale.add(watched)
+        if self._is_selecting:
+            self.kick()
+        else:
+            self._apply()
+
+    def unwatch(self, watched: Watched) -> None:
+        """Forget a socket, which may then be closed."""
+        # Other threads may do this while the leader selects: epoll and kqueue bear it, and what is not wanted is not
+        # called.
+        self._wanted.pop(watched, None)
+        self._stale.discard(watched)
+        if not self.is_closed and watched.connected in self._selector.get_map():
+            self._selector.unregister(watched.connected)
+
+    def kick(self) -> None:
+        """See to it that a change is soon seen, whoever leads."""
+        if self._is_selecting:
+            if not self._is_woken:
+                self._is_woken = True
+                self._waker.send(b"\0")
+        elif not self._num_waiting:
+            self._resume.set()
+
+    def tell(self) -> None:
+        """Wake those who wait: something has finished, or failed, outside the loop."""
+        if self._num_waiting:
+            self._changed.notify_all()
+            self.kick()
+
+    # without the lock
+
+    def wait(self, awaited: Waitable, deadline: float) -> bool:
+        """Lead or follow until ``awaited`` is finished; return whether it is. Raises GroupClosedError."""
+        with self.lock:
+            self._num_waiting += 1
+            if self._is_in_background:
+                self.kick()
+            try:
+                while not awaited.finished:
+                    if self.is_closed:
+                        raise GroupClosedError("the group was closed while a message was under way")
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return False
+                    if self._has_leader:
+                        self._changed.wait(left)
+                    else:
+                        self._lead(left, self._look)
+            finally:
+                self._num_waiting -= 1
+                self._last_wait = time.monotonic()
+                if not self._num_waiting and self._is_busy():
+                    self._resume.set()
+        return True
+
+    def close(self) -> None:
+        """Stop; those who wait raise GroupClosedError. The sockets are then no longer watched. Idempotent."""
+        with self.lock:
+            if self.is_closed:
+                return
+            self.kick()
+            self.is_closed = True
+            self._resume.set()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._has_leader)
+        if self._thread is not None:
+            self._thread.join()
+        self._selector.close()
+        self._waker.close()
+        self._wakened.close()
+
+    # the loop
+
+    def _look(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        return self._spinner.look(self._selector.select) or self._selector.select(timeout)
+
+    def _lead(self, timeout: float | None, select: _Select) -> None:
+        """Do one round of the loop. The lock is held, except while there is nothing to do."""
+        self._has_leader = True
+        try:
+            self._is_selecting = True
+            self.lock.release()
+            try:
+                found = select(timeout)
+            finally:
+                self.lock.acquire()
+                self._is_selecting = False
+            for key, events in found:
+                if key.fileobj is self._wakened:
+                    self._wakened.recv(64)
+                    self._is_woken = False
+                elif self._wanted.get(key.data, 0) & events:
+                    key.data.ready(events & self._wanted[key.data])
+            if self._stale:
+                self._apply()
+        finally:
+            self._has_leader = False
+            self._changed.notify_all()
+
+    def _apply(self) -> None:
+        registered = self._selector.get_map()
+        for watched in self._stale:
+            events = self._wanted.get(watched, 0)
+            if watched.connected not in registered:
+                if events:
+                    self._selector.register(watched.connected, events, watched)
+            elif events:
+                self._selector.modify(watched.connected, events, watched)
+            else:
+                self._selector.unregister(watched.connected)
+        self._stale.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self.lock:
+                if self.is_closed:
+                    return
+                is_free = not (self._num_waiting or self._has_leader)
+                if is_free and (self._is_busy() or time.monotonic() - self._last_wait > _RECENT_S):
+                    self._is_in_background = True
+                    try:
+                        self._lead(None, self._selector.select)
+                    finally:
+                        self._is_in_background = False
+                    continue
+            self._resume.wait(_PARKED_S)
+            self._resume.clear()

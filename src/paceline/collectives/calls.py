@@ -1,0 +1,63 @@
+"""What a rank calls, in a form that others can compare: the same call has the same signature on every rank.
+
+Pure. Every message of a collective, and every slot in shared memory, carries the signature; a rank that sees another
+one asks for both calls and raises MismatchError, with both sides' values, on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from paceline.errors import MismatchError
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One collective operation as one rank calls it."""
+
+    operation: str
+    """``all_reduce``, ``broadcast``, ... as the method of Group is named."""
+    dtype: str = ""
+    """As NumPy names it (``bfloat16`` too); empty where there is no data (``barrier``)."""
+    shape: tuple[int, ...] = ()
+    """Of the array that must be the same on every rank."""
+    reduction: str = ""
+    """``sum``, ``mean``, ...; empty where nothing is reduced."""
+    root: int = -1
+    """The root's rank in the group; -1 where there is none."""
+
+    @property
+    def signature(self) -> int:
+        """64 bits that tell calls from one another; never 0."""
+        digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+        return int.from_bytes(digest, "little") or 1
+
+    def __str__(self) -> str:
+        parts = [f"{self.dtype}{list(self.shape)}"] if self.dtype else []
+        parts += [self.reduction] if self.reduction else []
+        parts += [f"root={self.root}"] if self.root >= 0 else []
+        return f"{self.operation}({', '.join(parts)})"
+
+
+def describe_mismatch(calls: Mapping[int, Call], group: str, sequence: int) -> MismatchError:
+    """Return the error that names the ranks and what each side called, for the group's call number ``sequence``."""
+    sides: dict[Call, list[int]] = {}
+    for rank in sorted(calls):
+        sides.setdefault(calls[rank], []).append(rank)
+    told = "; ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in sides.items())
+    return MismatchError(
+        f"the ranks of group {group!r} disagree in call {sequence}: {told}; every rank must make the same calls in the "
+        "same order with the same shapes and dtypes, and the group refuses further work"
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2 and 5``; long lists are cut."""
+    shown = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        shown.append(f"{len(ranks) - 8} more")
+    if len(shown) == 1:
+        return f"rank {shown[0]}"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -1,0 +1,377 @@
+"""Groups: ranks that do collective operations together. The public face of this room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.collectives._operations import Operations, Work
+from paceline.collectives.arrays import Memory, view_bytes
+from paceline.collectives.ticket import MessageTicket, Ticket
+from paceline.collectives.tuner import Tuner
+from paceline.collectives.world import Connections, World
+from paceline.errors import GroupClosedError, UsageError
+
+
+class Group:
+    """Ranks 0 to ``size - 1`` that make the same calls in the same order.
+
+    Arrays are NumPy arrays or PyTorch tensors on the CPU, of float16, bfloat16, float32, float64, any integer or
+    bool; results are of the same kind. Reductions: ``sum``, ``mean`` (floats), ``product``, ``min``, ``max``, and for
+    integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host half precision is reduced in
+    float32. The result of a reduction is the same, bit by bit, on every rank.
+
+    Every call has a variant ``*_async`` that returns a :class:`Ticket`; calls of both kinds are carried out in the
+    order in which they are made. Every call waits at most :attr:`timeout`. Calls that differ between ranks raise
+    MismatchError on all of them; a rank that dies, stops or does not come raises RankLostError, which names it, on
+    all the others; after that the group refuses work with GroupClosedError.
+    """
+
+    def __init__(
+        self, world: World, ranks: Sequence[int], name: str, *, timeout: timedelta, algorithm: str | None = None
+    ) -> None:
+        """Use :func:`init` and :meth:`subgroup`."""
+        self.timeout = timeout
+        """How long a call waits for the other ranks."""
+        self._timeout_s = timeout.total_seconds()
+        self.name = name
+        self._world = world
+        self._connections = Connections(world, ranks, name, self._timeout_s)
+        self.rank = self._connections.rank
+        """This process's number in the group."""
+        self.size = self._connections.size
+        self.ranks = self._connections.ranks
+        """The number in the world of every rank of the group."""
+        self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
+        self._operations = Operations(self.rank, self.size, self._tuner, self._timeout_s)
+        self._num_made: dict[tuple[int, ...], int] = {}
+        self._sequence = 0
+        self._failure: str = ""
+        self._lock = threading.RLock()
+        self._num_pending = 0
+        self._queue: SimpleQueue[tuple[Work, Ticket] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._owns_world = False
+
+    # collectives
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self._now(self._operations.barrier())
+
+    def barrier_async(self) -> Ticket:
+        """See :meth:`barrier`."""
+        return self._later(self._operations.barrier())
+
+    def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None) -> Any:
+        """Return the reduction of `array` over all ranks, on every rank; `out` may be `array` itself (in place)."""
+        return self._now(self._operations.all_reduce(array, op, out))
+
+    def all_reduce_async(self, array: Any, op: str = "sum", *, out: Any = None) -> Ticket:
+        """See :meth:`all_reduce`."""
+        return self._later(self._operations.all_reduce(array, op, out))
+
+    def reduce(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> Any:
+        """Return the reduction over all ranks on `root`, None elsewhere."""
+        return self._now(self._operations.reduce(array, op, root, out))
+
+    def reduce_async(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> Ticket:
+        """See :meth:`reduce`."""
+        return self._later(self._operations.reduce(array, op, root, out))
+
+    def reduce_scatter(
+        self, array: Any, op: str = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
+    ) -> Any:
+        """Return this rank's part of the reduction; `array` is cut along its first axis.
+
+        `sizes`: the rows of every rank's part, the same on all ranks; by default equal parts, for which the rows must be
+        a multiple of the group's size.
+        """
+        return self._now(self._operations.reduce_scatter(array, op, sizes, out))
+
+    def reduce_scatter_async(
+        self, array: Any, op: str = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
+    ) -> Ticket:
+        """See :meth:`reduce_scatter`."""
+        return self._later(self._operations.reduce_scatter(array, op, sizes, out))
+
+    def broadcast(self, array: Any, *, root: int = 0) -> Any:
+        """Fill `array` with the root's, in place, and return it; its shape and dtype are the same everywhere."""
+        return self._now(self._operations.broadcast(array, root))
+
+    def broadcast_async(self, array: Any, *, root: int = 0) -> Ticket:
+        """See :meth:`broadcast`."""
+        return self._later(self._operations.broadcast(array, root))
+
+    def all_gather(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+        """Return the arrays of all ranks, one behind the other along the first axis (0-d ones as a vector).
+
+        `sizes`: the rows of every rank's array where they differ, the same on all ranks; :meth:`gather_sizes` finds
+        them.
+        """
+        return self._now(self._operations.all_gather(array, sizes, out))
+
+    def all_gather_async(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Ticket:
+        """See :meth:`all_gather`."""
+        return self._later(self._operations.all_gather(array, sizes, out))
+
+    def gather_sizes(self, array: Any) -> list[int]:
+        """Return the rows of every rank's array."""
+        rows = np.array([array.shape[0] if len(array.shape) else 1], np.int64)
+        return [int(number) for number in self.all_gather(rows)]
+
+    def gather(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
+        """As :meth:`all_gather`, on `root`; None elsewhere."""
+        return self._now(self._operations.gather(array, root, sizes, out))
+
+    def gather_async(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Ticket:
+        """See :meth:`gather`."""
+        return self._later(self._operations.gather(array, root, sizes, out))
+
+    def scatter(self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None) -> Any:
+        """Fill `out` with this rank's part of the root's `array`, cut along its first axis.
+
+        On the other ranks `array` is None.
+        """
+        return self._now(self._operations.scatter(array, out, root, sizes))
+
+    def scatter_async(self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None) -> Ticket:
+        """See :meth:`scatter`."""
+        return self._later(self._operations.scatter(array, out, root, sizes))
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+        out: Any = None,
+    ) -> Any:
+        """Send part d of `array` (along its first axis) to rank d, and return what the ranks sent here, in rank order.
+
+        Without sizes all parts are equal; else `send_sizes` are the rows for every rank, and `receive_sizes` those from
+        every rank (found by an exchange of their own when they are not given).
+        """
+        return self._now(self._all_to_all(array, send_sizes, receive_sizes, out))
+
+    def all_to_all_async(
+        self,
+        array: Any,
+        *,
+        send_sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+        out: Any = None,
+    ) -> Ticket:
+        """See :meth:`all_to_all`."""
+        return self._later(self._all_to_all(array, send_sizes, receive_sizes, out))
+
+    # objects
+
+    def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
+        """Return the root's value on every rank: numbers, texts, bytes, lists and dicts; nothing is pickled."""
+        data = _encode(value) if self.rank == root else b""
+        size = self.broadcast(np.array([len(data)], np.int64), root=root)
+        buffer = np.frombuffer(bytearray(data), np.uint8) if self.rank == root else np.empty(int(size[0]), np.uint8)
+        return msgspec.msgpack.decode(self.broadcast(buffer, root=root).tobytes())
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks; see :meth:`broadcast_object` for what they may be."""
+        data = np.frombuffer(bytearray(_encode(value)), np.uint8)
+        sizes = self.gather_sizes(data)
+        return _decode_all(self.all_gather(data, sizes=sizes), sizes)
+
+    def gather_objects(self, value: Any, *, root: int = 0) -> list[Any] | None:
+        """Return the values of all ranks on `root`, None elsewhere."""
+        data = np.frombuffer(bytearray(_encode(value)), np.uint8)
+        sizes = self.gather_sizes(data)
+        gathered = self.gather(data, root=root, sizes=sizes)
+        return None if gathered is None else _decode_all(gathered, sizes)
+
+    # send and receive
+
+    def send(self, array: Any, to: int, *, tag: int = 0) -> None:
+        """Send an array to a rank that calls :meth:`recv` with this tag and an array of the same dtype and size."""
+        self.send_async(array, to, tag=tag).wait()
+
+    def send_async(self, array: Any, to: int, *, tag: int = 0) -> Ticket:
+        """See :meth:`send`."""
+        self._check_alive()
+        memory = Memory(array)
+        what = f"{memory.dtype}[{memory.count}]"
+        pending = self._connections.point_to_point().send(_view(memory), to, tag, what)
+        return MessageTicket(pending, self.timeout, memory)
+
+    def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
+        """Fill `out` with a message of this tag, from `source` or from any rank; return the rank that sent it."""
+        return int(self.recv_async(out, source, tag=tag).result())
+
+    def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> Ticket:
+        """See :meth:`recv`."""
+        self._check_alive()
+        memory = Memory(out, target=True)
+        what = f"{memory.dtype}[{memory.count}]"
+        pending = self._connections.point_to_point().receive(_view(memory), source, tag, what)
+        return MessageTicket(pending, self.timeout, memory)
+
+    # groups
+
+    def subgroup(self, ranks: Iterable[int], *, timeout: timedelta | None = None) -> Group | None:
+        """Return the group of these ranks of this one, in their order; None on a rank that is not among them.
+
+        All its ranks must call it. Others may: it costs them nothing.
+        """
+        chosen = tuple(ranks)
+        if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:
+            raise UsageError(f"got ranks {list(chosen)}, expected different ones from 0 to {self.size - 1}")
+        return self._make(tuple(self.ranks[rank] for rank in chosen), timeout)
+
+    def split(self, color: int | None, key: int = 0) -> Group | None:
+        """Return the group of the ranks that give the same `color`, ordered by `key`, then rank; None for no color.
+
+        A collective call: every rank of this group makes it.
+        """
+        has_color = color is not None
+        told = self.all_gather(np.array([[has_color, color or 0, key]], np.int64))
+        number = self._number("split")
+        if color is None:
+            return None
+        same = [rank for rank in range(self.size) if told[rank, 0] and told[rank, 1] == color]
+        same.sort(key=lambda rank: (int(told[rank, 2]), rank))
+        return self._make(tuple(self.ranks[rank] for rank in same), None, f"split{number}")
+
+    def union(self, other: Group | Iterable[int]) -> Group | None:
+        """Return the group of this one's ranks and then those of `other` (a group, or ranks in the world)."""
+        others = _world_ranks(other)
+        return self._make((*self.ranks, *(rank for rank in others if rank not in self.ranks)), None)
+
+    def intersection(self, other: Group | Iterable[int]) -> Group | None:
+        """Return the group of the ranks that are in both; None if this rank is not."""
+        others = _world_ranks(other)
+        return self._make(tuple(rank for rank in self.ranks if rank in others), None)
+
+    def difference(self, other: Group | Iterable[int]) -> Group | None:
+        """Return the group of this one's ranks that are not in `other`; None if this rank is not."""
+        others = _world_ranks(other)
+        return self._make(tuple(rank for rank in self.ranks if rank not in others), None)
+
+    def explain(self, nbytes: int, operation: str = "all_reduce") -> str:
+        """Return a table of the ways to do an operation: predicted and measured time, and the choice."""
+        return self._tuner.explain(operation, nbytes)
+
+    def close(self) -> None:
+        """Leave the group; the other ranks' next call raises RankLostError. Idempotent."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._queue.put(None)
+            self._thread.join(timeout=1.0)
+            self._thread = None
+        self._failure = self._failure or "it was closed"
+        self._connections.close()
+        if self._owns_world:
+            self._world.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, rank {self.rank} of {self.size})"
+
+    # carrying out
+
+    def _all_to_all(
+        self, array: Any, send_sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None, out: Any
+    ) -> Work:
+        if send_sizes is not None and receive_sizes is None:
+            receive_sizes = self.all_to_all(np.array(send_sizes, np.int64)).tolist()
+        elif send_sizes is None and receive_sizes is not None:
+            raise UsageError("got receive_sizes alone; give send_sizes too")
+        return self._operations.all_to_all(array, send_sizes, receive_sizes, out)
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise GroupClosedError(f"group {self.name!r} refuses further work since {self._failure}")
+
+    def _run(self, work: Work) -> Any:
+        with self._lock:
+            self._check_alive()
+            self._sequence += 1
+            try:
+                return work(self._sequence)
+            except BaseException as error:
+                self._failure = f"a call failed: {error}"
+                raise
+
+    def _now(self, work: Work) -> Any:
+        if self._num_pending:
+            return self._later(work).result()
+        return self._run(work)
+
+    def _later(self, work: Work) -> Ticket:
+        self._check_alive()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"paceline-{self.name}", daemon=True)
+            self._thread.start()
+        ticket = Ticket()
+        with self._lock:
+            self._num_pending += 1
+        self._queue.put((work, ticket))
+        return ticket
+
+    def _serve(self) -> None:
+        """Carry out asynchronous calls, in a thread."""
+        while (item := self._queue.get()) is not None:
+            work, ticket = item
+            result, error = None, None
+            try:
+                result = self._run(work)
+            except BaseException as failure:
+                error = failure
+            with self._lock:
+                self._num_pending -= 1
+            ticket._finish(result, error)
+            del item, work, ticket, result, error
+
+    # making groups
+
+    def _number(self, what: Any) -> int:
+        self._num_made[what] = self._num_made.get(what, -1) + 1
+        return self._num_made[what]
+
+    def _make(self, world_ranks: tuple[int, ...], timeout: timedelta | None, label: str = "") -> Group | None:
+        if self._world.rank not in world_ranks:
+            return None
+        name = f"{self.name}/{label}{','.join(map(str, world_ranks))}#{self._number(world_ranks)}"
+        return Group(self._world, world_ranks, name, timeout=timeout or self.timeout, algorithm=self._tuner.forced)
+
+
+def _view(memory: Memory) -> memoryview:
+    return view_bytes(memory.address, memory.num_bytes)
+
+
+def _world_ranks(other: Group | Iterable[int]) -> tuple[int, ...]:
+    return other.ranks if isinstance(other, Group) else tuple(other)
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(value)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"cannot send this object ({error}); give numbers, texts, bytes, lists and dicts of them"
+        ) from None
+
+
+def _decode_all(data: Any, sizes: Sequence[int]) -> list[Any]:
+    ends = np.cumsum(sizes)
+    return [msgspec.msgpack.decode(data[end - size : end].tobytes()) for end, size in zip(ends, sizes, strict=True)]

@@ -1,0 +1,47 @@
+"""All-reduce for groups of several hosts with several ranks each: shared memory in a host, a schedule between hosts.
+
+The first rank of every host is its leader. An all-reduce is a reduce to the leader, an all-reduce among the leaders,
+and a broadcast from the leader; only leaders use the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.collectives.arrays import view_bytes
+from paceline.collectives.engine import Area, Order, Reduction
+from paceline.collectives.executing import execute, scale
+from paceline.collectives.executor import Blocks, Executor
+from paceline.collectives.schedules import ALGORITHMS, Schedule
+from paceline.collectives.schedules.base import renamed
+from paceline.collectives.shared_memory import SharedMemory
+
+
+class Layered:
+    """All-reduce for ranks on several hosts; other collectives are the network's."""
+
+    def __init__(self, executor: Executor, shared: SharedMemory, hosts: Sequence[int], rank: int) -> None:
+        self._executor, self._shared = executor, shared
+        self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
+        self._is_leader = rank in self._leaders
+        number = len(self._leaders)
+        self._schedule: Schedule | None = None
+        if self._is_leader:
+            name = "halving-doubling" if number & (number - 1) == 0 else "ring"
+            plain = ALGORITHMS["all_reduce"][name].schedule(self._leaders.index(rank), number)
+            self._schedule = Schedule(plain.num_blocks, renamed(plain.rounds, self._leaders))
+
+    def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
+        """See :meth:`Engine.all_reduce`."""
+        sums = reduction._replace(scale=1.0)
+        try:
+            self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
+            if self._schedule is not None:
+                blocks = Blocks.even(view_bytes(*target), self._schedule.num_blocks, reduction.item_bytes)
+                execute(self._executor, order, self._schedule, blocks, sums)
+                scale(target, reduction)
+            self._shared.broadcast(order, target, 0)
+        except BaseException as error:  # each layer must hear what went wrong in the other
+            self._shared.abort(error)
+            self._executor.abort(order.call, order.sequence, error)
+            raise

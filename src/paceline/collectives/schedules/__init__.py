@@ -1,0 +1,72 @@
+"""Every collective algorithm as data, a checker that proves them right, an evaluator that prices them.
+
+``base`` says what a schedule is; each algorithm has its file, with its cost and source; ``registry`` is the table of
+them. Pure: the standard library and ``paceline.errors`` only, no I/O, no clock, no arrays.
+
+>>> schedules = ALGORITHMS["all_reduce"]["ring"].schedules(4)
+>>> check("all_reduce", schedules)
+>>> round(predict(schedules, block_bytes=1000, link=Link(1e-5, 1e-9)) * 1e6, 3)
+66.0
+"""
+
+from paceline.collectives.schedules import (
+    base,
+    binomial_tree,
+    bruck,
+    central,
+    checker,
+    dissemination,
+    double_binary_tree,
+    evaluator,
+    halving_doubling,
+    hierarchical,
+    pairwise,
+    recursive_doubling,
+    registry,
+    ring,
+)
+from paceline.collectives.schedules.base import (
+    Action,
+    Copy,
+    Receive,
+    Round,
+    Schedule,
+    ScheduleError,
+    Send,
+    Spans,
+    count_blocks,
+)
+from paceline.collectives.schedules.checker import check
+from paceline.collectives.schedules.evaluator import Link, predict
+from paceline.collectives.schedules.registry import ALGORITHMS, Algorithm
+
+__all__ = [
+    "ALGORITHMS",
+    "Action",
+    "Algorithm",
+    "Copy",
+    "Link",
+    "Receive",
+    "Round",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Spans",
+    "base",
+    "binomial_tree",
+    "bruck",
+    "central",
+    "check",
+    "checker",
+    "count_blocks",
+    "dissemination",
+    "double_binary_tree",
+    "evaluator",
+    "halving_doubling",
+    "hierarchical",
+    "pairwise",
+    "predict",
+    "recursive_doubling",
+    "registry",
+    "ring",
+]

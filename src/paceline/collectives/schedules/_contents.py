@@ -1,0 +1,156 @@
+"""What the blocks of all ranks hold in the checker's symbolic run: how it begins, changes and must end.
+
+A symbol is one integer, ``(block << size) | contributors``: the block that it is content of, and the set of ranks
+whose contributions are in it (or, where nothing is reduced, the one that it came from).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Final
+
+from paceline.collectives.schedules.base import Receive, ScheduleError, Send, Spans
+from paceline.errors import UsageError
+
+COLLECTIVES: Final = (
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)
+
+ROOTED: Final = frozenset({"broadcast", "gather", "reduce", "scatter"})
+"""The collectives in which one rank has a part of its own."""
+
+_NOTHING: Final = -1
+_REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+
+
+class Contents:
+    """The memories of all ranks, and the messages between them."""
+
+    def __init__(self, collective: str, size: int, num_blocks: Sequence[int], root: int) -> None:
+        if collective not in COLLECTIVES:
+            raise UsageError(f"No collective {collective!r}: expected one of {', '.join(COLLECTIVES)}.")
+        if size < 1 or not 0 <= root < size:
+            raise UsageError(f"Schedules of {size} ranks, root {root}: expected at least one, and a root among them.")
+        self._collective: Final = collective
+        self._size: Final = size
+        self._root: Final = root
+        self._messages: Final = defaultdict[tuple[int, int], deque[list[int]]](deque)
+        for rank, number in enumerate(num_blocks):
+            if number != self._expected_num_blocks(num_blocks[0]):
+                raise ScheduleError(f"rank {rank} has {number} blocks, which is no {collective} of {size} ranks.")
+        self._num_blocks: Final = num_blocks[0]
+        self._memories: Final = [self._begin(rank) for rank in range(size)]
+        # A barrier has no blocks: its messages carry of whom the sender had heard when it sent.
+        self._heard: Final = [1 << rank for rank in range(size)]
+
+    def read(self, place: tuple[int, int], spans: Spans) -> list[int]:
+        """What these blocks of the rank hold now."""
+        memory = self._memories[place[0]]
+        read = [symbol for start, stop in spans for symbol in memory[start:stop]]
+        if _NOTHING in read:
+            raise self._fault(place, _block_at(spans, read.index(_NOTHING)), "is read, but holds nothing yet")
+        return read
+
+    def write(self, place: tuple[int, int], spans: Spans, symbols: Sequence[int], *, reduce: bool = False) -> None:
+        """Put symbols into these blocks of the rank, or combine them with what is there."""
+        memory = self._memories[place[0]]
+        blocks = (block for start, stop in spans for block in range(start, stop))
+        for block, symbol in zip(blocks, symbols, strict=True):
+            if self._collective != "all_to_all" and symbol >> self._size != block:
+                raise self._fault(place, block, f"gets {self._told(symbol)}")
+            if not reduce:
+                memory[block] = symbol
+                continue
+            if memory[block] == _NOTHING or self._collective not in _REDUCING:
+                raise self._fault(place, block, "is reduced into, but holds nothing to reduce")
+            twice = memory[block] & symbol & ((1 << self._size) - 1)
+            if twice:
+                raise self._fault(place, block, f"counts ranks {_ranks(twice)} twice")
+            memory[block] |= symbol
+
+    def send(self, place: tuple[int, int], action: Send) -> None:
+        """Put a message on its way."""
+        symbols = self.read(place, action.spans) if self._collective != "barrier" else [self._heard[place[0]]]
+        self._messages[place[0], action.peer].append(symbols)
+
+    def receive(self, place: tuple[int, int], action: Receive) -> None:
+        """Take the oldest message from the peer; there is one."""
+        symbols = self._messages[action.peer, place[0]].popleft()
+        if self._collective == "barrier":
+            self._heard[place[0]] |= symbols[0]
+        else:
+            self.write(place, action.spans, symbols, reduce=action.reduce)
+
+    def check_end(self) -> None:
+        """Assert that each rank has what it is promised."""
+        for rank, memory in enumerate(self._memories):
+            missing = ((1 << self._size) - 1) & ~self._heard[rank]
+            if self._collective == "barrier" and missing:
+                raise ScheduleError(f"rank {rank} leaves the barrier without having heard of ranks {_ranks(missing)}.")
+            for block, expected in self._end(rank):
+                if memory[block] != expected:
+                    raise ScheduleError(
+                        f"rank {rank} ends with {self._told(memory[block])} in block {block}, "
+                        f"expected {self._told(expected)}."
+                    )
+
+    def _expected_num_blocks(self, first: int) -> int:
+        """What each rank's ``num_blocks`` must be, if the first one's is ``first``."""
+        if self._collective in ("all_reduce", "broadcast", "reduce"):
+            return max(first, 1)
+        return {"all_to_all": 3 * self._size, "barrier": 0}.get(self._collective, self._size)
+
+    def _symbol(self, block: int, contributors: int) -> int:
+        return (block << self._size) | contributors
+
+    def _begin(self, rank: int) -> list[int]:
+        mine = [self._symbol(block, 1 << rank) for block in range(self._num_blocks)]
+        nothing = [_NOTHING] * self._num_blocks
+        if self._collective in ("broadcast", "scatter"):
+            return mine if rank == self._root else nothing
+        if self._collective in ("all_gather", "gather"):
+            return [*nothing[:rank], mine[rank], *nothing[rank + 1 :]]
+        if self._collective == "all_to_all":
+            return [*mine[: self._size], *nothing[self._size :]]
+        return mine
+
+    def _end(self, rank: int) -> list[tuple[int, int]]:
+        """The blocks that matter at this rank, and what they must hold."""
+        blocks: Sequence[int] = range(self._num_blocks)
+        if self._collective in ("gather", "reduce") and rank != self._root:
+            blocks = ()
+        if self._collective in ("reduce_scatter", "scatter"):
+            blocks = (rank,)
+        if self._collective == "all_to_all":
+            return [(self._size + source, self._symbol(rank, 1 << source)) for source in range(self._size)]
+        if self._collective in ("broadcast", "scatter"):
+            return [(block, self._symbol(block, 1 << self._root)) for block in blocks]
+        if self._collective in ("all_gather", "gather"):
+            return [(block, self._symbol(block, 1 << block)) for block in blocks]
+        return [(block, self._symbol(block, (1 << self._size) - 1)) for block in blocks]
+
+    def _told(self, symbol: int) -> str:
+        if symbol == _NOTHING:
+            return "nothing"
+        return f"block {symbol >> self._size} of ranks {_ranks(symbol & ((1 << self._size) - 1))}"
+
+    def _fault(self, place: tuple[int, int], block: int, what: str) -> ScheduleError:
+        return ScheduleError(f"{self._collective}: rank {place[0]} in round {place[1]}: block {block} {what}.")
+
+
+def _block_at(spans: Spans, index: int) -> int:
+    """The block at this place of the message."""
+    return [block for start, stop in spans for block in range(start, stop)][index]
+
+
+def _ranks(contributors: int) -> list[int]:
+    return [rank for rank in range(contributors.bit_length()) if contributors >> rank & 1]

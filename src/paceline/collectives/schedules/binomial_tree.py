@@ -1,0 +1,74 @@
+"""Binomial tree: whoever has the data gives it to one more rank in each step, so log2(p) steps reach everybody.
+
+Broadcast and reduce take ``ceil(log2 p) (α + n β)`` (and ``n γ`` per step); gather and scatter
+``ceil(log2 p) α + (p - 1)/p n β``; all-reduce is reduce and broadcast. Good for short vectors, and for gather and
+scatter of short blocks. In ``pieces`` the steps of different pieces overlap, which helps long vectors, though not as
+much as the double binary tree: the root sends each piece log2(p) times.
+
+Source: Chan, Heimlich, Purkayastha and van de Geijn 2007 "Collective communication: theory, practice, and
+experience" (the section on minimum-spanning-tree algorithms); Thakur, Rabenseifner and Gropp 2005 "Optimization of
+collective communication operations in MPICH" (the sections on broadcast and reduce).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from paceline.collectives.schedules._trees import (
+    NO_RANK,
+    Tree,
+    cut,
+    in_rounds,
+    passed_down,
+    passed_up,
+    passed_up_and_down,
+    tree_of,
+)
+from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, Spans, wrapped
+
+
+def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
+    """In ``pieces`` blocks."""
+    return Schedule(pieces, in_rounds(passed_down(_tree(size, root), rank, cut(0, pieces))))
+
+
+def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
+    """In ``pieces`` blocks; a parent adds its nearest child first."""
+    return Schedule(pieces, in_rounds(passed_up(_tree(size, root), rank, cut(0, pieces))))
+
+
+def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
+    """Reduce to rank 0 and broadcast, each of the ``pieces`` for itself."""
+    return Schedule(pieces, in_rounds(passed_up_and_down(_tree(size, 0), rank, cut(0, pieces))))
+
+
+def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
+    """Each rank collects the blocks of its subtree, then gives them to its parent."""
+    tree = _tree(size, root)
+    parent = tree.parents[rank]
+    collect: Round = tuple(Receive(child, _subtree(child, size, root)) for child in tree.children[rank])
+    give: Round = () if parent == NO_RANK else (Send(parent, _subtree(rank, size, root)),)
+    return Schedule(size, tuple(filter(None, (collect, give))))
+
+
+def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
+    """Each rank gets the blocks of its subtree, and passes on those of its children's."""
+    tree = _tree(size, root)
+    parent = tree.parents[rank]
+    take: Round = () if parent == NO_RANK else (Receive(parent, _subtree(rank, size, root)),)
+    give: Round = tuple(Send(child, _subtree(child, size, root)) for child in tree.children[rank])
+    return Schedule(size, tuple(filter(None, (take, give))))
+
+
+@lru_cache(maxsize=64)
+def _tree(size: int, root: int) -> Tree:
+    """Counted from the root, the parent of v is v without its lowest bit."""
+    distances = [(rank - root) % size for rank in range(size)]
+    return tree_of([((v & (v - 1)) + root) % size if v else NO_RANK for v in distances])
+
+
+def _subtree(rank: int, size: int, root: int) -> Spans:
+    """The blocks of ``rank`` and all below it. Counted from the root, they follow each other."""
+    distance = (rank - root) % size
+    reach = distance & -distance if distance else size
+    return wrapped(rank, min(reach, size - distance), size)

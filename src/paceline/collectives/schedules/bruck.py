@@ -1,0 +1,61 @@
+"""Bruck's algorithms: a logarithm of rounds at every size, for all-gather and all-to-all.
+
+All-gather: in round k each rank gets all that the rank 2^k after it has: ``ceil(log2 p) α + (p - 1)/p n β``, where n
+is the gathered vector. Good for short blocks, and as good in bytes as any.
+
+All-to-all: the block for the rank at distance o makes a hop of 2^k for each bit k of o:
+``ceil(log2 p) (α + n/2 β)``, where n is one rank's input. More bytes than pairwise, but far fewer messages: good for
+short blocks. Blocks must be of equal size, since ranks carry blocks that are not theirs.
+
+Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997 "Efficient algorithms for all-to-all communications in multiport
+message-passing systems" (the sections on the index and the concatenation operation). Their first and last step
+rotate the blocks in memory; here each block is sent from and received into its place, by spans that wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, Send, merged, wrapped
+
+
+def all_gather(rank: int, size: int) -> Schedule:
+    """Before round k a rank has the blocks of the 2^k ranks from itself on."""
+    rounds: list[Round] = []
+    for hop in _hops(size):
+        count = min(hop, size - hop)
+        send = Send((rank - hop) % size, wrapped(rank, count, size))
+        rounds.append((send, Receive((rank + hop) % size, wrapped(rank + hop, count, size))))
+    return Schedule(size, tuple(rounds))
+
+
+def all_to_all(rank: int, size: int) -> Schedule:
+    """Between its hops the block at distance o waits in scratch block ``2 * size + o``."""
+    mine = Copy(((rank, rank + 1),), ((size + rank, size + rank + 1),))
+    rounds: list[Round] = [] if size > 1 else [(mine,)]
+    for hop in _hops(size):
+        distances = [distance for distance in range(1, size) if distance & hop]
+        send = Send((rank + hop) % size, merged(_departure(rank, size, distance, hop) for distance in distances))
+        spans = merged(_arrival(rank, size, distance, hop) for distance in distances)
+        receive = Receive((rank - hop) % size, spans)
+        rounds.append((send, receive, mine) if hop == 1 else (send, receive))
+    return Schedule(3 * size, tuple(rounds))
+
+
+def _hops(size: int) -> Iterator[int]:
+    hop = 1
+    while hop < size:
+        yield hop
+        hop *= 2
+
+
+def _departure(rank: int, size: int, distance: int, hop: int) -> int:
+    """Where the block lies before this hop: in the input before its first one."""
+    first = distance & (hop - 1) == 0
+    return (rank + distance) % size if first else 2 * size + distance
+
+
+def _arrival(rank: int, size: int, distance: int, hop: int) -> int:
+    """Where the block lies after this hop: in the output after its last one."""
+    last = distance < 2 * hop
+    return size + (rank - distance) % size if last else 2 * size + distance

@@ -1,0 +1,87 @@
+"""Central: everything goes through one rank, as in a parameter server.
+
+The root's port carries p - 1 messages, so all of these grow linearly: reduce takes about ``α + (p - 1) n β`` and
+``(p - 1) n γ`` beside it, broadcast ``α + (p - 1) n β``, all-reduce both; gather and scatter ``α + (p - 1)/p n β``,
+all-gather and reduce-scatter ``2 α`` and about ``p n β``. In ``pieces``, what comes and what goes overlap. Good for
+very few ranks, for gather and scatter of long blocks, and as the shape to compare with.
+
+Source: Li et al. 2014 "Scaling Distributed Machine Learning with the Parameter Server" (OSDI'14); the
+linear algorithms of Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory, practice,
+and experience".
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from paceline.collectives.schedules._trees import (
+    NO_RANK,
+    Tree,
+    cut,
+    in_rounds,
+    passed_down,
+    passed_up,
+    passed_up_and_down,
+    tree_of,
+)
+from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, merged
+
+
+def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
+    """In ``pieces`` blocks."""
+    return Schedule(pieces, in_rounds(passed_down(_star(size, root), rank, cut(0, pieces))))
+
+
+def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
+    """In ``pieces`` blocks; the root adds in the order of ranks."""
+    return Schedule(pieces, in_rounds(passed_up(_star(size, root), rank, cut(0, pieces))))
+
+
+def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
+    """Reduce to rank 0 and broadcast, each of the ``pieces`` for itself."""
+    return Schedule(pieces, in_rounds(passed_up_and_down(_star(size, 0), rank, cut(0, pieces))))
+
+
+def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
+    """The root takes all blocks in one round."""
+    if size == 1:
+        return Schedule(size, ())
+    if rank != root:
+        return Schedule(size, ((Send(root, ((rank, rank + 1),)),),))
+    return Schedule(size, (tuple(Receive(peer, ((peer, peer + 1),)) for peer in range(size) if peer != root),))
+
+
+def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
+    """The root gives all blocks in one round."""
+    if size == 1:
+        return Schedule(size, ())
+    if rank != root:
+        return Schedule(size, ((Receive(root, ((rank, rank + 1),)),),))
+    return Schedule(size, (tuple(Send(peer, ((peer, peer + 1),)) for peer in range(size) if peer != root),))
+
+
+def all_gather(rank: int, size: int) -> Schedule:
+    """Gather to rank 0, which then gives everybody the blocks of the others."""
+    if size == 1:
+        return Schedule(size, ())
+    spread: Round
+    if rank:
+        spread = (Receive(0, _all_but(rank, size)),)
+    else:
+        spread = tuple(Send(peer, _all_but(peer, size)) for peer in range(1, size))
+    return Schedule(size, (*gather(rank, size).rounds, spread))
+
+
+def reduce_scatter(rank: int, size: int) -> Schedule:
+    """Rank 0 adds up all blocks of everybody, and gives each their own."""
+    whole = ((0, size),)
+    return Schedule(size, in_rounds(passed_up(_star(size, 0), rank, (whole,))) + scatter(rank, size).rounds)
+
+
+@lru_cache(maxsize=64)
+def _star(size: int, root: int) -> Tree:
+    return tree_of([NO_RANK if rank == root else root for rank in range(size)])
+
+
+def _all_but(rank: int, size: int) -> tuple[tuple[int, int], ...]:
+    return merged(block for block in range(size) if block != rank)

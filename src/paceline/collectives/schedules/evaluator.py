@@ -1,0 +1,165 @@
+"""Prices schedules in the α-β-γ model: how long would this take on links like those.
+
+A message of n bytes takes ``α + β n`` over a link, and ``γ n`` of the receiver's time if it is combined into what
+is there. Each rank has one port out and one in, which work at the same time: messages of one rank leave one after
+another, ``β n`` apart, and arrivals at one rank are taken in one after another. Where ranks share hosts, messages
+between hosts go through the one port of each host instead. A send is done when it has left; a message that arrives
+before its round has begun waits in a buffer. Local copies cost nothing.
+
+Source: Hockney 1994 "The communication challenge for MPP" (α and β); with γ, Thakur, Rabenseifner and Gropp 2005
+"Optimization of collective communication operations in MPICH" (the section on the cost model).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from paceline.collectives.schedules.base import Receive, Schedule, ScheduleError, Send, Spans
+
+
+class Link(NamedTuple):
+    """What it costs to get from one rank to another."""
+
+    alpha_s: float
+    """Seconds for a message without bytes."""
+    beta_s_per_byte: float
+    """Seconds for each byte more."""
+
+
+def predict(
+    schedules: Sequence[Schedule],
+    block_bytes: Sequence[int] | int,
+    link: Callable[[int, int], Link] | Link,
+    *,
+    gamma_s_per_byte: float = 0.0,
+    hosts: Sequence[int] | None = None,
+) -> float:
+    """The seconds until the last rank has finished, if all begin at once.
+
+    Args:
+        schedules: one for each rank.
+        block_bytes: the size of each block, or one size for all.
+        link: from the first rank to the second, or one for all.
+        gamma_s_per_byte: what it costs to combine two bytes.
+        hosts: the number of each rank's host, whose port its ranks share; without it, each rank has a port alone.
+
+    Raises:
+        ScheduleError: the ranks wait for each other for ever; :func:`~paceline.collectives.schedules.check` says why.
+    """
+    return _Run(schedules, block_bytes, link, gamma_s_per_byte, hosts).until_all_finished()
+
+
+class _Run:
+    """One run of events in the order of time; those of one time in the order in which they were caused."""
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        block_bytes: Sequence[int] | int,
+        link: Callable[[int, int], Link] | Link,
+        gamma_s_per_byte: float,
+        hosts: Sequence[int] | None,
+    ) -> None:
+        self._rounds: Final = [schedule.rounds for schedule in schedules]
+        self._num_bytes: Final = _sizes(block_bytes)
+        self._link: Final = link
+        self._gamma: Final = gamma_s_per_byte
+        size = len(schedules)
+        self._hosts: Final = [0] * size if hosts is None else hosts
+        self._next_round: Final = [0] * size
+        self._round_end_s: Final = [0.0] * size
+        self._awaited: Final[list[int]] = [0] * size
+        self._combining_until_s: Final = [0.0] * size
+        self._sending_until_s: Final = defaultdict[tuple[str, int], float](float)
+        self._taking_until_s: Final = defaultdict[tuple[str, int], float](float)
+        # By (source, target): messages that came before their receive, and receives that came before their message.
+        self._buffered: Final = defaultdict[tuple[int, int], int](int)
+        self._posted: Final = defaultdict[tuple[int, int], deque[Receive]](deque)
+        self._events: Final[list[tuple[float, int, Callable[[float], None]]]] = []
+        self._num_events = 0
+
+    def until_all_finished(self) -> float:
+        for rank in range(len(self._rounds)):
+            self._begin_round(rank, 0.0)
+        while self._events:
+            now_s, _, happen = heapq.heappop(self._events)
+            happen(now_s)
+        for rank, rounds in enumerate(self._rounds):
+            if self._awaited[rank]:
+                number = self._next_round[rank] - 1
+                raise ScheduleError(f"rank {rank} in round {number} of {len(rounds)} waits for ever for a message.")
+        return max(self._round_end_s, default=0.0)
+
+    def _at(self, time_s: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time_s, self._num_events, happen))
+        self._num_events += 1
+
+    def _begin_round(self, rank: int, now_s: float) -> None:
+        """Begin the next round, if there is one."""
+        if self._next_round[rank] == len(self._rounds[rank]):
+            return
+        actions = self._rounds[rank][self._next_round[rank]]
+        self._next_round[rank] += 1
+        self._round_end_s[rank] = now_s
+        receives = [action for action in actions if isinstance(action, Receive)]
+        self._awaited[rank] = len(receives)
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(rank, action, now_s)
+        for receive in receives:
+            channel = (receive.peer, rank)
+            if self._buffered[channel]:
+                self._buffered[channel] -= 1
+                self._take(rank, receive, now_s)
+            else:
+                self._posted[channel].append(receive)
+        if not receives:
+            self._at(self._round_end_s[rank], lambda now_s: self._begin_round(rank, now_s))
+
+    def _send(self, rank: int, send: Send, now_s: float) -> None:
+        link = self._link if isinstance(self._link, Link) else self._link(rank, send.peer)
+        busy_s = link.beta_s_per_byte * self._num_bytes(send.spans)
+        port, peer_port = ("rank", rank), ("rank", send.peer)
+        if self._hosts[rank] != self._hosts[send.peer]:
+            port, peer_port = ("host", self._hosts[rank]), ("host", self._hosts[send.peer])
+        start_s = max(now_s, self._sending_until_s[port])
+        self._sending_until_s[port] = start_s + busy_s
+        self._round_end_s[rank] = max(self._round_end_s[rank], start_s + busy_s)
+
+        def reach(now_s: float) -> None:
+            """The first byte is at the receiver's port."""
+            end_s = max(now_s, self._taking_until_s[peer_port]) + busy_s
+            self._taking_until_s[peer_port] = end_s
+            self._at(end_s, lambda now_s: self._arrive((rank, send.peer), now_s))
+
+        self._at(start_s + link.alpha_s, reach)
+
+    def _arrive(self, channel: tuple[int, int], now_s: float) -> None:
+        """The last byte is there."""
+        if self._posted[channel]:
+            self._take(channel[1], self._posted[channel].popleft(), now_s)
+        else:
+            self._buffered[channel] += 1
+
+    def _take(self, rank: int, receive: Receive, now_s: float) -> None:
+        done_s = now_s
+        if receive.reduce:
+            done_s = max(now_s, self._combining_until_s[rank]) + self._gamma * self._num_bytes(receive.spans)
+            self._combining_until_s[rank] = done_s
+        self._round_end_s[rank] = max(self._round_end_s[rank], done_s)
+        self._awaited[rank] -= 1
+        if not self._awaited[rank]:
+            self._at(self._round_end_s[rank], lambda now_s: self._begin_round(rank, now_s))
+
+
+def _sizes(block_bytes: Sequence[int] | int) -> Callable[[Spans], int]:
+    """How many bytes some spans are."""
+    if isinstance(block_bytes, int):
+        return lambda spans: block_bytes * sum(stop - start for start, stop in spans)
+    starts = [0]
+    for num_bytes in block_bytes:
+        starts.append(starts[-1] + num_bytes)
+    return lambda spans: sum(starts[stop] - starts[start] for start, stop in spans)

@@ -1,0 +1,48 @@
+"""Recursive doubling: in round k each rank exchanges all it has with the rank whose number differs in bit k.
+
+All-reduce: ``log2(p) (α + n β + n γ)`` for p a power of two; other sizes pay two more rounds
+(:mod:`paceline.collectives.schedules._fold`). Fewest rounds of all, but the whole vector in each: good for short
+vectors. All-gather: ``log2(p) α + (p - 1)/p n β``, for powers of two only (Bruck's serves the other sizes at the
+same cost).
+
+Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
+sections on all-gather and all-reduce).
+"""
+
+from __future__ import annotations
+
+from paceline.collectives.schedules._fold import folded
+from paceline.collectives.schedules.base import Receive, Round, Schedule, Send
+from paceline.errors import UsageError
+
+
+def all_reduce(rank: int, size: int) -> Schedule:
+    """In one block."""
+    return folded(rank, size, _power_of_two)
+
+
+def all_gather(rank: int, size: int) -> Schedule:
+    """For powers of two.
+
+    Raises:
+        UsageError: ``size`` is no power of two.
+    """
+    if size & (size - 1):
+        raise UsageError(
+            f"All-gather by recursive doubling among {size} ranks: expected a power of two. "
+            'Choose "bruck", which costs the same at every size.'
+        )
+    rounds: list[Round] = []
+    distance = 1
+    while distance < size:
+        peer = rank ^ distance
+        mine, theirs = rank & -distance, peer & -distance
+        rounds.append((Send(peer, ((mine, mine + distance),)), Receive(peer, ((theirs, theirs + distance),))))
+        distance *= 2
+    return Schedule(size, tuple(rounds))
+
+
+def _power_of_two(rank: int, size: int) -> Schedule:
+    whole = ((0, 1),)
+    peers = (rank ^ (1 << bit) for bit in range(size.bit_length() - 1))
+    return Schedule(1, tuple((Send(peer, whole), Receive(peer, whole, reduce=True)) for peer in peers))

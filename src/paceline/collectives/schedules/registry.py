@@ -1,0 +1,129 @@
+"""The table of all algorithms, and one way to call them.
+
+To add an algorithm: write its file, add its line here. The checker's tests, the tuner and the benchmark go through
+this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.collectives.schedules import (
+    binomial_tree,
+    bruck,
+    central,
+    dissemination,
+    double_binary_tree,
+    halving_doubling,
+    hierarchical,
+    pairwise,
+    recursive_doubling,
+    ring,
+)
+from paceline.collectives.schedules._contents import COLLECTIVES, ROOTED
+from paceline.collectives.schedules.base import Schedule
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way to do one collective."""
+
+    name: str
+    collective: str
+    build: Callable[..., Schedule]
+    """The function of the algorithm's file, which takes only the options that it uses."""
+    pipelined: bool = False
+    """It cuts the vector in ``pieces`` (the double binary tree in two halves of them) that follow each other."""
+    hierarchical: bool = False
+    """It must know which rank runs on which host."""
+    powers_of_two_only: bool = False
+    """It serves no other sizes."""
+    equal_blocks_only: bool = False
+    """Ranks carry blocks that are not theirs and whose sizes they do not know: all must be equal."""
+
+    @property
+    def rooted(self) -> bool:
+        """One rank has a part of its own."""
+        return self.collective in ROOTED
+
+    def supports(self, size: int) -> bool:
+        """Whether it serves groups of this size."""
+        return size >= 1 and not (self.powers_of_two_only and size & (size - 1))
+
+    def schedule(
+        self, rank: int, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
+    ) -> Schedule:
+        """What ``rank`` of ``size`` does. Options that this algorithm has no use for are ignored.
+
+        Args:
+            rank: 0 to ``size - 1``.
+            size: how many ranks take part.
+            root: the rank with a part of its own, in rooted collectives.
+            pieces: how many pieces follow each other, if ``pipelined``.
+            hosts: the number of each rank's host, if ``hierarchical``.
+
+        Raises:
+            UsageError: a number is out of range, the size is not served, or ``hosts`` are missing.
+        """
+        if not (0 <= rank < size and 0 <= root < size and pieces >= 1):
+            raise UsageError(
+                f"{self.name} {self.collective}: rank {rank}, root {root} of {size} ranks, {pieces} pieces: "
+                "expected ranks from 0 to size - 1, and at least one piece."
+            )
+        options: dict[str, Any] = {}
+        if self.rooted:
+            options["root"] = root
+        if self.pipelined:
+            options["pieces"] = pieces
+        if self.hierarchical:
+            if hosts is None:
+                raise UsageError(f"{self.name} {self.collective} must know which rank runs on which host: pass hosts.")
+            options["hosts"] = hosts
+        return self.build(rank, size, **options)
+
+    def schedules(
+        self, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
+    ) -> tuple[Schedule, ...]:
+        """What each of the ``size`` ranks does."""
+        return tuple(self.schedule(rank, size, root=root, pieces=pieces, hosts=hosts) for rank in range(size))
+
+
+_ALGORITHMS: Final = (
+    Algorithm("binomial-tree", "all_reduce", binomial_tree.all_reduce, pipelined=True),
+    Algorithm("binomial-tree", "broadcast", binomial_tree.broadcast, pipelined=True),
+    Algorithm("binomial-tree", "gather", binomial_tree.gather),
+    Algorithm("binomial-tree", "reduce", binomial_tree.reduce, pipelined=True),
+    Algorithm("binomial-tree", "scatter", binomial_tree.scatter),
+    Algorithm("bruck", "all_gather", bruck.all_gather),
+    Algorithm("bruck", "all_to_all", bruck.all_to_all, equal_blocks_only=True),
+    Algorithm("central", "all_gather", central.all_gather),
+    Algorithm("central", "all_reduce", central.all_reduce, pipelined=True),
+    Algorithm("central", "broadcast", central.broadcast, pipelined=True),
+    Algorithm("central", "gather", central.gather),
+    Algorithm("central", "reduce", central.reduce, pipelined=True),
+    Algorithm("central", "reduce_scatter", central.reduce_scatter),
+    Algorithm("central", "scatter", central.scatter),
+    Algorithm("dissemination", "barrier", dissemination.barrier),
+    Algorithm("double-binary-tree", "all_reduce", double_binary_tree.all_reduce, pipelined=True),
+    Algorithm("double-binary-tree", "broadcast", double_binary_tree.broadcast, pipelined=True),
+    Algorithm("double-binary-tree", "reduce", double_binary_tree.reduce, pipelined=True),
+    Algorithm("halving-doubling", "all_reduce", halving_doubling.all_reduce),
+    Algorithm("hierarchical", "all_reduce", hierarchical.all_reduce, hierarchical=True),
+    Algorithm("pairwise", "all_gather", pairwise.all_gather),
+    Algorithm("pairwise", "all_to_all", pairwise.all_to_all),
+    Algorithm("pairwise", "reduce_scatter", pairwise.reduce_scatter),
+    Algorithm("recursive-doubling", "all_gather", recursive_doubling.all_gather, powers_of_two_only=True),
+    Algorithm("recursive-doubling", "all_reduce", recursive_doubling.all_reduce),
+    Algorithm("ring", "all_gather", ring.all_gather),
+    Algorithm("ring", "all_reduce", ring.all_reduce),
+    Algorithm("ring", "reduce_scatter", ring.reduce_scatter),
+)
+
+ALGORITHMS: Final[dict[str, dict[str, Algorithm]]] = {
+    collective: {algorithm.name: algorithm for algorithm in _ALGORITHMS if algorithm.collective == collective}
+    for collective in COLLECTIVES
+}
+"""By collective and name."""

@@ -1,0 +1,41 @@
+"""Ring: everybody sends to the next rank and receives from the one before.
+
+Reduce-scatter takes p - 1 rounds of n/p bytes, all-gather the same, all-reduce is one after the other:
+``2 (p - 1) (α + n/p β) + (p - 1) n/p γ``. No algorithm moves fewer bytes, and each rank talks to two neighbours
+only; but the rounds grow with p. Good for long vectors and few ranks.
+
+Source: Chan, Heimlich, Purkayastha and van de Geijn 2007 "Collective communication: theory, practice, and
+experience" (the section on bucket algorithms); Patarasuk and Yuan 2009 "Bandwidth optimal all-reduce algorithms
+for clusters of workstations" (the section on the ring).
+"""
+
+from __future__ import annotations
+
+from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, wrapped
+
+
+def reduce_scatter(rank: int, size: int) -> Schedule:
+    """Block r is summed on its way round, from rank r + 1 to rank r."""
+    return Schedule(size, _pass_on(rank, size, first=rank - 1, reduce=True))
+
+
+def all_gather(rank: int, size: int) -> Schedule:
+    """Each block goes round once."""
+    return Schedule(size, _pass_on(rank, size, first=rank, reduce=False))
+
+
+def all_reduce(rank: int, size: int) -> Schedule:
+    """Reduce-scatter, then all-gather, in ``size`` blocks."""
+    return Schedule(size, reduce_scatter(rank, size).rounds + all_gather(rank, size).rounds)
+
+
+def _pass_on(rank: int, size: int, *, first: int, reduce: bool) -> tuple[Round, ...]:
+    """Send block ``first``, and then always what was received last."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    return tuple(
+        (
+            Send(after, wrapped(first - step, 1, size)),
+            Receive(before, wrapped(first - step - 1, 1, size), reduce),
+        )
+        for step in range(size - 1)
+    )

@@ -1,0 +1,104 @@
+"""A piece of memory that the ranks of one host share. It has no name that could outlive them.
+
+On Linux it is an anonymous file (``memfd_create``) that the others open through ``/proc``; elsewhere a temporary file
+that is unlinked as soon as all have opened it. So nothing is left in ``/dev/shm`` or anywhere else, whoever is killed,
+and a small or full ``/dev/shm`` (64 MB in a container) does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from types import TracebackType
+
+import numpy as np
+
+from paceline.errors import CollectiveError
+
+
+class SegmentError(CollectiveError):
+    """Memory could not be shared; the ranks talk over sockets instead."""
+
+
+class Segment:
+    """Shared memory, mapped; :attr:`address` is where it begins in this process."""
+
+    def __init__(self, descriptor: int, num_bytes: int, path: str) -> None:
+        self._descriptor = descriptor
+        self.num_bytes = num_bytes
+        self.path = path
+        """Where the other ranks open it, until :meth:`hide`."""
+        self._map = mmap.mmap(descriptor, num_bytes)
+        self.bytes = np.frombuffer(self._map, np.uint8)
+        self.address: int = self.bytes.ctypes.data
+
+    @classmethod
+    def create(cls, num_bytes: int) -> Segment:
+        """Make a segment of zeros. Raises CollectiveError if there is no memory for it."""
+        try:
+            if hasattr(os, "memfd_create"):
+                descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
+                path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            else:
+                descriptor, path = tempfile.mkstemp(prefix="paceline-")
+        except OSError as error:
+            raise SegmentError(f"cannot make shared memory: {error.strerror}") from None
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, num_bytes)  # else a lack of memory would be a SIGBUS later
+            else:
+                os.ftruncate(descriptor, num_bytes)
+            return cls(descriptor, num_bytes, path)
+        except OSError as error:
+            os.close(descriptor)
+            _unlink(path)
+            raise SegmentError(
+                f"cannot have {num_bytes >> 20} MB of shared memory ({error.strerror}); free some memory or use fewer "
+                "ranks on this host"
+            ) from None
+
+    @classmethod
+    def open(cls, path: str, num_bytes: int) -> Segment:
+        """Open another rank's segment. Raises SegmentError."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise SegmentError(f"cannot open the shared memory of another rank ({error.strerror})") from None
+        try:
+            if os.fstat(descriptor).st_size != num_bytes:
+                raise SegmentError("the shared memory of another rank has another size")
+            return cls(descriptor, num_bytes, "")
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def hide(self) -> None:
+        """Make it impossible to open: all have it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        _unlink(self.path)
+        self.path = ""
+
+    def close(self) -> None:
+        """Unmap it. Idempotent."""
+        self.hide()
+        self.bytes = np.zeros(0, np.uint8)
+        with contextlib.suppress(BufferError):  # somebody still has a view: it goes with the last
+            self._map.close()
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _unlink(path: str) -> None:
+    if path and not path.startswith("/proc/"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,66 @@
+"""How a program's ranks become a group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from paceline.collectives.group import Group
+from paceline.collectives.rendezvous import rendezvous
+from paceline.collectives.store import Store
+from paceline.collectives.world import World
+from paceline.environment import environment
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    address: str | None = None,
+    token: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    algorithm: str | None = None,
+) -> Group:
+    """Meet the other ranks of this program and return the group of all.
+
+    What is not given comes from the environment, as PyTorch's launchers set it: ``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR``, ``MASTER_PORT`` (`address` is ``host:port``); also ``PACELINE_TOKEN``, the secret that all ranks
+    share (needed between hosts), and ``PACELINE_ALGORITHM``. `timeout` bounds the meeting, and every later call.
+
+    Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (nobody is
+    there) or RankLostError (some ranks did not come).
+    """
+    told = environment()
+    meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=told)
+    return join(
+        meeting.store,
+        meeting.rank,
+        meeting.world_size,
+        token=meeting.token,
+        host=meeting.host,
+        timeout=timeout,
+        algorithm=algorithm or told.algorithm,
+    )
+
+
+def join(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    token: str,
+    host: str = "127.0.0.1",
+    name: str = "world",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    algorithm: str | None = None,
+) -> Group:
+    """Meet the other ranks in a store that all of them have, and return the group of all."""
+    world = World(store, rank, size, token=token, host=host, name=name, timeout_s=timeout.total_seconds())
+    try:
+        group = Group(world, range(size), name, timeout=timeout, algorithm=algorithm)
+    except BaseException:
+        world.close()
+        raise
+    group._owns_world = True
+    return group

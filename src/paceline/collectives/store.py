@@ -1,0 +1,131 @@
+"""Where ranks leave word for one another before they are connected: keys and values, each written once.
+
+`rendezvous` finds the store that all ranks of a program share; `_network_store` is the one that rank 0 serves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+
+from paceline.collectives.calls import name_ranks
+from paceline.errors import DeadlineError, RankLostError, UsageError
+
+
+class Store(ABC):
+    """A few small values under readable keys, seen by every rank. For several threads at once."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value, once. The same value may be set again; another one raises UsageError."""
+
+    @abstractmethod
+    def get(self, key: str, deadline: float) -> bytes:
+        """Wait until a key is set and return its value.
+
+        ``deadline`` is by ``time.monotonic``; one that has passed asks without waiting. Raises DeadlineError.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove a key, if it is there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store. Idempotent."""
+
+
+class MemoryStore(Store):
+    """A store for the threads of one process. There is nothing to close: it lives as long as somebody holds it."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        with self._changed:
+            if self._values.setdefault(key, value) != value:
+                raise written_twice(key)
+            self._changed.notify_all()
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """See :meth:`Store.get`."""
+        start = time.monotonic()
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, max(deadline - start, 0.0)):
+                raise never_set(key, "", time.monotonic() - start)
+            return self._values[key]
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        with self._changed:
+            self._values.pop(key, None)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+
+
+class PrefixStore(Store):
+    """The part of another store whose keys begin with ``prefix`` and a slash; closing it leaves the other open."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = f"{prefix}/"
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """See :meth:`Store.get`."""
+        return self._store.get(self._prefix + key, deadline)
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._store.delete(self._prefix + key)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+
+
+def exchange(store: Store, rank: int, size: int, value: bytes, deadline: float, *, what: str) -> list[bytes]:
+    """Leave this rank's value, and return those of all ranks, in rank order.
+
+    ``what`` says in words what the ranks come to; it is the key as well, so it must differ from exchange to exchange
+    of one store. Raises RankLostError that names the ranks that did not come.
+    """
+    start = time.monotonic()
+    store.set(f"{what}/rank {rank}", value)
+    values: list[bytes] = []
+    missing: list[int] = []
+    for other in range(size):
+        try:
+            values.append(value if other == rank else store.get(f"{what}/rank {other}", deadline))
+        except DeadlineError:
+            missing.append(other)
+    if missing:
+        waited = time.monotonic() - start
+        raise RankLostError(
+            f"{name_ranks(missing)} of {size} did not come to {what} within {round(waited, 2):g} s; check that every "
+            "rank was started, with the same rendezvous and world size, and that none has ended",
+            tuple(missing),
+        )
+    return values
+
+
+def written_twice(key: str) -> UsageError:
+    """Return the error for another value under a key that is set."""
+    return UsageError(
+        f"{key!r} is set already, to another value; two ranks have the same number, or two programs the same rendezvous"
+    )
+
+
+def never_set(key: str, where: str, waited_s: float) -> DeadlineError:
+    """Return the error for a key that nobody has set; ``where`` is the store's address, if it has one."""
+    at = f" in the store at {where}" if where else ""
+    return DeadlineError(
+        f"nobody has set {key!r}{at} within {round(waited_s, 2):g} s: the rank that should was not started, waits "
+        "elsewhere or has ended"
+    )

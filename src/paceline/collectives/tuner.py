@@ -1,0 +1,270 @@
+"""Which way a group does an operation, and why.
+
+On one host there are two: ``shared`` (through slots of a shared segment) and, for large all-reduces, ``direct``
+(reading the other ranks' arrays where they lie); which is faster depends on how far apart the cores are, so both are
+timed once. Between hosts a schedule is taken, the one with the least predicted time under the model α + nβ + nγ, whose
+constants are measured once per group, by all its ranks together: it takes some ten milliseconds to a second. All ranks
+agree on the slowest rank's figures, so they choose alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from paceline.collectives.calls import Call
+from paceline.collectives.engine import Area, Engine, Order, Reduction
+from paceline.collectives.network import Network
+from paceline.collectives.schedules import ALGORITHMS, Link, predict
+from paceline.collectives.shared_memory import DIRECT_BYTES, SharedMemory
+from paceline.errors import UsageError
+from paceline.kernels import combine
+
+if TYPE_CHECKING:
+    from paceline.collectives.world import Connections
+
+SHARED, DIRECT = "shared", "direct"
+_NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found} | {SHARED, DIRECT})
+_SIZES: Final = (DIRECT_BYTES, 1 << 20, 1 << 22, 1 << 24)
+"""At these both ways on one host are timed."""
+_PIECE_BYTES: Final = 1 << 18
+_LEAST_S: Final = 0.05
+_MOST_BYTES: Final = 1 << 24
+_KEPT: Final = 32
+
+
+class Model(NamedTuple):
+    """What moving and reducing data costs between the ranks of a group."""
+
+    alpha_s: float
+    """To start a message."""
+    beta_s_per_byte: float
+    gamma_s_per_byte: float
+    """To reduce."""
+
+
+class Candidate(NamedTuple):
+    """One way to do an operation."""
+
+    name: str
+    predicted_s: float | None
+    measured_s: float | None
+
+
+class Tuner:
+    """Chooses for one group."""
+
+    def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
+        """`algorithm`: what is to be taken wherever it can be. Raises UsageError if there is none of this name."""
+        if algorithm is not None and algorithm not in _NAMES:
+            raise UsageError(f"got algorithm {algorithm!r}, expected one of {', '.join(_NAMES)}")
+        self.forced = algorithm
+        self.model: Model | None = None
+        """``None`` until the first operation between hosts has measured it."""
+        self._connections = connections
+        self._timeout_s = timeout_s
+        self._local: dict[int, dict[str, float]] = {}
+        self._chosen: dict[tuple[str, int], str] = {}
+        self._measured: dict[tuple[str, str, int], deque[float]] = {}
+
+    # choosing
+
+    def choose(self, operation: str, num_bytes: int) -> tuple[Engine, str]:
+        """Return the engine and the algorithm for a call. A collective call when it measures."""
+        shared = self._connections.shared if self._connections.is_on_one_host else None
+        forced = self.forced if self.forced in ALGORITHMS.get(operation, ()) else None
+        if shared is not None and forced is None:
+            if operation != "all_reduce" or num_bytes < DIRECT_BYTES or not shared.reads_peers:
+                return shared, SHARED
+            return shared, self.forced or self._fastest_here(shared, num_bytes)
+        network = self._connections.network(self._choose_schedule)
+        return network, forced or self._choose_schedule(operation, num_bytes)
+
+    def record(self, operation: str, algorithm: str, num_bytes: int, seconds: float) -> None:
+        """Remember how long a call took."""
+        key = (operation, algorithm, num_bytes.bit_length())
+        kept = self._measured.get(key)
+        if kept is None:
+            kept = self._measured[key] = deque(maxlen=_KEPT)
+        kept.append(seconds)
+
+    def candidates(self, operation: str, num_bytes: int) -> list[Candidate]:
+        """Return the ways to do an operation, with what is known of them; no communication."""
+        found: list[Candidate] = []
+        if self._connections.is_on_one_host and self._connections.shared is not None:
+            names = [SHARED] if operation != "all_reduce" or num_bytes < DIRECT_BYTES else [SHARED, DIRECT]
+            near = self._near(num_bytes)
+            for name in names:
+                timed = self._local.get(near, {}).get(name)
+                predicted = None if timed is None else timed * max(num_bytes, 1) / near
+                found.append(Candidate(name, predicted, self._median(operation, name, num_bytes)))
+        for name in ALGORITHMS.get(operation, ()):
+            if ALGORITHMS[operation][name].supports(self._connections.size):
+                predicted = None if self.model is None else self.predict(operation, name, num_bytes)
+                found.append(Candidate(name, predicted, self._median(operation, name, num_bytes)))
+        return found
+
+    def explain(self, operation: str, num_bytes: int) -> str:
+        """Return the candidates as a table, and which is taken and why."""
+        if operation not in ALGORITHMS:
+            raise UsageError(f"got operation {operation!r}, expected one of {', '.join(ALGORITHMS)}")
+        candidates = self.candidates(operation, num_bytes)
+        chosen, why = self._explain_choice(operation, num_bytes)
+        lines = [f"{operation} of {num_bytes:,} bytes on {self._connections.size} ranks: {chosen} ({why})"]
+        lines.append(f"  {'algorithm':<20}{'predicted':>12}{'measured':>12}")
+        for name, predicted, measured in candidates:
+            mark = "*" if name == chosen else " "
+            lines.append(f"{mark} {name:<20}{_time(predicted):>12}{_time(measured):>12}")
+        return "\n".join(lines)
+
+    def predict(self, operation: str, name: str, num_bytes: int) -> float:
+        """Return the seconds that an algorithm takes by the model."""
+        assert self.model is not None
+        size, algorithm = self._connections.size, ALGORITHMS[operation][name]
+        pieces = min(64, max(1, num_bytes // _PIECE_BYTES)) if algorithm.pipelined else 1
+        schedules = algorithm.schedules(size, pieces=pieces, hosts=self._connections.hosts)
+        num_blocks = schedules[0].num_blocks
+        if operation == "all_to_all":
+            num_blocks = size
+        block = num_bytes // max(num_blocks, 1)
+        link = Link(self.model.alpha_s, self.model.beta_s_per_byte)
+        gamma = self.model.gamma_s_per_byte
+        return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.hosts)
+
+    def _explain_choice(self, operation: str, num_bytes: int) -> tuple[str, str]:
+        on_one_host = self._connections.is_on_one_host and self._connections.shared is not None
+        if self.forced in ALGORITHMS[operation] or (self.forced in (SHARED, DIRECT) and on_one_host):
+            return str(self.forced), "as PACELINE_ALGORITHM or the caller demands"
+        if on_one_host:
+            timed = self._local.get(self._near(num_bytes))
+            if operation != "all_reduce" or num_bytes < DIRECT_BYTES:
+                return SHARED, "all ranks are on one host"
+            if timed is None:
+                return SHARED, "all ranks are on one host; not yet timed against direct"
+            return min(timed, key=lambda name: timed[name]), "timed the fastest on this host"
+        if self.model is None:
+            return "none yet", "the first call measures the links, then chooses"
+        return self._choose_schedule(operation, num_bytes), "the least predicted time"
+
+    def _median(self, operation: str, name: str, num_bytes: int) -> float | None:
+        kept = self._measured.get((operation, name, num_bytes.bit_length()))
+        return statistics.median(kept) if kept else None
+
+    # on one host
+
+    @staticmethod
+    def _near(num_bytes: int) -> int:
+        return max((size for size in _SIZES if size <= num_bytes), default=_SIZES[0])
+
+    def _fastest_here(self, shared: SharedMemory, num_bytes: int) -> str:
+        near = self._near(num_bytes)
+        timed = self._local.get(near)
+        if timed is None:
+            timed = self._local[near] = self._time_locally(shared, near)
+        return min(timed, key=lambda name: timed[name])
+
+    def _time_locally(self, shared: SharedMemory, num_bytes: int) -> dict[str, float]:
+        array = np.ones(num_bytes // 4, np.float32)
+        area = Area(array.ctypes.data, num_bytes)
+        reduction = Reduction(combine.combiner("float32"), combine.MAX, 1.0, 4)
+        times: dict[str, list[float]] = {SHARED: [], DIRECT: []}
+        for _ in range(5):
+            for name, taken in times.items():
+                order = self._order(name)
+                shared.barrier(order)
+                start = time.perf_counter()
+                shared.all_reduce(order, area, area, reduction)
+                taken.append(time.perf_counter() - start)
+        medians = np.array([statistics.median(taken[1:]) for taken in times.values()])
+        self._agree(shared, medians)
+        return dict(zip(times, medians.tolist(), strict=True))
+
+    # between hosts
+
+    def _choose_schedule(self, operation: str, num_bytes: int) -> str:
+        known = ALGORITHMS[operation]
+        names = [name for name, algorithm in known.items() if algorithm.supports(self._connections.size)]
+        if len(names) == 1:
+            return names[0]
+        key = (operation, num_bytes.bit_length())
+        found = self._chosen.get(key)
+        if found is None:
+            if self.model is None:
+                self.model = self.measure()
+            found = min(names, key=lambda name: self.predict(operation, name, num_bytes))
+            self._chosen[key] = found
+        return found
+
+    def measure(self) -> Model:
+        """Measure the model, together with all ranks: every rank sends to the next and receives from the one before."""
+        network = self._connections.network(self._choose_schedule)
+        alpha = self._time_shift(network, 8, 15)
+        num_bytes, seconds = 1 << 16, 0.0
+        while True:
+            seconds = self._time_shift(network, num_bytes, 3)
+            if seconds > _LEAST_S or num_bytes >= _MOST_BYTES:
+                break
+            num_bytes *= 4
+        return Model(alpha, max(seconds - alpha, 1e-9) / num_bytes, _time_combining())
+
+    def _time_shift(self, network: Network, num_bytes: int, repeats: int) -> float:
+        from paceline.collectives.executor import Blocks
+        from paceline.collectives.schedules import Receive, Schedule, Send
+
+        size, rank = self._connections.size, self._connections.rank
+        memory = memoryview(bytearray(2 * num_bytes))
+        blocks = Blocks([(memory, [num_bytes, num_bytes])])
+        actions = (Send((rank + 1) % size, ((0, 1),)), Receive((rank - 1) % size, ((1, 2),)))
+        schedule = Schedule(2, (actions,))
+        times = []
+        for _ in range(repeats + 1):
+            order = self._order("")
+            network.barrier(order)
+            start = time.perf_counter()
+            network.execute(order, schedule, blocks, None)
+            times.append(time.perf_counter() - start)
+        median = np.array([statistics.median(times[1:])])
+        self._agree(network, median)
+        return float(median[0])
+
+    # together
+
+    def _agree(self, engine: Engine, values: np.ndarray) -> None:
+        """Take the greatest of all ranks' values."""
+        area = Area(values.ctypes.data, values.nbytes)
+        reduction = Reduction(combine.combiner("float64"), combine.MAX, 1.0, 8)
+        engine.all_reduce(self._order("recursive-doubling"), area, area, reduction)
+
+    def _order(self, algorithm: str) -> Order:
+        return Order(_TUNE, _TUNE.signature, 0, self._timeout_s, algorithm)
+
+
+_TUNE: Final = Call("tune")
+
+
+def _time_combining() -> float:
+    """Return the seconds per byte that adding float32 takes."""
+    array = np.ones(1 << 18, np.float32)
+    other = np.ones(1 << 18, np.float32)
+    table = (ctypes.c_uint64 * 2)(array.ctypes.data, other.ctypes.data)
+    function: Callable[..., None] = ctypes.CFUNCTYPE(
+        None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double
+    )(combine.combiner("float32"))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        function(array.ctypes.data, ctypes.addressof(table), 2, array.size, combine.SUM, 1.0)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / array.nbytes
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:,.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:,.2f} ms"

@@ -1,0 +1,66 @@
+"""Whether the processes of the ranks on this host live, and what they are doing."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+
+class Watch:
+    """Watches processes: one that has ended is known at once, even if nobody has reaped it."""
+
+    def __init__(self, processes: Mapping[int, int]) -> None:
+        """`processes`: rank to process id; this process itself is not watched."""
+        self._processes = {rank: pid for rank, pid in processes.items() if pid != os.getpid()}
+        self._descriptors: dict[int, int] = {}  # descriptor to rank
+        self._poll = select.poll()
+        self._gone: set[int] = set()
+        for rank, pid in self._processes.items():
+            self._open(rank, pid)
+
+    def _open(self, rank: int, pid: int) -> None:
+        if hasattr(os, "pidfd_open"):
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._gone.add(rank)
+                return
+            except OSError:  # not in this kernel, or not allowed
+                return
+            self._descriptors[descriptor] = rank
+            self._poll.register(descriptor, select.POLLIN)
+
+    def dead(self) -> tuple[int, ...]:
+        """Return the ranks whose processes have ended. Takes a few microseconds."""
+        for descriptor, _ in self._poll.poll(0) if self._descriptors else ():
+            self._gone.add(self._descriptors[descriptor])
+        watched = set(self._descriptors.values())
+        for rank, pid in self._processes.items():
+            if rank not in watched and not _is_alive(pid):
+                self._gone.add(rank)
+        return tuple(sorted(self._gone))
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped (SIGSTOP, or by a debugger)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,200 @@
+"""What the groups of one program share: where every rank is, and how a group's ranks get hold of one another."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Sequence
+
+import msgspec
+from numba import config
+
+from paceline.collectives.calls import Call
+from paceline.collectives.engine import Order
+from paceline.collectives.executor import Executor, Status
+from paceline.collectives.mesh import Mesh
+from paceline.collectives.network import Choose, Network
+from paceline.collectives.node import Node, NodeInfo
+from paceline.collectives.point_to_point import PointToPoint
+from paceline.collectives.segment import Segment, SegmentError
+from paceline.collectives.shared_memory import SharedMemory
+from paceline.collectives.store import PrefixStore, Store, exchange
+from paceline.errors import UsageError
+from paceline.kernels import shared
+
+_ASK_S = 1.0
+
+
+class _Attached(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says once it has opened the segment."""
+
+    failure: str
+    cores: tuple[int, ...]
+
+
+class World:
+    """All ranks of a program, as one of them sees them."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, token: str, host: str = "127.0.0.1", name: str, timeout_s: float
+    ) -> None:
+        """Meet all ranks. Raises RankLostError that names those that did not come."""
+        if not 0 <= rank < size:
+            raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
+        self.store, self.rank, self.size, self.name = store, rank, size, name
+        self.timeout_s = timeout_s
+        self.node = Node(token, host=host)
+        try:
+            told = exchange(
+                store, rank, size, self.node.info.encode(), time.monotonic() + timeout_s, what="the rendezvous"
+            )
+            self.infos: tuple[NodeInfo, ...] = tuple(NodeInfo.decode(info) for info in told)
+        except BaseException:
+            self.node.close()
+            raise
+        _open_worlds.add(self)
+
+    def close(self) -> None:
+        """Leave: the other ranks notice. Idempotent."""
+        _open_worlds.discard(self)
+        self.node.close()
+        self.store.close()
+
+
+_open_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_worlds() -> None:
+    for world in list(_open_worlds):
+        with contextlib.suppress(Exception):
+            world.close()
+
+
+class Connections:
+    """How the ranks of one group reach one another; what is not needed is not made."""
+
+    def __init__(self, world: World, ranks: Sequence[int], name: str, timeout_s: float) -> None:
+        """`ranks`: their numbers in the world, in the order of the group; this process's is among them."""
+        self.world, self.name = world, name
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(world.rank)
+        self.size = len(self.ranks)
+        self.infos = tuple(world.infos[rank] for rank in self.ranks)
+        domains = [info.memory_domain for info in self.infos]
+        self.hosts = tuple(sorted(set(domains), key=domains.index).index(domain) for domain in domains)
+        """The number of every rank's host; ranks of one host can share memory."""
+        self.local_ranks = tuple(rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank])
+        self._store = PrefixStore(world.store, f"group {name}")
+        self._executor: Executor | None = None
+        self._network: Network | None = None
+        self._point_to_point: PointToPoint | None = None
+        self.shared = self._share(time.monotonic() + timeout_s)
+        world.node.answer(self._identity, self._status)
+
+    @property
+    def _identity(self) -> str:
+        return f"{self.world.name}/{self.name}"
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks can share memory."""
+        return len(self.local_ranks) == self.size
+
+    def network(self, choose: Choose) -> Network:
+        """Return the engine that runs schedules, made when it is first asked for."""
+        if self._network is None:
+            mesh = Mesh(self.world.node, self._identity, self.rank, self.infos)
+            self._executor = Executor(mesh, group=self.name, ask=self._ask)
+            shared = None if self.is_on_one_host else self.shared
+            self._network = Network(mesh, self._executor, self.hosts, choose, shared)
+        return self._network
+
+    def point_to_point(self) -> PointToPoint:
+        """Return send and receive, made when first asked for."""
+        if self._point_to_point is None:
+            self._point_to_point = PointToPoint(self.world.node, self._identity, self.rank, self.infos)
+        return self._point_to_point
+
+    def close(self) -> None:
+        """Let go of everything; the others notice. Idempotent."""
+        for part in (self.shared, self._network, self._point_to_point):
+            if part is not None:
+                part.close()
+        self.world.node.forget(self._identity)
+
+    # who is where
+
+    def _status(self) -> bytes:
+        executor = self._executor
+        return msgspec.msgpack.encode(Status(-1, None, ()) if executor is None else executor.status())
+
+    def _ask(self, rank: int) -> Status | None:
+        answer = self.world.node.ask(self.infos[rank], self._identity, _ASK_S)
+        if answer is None:
+            return None
+        return msgspec.msgpack.decode(answer, type=Status) if answer else Status(-1, None, ())
+
+    # shared memory
+
+    def _share(self, deadline: float) -> SharedMemory | None:
+        """Share memory with the ranks of this host; None if that is not possible, or there are none."""
+        local = self.local_ranks
+        if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
+            return None
+        segment, failure = self._open_segment(deadline)
+        own = _Attached(failure, tuple(_own_cores()))
+        values = exchange(
+            PrefixStore(self._store, f"host {self.hosts[self.rank]}"),
+            local.index(self.rank),
+            len(local),
+            msgspec.msgpack.encode(own),
+            deadline,
+            what="share memory",
+        )
+        attached = [msgspec.msgpack.decode(value, type=_Attached) for value in values]
+        if segment is None or any(other.failure for other in attached):
+            if segment is not None:
+                segment.close()
+            return None
+        segment.hide()
+        engine = SharedMemory(
+            segment,
+            local.index(self.rank),
+            [self.infos[rank].pid for rank in local],
+            name=self.name,
+            num_cores=len({core for other in attached for core in other.cores}),
+            members=local,
+        )
+        engine.find_out_about_peers(Order(_MEET, _MEET.signature, 0, max(deadline - time.monotonic(), 1.0)))
+        return engine
+
+    def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:
+        leader = self.local_ranks[0]
+        num_bytes = shared.segment_bytes(len(self.local_ranks))
+        key = f"segment of rank {leader}"
+        try:
+            if self.rank == leader:
+                segment = Segment.create(num_bytes)
+                self._store.set(key, segment.path.encode())
+                return segment, ""
+            path = self._store.get(key, deadline).decode()
+            if not path:
+                return None, "the leader has no shared memory"
+            return Segment.open(path, num_bytes), ""
+        except SegmentError as error:
+            if self.rank == leader:
+                self._store.set(key, b"")
+            return None, str(error)
+
+
+_MEET = Call("meet")
+
+
+def _own_cores() -> Sequence[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)

@@ -1,0 +1,90 @@
+"""Sockets whose ends have proved that they hold the token, for those who then speak no frames.
+
+The handshake is that of every connection (see `authentication`), done by blocking threads at both ends. Neither end
+reads a byte more than the handshake's, so that what follows on the socket is the caller's own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from paceline.errors import PacelineError, ProtocolError
+from paceline.transport.addresses import Address
+from paceline.transport.authentication import (
+    NONCE_BYTES,
+    Challenge,
+    Hello,
+    Proof,
+    decode,
+    encode_hello,
+    prove,
+    verify,
+)
+from paceline.transport.channel import StreamChannel
+from paceline.transport.client import PlainChannel, open_socket
+from paceline.transport.failures import error_meta
+from paceline.transport.frames import Kind, Limits
+from paceline.transport.handshake import greet
+
+_HANDSHAKE_BYTES = Limits().max_handshake_bytes
+_LIMITS = Limits(max_frame_bytes=_HANDSHAKE_BYTES, max_meta_bytes=_HANDSHAKE_BYTES)
+
+
+def connect_stream(address: Address, token: str, hello: Hello, timeout_s: float) -> tuple[socket.socket, Hello]:
+    """Connect and prove who we are; return the socket, in blocking mode, and what the other end said of itself.
+
+    Raises what :meth:`Transport.connect` does. Unix sockets get large buffers, TCP keeps the system's own.
+    """
+    connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
+    channel = PlainChannel(connected, address, _LIMITS, timeout_s)
+    greet(channel, token, hello, timeout_s)
+    return connected, channel.peer
+
+
+def welcome_stream(
+    connected: socket.socket, token: str, hello: Hello, timeout_s: float, expect: Callable[[Hello], None] | None = None
+) -> Hello:
+    """Do the server's half of the handshake on an accepted socket; return what the client said of itself.
+
+    ``expect`` is called with it before the client is told that it is welcome. On failure the client is told why, the
+    socket is closed, and a PacelineError raised. ``timeout_s`` bounds each of the handshake's two waits.
+    """
+    name = connected.getpeername() if connected.family != getattr(socket, "AF_UNIX", None) else ()
+    address = Address("tcp", name[0], name[1]) if name else Address("unix", path="/")
+    channel = PlainChannel(connected, address, _LIMITS, timeout_s)
+    try:
+        return _welcome(channel, token, hello, timeout_s, expect)
+    except BaseException as error:
+        if isinstance(error, PacelineError):
+            _refuse(channel, error)
+        channel.close()
+        raise
+
+
+def _welcome(
+    channel: StreamChannel, token: str, hello: Hello, timeout_s: float, expect: Callable[[Hello], None] | None
+) -> Hello:
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    channel.send_frame(Kind.CHALLENGE, meta=msgspec.msgpack.encode(Challenge(nonce)))
+    header = channel.receive_header(timeout_s)
+    if header.kind != Kind.HELLO:
+        raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
+    given = decode(channel.receive_meta(), Proof)
+    theirs = verify(token, "client", given.nonce, nonce, given)
+    if expect is not None:
+        expect(theirs)
+    mine = encode_hello(hello)
+    proof = prove(token, "server", given.nonce, nonce, mine)
+    channel.send_frame(Kind.WELCOME, meta=msgspec.msgpack.encode(Proof(mine, nonce, proof)))
+    return theirs
+
+
+def _refuse(channel: StreamChannel, error: PacelineError) -> None:
+    try:
+        channel.send_frame(Kind.REFUSED, meta=error_meta(error))
+    except PacelineError:
+        pass  # it has gone

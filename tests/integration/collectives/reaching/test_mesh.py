@@ -1,0 +1,183 @@
+"""Links between the ranks of a group: made when needed, broken when a rank goes."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from paceline.collectives.links import Link
+from paceline.collectives.mesh import Mesh
+from paceline.collectives.node import Node, NodeInfo
+from paceline.errors import AuthenticationError, GroupClosedError, RankLostError, UsageError
+
+from .ranks import TOKEN, meshes, nodes, on_ranks, soon
+
+
+def send_all(link: Link, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[link.send_some([view]) :]
+
+
+def receive_all(link: Link, size: int) -> bytes:
+    got = bytearray(size)
+    view = memoryview(got)
+    while view:
+        view = view[link.receive_some(view) :]
+    return bytes(got)
+
+
+def without_unix(info: NodeInfo) -> NodeInfo:
+    return msgspec.structs.replace(info, endpoint=msgspec.structs.replace(info.endpoint, unix=None))
+
+
+@pytest.mark.parametrize("unix", [True, False])
+def test_every_rank_reaches_every_other(unix: bool) -> None:
+    size = 4
+    with nodes(size) as made:
+        infos = [node.info if unix else without_unix(node.info) for node in made]
+        links = [Mesh(node, "all", rank, infos) for rank, node in enumerate(made)]
+
+        def talk(rank: int) -> dict[int, bytes]:
+            others = [other for other in range(size) if other != rank]
+            for other in others:
+                send_all(links[rank].link(other, soon()), b"%d to %d" % (rank, other))
+            return {other: receive_all(links[rank].link(other, soon()), 6) for other in others}
+
+        for rank, got in enumerate(on_ranks(size, talk)):
+            assert got == {other: b"%d to %d" % (other, rank) for other in range(size) if other != rank}
+        assert [link.rank for link in links[0].connected()] == [1, 2, 3]
+        number = links[0].link(1, soon()).fileno()
+        assert not os.get_blocking(number)
+        with socket.socket(fileno=os.dup(number)) as connected:
+            assert connected.family == (socket.AF_UNIX if unix else socket.AF_INET)
+        for each in links:
+            each.close()
+            each.close()
+
+
+def test_a_link_is_made_once() -> None:
+    with meshes(2) as links:
+        first = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
+        again = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
+        assert first == again
+
+
+def test_groups_and_purposes_do_not_mix() -> None:
+    with nodes(2) as made:
+        infos = [node.info for node in made]
+        first = [Mesh(node, "first", rank, infos) for rank, node in enumerate(made)]
+        second = [Mesh(node, "second", rank, infos) for rank, node in enumerate(made)]
+        send_all(first[0].link(1, soon()), b"first")
+        send_all(second[0].link(1, soon()), b"other")
+        assert receive_all(second[1].link(0, soon()), 5) == b"other"
+        assert receive_all(first[1].link(0, soon()), 5) == b"first"
+        for each in (*first, *second):
+            each.close()
+
+
+def test_many_buffers_go_in_several_calls() -> None:
+    with meshes(2) as links:
+        ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
+        parts = [memoryview(bytes([number])) for number in range(200)]
+        assert ends[0].send_some(parts) == 64
+        assert receive_all(ends[1], 64) == bytes(range(64))
+        assert ends[1].receive_some(memoryview(bytearray(1))) == 0
+        assert ends[1].receive_some(memoryview(b"")) == 0
+
+
+def test_a_full_link_takes_nothing() -> None:
+    with meshes(2) as links:
+        ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
+        block = memoryview(bytes(1 << 20))
+        while ends[0].send_some([block]):
+            pass
+        assert ends[0].send_some([block, block]) == 0
+
+
+def test_the_end_of_a_link_names_the_rank() -> None:
+    with meshes(2) as links:
+        ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
+        ends[0].close()
+        with pytest.raises(RankLostError, match="rank 0 has closed its connection") as lost:
+            receive_all(ends[1], 1)
+        assert lost.value.ranks == (0,)
+        with pytest.raises(RankLostError, match="rank 0"):
+            send_all(ends[1], bytes(1 << 20))
+        with pytest.raises(GroupClosedError):
+            ends[0].send_some([memoryview(b"x")])
+
+
+def test_who_connects_to_a_dead_rank_hears_so_at_once() -> None:
+    with nodes(2) as made:
+        infos = [node.info for node in made]
+        links = Mesh(made[0], "all", 0, infos)
+        made[1].close()
+        start = time.monotonic()
+        with pytest.raises(RankLostError, match="rank 1 cannot be reached") as lost:
+            links.link(1, soon())
+        assert lost.value.ranks == (1,)
+        assert time.monotonic() - start < 5
+
+
+def test_who_awaits_a_dead_rank_hears_so_soon() -> None:
+    with nodes(2) as made:
+        infos = [node.info for node in made]
+        links = Mesh(made[1], "all", 1, infos)
+        made[0].close()
+        with pytest.raises(RankLostError, match="rank 0 cannot be reached"):
+            links.link(0, soon())
+
+
+def test_a_rank_that_does_not_come_is_named_by_the_deadline() -> None:
+    with meshes(2) as links:
+        with pytest.raises(RankLostError, match="rank 0 did not connect to rank 1 within 0") as lost:
+            links[1].link(0, soon(0.05))
+        assert lost.value.ranks == (0,)
+
+
+def test_another_token_is_refused() -> None:
+    stranger = Node("another token")
+    with nodes(1) as made:
+        links = Mesh(stranger, "all", 0, [stranger.info, made[0].info])
+        with pytest.raises(AuthenticationError, match="refused the token") as refused:
+            links.link(1, soon())
+        assert TOKEN not in str(refused.value)
+        links.close()
+    stranger.close()
+
+
+def test_a_closed_mesh_makes_no_links_and_wakes_who_waits() -> None:
+    with meshes(2) as links, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(links[1].link, 0, soon())
+        links[1].close()
+        links[0].link(1, soon())
+        with pytest.raises(GroupClosedError):
+            waiting.result()
+        with pytest.raises(GroupClosedError):
+            links[1].link(0, soon())
+
+
+def test_no_link_to_oneself_or_nobody() -> None:
+    with meshes(2) as links:
+        for rank in (0, 2, -1):
+            with pytest.raises(UsageError):
+                links[0].link(rank, soon())
+
+
+def test_close_wakes_who_polls() -> None:
+    with meshes(2) as links:
+        ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
+        poller = select.poll()
+        poller.register(ends[0].fileno(), select.POLLIN)
+        closing = threading.Thread(target=ends[0].close)
+        closing.start()
+        assert poller.poll(5000)
+        closing.join()

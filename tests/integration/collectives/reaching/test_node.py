@@ -1,0 +1,145 @@
+"""A process's presence: who gets in, who is answered, and what is left when it goes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from paceline.collectives.node import Node, NodeInfo, memory_domain
+from paceline.errors import AddressError, AuthenticationError, DeadlineError, GroupClosedError, ProtocolError
+from paceline.transport import host_identity
+from paceline.transport.client import open_socket
+
+from .ranks import nodes, soon
+
+
+def test_what_a_node_says_of_itself() -> None:
+    with nodes(2) as (first, second):
+        info = NodeInfo.decode(first.info.encode())
+        assert info == first.info
+        assert info.id != second.info.id
+        assert info.pid == os.getpid()
+        assert info.memory_domain == second.info.memory_domain == memory_domain()
+        assert info.memory_domain.startswith(host_identity())
+        assert info.endpoint.tcp.host == "127.0.0.1"
+        with pytest.raises(ProtocolError):
+            NodeInfo.decode(b"nonsense")
+
+
+def test_connect_and_accept() -> None:
+    with nodes(2) as (first, second):
+        there = first.connect(second.info, "all", 3, "collective", soon())
+        here = second.accept("all", 3, "collective", soon())
+        with there, here:
+            assert there.getblocking() is False
+            assert here.getblocking() is False
+            there.send(b"word")
+            assert here.recv(10) == b"word"
+            with pytest.raises(DeadlineError, match="rank 3 of group 'all'"):
+                second.accept("all", 3, "collective", soon(0.01))
+            with pytest.raises(DeadlineError):
+                second.accept("all", 3, "p2p", soon(0.01))
+
+
+def test_tcp_has_no_delay() -> None:
+    with nodes(2) as (first, second):
+        by_tcp = msgspec.structs.replace(second.info, endpoint=msgspec.structs.replace(second.info.endpoint, unix=None))
+        with first.connect(by_tcp, "all", 0, "collective", soon()) as there:
+            assert there.family == socket.AF_INET
+            assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        second.accept("all", 0, "collective", soon()).close()
+
+
+def test_silent_clients_hold_up_nobody() -> None:
+    with nodes(2) as (first, second):
+        silent = [open_socket(second.info.endpoint.best(), 5.0) for _ in range(20)]
+        with first.connect(second.info, "all", 0, "collective", soon()):
+            second.accept("all", 0, "collective", soon()).close()
+        for each in silent:
+            each.close()
+
+
+def test_strangers_are_refused() -> None:
+    with nodes(1) as (node,):
+        stranger = Node("another")
+        with pytest.raises(AuthenticationError):
+            stranger.connect(node.info, "all", 0, "collective", soon())
+        with pytest.raises(AuthenticationError):
+            stranger.ask(node.info, "all", 5.0)
+        with open_socket(node.info.endpoint.tcp, 5.0) as rude:
+            rude.sendall(b"GET / HTTP/1.1\r\nHost: a-host-with-a-long-name\r\n\r\n")
+            rude.settimeout(5.0)
+            while rude.recv(1 << 12):
+                pass
+        stranger.close()
+
+
+def test_questions_are_answered() -> None:
+    with nodes(2) as (first, second):
+        second.answer("all", lambda: b"call 7" * 100_000)
+        assert first.ask(second.info, "all", 5.0) == b"call 7" * 100_000
+        assert first.ask(second.info, "other", 5.0) == b""
+        second.forget("all")
+        assert first.ask(second.info, "all", 5.0) == b""
+        assert first.is_there(second.info)
+
+
+def test_a_node_that_has_gone() -> None:
+    with nodes(2) as (first, second):
+        second.close()
+        with pytest.raises(AddressError):
+            first.ask(second.info, "all", 5.0)
+        with pytest.raises(AddressError):
+            first.connect(second.info, "all", 0, "collective", soon())
+        assert not first.is_there(second.info)
+
+
+def test_another_process_at_the_address_is_noticed() -> None:
+    with nodes(2) as (first, second):
+        before = msgspec.structs.replace(second.info, id="of a process that has ended")
+        with pytest.raises(AddressError, match="another process listens"):
+            first.connect(before, "all", 0, "collective", soon())
+
+
+def test_close_removes_the_socket_and_wakes_who_waits() -> None:
+    with nodes(2) as (first, second), ThreadPoolExecutor(1) as pool:
+        unix = first.info.endpoint.unix
+        assert unix is not None
+        assert os.path.exists(unix.path)
+        waiting = pool.submit(first.accept, "all", 1, "collective", soon())
+        second.connect(first.info, "untaken", 1, "collective", soon()).close()
+        silent = open_socket(unix, 5.0)
+        first.close()
+        first.close()
+        with pytest.raises(GroupClosedError):
+            waiting.result(5.0)
+        assert not os.path.exists(os.path.dirname(unix.path))
+        silent.close()
+
+
+def test_what_is_forgotten_is_closed() -> None:
+    with nodes(2) as (first, second), first.connect(second.info, "all", 0, "collective", soon()) as there:
+        taken = second.accept("all", 0, "collective", soon())
+        with first.connect(second.info, "all", 0, "collective", soon()) as again:
+            second.answer("all", lambda: b"")
+            again.setblocking(True)
+            again.settimeout(5.0)
+            closed = threading.Event()
+
+            def forget() -> None:
+                while not closed.is_set():
+                    second.forget("all")
+
+            forgetting = threading.Thread(target=forget)
+            forgetting.start()
+            assert again.recv(1) == b""
+            closed.set()
+            forgetting.join()
+        there.send(b"word")
+        assert taken.recv(4) == b"word"
+        taken.close()

@@ -1,0 +1,316 @@
+"""Tagged send and receive among threads that are ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.collectives.point_to_point import Pending, PointToPoint
+from paceline.errors import GroupClosedError, MismatchError, RankLostError, UsageError
+
+from .ranks import PATIENCE_S, nodes, on_ranks, talkers
+
+
+def empty(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+def send(end: PointToPoint, data: bytes, to: int, tag: int = 0, what: str = "") -> None:
+    end.send(memoryview(data), to, tag, what).wait(PATIENCE_S)
+
+
+def receive(end: PointToPoint, size: int, source: int | None, tag: int = 0, what: str = "") -> bytes:
+    buffer = empty(size)
+    end.receive(buffer, source, tag, what).wait(PATIENCE_S)
+    return bytes(buffer)
+
+
+def send_again_and_again(end: PointToPoint, data: bytes, to: int, tag: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        send(end, data, to, tag)
+
+
+def view(array: NDArray[Any]) -> memoryview:
+    given: Any = array
+    return memoryview(given)
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 4096, 100_000, 5_000_000])
+def test_there_and_back(size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    with talkers(2) as ends:
+
+        def talk(rank: int) -> bytes:
+            if rank == 0:
+                send(ends[0], data, 1)
+                return receive(ends[0], size, 1)
+            got = receive(ends[1], size, 0)
+            send(ends[1], got, 0)
+            return got
+
+        assert on_ranks(2, talk) == [data, data]
+
+
+def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix() -> None:
+    with talkers(2) as ends:
+        for number in range(50):
+            send(ends[0], b"a%02d" % number, 1, tag=1)
+            send(ends[0], b"b%02d" % number, 1, tag=-2)
+        assert [receive(ends[1], 3, 0, tag=-2) for _ in range(50)] == [b"b%02d" % number for number in range(50)]
+        assert [receive(ends[1], 3, 0, tag=1) for _ in range(50)] == [b"a%02d" % number for number in range(50)]
+
+
+def test_receives_posted_first_are_filled_in_order() -> None:
+    with talkers(2) as ends:
+        buffers = [empty(3) for _ in range(20)]
+        pending = [ends[1].receive(buffer, 0, 5) for buffer in buffers]
+        assert not any(each.done() for each in pending)
+        for number in range(20):
+            send(ends[0], b"%03d" % number, 1, tag=5)
+        assert [each.wait(PATIENCE_S) for each in pending] == [0] * 20
+        assert [bytes(buffer) for buffer in buffers] == [b"%03d" % number for number in range(20)]
+
+
+def test_from_any_rank() -> None:
+    with talkers(4) as ends:
+
+        def talk(rank: int) -> dict[int, bytes]:
+            if rank:
+                send(ends[rank], b"from %d" % rank, 0, tag=9)
+                return {}
+            got = {}
+            for _ in range(3):
+                buffer = empty(6)
+                source = ends[0].receive(buffer, None, 9).wait(PATIENCE_S)
+                got[source] = bytes(buffer)
+            return got
+
+        assert on_ranks(4, talk)[0] == {rank: b"from %d" % rank for rank in (1, 2, 3)}
+
+
+def test_everybody_sends_to_everybody_at_once() -> None:
+    size, length = 4, 300_000
+    with talkers(size) as ends:
+
+        def talk(rank: int) -> None:
+            others = [other for other in range(size) if other != rank]
+            buffers = {other: empty(length) for other in others}
+            pending = [ends[rank].receive(buffers[other], other, rank) for other in others]
+            pending += [ends[rank].send(memoryview(bytes([rank]) * length), other, other) for other in others]
+            for each in pending:
+                each.wait(PATIENCE_S)
+            assert all(bytes(buffers[other]) == bytes([other]) * length for other in others)
+
+        on_ranks(size, talk)
+
+
+def test_to_oneself() -> None:
+    with talkers(1) as ends:
+        send(ends[0], b"before", 0, tag=1)
+        assert receive(ends[0], 6, 0, tag=1) == b"before"
+        buffer = empty(5)
+        pending = ends[0].receive(buffer, None, 2)
+        send(ends[0], b"after", 0, tag=2)
+        assert (pending.wait(0), bytes(buffer)) == (0, b"after")
+        pending = ends[0].receive(empty(5), 0, 3)
+        sending = ends[0].send(memoryview(b"four"), 0, 3)
+        for each in (pending, sending):
+            with pytest.raises(MismatchError):
+                each.wait(0)
+
+
+def test_to_another_thread_of_the_same_rank() -> None:
+    with talkers(2) as ends, ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(receive, ends[0], 4, 0, tag) for tag in range(3)]
+        for tag in range(3):
+            send(ends[0], b"self", 0, tag)
+        assert [each.result(5.0) for each in waiting] == [b"self"] * 3
+
+
+def test_large_messages_move_while_nobody_waits() -> None:
+    size = 100 << 20
+    with talkers(2) as ends:
+        buffers = [np.zeros(size, np.uint8), np.zeros(size, np.uint8)]
+        data = [np.full(size, 1 + rank, np.uint8) for rank in range(2)]
+        pending = []
+        for rank in range(2):
+            pending.append(ends[rank].receive(view(buffers[rank]), 1 - rank, 0))
+            pending.append(ends[rank].send(view(data[rank]), 1 - rank, 0))
+        deadline = time.monotonic() + PATIENCE_S
+        idle = threading.Event()
+        while not all(each.done() for each in pending):  # done() moves nothing
+            assert time.monotonic() < deadline
+            idle.wait(0.001)
+        assert (buffers[0] == 2).all()
+        assert (buffers[1] == 1).all()
+
+
+def test_what_nobody_asked_for_is_kept_up_to_the_limit() -> None:
+    with talkers(2, max_kept_bytes=1 << 20) as ends:
+        block = bytes(300_000)
+        pending = [ends[0].send(memoryview(block), 1, tag) for tag in range(200)]
+        with pytest.raises(RankLostError, match="rank 1 took"):
+            pending[-1].wait(0.2)
+        assert pending[0].done()
+
+
+def test_a_receive_of_a_later_message_is_not_held_up_by_the_limit() -> None:
+    with talkers(2, max_kept_bytes=1 << 20) as ends:
+        block = bytes(300_000)
+        pending = [ends[0].send(memoryview(block), 1, tag) for tag in range(100)]
+        for tag in reversed(range(100)):
+            assert receive(ends[1], len(block), 0, tag) == block
+        for each in pending:
+            each.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("posted_first", [True, False])
+@pytest.mark.parametrize(("size", "what"), [(7, "int8[8]"), (8, "uint8[8]"), (0, ""), (5_000_000, "int8[8]")])
+def test_a_mismatch_is_told_to_both_sides(posted_first: bool, size: int, what: str) -> None:
+    with talkers(2) as ends:
+        if not posted_first:
+            send(ends[0], b"12345678", 1, 4, "int8[8]")
+        pending = ends[1].receive(empty(size), 0, 4, what)
+        if posted_first:
+            send(ends[0], b"12345678", 1, 4, "int8[8]")
+        with pytest.raises(MismatchError) as told:
+            pending.wait(PATIENCE_S)
+        assert f"rank 0 sent 8 bytes (int8[8]) with tag 4, rank 1 receives {size} bytes" in str(told.value)
+        with pytest.raises(MismatchError, match="rank 1 receives"):
+            send_again_and_again(ends[0], b"next", 1, 5)
+        pending = ends[1].receive(empty(4), 0, 6)  # what comes after it is not disturbed
+        send(ends[0], b"good", 1, 6)
+        assert pending.wait(PATIENCE_S) == 0
+
+
+def test_a_large_mismatched_send_fails_and_the_next_goes_on() -> None:
+    with talkers(2) as ends:
+        pending = ends[1].receive(empty(8), 0, 1)
+        sending = ends[0].send(memoryview(bytes(50 << 20)), 1, 1)
+        with pytest.raises(MismatchError):
+            pending.wait(PATIENCE_S)
+        send(ends[0], b"good", 1, 2)
+        assert receive(ends[1], 4, 0, 2) == b"good"
+        assert sending.finished
+
+
+def test_a_message_that_does_not_come_names_rank_and_tag() -> None:
+    with talkers(3) as ends:
+        pending = ends[0].receive(empty(4), 2, 7)
+        with pytest.raises(RankLostError, match=r"no message with tag 7 came from rank 2 in 0\.05 s") as lost:
+            pending.wait(0.05)
+        assert lost.value.ranks == (2,)
+        with pytest.raises(RankLostError, match="from any rank"):
+            ends[0].receive(empty(4), None, 7).wait(0)
+        send(ends[2], b"late", 0, 7)  # for the next receive, not for the one given up
+        assert receive(ends[0], 4, 2, 7) == b"late"
+
+
+@pytest.mark.parametrize("has_talked", [True, False])
+def test_the_end_of_a_rank_is_noticed_by_who_awaits_it(has_talked: bool) -> None:
+    with nodes(2) as made:
+        infos = [node.info for node in made]
+        ends = [PointToPoint(node, "all", rank, infos) for rank, node in enumerate(made)]
+        if has_talked:
+            send(ends[1], b"hello", 0)
+            assert receive(ends[0], 5, 1) == b"hello"
+        pending = ends[0].receive(empty(4), 1, 7)
+        ends[1].close()
+        made[1].close()
+        with pytest.raises(RankLostError, match="rank 1") as lost:
+            pending.wait(PATIENCE_S)
+        assert lost.value.ranks == (1,)
+        assert "came from" not in str(lost.value)
+        with pytest.raises(RankLostError):
+            ends[0].receive(empty(4), 1, 8).wait(PATIENCE_S)
+        with pytest.raises(RankLostError, match="rank 1"):
+            ends[0].send(memoryview(bytes(1 << 24)), 1, 0).wait(PATIENCE_S)
+        ends[0].close()
+
+
+def test_what_was_sent_before_the_end_is_received() -> None:
+    for _ in range(20):
+        with talkers(2) as ends:
+            send(ends[0], b"hi", 1)
+            pending = ends[0].receive(empty(1000), 1, 1)
+            send(ends[1], bytes(1000), 0, 1)
+            ends[1].close()
+            assert pending.wait(PATIENCE_S) == 1
+
+
+def test_any_rank_is_awaited_until_all_others_have_gone() -> None:
+    with talkers(3) as ends:
+        for rank in (1, 2):
+            send(ends[rank], b"x", 0)
+            receive(ends[0], 1, rank)
+        pending = ends[0].receive(empty(4), None, 1)
+        ends[1].close()
+        send(ends[2], b"last", 0, 1)
+        assert pending.wait(PATIENCE_S) == 2
+        pending = ends[0].receive(empty(4), None, 1)
+        ends[2].close()
+        with pytest.raises(RankLostError) as lost:
+            pending.wait(PATIENCE_S)
+        assert lost.value.ranks == (1, 2)
+
+
+def test_close_ends_what_is_under_way() -> None:
+    with talkers(2) as ends, ThreadPoolExecutor(2) as pool:
+        awaited = [ends[0].receive(empty(4), 1, tag) for tag in range(2)]
+        unawaited = ends[0].receive(empty(4), None, 9)
+        sending = ends[0].send(memoryview(bytes(200 << 20)), 1, 0)
+        waiting = [pool.submit(each.wait, PATIENCE_S) for each in awaited]
+        ends[0].close()
+        ends[0].close()
+        for each in waiting:
+            with pytest.raises(GroupClosedError):
+                each.result(PATIENCE_S)
+        for pending in (unawaited, sending):
+            with pytest.raises(GroupClosedError):
+                pending.wait(0)
+        with pytest.raises(GroupClosedError):
+            ends[0].send(memoryview(b""), 1, 0)
+        with pytest.raises(GroupClosedError):
+            ends[0].receive(empty(0), 1, 0)
+
+
+def test_many_threads_of_one_rank() -> None:
+    num, rounds = 6, 50
+    with talkers(2) as ends:
+
+        def talk(number: int) -> None:
+            rank, tag = divmod(number, num)
+            for turn in range(rounds):
+                data = b"%d %03d" % (tag, turn)
+                if rank == 0:
+                    send(ends[0], data, 1, tag)
+                    assert receive(ends[0], len(data), 1, tag) == data
+                else:
+                    assert receive(ends[1], len(data), 0, tag) == data
+                    send(ends[1], data, 0, tag)
+
+        on_ranks(2 * num, talk)
+
+
+def test_what_cannot_be_sent_is_refused_at_once() -> None:
+    with talkers(2) as ends:
+        gaps = view(np.zeros((4, 4), np.float32)[:, ::2])
+        calls: list[Callable[[], Pending]] = [
+            lambda: ends[0].send(memoryview(b"x"), 2, 0),
+            lambda: ends[0].send(memoryview(b"x"), 1, 1 << 63),
+            lambda: ends[0].send(gaps, 1, 0),
+            lambda: ends[0].send(memoryview(b"x"), 1, 0, "w" * 41),
+            lambda: ends[0].receive(memoryview(b"x"), 1, 0),
+            lambda: ends[0].receive(empty(1), -1, 0),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError):
+                call()

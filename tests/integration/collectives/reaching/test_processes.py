@@ -1,0 +1,117 @@
+"""Ranks as real processes: found through the environment, killed, stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from paceline.collectives.node import Node, NodeInfo
+from paceline.collectives.point_to_point import PointToPoint
+from paceline.collectives.rendezvous import Meeting, rendezvous
+from paceline.collectives.store import exchange
+from paceline.environment import Environment
+from paceline.errors import AddressError, RankLostError
+
+from .ranks import PATIENCE_S, soon
+from .test_rendezvous import free_ports
+
+_OTHER = """
+import time
+from paceline.collectives.node import Node, NodeInfo
+from paceline.collectives.point_to_point import PointToPoint
+from paceline.collectives.rendezvous import rendezvous
+from paceline.collectives.store import exchange
+
+meeting = rendezvous(timeout_s=20.0)
+node = Node(meeting.token, host=meeting.host)
+node.answer("all", lambda: b"here")
+values = exchange(meeting.store, 1, 2, node.info.encode(), time.monotonic() + 20.0, what="group 'all'")
+end = PointToPoint(node, "all", 1, [NodeInfo.decode(value) for value in values])
+while True:
+    buffer = memoryview(bytearray(8))
+    end.receive(buffer, 0, 1, "int64[1]").wait(20.0)
+    if bytes(buffer) == b"the end.":
+        break
+    end.send(buffer, 0, 2, "int64[1]").wait(20.0)
+end.close()
+node.close()
+meeting.close()
+"""
+
+
+class Pair:
+    """Rank 0, in this process, of two; rank 1 is a process of its own that sends back what it is sent."""
+
+    def __init__(self, meeting: Meeting, other: subprocess.Popen[bytes]) -> None:
+        self.other = other
+        self.node = Node(meeting.token, host=meeting.host)
+        values = exchange(meeting.store, 0, 2, self.node.info.encode(), soon(), what="group 'all'")
+        self.infos = [NodeInfo.decode(value) for value in values]
+        self.end = PointToPoint(self.node, "all", 0, self.infos)
+
+    def echo(self, data: bytes) -> bytes:
+        buffer = memoryview(bytearray(len(data)))
+        self.end.send(memoryview(data), 1, 1, "int64[1]").wait(PATIENCE_S)
+        self.end.receive(buffer, 1, 2, "int64[1]").wait(PATIENCE_S)
+        return bytes(buffer)
+
+
+@contextmanager
+def pair() -> Iterator[Pair]:
+    port = free_ports()
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PACELINE_TOKEN": ""}
+    with subprocess.Popen([sys.executable, "-c", _OTHER], env={**os.environ, **shared, "RANK": "1"}) as other:
+        try:
+            told = Environment(rank=0, world_size=2, master_addr="127.0.0.1", master_port=port)
+            meeting = rendezvous(told=told, timeout_s=PATIENCE_S)
+            made = Pair(meeting, other)
+            yield made
+            made.end.close()
+            made.node.close()
+            meeting.close()
+        finally:
+            other.kill()
+
+
+def test_two_processes_talk() -> None:
+    with pair() as ranks:
+        for number in range(10):
+            assert ranks.echo(b"word %3d" % number) == b"word %3d" % number
+        assert ranks.infos[0].memory_domain == ranks.infos[1].memory_domain
+        assert ranks.infos[1].pid == ranks.other.pid
+        ranks.end.send(memoryview(b"the end."), 1, 1, "int64[1]").wait(PATIENCE_S)
+        assert ranks.other.wait(PATIENCE_S) == 0
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    with pair() as ranks:
+        ranks.echo(b"word 001")
+        pending = ranks.end.receive(memoryview(bytearray(8)), 1, 2)
+        ranks.other.send_signal(signal.SIGKILL)
+        with pytest.raises(RankLostError, match="rank 1 has closed its connection") as lost:
+            pending.wait(PATIENCE_S)
+        assert lost.value.ranks == (1,)
+        ranks.other.wait(PATIENCE_S)
+        with pytest.raises(AddressError):
+            ranks.node.ask(ranks.infos[1], "all", 5.0)
+
+
+def test_a_stopped_rank_does_not_answer() -> None:
+    with pair() as ranks:
+        assert ranks.node.ask(ranks.infos[1], "all", 5.0) == b"here"
+        ranks.other.send_signal(signal.SIGSTOP)
+        process = psutil.Process(ranks.other.pid)
+        while process.status() != psutil.STATUS_STOPPED:
+            os.sched_yield()
+        assert ranks.node.ask(ranks.infos[1], "all", 0.1) is None
+        with pytest.raises(RankLostError, match="no message with tag 2 came from rank 1"):
+            ranks.end.receive(memoryview(bytearray(8)), 1, 2).wait(0.1)
+        ranks.other.send_signal(signal.SIGCONT)
+        assert ranks.node.ask(ranks.infos[1], "all", PATIENCE_S) == b"here"

@@ -1,0 +1,223 @@
+"""How ranks find one another, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from paceline.collectives.rendezvous import Meeting, is_loopback, own_host, rendezvous
+from paceline.environment import Environment
+from paceline.errors import (
+    AddressError,
+    AuthenticationError,
+    DeadlineError,
+    PacelineError,
+    ProtocolError,
+    UsageError,
+)
+
+from .ranks import PATIENCE_S, on_ranks, soon
+
+NOTHING = Environment()
+
+
+def free_ports(num: int = 1) -> int:
+    """Return the first of ``num`` neighbouring ports that are free."""
+    while True:
+        with ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                for shift in range(1, num):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + shift))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def meet(rank: int, size: int, port: int, *, token: str | None = None, timeout_s: float = PATIENCE_S) -> Meeting:
+    return rendezvous(rank, size, f"127.0.0.1:{port}", token, timeout_s, told=NOTHING)
+
+
+@contextmanager
+def met(size: int, port: int) -> Iterator[list[Meeting]]:
+    meetings = on_ranks(size, lambda rank: meet(rank, size, port))
+    try:
+        yield meetings
+    finally:
+        for meeting in reversed(meetings):
+            meeting.close()
+
+
+def test_ranks_meet_in_any_order() -> None:
+    port = free_ports()
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(meet, rank, 3, port) for rank in (1, 2)]
+        first = meet(0, 3, port)
+        meetings = [first, *(other.result(PATIENCE_S) for other in others)]
+    first.store.set("key", b"value")
+    for rank, meeting in enumerate(meetings):
+        assert (meeting.rank, meeting.world_size, meeting.host) == (rank, 3, "127.0.0.1")
+        assert meeting.store.get("key", soon()) == b"value"
+        assert meeting.token not in repr(meeting)
+    for meeting in reversed(meetings):
+        meeting.close()
+
+
+def test_alone_needs_nobody() -> None:
+    for meeting in (rendezvous(told=NOTHING), rendezvous(0, 1, "10.0.0.1:1", told=NOTHING)):
+        meeting.store.set("key", b"value")
+        assert (meeting.rank, meeting.world_size, meeting.address) == (0, 1, None)
+        assert meeting.token
+        meeting.close()
+
+
+def told(rank: int, port: int, run: str = "run/0", **other: object) -> Environment:
+    values: dict[str, object] = {"world_size": 2, "master_addr": "127.0.0.1", "run_id": run, **other}
+    return Environment(rank=rank, master_port=port, **values)  # type: ignore[arg-type]
+
+
+def test_the_environment_says_what_is_not_given() -> None:
+    port = free_ports()
+    meetings = on_ranks(2, lambda rank: rendezvous(told=told(rank, port, local_rank=rank)))
+    assert [(meeting.rank, meeting.local_rank) for meeting in meetings] == [(0, 0), (1, 1)]
+    for meeting in reversed(meetings):
+        meeting.close()
+
+
+def test_all_on_one_host_need_no_address() -> None:
+    port = free_ports()
+    meetings = on_ranks(2, lambda rank: rendezvous(told=told(rank, port, master_addr=None, local_world_size=2)))
+    for meeting in reversed(meetings):
+        meeting.close()
+
+
+def test_under_torchrun_two_programs_find_their_own() -> None:
+    port = free_ports(5)
+    with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+
+        def both(number: int) -> Meeting:
+            run, rank = divmod(number, 2)
+            return rendezvous(told=told(rank, port, f"run {run}", has_agent_store=True), timeout_s=PATIENCE_S)
+
+        # the first port that follows is another program's, which says nothing
+        meetings = on_ranks(4, both)
+    places = [meeting.address for meeting in meetings]
+    assert places[0] == places[1] != places[2] == places[3]
+    for meeting in reversed(meetings):
+        meeting.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Environment(rank=0), "the world size is not"),
+        (Environment(world_size=2), "the rank is not"),
+        (Environment(rank=2, world_size=2), "rank 2 of 2"),
+        (Environment(rank=0, world_size=0), "rank 0 of 0"),
+        (Environment(rank=0, world_size=2), "MASTER_ADDR and MASTER_PORT"),
+        (Environment(rank=0, world_size=2, master_addr="localhost"), "set MASTER_PORT,"),
+        (Environment(rank=0, world_size=2, local_world_size=2), "set MASTER_PORT,"),
+        (Environment(rank=0, world_size=2, master_addr="10.0.0.1", master_port=1), "PACELINE_TOKEN"),
+    ],
+)
+def test_what_is_missing_is_said(environment: Environment, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rendezvous(told=environment)
+
+
+@pytest.mark.parametrize("address", ["unix:///tmp/x", "127.0.0.1:0", "nonsense"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(PacelineError, match=address):
+        rendezvous(0, 2, address, told=NOTHING)
+
+
+def test_a_port_of_another_program() -> None:
+    message = "in use by another program; choose another MASTER_PORT"
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(AddressError, match=message):
+        meet(0, 2, other.getsockname()[1])
+
+
+def test_two_programs_at_one_rendezvous() -> None:
+    port = free_ports()
+    with met(2, port):
+        for rank in range(2):
+            with pytest.raises(UsageError, match=f"rank {rank} of 2 is here already: two programs use the rendezvous"):
+                meet(rank, 2, port)
+            with pytest.raises(UsageError, match=r"this program has 4 ranks, the one that meets at .* has 2"):
+                meet(rank, 4, port)
+
+
+def test_another_token() -> None:
+    port = free_ports()
+    with met(2, port), pytest.raises(AuthenticationError, match="refused the token") as refused:
+        meet(1, 2, port, token="another")
+    assert "another" not in str(refused.value)
+
+
+def test_nobody_is_there() -> None:
+    port = free_ports()
+    with pytest.raises(DeadlineError, match=rf"rank 0 has not served the rendezvous at 127\.0\.0\.1:{port} within"):
+        meet(1, 2, port, timeout_s=0.1)
+
+
+def test_something_else_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def speak() -> None:
+            connected, _ = other.accept()
+            with connected:
+                connected.sendall(b"SSH-2.0-OpenSSH_9.6 and so on, for more than forty bytes\r\n")
+
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        with pytest.raises(ProtocolError, match="is no Paceline rendezvous: another program has the port"):
+            meet(1, 2, other.getsockname()[1])
+        speaker.join()
+
+
+def test_something_silent_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match="before it said a word"):
+            meet(1, 2, other.getsockname()[1], timeout_s=0.2)
+        assert time.monotonic() - start < 5
+
+
+def test_rank_0_may_come_late() -> None:
+    port = free_ports()
+    waiting: Future[Meeting]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meet, 1, 2, port)
+        with pytest.raises(DeadlineError):
+            meet(1, 2, port, timeout_s=0.1)  # by now the other has tried too
+        first = meet(0, 2, port)
+        waiting.result(PATIENCE_S).close()
+        first.close()
+
+
+def test_which_hosts_are_loopback() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "localhost", "::1")))
+    assert not any(map(is_loopback, ("10.0.0.1", "node7", "0.0.0.0", "fe80::1")))
+    assert (own_host("localhost"), own_host("::1")) == ("127.0.0.1", "::1")
+    assert not is_loopback(own_host("192.0.2.1")) or own_host("192.0.2.1") == socket.gethostname()
+
+
+def test_a_host_of_this_machine_that_others_reach() -> None:
+    own = own_host("192.0.2.1")
+    if own == socket.gethostname():
+        pytest.skip("this machine has no way out, so no address but loopback")
+    port = free_ports()
+    meetings = on_ranks(2, lambda rank: rendezvous(rank, 2, f"{own}:{port}", "a secret", PATIENCE_S, told=NOTHING))
+    for meeting in reversed(meetings):
+        assert meeting.host == own
+        assert meeting.address is not None
+        assert meeting.address.host == own
+        meeting.close()

@@ -1,0 +1,145 @@
+"""Links between ranks that are threads of one process: socket pairs, with buffers as small as a test wants them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from paceline.collectives.links import Link, Links
+from paceline.errors import RankLostError
+
+_T = TypeVar("_T")
+
+
+class PairLink(Link):
+    """One end of a socket pair."""
+
+    def __init__(self, rank: int, connected: socket.socket) -> None:
+        self.rank = rank
+        self.socket = connected
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send_some(self, buffers: Sequence[memoryview]) -> int:
+        try:
+            return self.socket.sendmsg(buffers)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise RankLostError(f"rank {self.rank} has closed its link: {error}", (self.rank,)) from None
+
+    def receive_some(self, buffer: memoryview) -> int:
+        try:
+            count = self.socket.recv_into(buffer)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise RankLostError(f"rank {self.rank} has closed its link: {error}", (self.rank,)) from None
+        if not count:
+            raise RankLostError(f"rank {self.rank} has closed its link", (self.rank,))
+        return count
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class PairLinks(Links):
+    """The links of one rank; if they are lazy, both ranks must ask for one."""
+
+    def __init__(self, rank: int, size: int, board: _Board) -> None:
+        self.rank = rank
+        self.size = size
+        self._board = board
+        self._links: dict[int, PairLink] = {}
+
+    def link(self, rank: int, deadline: float) -> PairLink:
+        if rank not in self._links:
+            self._links[rank] = PairLink(rank, self._board.end(self.rank, rank, deadline))
+        return self._links[rank]
+
+    def connected(self) -> Sequence[PairLink]:
+        return list(self._links.values())
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+
+
+class _Board:
+    """Where the ranks leave the other ends."""
+
+    def __init__(self, buffer_bytes: int | None, lazy: bool) -> None:
+        self._buffer_bytes = buffer_bytes
+        self._lazy = lazy
+        self._changed = threading.Condition()
+        self._ends: dict[tuple[int, int], socket.socket] = {}
+        self._asked: set[tuple[int, int]] = set()
+
+    def end(self, rank: int, other: int, deadline: float) -> socket.socket:
+        with self._changed:
+            self._asked.add((rank, other))
+            self._changed.notify_all()
+            if self._lazy and not self._changed.wait_for(
+                lambda: (other, rank) in self._asked, deadline - time.monotonic()
+            ):
+                raise RankLostError(f"rank {other} did not come", (other,))
+            if (rank, other) not in self._ends:
+                self._ends[rank, other], self._ends[other, rank] = socket.socketpair()
+                for one in (self._ends[rank, other], self._ends[other, rank]):
+                    one.setblocking(False)
+                    if self._buffer_bytes is not None:
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._buffer_bytes)
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_bytes)
+            return self._ends[rank, other]
+
+    def close(self) -> None:
+        for end in self._ends.values():
+            end.close()
+
+
+def make_meshes(size: int, *, buffer_bytes: int | None = None, lazy: bool = False) -> list[PairLinks]:
+    """Return the links of each rank, all connected already unless ``lazy``; each is to be closed."""
+    board = _Board(buffer_bytes, lazy)
+    meshes = [PairLinks(rank, size, board) for rank in range(size)]
+    if not lazy:
+        for mesh in meshes:
+            for other in range(size):
+                if other != mesh.rank:
+                    mesh.link(other, time.monotonic())
+    return meshes
+
+
+@contextmanager
+def open_meshes(size: int, *, buffer_bytes: int | None = None, lazy: bool = False) -> Iterator[list[PairLinks]]:
+    """The same, closed at the end."""
+    meshes = make_meshes(size, buffer_bytes=buffer_bytes, lazy=lazy)
+    try:
+        yield meshes
+    finally:
+        for mesh in meshes:
+            mesh.close()
+        meshes[0]._board.close()
+
+
+def in_ranks(work: Callable[[int], _T], ranks: Sequence[int]) -> dict[int, _T | BaseException]:
+    """Run ``work(rank)`` for each rank in a thread of its own; return what each returned or raised."""
+    results: dict[int, _T | BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    return results

@@ -1,0 +1,212 @@
+"""The evaluator against the closed forms of the literature, and the rules of its ports."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+
+from paceline.collectives.schedules import (
+    ALGORITHMS,
+    Algorithm,
+    Copy,
+    Link,
+    Receive,
+    Round,
+    Schedule,
+    ScheduleError,
+    Send,
+    predict,
+)
+
+A: Final = 1e-5
+B: Final = 2e-10
+G: Final = 1e-10
+N: Final = 64 * 63 * 10_000
+LINK: Final = Link(A, B)
+
+EVERY = [
+    pytest.param(algorithm, id=f"{collective}-{name}")
+    for collective, algorithms in ALGORITHMS.items()
+    for name, algorithm in algorithms.items()
+]
+SIZES = [1, 2, 3, 4, 6, 8, 16, 63, 64]
+POWERS = [1, 2, 4, 8, 16, 32, 64]
+ONE = ((0, 1),)
+
+
+def seconds(collective: str, name: str, size: int, num_bytes: int = N, gamma: float = G, pieces: int = 1) -> float:
+    schedules = ALGORITHMS[collective][name].schedules(size, pieces=pieces)
+    block_bytes = num_bytes // max(schedules[0].num_blocks, 1)
+    return predict(schedules, block_bytes, LINK, gamma_s_per_byte=gamma)
+
+
+def near(expected: float) -> object:
+    return pytest.approx(expected, rel=1e-9, abs=0.0 if expected else 1e-15)
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_ring(p: int) -> None:
+    n = N // p * p
+    assert seconds("all_reduce", "ring", p) == near(2 * (p - 1) * (A + n / p * B) + (p - 1) * n / p * G)
+    assert seconds("reduce_scatter", "ring", p) == near((p - 1) * (A + n / p * B + n / p * G))
+    assert seconds("all_gather", "ring", p) == near((p - 1) * (A + n / p * B))
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_doubling(p: int) -> None:
+    log, part = math.log2(p), (p - 1) / p * N
+    assert seconds("all_reduce", "recursive-doubling", p) == near(log * (A + N * B + N * G))
+    assert seconds("all_reduce", "halving-doubling", p) == near(2 * log * A + 2 * part * B + part * G)
+    assert seconds("all_gather", "recursive-doubling", p) == near(log * A + part * B)
+
+
+@pytest.mark.parametrize("p", [3, 5, 6, 7, 63])
+def test_the_fold_costs_two_more_messages_of_the_whole(p: int) -> None:
+    core = 1 << (p.bit_length() - 1)
+    n = N // core * core
+    for name in ("recursive-doubling", "halving-doubling"):
+        extra = seconds("all_reduce", name, p, n) - seconds("all_reduce", name, core, n)
+        # Less, where those who are not folded have sent already: their messages are there when the fold is done.
+        assert extra > A + n * B
+        assert extra <= (2 * (A + n * B) + n * G) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("p", SIZES)
+def test_bruck_and_pairwise_and_dissemination(p: int) -> None:
+    log, n = math.ceil(math.log2(p)), N // p * p
+    assert seconds("all_gather", "bruck", p) == near(log * A + (p - 1) * n / p * B)
+    assert seconds("all_gather", "pairwise", p) == near((p - 1) * (A + n / p * B))
+    assert seconds("barrier", "dissemination", p) == near(log * A)
+    assert seconds("all_to_all", "pairwise", p, 3 * n) == near((p - 1) * (A + n / p * B))
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_bruck_sends_half_of_the_input_in_each_round(p: int) -> None:
+    assert seconds("all_to_all", "bruck", p, 3 * N) == near(math.log2(p) * (A + N / 2 * B))
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_binomial_tree(p: int) -> None:
+    log = math.log2(p)
+    assert seconds("broadcast", "binomial-tree", p) == near(log * (A + N * B))
+    assert seconds("reduce", "binomial-tree", p) == near(log * (A + N * B + N * G))
+    assert seconds("all_reduce", "binomial-tree", p) == near(log * (2 * A + 2 * N * B + N * G))
+    assert seconds("scatter", "binomial-tree", p) == near(log * A + (p - 1) / p * N * B)
+
+
+@pytest.mark.parametrize("p", [2, 3, 8, 64])
+def test_central_grows_linearly(p: int) -> None:
+    n = N // p * p
+    assert seconds("broadcast", "central", p) == near(A + (p - 1) * N * B)
+    # The root adds up one vector while the next one arrives: γ < β.
+    assert seconds("reduce", "central", p) == near(A + (p - 1) * N * B + N * G)
+    assert seconds("all_reduce", "central", p) == near(2 * A + 2 * (p - 1) * N * B + N * G)
+    assert seconds("reduce", "central", p, gamma=3 * B) == near(A + N * B + (p - 1) * 3 * N * B)
+    for collective in ("gather", "scatter"):
+        assert seconds(collective, "central", p) == near(A + (p - 1) * n / p * B)
+
+
+def test_pieces_overlap() -> None:
+    for p in (8, 64):
+        whole, pipelined = (seconds("all_reduce", "double-binary-tree", p, pieces=pieces) for pieces in (1, 64))
+        assert pipelined < 0.5 * whole
+        # Full bandwidth: both ports of each rank are busy nearly all of the time.
+        assert pipelined < 1.6 * (2 * N * B)
+        assert seconds("broadcast", "double-binary-tree", p, pieces=64) < 1.25 * N * B
+        assert seconds("broadcast", "binomial-tree", p, pieces=64) > math.log2(p) * N * B
+
+
+def test_short_vectors_want_few_rounds_and_long_ones_few_bytes() -> None:
+    def fastest(size: int, num_bytes: int) -> str:
+        return min(
+            ("recursive-doubling", "ring", "binomial-tree"), key=lambda n: seconds("all_reduce", n, size, num_bytes)
+        )
+
+    assert fastest(64, 64) == "recursive-doubling"
+    assert fastest(63, N) == "ring"
+    assert seconds("all_reduce", "halving-doubling", 64) < seconds("all_reduce", "ring", 64)
+
+
+def test_links_within_a_host_make_the_hierarchy_worth_it() -> None:
+    hosts = [rank // 8 for rank in range(32)]
+
+    def link(source: int, target: int) -> Link:
+        same = hosts[source] == hosts[target]
+        return Link(1e-7, 1e-12) if same else Link(1e-4, 1e-9)
+
+    times = {}
+    for name in ("hierarchical", "ring", "recursive-doubling"):
+        schedules = ALGORITHMS["all_reduce"][name].schedules(32, hosts=hosts)
+        times[name] = predict(schedules, 64_000 // schedules[0].num_blocks, link, hosts=hosts)
+    assert min(times, key=times.__getitem__) == "hierarchical"
+
+
+def run(*ranks: Sequence[Round], block_bytes: list[int] | int = 100, gamma: float = 0.0) -> float:
+    num_blocks = 4 if isinstance(block_bytes, int) else len(block_bytes)
+    return predict([Schedule(num_blocks, tuple(rounds)) for rounds in ranks], block_bytes, LINK, gamma_s_per_byte=gamma)
+
+
+def test_messages_of_one_rank_leave_one_after_another() -> None:
+    assert run([(Send(1, ONE), Send(2, ONE))], [(Receive(0, ONE),)], [(Receive(0, ONE),)]) == near(A + 2 * 100 * B)
+
+
+def test_arrivals_at_one_rank_are_taken_one_after_another() -> None:
+    receives: Round = (Receive(0, ONE), Receive(1, ((1, 2),)))
+    assert run([(Send(2, ONE),)], [(Send(2, ((1, 2),)),)], [receives]) == near(A + 2 * 100 * B)
+
+
+def test_both_directions_work_at_once() -> None:
+    ranks: list[list[Round]] = [[(Send(peer, ONE), Receive(peer, ((1, 2),)))] for peer in (1, 0)]
+    assert run(*ranks) == near(A + 100 * B)
+
+
+def test_a_message_that_comes_early_waits_for_its_round() -> None:
+    # Rank 1 is busy with rank 2 first; the message of rank 0 is there by then and costs no more than its addition.
+    late = [(Receive(2, ((1, 4),)),), (Receive(0, ONE, reduce=True),)]
+    assert run([(Send(1, ONE),)], late, [(Send(1, ((1, 4),)),)], gamma=G) == near(A + 400 * B + 100 * G)
+
+
+def test_blocks_of_unequal_size() -> None:
+    spans = ((0, 1), (2, 4))
+    assert run([(Send(1, spans),)], [(Receive(0, spans),)], block_bytes=[5, 1000, 0, 7]) == near(A + 12 * B)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shares"),
+    [(None, 1), ([0, 1, 2, 3], 1), ([0, 0, 1, 1], 2), ([0, 1, 2, 2], 2), ([5, 5, 9, 7], 2), ([0, 1, 0, 1], 1)],
+)
+def test_ranks_of_a_host_share_its_port_to_other_hosts(hosts: list[int] | None, shares: int) -> None:
+    # Rank 0 sends to rank 2 and rank 1 to rank 3, at once.
+    rounds = [(Send(2, ONE),)], [(Send(3, ONE),)], [(Receive(0, ONE),)], [(Receive(1, ONE),)]
+    schedules = [Schedule(1, tuple(rounds_of_rank)) for rounds_of_rank in rounds]
+    assert predict(schedules, 100, LINK, hosts=hosts) == near(A + shares * 100 * B)
+
+
+def test_a_port_within_the_host_is_apart_from_the_port_to_others() -> None:
+    rounds: list[list[Round]] = [[(Send(1, ONE), Send(2, ONE))], [(Receive(0, ONE),)], [(Receive(0, ONE),)]]
+    schedules = [Schedule(1, tuple(rounds_of_rank)) for rounds_of_rank in rounds]
+    assert predict(schedules, 100, LINK, hosts=[0, 0, 0]) == near(A + 2 * 100 * B)
+    assert predict(schedules, 100, LINK, hosts=[0, 0, 1]) == near(A + 100 * B)
+
+
+def test_copies_cost_nothing_and_empty_rounds_neither() -> None:
+    assert run([(Copy(ONE, ((1, 2),)),), ()]) == 0.0
+    assert predict([], 8, LINK) == 0.0
+
+
+def test_ranks_that_wait_for_ever_are_told() -> None:
+    with pytest.raises(ScheduleError, match="rank 1 in round 0 of 2 waits for ever"):
+        run([], [(Receive(0, ONE),), ()])
+
+
+@pytest.mark.parametrize("algorithm", EVERY)
+def test_the_same_question_gets_the_same_answer_and_longer_vectors_take_longer(algorithm: Algorithm) -> None:
+    schedules = algorithm.schedules(8, pieces=2, hosts=[0, 0, 0, 1, 1, 1, 1, 2])
+    short, again, long = (predict(schedules, num_bytes, LINK, gamma_s_per_byte=G) for num_bytes in (10, 10, 10**6))
+    assert short == again
+    assert 0 < short < sys.float_info.max
+    assert long > short or algorithm.collective == "barrier"

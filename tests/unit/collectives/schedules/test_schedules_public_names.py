@@ -1,0 +1,36 @@
+"""The public names of the room, and its purity."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+from pathlib import Path
+
+from paceline.collectives import schedules
+from paceline.collectives.schedules import base
+
+PURE = {"__future__", "collections", "dataclasses", "functools", "heapq", "itertools", "typing"}
+
+
+def test_all_is_sorted_complete_and_true() -> None:
+    assert schedules.__all__ == sorted(schedules.__all__)
+    public = {name for name in vars(schedules) if not name.startswith("_")}
+    assert set(schedules.__all__) == public
+
+
+def test_imports_are_pure() -> None:
+    assert schedules.__file__ is not None
+    for path in Path(schedules.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                ours = name == "paceline.errors" or name.startswith("paceline.collectives.schedules")
+                assert ours or name.split(".")[0] in PURE, f"{path.name} imports {name}"
+
+
+def test_examples_in_docstrings_are_true() -> None:
+    for module in (schedules, base):
+        results = doctest.testmod(module)
+        assert results.attempted > 0
+        assert results.failed == 0

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from paceline.collectives.calls import Call, describe_mismatch, name_ranks
+
+
+def test_equal_calls_have_equal_signatures_and_others_differ() -> None:
+    call = Call("all_reduce", "float32", (3, 4), "sum")
+    assert call.signature == Call("all_reduce", "float32", (3, 4), "sum").signature
+    others = [
+        Call("all_reduce", "float32", (4, 3), "sum"),
+        Call("all_reduce", "float64", (3, 4), "sum"),
+        Call("all_reduce", "float32", (3, 4), "max"),
+        Call("reduce", "float32", (3, 4), "sum", 0),
+        Call("reduce", "float32", (3, 4), "sum", 1),
+        Call("barrier"),
+    ]
+    assert len({call.signature, *(other.signature for other in others)}) == 7
+
+
+def test_a_mismatch_names_ranks_and_both_calls() -> None:
+    one, other = Call("all_reduce", "float32", (3,), "sum"), Call("broadcast", "int64", (), root=2)
+    text = str(describe_mismatch({0: one, 1: one, 2: other}, "world", 17))
+    assert "ranks 0 and 1 called all_reduce(float32[3], sum)" in text
+    assert "rank 2 called broadcast(int64[], root=2)" in text
+    assert "call 17" in text
+    assert "'world'" in text
+
+
+def test_long_lists_of_ranks_are_cut() -> None:
+    assert name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"

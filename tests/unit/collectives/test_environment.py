@@ -1,0 +1,63 @@
+"""What the launchers tell a rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.environment import environment
+from paceline.errors import UsageError
+
+
+def test_torchruns_variables() -> None:
+    told = environment(
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "node7",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+            "PACELINE_ALGORITHM": "ring",
+            "SLURM_PROCID": "9",
+        }
+    )
+    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (3, 4, 1, 2)
+    assert (told.master_addr, told.master_port, told.has_agent_store) == ("node7", 29500, True)
+    assert (told.run_id, told.algorithm) == ("run/2", "ring")
+
+
+def test_mpirun_comes_before_slurm() -> None:
+    told = environment(
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "1",
+        }
+    )
+    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (1, 2, 1, 2)
+
+
+def test_slurm() -> None:
+    told = environment({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"})
+    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (5, 8, 1, None)
+
+
+def test_alone() -> None:
+    told = environment({"RANK": "", "WORLD_SIZE": "2"})
+    assert (told.rank, told.world_size, told.master_port, told.run_id, told.has_agent_store) == (None, 2, None, None, 0)
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.5", "٣"])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"RANK is .* a whole number"):
+        environment({"RANK": text})
+
+
+def test_the_token_is_not_shown() -> None:
+    assert "secret" not in repr(environment({"PACELINE_TOKEN": "secret", "RANK": "1"}))

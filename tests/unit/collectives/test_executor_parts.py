@@ -1,0 +1,90 @@
+"""The pure parts of the executor: who is to blame, and messages in pieces."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.collectives._blocks import collide, rest_touches
+from paceline.collectives._culprits import Status, find_culprits
+from paceline.collectives._frames import Abort, Heads, Kind, Scanner, pack_abort
+from paceline.collectives.calls import Call
+from paceline.errors import ProtocolError
+
+CALL = Call("barrier")
+
+
+@pytest.mark.parametrize(
+    ("answers", "guilty"),
+    [
+        ({1: Status(17, CALL, (2,)), 2: Status(16, None, ()), 3: Status(17, CALL, (1,))}, (2,)),
+        ({1: Status(17, CALL, (2,)), 2: None, 3: Status(16, None, ())}, (2, 3)),
+        # Still in the call before: guilty is who has not even come there.
+        ({1: Status(16, CALL, (2,)), 2: Status(15, None, ()), 3: Status(17, CALL, (1,))}, (2,)),
+        ({1: Status(16, CALL, (2,)), 2: Status(16, CALL, ()), 3: Status(17, CALL, (1,))}, (2,)),
+        ({1: Status(16, CALL, (2,)), 2: Status(16, CALL, (1,)), 3: Status(17, CALL, (1,))}, (1, 2)),
+        # Nobody is behind: then it is between us and those whom we wait for.
+        ({1: Status(17, CALL, (0,)), 2: Status(17, None, ()), 3: Status(18, CALL, (0,))}, (1,)),
+        ({1: Status(17, CALL, (2,)), 2: Status(-1, None, ()), 3: Status(17, None, ())}, (2,)),
+    ],
+)
+def test_the_culprit_is_found_by_where_the_ranks_are(
+    answers: dict[int, Status | None], guilty: tuple[int, ...]
+) -> None:
+    assert tuple(find_culprits(answers, 17, (1,))) == guilty
+
+
+def test_what_is_said_of_a_culprit() -> None:
+    def said(status: Status | None) -> str:
+        return find_culprits({1: status}, 17, (1,))[1]
+
+    assert said(Status(16, None, ())) == "has not called it (it finished call 16 and is not in a collective)"
+    assert said(Status(-1, None, ())) == "has not called it (it has made no call yet)"
+    assert said(Status(16, CALL, (3,))) == "has not called it (it is still in call 16, barrier() and waits for rank 3)"
+    assert "does not answer" in said(None)
+
+
+@given(st.lists(st.integers(0, 100), max_size=5), st.lists(st.integers(1, 200), min_size=1, max_size=20))
+def test_messages_are_found_however_they_are_cut(bodies: list[int], cuts: list[int]) -> None:
+    heads = Heads(CALL, 3)
+    abort = Abort("lost", "text", (1, 2), {4: CALL}, 3)
+    stream = b"".join(heads.head(nbytes) + b"x" * nbytes for nbytes in bodies) + pack_abort(abort)
+    scanner = Scanner()
+    at = index = 0
+    while at < len(stream):
+        scanner.feed(stream[at : at + cuts[index % len(cuts)]])
+        at += cuts[index % len(cuts)]
+        index += 1
+    assert [frame.header.nbytes for frame in scanner.frames] == [*bodies, 0]
+    assert scanner.frames[-1].header.kind == Kind.ABORT
+
+
+def test_a_scanner_may_begin_within_a_body() -> None:
+    scanner = Scanner(skip=5)
+    scanner.feed(b"abc")
+    scanner.feed(b"de" + Heads(CALL, 1).head(0))
+    assert len(scanner.frames) == 1
+    with pytest.raises(ProtocolError, match="magic"):
+        scanner.feed(b"z" * 40)
+
+
+ranges = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=4).map(
+    lambda spans: [(start, start + nbytes) for start, nbytes in spans]
+)
+
+
+@given(ranges, ranges)
+def test_collisions_are_those_of_the_bytes(written: list[tuple[int, int]], read: list[tuple[int, int]]) -> None:
+    bytes_written = [byte for span in written for byte in range(*span)]
+    bytes_read = {byte for span in read for byte in range(*span)}
+    expected = len(set(bytes_written)) < len(bytes_written) or bool(bytes_read & set(bytes_written))
+    assert collide(written, read) == expected
+
+
+@given(ranges, st.integers(0, 30), st.integers(0, 30), st.integers(1, 10))
+def test_what_is_left_of_a_message_is_told_by_bytes(
+    spans: list[tuple[int, int]], done: int, low: int, nbytes: int
+) -> None:
+    left = [byte for span in spans for byte in range(*span)][done:]
+    assert rest_touches(spans, done, low, low + nbytes) == bool(set(left) & set(range(low, low + nbytes)))

@@ -1,0 +1,82 @@
+"""Which message goes to which receive."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.collectives._p2p_matching import Matching, Message, Posted
+
+
+def posted(source: int | None, tag: int = 0, size: int = 0) -> Posted:
+    return Posted(memoryview(bytearray(size)), source, tag, "")
+
+
+def message(source: int, tag: int = 0, size: int = 0) -> Message:
+    return Message(source, tag, "", size, 0)
+
+
+SOURCES = st.integers(0, 2)
+EVENTS = st.lists(st.tuples(st.booleans(), st.none() | SOURCES, st.integers(0, 1)), max_size=40)
+
+
+@given(EVENTS)
+def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None, int]]) -> None:
+    matching = Matching()
+    receives: list[Posted] = []
+    messages: list[Message] = []
+    for is_receive, source, tag in events:
+        if is_receive:
+            receive = posted(source, tag)
+            expected = next((m for m in messages if m.tag == tag and source in (None, m.source)), None)
+            assert matching.post(receive) is expected
+            if expected is None:
+                receives.append(receive)
+            else:
+                assert expected.receive is receive
+                messages.remove(expected)
+        else:
+            come = message(source or 0, tag)
+            taken = next((r for r in receives if r.tag == tag and r.source in (None, come.source)), None)
+            assert matching.match(come) is (taken is not None)
+            assert come.receive is taken
+            if taken is None:
+                matching.keep(come)
+                messages.append(come)
+            else:
+                receives.remove(taken)
+        assert matching.num_posted == len(receives)
+
+
+def test_room_is_counted_for_each_rank() -> None:
+    matching = Matching(max_kept_bytes=100)
+    first = message(1, size=60)
+    assert matching.has_room(first)
+    matching.keep(first)
+    assert not matching.has_room(message(1, size=60))
+    assert matching.has_room(message(2, size=60))
+    assert matching.post(posted(1)) is first
+    assert matching.has_room(message(1, size=60))
+
+
+def test_there_is_room_while_a_receive_waits_for_another_message_of_the_rank() -> None:
+    matching = Matching(max_kept_bytes=10)
+    other = posted(1, tag=7)
+    matching.post(other)
+    assert matching.has_room(message(1, tag=3, size=60))
+    assert not matching.has_room(message(2, tag=3, size=60))
+    assert matching.withdraw(other)
+    assert not matching.withdraw(other)
+    assert not matching.has_room(message(1, tag=3, size=60))
+
+
+def test_a_message_given_back_is_the_first_again() -> None:
+    matching = Matching()
+    first, second = message(1), message(1)
+    matching.keep(first)
+    matching.keep(second)
+    assert matching.post(posted(1)) is first
+    matching.keep(first, again=True)
+    assert matching.post(posted(1)) is first
+    matching.drop(second)
+    assert matching.post(posted(1)) is None

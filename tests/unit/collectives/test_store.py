@@ -1,0 +1,132 @@
+"""Keys and values that ranks leave for one another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from paceline.collectives._network_store import NetworkStore, StoreServer
+from paceline.collectives.store import MemoryStore, PrefixStore, Store, exchange
+from paceline.errors import AuthenticationError, DeadlineError, GroupClosedError, RankLostError, UsageError
+from paceline.transport import Address, Hello
+
+PATIENCE_S = 10.0
+
+
+def soon(seconds: float = PATIENCE_S) -> float:
+    return time.monotonic() + seconds
+
+
+def served() -> NetworkStore:
+    hello = Hello(role="rank")
+    server = StoreServer(Address("tcp", "127.0.0.1", 0), "token", hello)
+    return NetworkStore(server.address, "token", hello, timeout_s=PATIENCE_S, server=server)
+
+
+@pytest.fixture(params=["memory", "prefix", "network"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    threads = threading.active_count()
+    made: Store = served() if request.param == "network" else MemoryStore()
+    yield PrefixStore(made, "part") if request.param == "prefix" else made
+    made.close()
+    made.close()
+    assert threading.active_count() == threads
+
+
+def test_what_is_set_can_be_got(store: Store) -> None:
+    store.set("key", b"value")
+    store.set("empty", b"")
+    store.set("large", bytes(1 << 20))
+    assert store.get("key", soon()) == b"value"
+    assert store.get("key", 0.0) == b"value"
+    assert store.get("empty", soon()) == b""
+    assert store.get("large", soon()) == bytes(1 << 20)
+
+
+def test_a_key_is_written_once(store: Store) -> None:
+    store.set("key", b"value")
+    store.set("key", b"value")
+    with pytest.raises(UsageError, match=r"'.*key' is set already"):
+        store.set("key", b"other")
+    assert store.get("key", soon()) == b"value"
+    store.delete("key")
+    store.delete("key")
+    store.set("key", b"other")
+    assert store.get("key", soon()) == b"other"
+
+
+def test_a_get_waits_for_its_key_and_holds_up_nobody(store: Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(store.get, f"key {number // 2}", soon()) for number in range(8)]
+        for number in range(4):
+            store.set(f"key {number}", b"%d" % number)
+        assert [each.result(PATIENCE_S) for each in waiting] == [b"%d" % (number // 2) for number in range(8)]
+
+
+@pytest.mark.parametrize("wait_s", [0.05, -1.0])
+def test_a_key_that_nobody_sets_is_named(store: Store, wait_s: float) -> None:
+    with pytest.raises(DeadlineError, match=r"nobody has set '.*address of rank 3'"):
+        store.get("address of rank 3", soon(wait_s))
+    store.set("address of rank 3", b"here")
+    assert store.get("address of rank 3", soon()) == b"here"
+
+
+def test_prefixes_keep_apart() -> None:
+    whole = MemoryStore()
+    first, second = PrefixStore(whole, "first"), PrefixStore(whole, "second")
+    first.set("key", b"1")
+    second.set("key", b"2")
+    assert first.get("key", soon()) == b"1"
+    assert whole.get("second/key", soon()) == b"2"
+    first.close()
+    assert second.get("key", soon()) == b"2"
+
+
+def test_exchange_gives_everybody_all_values(store: Store) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        values = [pool.submit(exchange, store, rank, 4, b"%d" % rank, soon(), what="group 'all'") for rank in range(4)]
+        assert [each.result() for each in values] == [[b"0", b"1", b"2", b"3"]] * 4
+
+
+def test_exchange_names_who_did_not_come(store: Store) -> None:
+    store.set("group 'all'/rank 2", b"2")
+    with pytest.raises(RankLostError, match="ranks 1 and 3 of 4 did not come to group 'all'") as lost:
+        exchange(store, 0, 4, b"0", soon(0.05), what="group 'all'")
+    assert lost.value.ranks == (1, 3)
+
+
+def test_the_network_store_wants_the_token() -> None:
+    store = served()
+    with pytest.raises(AuthenticationError):
+        NetworkStore(store.address, "another", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
+    store.close()
+
+
+def test_closing_wakes_who_waits() -> None:
+    owner = served()
+    other = NetworkStore(owner.address, "token", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.get, "never", soon())
+        other.set("key", b"")  # on a second connection, or before the get has one
+        other.close()
+        with pytest.raises(GroupClosedError):
+            waiting.result(PATIENCE_S)
+    with pytest.raises(GroupClosedError):
+        other.set("key", b"")
+    owner.close()
+
+
+def test_the_owner_lets_others_finish() -> None:
+    owner = served()
+    other = NetworkStore(owner.address, "token", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
+    owner.set("key", b"value")
+    closing = threading.Thread(target=owner.close)
+    closing.start()
+    assert other.get("key", soon()) == b"value"
+    other.close()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
