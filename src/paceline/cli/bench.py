@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+import os
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -47,3 +49,51 @@ def bench_ps(
                 f"{result.work:9} {result.keys:7} {result.dim:4} {result.update:8} {result.median_us:10.1f} "
                 f"{result.p99_us:9.1f} {result.floor_us:9.1f} {result.keys_per_s / 1e6:9.2f}"
             )
+
+
+@app.command("collectives")
+def bench_collectives(
+    op: Annotated[
+        str, typer.Option(help="all_reduce, broadcast, all_gather, reduce_scatter, all_to_all or barrier.")
+    ] = "all_reduce",
+    ranks: Annotated[int, typer.Option(min=2, help="Processes that take part.")] = 2,
+    sizes: Annotated[
+        str | None, typer.Option(help="Bytes, in units of 1024; default 4,1K,16K,64K,256K,1M,4M,16M,100M.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Measure only this one beside ours: gloo, mpi, or paceline for none.")
+    ] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Take this one of ours instead of the tuner's choice.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float64, int32 or int64.")] = "float32",
+    json: options.Json = False,
+) -> None:
+    """Measure a collective operation by size, beside Gloo and Open MPI where they are installed, in one run.
+
+    Takes less than a minute.
+    Example: paceline bench collectives --op all_reduce --ranks 4 --sizes 4,16K,1M --peer gloo
+    """
+    from paceline.launch import bench_collectives as bench
+
+    peers, absent = bench.choose_peers(peer)
+    plan = bench.Plan(
+        op=op,
+        ranks=ranks,
+        sizes=bench.plan_sizes(sizes, op=op, ranks=ranks, dtype=dtype),
+        peers=peers,
+        algorithm=algorithm,
+        dtype=dtype,
+    )
+    others, load_before = peers[1:], os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    with bench.BenchProgress() as progress:
+        if not json:
+            progress.aside(lambda: typer.echo(bench.format_header(others)))
+        for measured in bench.bench_collectives(plan, say=progress.say, on_absent=absent.__setitem__):
+            if json:
+                lines = [json_module.dumps(each.as_json()) for each in measured]
+            else:
+                lines = [bench.format_row(measured, others)]
+            progress.aside(partial(typer.echo, "\n".join(lines)))
+    if not json:
+        typer.echo("\n" + bench.format_footer(plan, load_before))
+    for name, why in absent.items():
+        typer.echo(bench.format_absent(name, why), err=json)

@@ -1,4 +1,4 @@
-"""What a group's calls do: arguments are checked at once, on this rank; the work that is returned is done in its turn."""
+"""What a group's calls do: arguments are checked at once, on this rank; the work returned is done in its turn."""
 
 from __future__ import annotations
 
@@ -170,9 +170,7 @@ class Operations:
         def work(sequence: int) -> Any:
             if self.size > 1:
                 targets = [] if target is None else _parts(target, rows)
-                engine, order = self._begin(
-                    "gather", source.num_bytes * self.size if sizes is None else 0, call, sequence
-                )
+                engine, order = self._begin("gather", source.num_bytes if sizes is None else 0, call, sequence)
                 engine.gather(order, _area(source), targets, root)
             elif target is not None:
                 _copy(_area(source), _area(target))

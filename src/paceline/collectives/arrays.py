@@ -1,6 +1,7 @@
 """Arrays and CPU tensors as raw memory: where they lie, of what dtype and shape. No torch is imported.
 
-NumPy arrays (of `ml_dtypes` too) and PyTorch's CPU tensors (known by their ``data_ptr``) are taken where they lie. What is not contiguous is copied, and copied back where it is a target.
+NumPy arrays (of `ml_dtypes` too) and PyTorch's CPU tensors (known by their ``data_ptr``) are taken where they lie.
+What is not contiguous is copied, and copied back where it is a target.
 """
 
 from __future__ import annotations

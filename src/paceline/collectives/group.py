@@ -15,7 +15,7 @@ import numpy as np
 from paceline.collectives._operations import Operations, Work
 from paceline.collectives.arrays import Memory, view_bytes
 from paceline.collectives.ticket import MessageTicket, Ticket
-from paceline.collectives.tuner import Tuner
+from paceline.collectives.tuner import Candidate, Tuner
 from paceline.collectives.world import Connections, World
 from paceline.errors import GroupClosedError, UsageError
 
@@ -91,8 +91,8 @@ class Group:
     ) -> Any:
         """Return this rank's part of the reduction; `array` is cut along its first axis.
 
-        `sizes`: the rows of every rank's part, the same on all ranks; by default equal parts, for which the rows must be
-        a multiple of the group's size.
+        `sizes`: the rows of every rank's part, the same on all ranks; by default equal parts, for which the rows must
+        be a multiple of the group's size.
         """
         return self._now(self._operations.reduce_scatter(array, op, sizes, out))
 
@@ -264,6 +264,10 @@ class Group:
     def explain(self, nbytes: int, operation: str = "all_reduce") -> str:
         """Return a table of the ways to do an operation: predicted and measured time, and the choice."""
         return self._tuner.explain(operation, nbytes)
+
+    def candidates(self, nbytes: int, operation: str = "all_reduce") -> list[Candidate]:
+        """Return what :meth:`explain` shows, as (name, predicted seconds, measured seconds), None where unknown."""
+        return self._tuner.candidates(operation, nbytes)
 
     def close(self) -> None:
         """Leave the group; the other ranks' next call raises RankLostError. Idempotent."""

@@ -15,7 +15,7 @@ Chunk sizes were measured on a 2-core AMD EPYC (1 MB L2, 32 MB L3): parts of 16 
 256 KB in 12 ms: a line that has gone to L3 is cheaper to fetch than one that is dirty in the other core's L2.
 """
 
-# mypy: disable-error-code="call-arg,unreachable,assignment,call-overload"
+# mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
 from __future__ import annotations
 
 import sys

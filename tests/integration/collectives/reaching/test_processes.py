@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import psutil
 import pytest
@@ -18,6 +18,7 @@ from paceline.collectives.rendezvous import Meeting, rendezvous
 from paceline.collectives.store import exchange
 from paceline.environment import Environment
 from paceline.errors import AddressError, RankLostError
+from paceline.transport.addresses import remove_unix
 
 from .ranks import PATIENCE_S, soon
 from .test_rendezvous import free_ports
@@ -49,9 +50,9 @@ meeting.close()
 class Pair:
     """Rank 0, in this process, of two; rank 1 is a process of its own that sends back what it is sent."""
 
-    def __init__(self, meeting: Meeting, other: subprocess.Popen[bytes]) -> None:
+    def __init__(self, meeting: Meeting, node: Node, other: subprocess.Popen[bytes]) -> None:
         self.other = other
-        self.node = Node(meeting.token, host=meeting.host)
+        self.node = node
         values = exchange(meeting.store, 0, 2, self.node.info.encode(), soon(), what="group 'all'")
         self.infos = [NodeInfo.decode(value) for value in values]
         self.end = PointToPoint(self.node, "all", 0, self.infos)
@@ -70,12 +71,16 @@ def pair() -> Iterator[Pair]:
     with subprocess.Popen([sys.executable, "-c", _OTHER], env={**os.environ, **shared, "RANK": "1"}) as other:
         try:
             told = Environment(rank=0, world_size=2, master_addr="127.0.0.1", master_port=port)
-            meeting = rendezvous(told=told, timeout_s=PATIENCE_S)
-            made = Pair(meeting, other)
-            yield made
-            made.end.close()
-            made.node.close()
-            meeting.close()
+            with (
+                closing(rendezvous(told=told, timeout_s=PATIENCE_S)) as meeting,
+                closing(Node(meeting.token, host=meeting.host)) as node,
+            ):
+                made = Pair(meeting, node, other)
+                with closing(made.end):
+                    yield made
+                unix = made.infos[1].endpoint.unix
+                if unix is not None:
+                    remove_unix(unix)  # a process that is killed leaves it
         finally:
             other.kill()
 

@@ -1,0 +1,358 @@
+"""A Cartesian grid of ranks that exchange the edges of their blocks: stencil computations. Talks to `group` only.
+
+What MPI has as ``MPI_Cart_create``, ``MPI_Dims_create``, ``MPI_Cart_shift`` and ``MPI_Neighbor_alltoall`` (MPI 4.1,
+chapters 8.5 and 8.6), with the exchange of ghost layers itself, which MPI leaves to its users.
+
+>>> from paceline.collectives import init
+>>> grid = Grid(init(rank=0, world_size=1), [1, 1], periodic=True)
+>>> block = np.zeros((4, 5))                    # 2 x 3 cells of its own, and one ghost layer all around
+>>> block[1:-1, 1:-1] = [[1, 2, 3], [4, 5, 6]]
+>>> grid.exchange_halos(block)
+>>> block[1].tolist()
+[3.0, 1.0, 2.0, 3.0, 1.0]
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from paceline.collectives.group import Group
+from paceline.collectives.ticket import Ticket
+from paceline.errors import GroupClosedError, UsageError
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+_TAG: Final = 1 << 62
+"""The first tag of ours. Each axis has two, by the way a message goes: towards lower coordinates, and higher ones."""
+_MAX_PLANS: Final = 256
+_LOW, _HIGH = -1, 1
+
+
+class Grid:
+    """The ranks of a group as the points of a grid, numbered row by row as in MPI.
+
+    Every rank makes the same grid, and its exchanges in the same order. The group's own calls, sends and receives may
+    go on in between; tags from 2^62 up are the grid's. All the grids of a group are for one thread at a time. When an
+    exchange fails (RankLostError, MismatchError) the grid refuses further ones with GroupClosedError.
+    """
+
+    def __init__(
+        self, group: Group, shape: Sequence[int] | None = None, *, periodic: Sequence[bool] | bool = False
+    ) -> None:
+        """Lay the ranks out as `shape`: its product is the group's size. :func:`dims_create` fills zeros in it.
+
+        ``None`` is two axes, as even as they can be. Axes that are `periodic` have no edge: the last is followed by the
+        first. Nothing is sent. Raises UsageError.
+        """
+        self.group = group
+        self.shape = dims_create(group.size, (0, 0) if shape is None else shape)
+        """The number of ranks along every axis."""
+        wrapped = [periodic] * len(self.shape) if isinstance(periodic, (bool, np.bool_)) else list(periodic)
+        if len(wrapped) != len(self.shape):
+            raise UsageError(
+                f"got periodic for {len(wrapped)} axes, the grid {list(self.shape)} has {len(self.shape)}; give one "
+                "bool for each, or one for all"
+            )
+        self.periodic = tuple(bool(each) for each in wrapped)
+        """Which axes have no edge."""
+        self.coordinates = self.coordinates_of(group.rank)
+        """Where this rank is."""
+        self._plans: dict[tuple[Any, ...], list[list[_Side]]] = {}
+        self._under_way: list[Ticket] = []
+
+    def __repr__(self) -> str:
+        return f"Grid({'x'.join(map(str, self.shape))} of {self.group!r}, at {self.coordinates})"
+
+    # who is where
+
+    def coordinates_of(self, rank: int) -> tuple[int, ...]:
+        """Return where a rank of the group is."""
+        if not 0 <= rank < self.group.size:
+            raise UsageError(f"got rank {rank}, expected one from 0 to {self.group.size - 1}")
+        found = []
+        for count in reversed(self.shape):
+            rank, coordinate = divmod(rank, count)
+            found.append(coordinate)
+        return tuple(reversed(found))
+
+    def rank_of(self, coordinates: Sequence[int]) -> int:
+        """Return the rank at these coordinates, which may run over on periodic axes (UsageError on others)."""
+        rank = self._find(coordinates)
+        if rank is None:
+            raise UsageError(
+                f"got coordinates {list(coordinates)}, which are not in the grid {list(self.shape)} (periodic: "
+                f"{list(self.periodic)})"
+            )
+        return rank
+
+    def neighbour(self, axis: int, step: int) -> int | None:
+        """Return the rank `step` further along an axis (negative: back); None beyond an edge."""
+        if not 0 <= axis < len(self.shape):
+            raise UsageError(f"got axis {axis}, expected one from 0 to {len(self.shape) - 1}")
+        there = list(self.coordinates)
+        there[axis] += step
+        return self._find(there)
+
+    def shift(self, axis: int, step: int = 1) -> tuple[int | None, int | None]:
+        """Return whom to receive from and whom to send to when all send `step` further, as ``MPI_Cart_shift``."""
+        return self.neighbour(axis, -step), self.neighbour(axis, step)
+
+    def local_slice(self, global_shape: Sequence[int], *, rank: int | None = None) -> tuple[slice, ...]:
+        """Return which part of an array of `global_shape` this rank owns, or `rank` does, without ghost layers.
+
+        The first axes are split over the grid's by :func:`split_evenly`, the axes behind them are whole.
+        """
+        if len(global_shape) < len(self.shape):
+            raise UsageError(
+                f"got an array of shape {list(global_shape)} for the grid {list(self.shape)}; it needs at least "
+                f"{len(self.shape)} axes"
+            )
+        at = self.coordinates if rank is None else self.coordinates_of(rank)
+        split = [split_evenly(n, parts)[i] for n, parts, i in zip(global_shape, self.shape, at, strict=False)]
+        return (*split, *(slice(0, n) for n in global_shape[len(self.shape) :]))
+
+    # exchanges
+
+    def exchange_halos(self, array: _Array, width: int = 1, *, corners: bool = False) -> None:
+        """Fill the ghost layers of this rank's block from its neighbours' cells, in place.
+
+        `array` is a writable NumPy array; along each of its first axes, the grid's, it has `width` ghost layers on both
+        sides and at least `width` cells of its own between them. Axes behind these (components, say) go along whole.
+
+        Without `corners` all axes go at once, and ghost cells on more than one side (which a 5-point stencil does not
+        read) are left untouched. With them one axis follows another and takes along what came before, so that ranks
+        that touch at a corner need not talk. Ghost cells beyond an edge of the grid, corners included, are never
+        touched.
+
+        Raises UsageError before anything is sent, MismatchError when a neighbour's block does not fit this one, and
+        RankLostError.
+        """
+        self._check(array, width)
+        key = (array.shape, array.strides, array.dtype, width, bool(corners))
+        phases = self._plans.get(key)
+        if phases is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            phases = self._plans[key] = self._plan(array, width, corners)
+        for sides in phases:
+            incoming, outgoing = [], []
+            for side in sides:
+                incoming.append(array[side.taken] if side.incoming is None else side.incoming)
+                if side.outgoing is None:
+                    outgoing.append(array[side.given])
+                else:
+                    side.outgoing[...] = array[side.given]
+                    outgoing.append(side.outgoing)
+            self._transfer(sides, outgoing, incoming)
+            for side in sides:
+                if side.incoming is not None:
+                    array[side.taken] = side.incoming
+
+    def neighbour_all_to_all(self, array: _Array, *, out: _Array | None = None) -> _Array:
+        """Send each neighbour a row of `array`, and return the rows that the neighbours sent here.
+
+        Rows are in MPI's order: of the first axis the lower neighbour and the higher one, then of the second; so there
+        are twice as many as axes. Rows of neighbours that do not exist are not sent, and not written: zero in a fresh
+        array.
+        """
+        rows = 2 * len(self.shape)
+        if not array.ndim or array.shape[0] != rows:
+            raise UsageError(
+                f"got an array of shape {list(array.shape)}, expected {rows} rows: two for each axis of the grid"
+            )
+        if out is None:
+            out = np.zeros(array.shape, array.dtype)
+        if out.shape != array.shape or out.dtype != array.dtype or not (out.flags.writeable and out.flags.c_contiguous):
+            raise UsageError(
+                f"got out of {out.dtype}{list(out.shape)}, expected a contiguous, writable one of "
+                f"{array.dtype}{list(array.shape)}; leave it out to get a fresh array"
+            )
+        sides, outgoing, incoming = [], [], []
+        for axis in range(len(self.shape)):
+            for row, direction in enumerate((_LOW, _HIGH), 2 * axis):
+                neighbour = self.neighbour(axis, direction)
+                if neighbour is not None:
+                    sides.append(_Side(neighbour, _tag(axis, direction), _tag(axis, -direction)))
+                    outgoing.append(np.ascontiguousarray(array[row]))
+                    incoming.append(out[row : row + 1])
+        self._transfer(sides, outgoing, incoming)
+        return out
+
+    def neighbour_all_gather(self, array: _Array, *, out: _Array | None = None) -> _Array:
+        """Send all neighbours the same array, and return theirs as rows; see :meth:`neighbour_all_to_all`."""
+        return self.neighbour_all_to_all(np.broadcast_to(array, (2 * len(self.shape), *array.shape)), out=out)
+
+    # within
+
+    def _find(self, coordinates: Sequence[int]) -> int | None:
+        if len(coordinates) != len(self.shape):
+            raise UsageError(
+                f"got coordinates {list(coordinates)} for the grid {list(self.shape)}; give one for each axis"
+            )
+        rank = 0
+        for coordinate, count, periodic in zip(coordinates, self.shape, self.periodic, strict=True):
+            if not (periodic or 0 <= coordinate < count):
+                return None
+            rank = rank * count + operator.index(coordinate) % count
+        return rank
+
+    def _check(self, array: _Array, width: int) -> None:
+        if not isinstance(array, np.ndarray):
+            raise UsageError(
+                f"got {type(array).__name__}, expected a NumPy array; of a tensor on the CPU give .numpy(), which "
+                "shares its memory"
+            )
+        if width < 1:
+            raise UsageError(f"got width {width}, expected at least 1 ghost layer")
+        if array.ndim < len(self.shape):
+            raise UsageError(
+                f"got a block of shape {list(array.shape)} for the grid {list(self.shape)}; it needs at least "
+                f"{len(self.shape)} axes"
+            )
+        own = [length - 2 * width for length in array.shape[: len(self.shape)]]
+        if min(own) < width:
+            raise UsageError(
+                f"got a block of shape {list(array.shape)} with {width} ghost layers on both sides: {own} cells of its "
+                f"own, expected at least {width} along each of the first {len(own)} axes; take fewer ranks or layers"
+            )
+        if not array.flags.writeable:
+            raise UsageError("got a read-only array, expected one whose ghost layers can be written")
+
+    def _plan(self, array: _Array, width: int, corners: bool) -> list[list[_Side]]:
+        """Return whom to exchange what with, list after list; the buffers serve all arrays of this layout."""
+        phases: list[list[_Side]] = []
+        for axis in range(len(self.shape)):
+            length = array.shape[axis]
+            cut = [
+                slice(width, array.shape[other] - width)
+                if not corners or other > axis
+                # Beyond the edge of the grid the ghost cells are not the neighbour's to give.
+                else slice(
+                    width if self.neighbour(other, _LOW) is None else 0,
+                    array.shape[other] - (width if self.neighbour(other, _HIGH) is None else 0),
+                )
+                for other in range(len(self.shape))
+            ]
+            sides = []
+            for direction, given, taken in (
+                (_LOW, slice(width, 2 * width), slice(0, width)),
+                (_HIGH, slice(length - 2 * width, length - width), slice(length - width, length)),
+            ):
+                neighbour = self.neighbour(axis, direction)
+                if neighbour is not None:
+                    out_of, into = ((*cut[:axis], layers, *cut[axis + 1 :]) for layers in (given, taken))
+                    buffers = _buffer(array[out_of]), _buffer(array[into])
+                    tags = _tag(axis, direction), _tag(axis, -direction)
+                    sides.append(_Side(neighbour, *tags, out_of, into, *buffers))
+            phases.append(sides)
+        return phases if corners else [[side for sides in phases for side in sides]]
+
+    def _transfer(self, sides: Sequence[_Side], outgoing: Sequence[_Array], incoming: Sequence[_Array]) -> None:
+        """Send and receive contiguous arrays; receives are posted first, so that no message has to be kept."""
+        if self._under_way:
+            raise GroupClosedError(
+                f"{self!r} refuses further exchanges since one has failed; make a new group and grid"
+            )
+        # Until all is done the buffers belong to the tickets: they stay here if anything fails.
+        tickets = self._under_way
+        for side, array in zip(sides, incoming, strict=True):
+            tickets.append(self.group.recv_async(_plain(array), side.neighbour, tag=side.receive_tag))
+        for side, array in zip(sides, outgoing, strict=True):
+            tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
+        for ticket in tickets:
+            ticket.wait()
+        tickets.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The exchange with one neighbour."""
+
+    neighbour: int
+    send_tag: int
+    receive_tag: int
+    given: tuple[slice, ...] = ()
+    """The cells that it gets."""
+    taken: tuple[slice, ...] = ()
+    """The ghost cells that it fills."""
+    outgoing: _Array | None = None
+    """Through which the given cells go; ``None`` where they lie one after another in memory."""
+    incoming: _Array | None = None
+
+
+def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return `shape` with its zeros filled so that its product is `size`, as ``MPI_Dims_create``.
+
+    What is filled does not increase from one axis to the next, and is as even as can be: the largest is as small as
+    possible, then the second, and so on. (Handing out prime factors greedily, as some MPIs do, makes 12 x 6 of 72, not
+    9 x 8: Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
+
+    Raises UsageError where nothing fits.
+
+    >>> dims_create(12, [0, 0]), dims_create(12, [0, 0, 0]), dims_create(12, [0, 3, 0])
+    ((4, 3), (3, 2, 2), (2, 3, 2))
+    """
+    if size < 1:
+        raise UsageError(f"got {size} ranks, expected at least 1")
+    given = [operator.index(count) for count in shape]
+    if not given or min(given) < 0:
+        raise UsageError(f"got the shape {given}, expected at least one axis, and no negative numbers")
+    fixed = math.prod(count for count in given if count)
+    num_free = given.count(0)
+    if size % fixed or (not num_free and fixed != size):
+        raise UsageError(
+            f"got the shape {given} of {fixed} ranks for {size} ranks; "
+            + ("the ranks must be a multiple of it" if num_free else "both must be the same, or give 0 for some axis")
+        )
+    filled = iter(_even_factors(size // fixed, num_free, size) or ())
+    return tuple(count or next(filled) for count in given)
+
+
+def split_evenly(n: int, parts: int) -> list[slice]:
+    """Return `parts` slices that cover ``range(n)`` in order; the first ``n % parts`` are longer by one.
+
+    >>> split_evenly(7, 3)
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
+    """
+    if n < 0 or parts < 1:
+        raise UsageError(f"got {n} to split into {parts} parts, expected at least 0 and at least 1 part")
+    each, longer = divmod(n, parts)
+    bounds = [part * each + min(part, longer) for part in range(parts + 1)]
+    return [slice(low, high) for low, high in pairwise(bounds)]
+
+
+def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | None:
+    """Return the first of all non-increasing factorizations, in lexical order, with no factor above `most`."""
+    if not num_factors:
+        return () if size == 1 else None
+    for first in range(1, min(size, most) + 1):
+        if size % first == 0 and first**num_factors >= size:
+            rest = _even_factors(size // first, num_factors - 1, first)
+            if rest is not None:
+                return (first, *rest)
+    return None
+
+
+def _tag(axis: int, direction: int) -> int:
+    """Return the tag of what goes this way. Two ranks may be neighbours on both sides: the tag tells them apart."""
+    return _TAG + 2 * axis + (direction == _HIGH)
+
+
+def _buffer(cells: _Array) -> _Array | None:
+    """Return a contiguous array for such cells, unless they are contiguous as they are."""
+    if cells.flags.c_contiguous and cells.dtype.isnative:
+        return None
+    return np.empty(cells.shape, cells.dtype.newbyteorder("="))
+
+
+def _plain(array: _Array) -> _Array:
+    """Return a contiguous array as a vector of a dtype that groups send: complex numbers as pairs."""
+    flat = array.reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

@@ -1,0 +1,114 @@
+"""What ``bench collectives`` is asked to measure, and what it answers. Known to the command and to its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from paceline.errors import UsageError
+
+OPS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+ITEM_BYTES: Final = {"float32": 4, "float64": 8, "int32": 4, "int64": 8}
+"""The dtypes that all peers reduce."""
+OURS: Final = "paceline"
+PEERS: Final = (OURS, "gloo", "mpi")
+ROUNDS: Final = 9
+"""In every round each peer has its turn at a batch of repetitions."""
+DEFAULT_SIZES: Final = "4,1K,16K,64K,256K,1M,4M,16M,100M"
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_CUT: Final = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run. Raises UsageError if it cannot be."""
+
+    op: str = "all_reduce"
+    ranks: int = 2
+    sizes: tuple[int, ...]
+    """Bytes of the array: for all_gather the gathered one, for reduce_scatter the one that is reduced."""
+    peers: tuple[str, ...] = PEERS
+    algorithm: str | None = None
+    """Which of ours to take; None: the tuner's choice."""
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise UsageError(f"--op {self.op}: expected one of {', '.join(OPS)}")
+        if self.dtype not in ITEM_BYTES:
+            raise UsageError(f"--dtype {self.dtype}: expected one of {', '.join(ITEM_BYTES)}")
+        if self.ranks < 2:
+            raise UsageError(f"--ranks {self.ranks}: expected at least 2")
+        for peer in self.peers:
+            if peer not in PEERS:
+                raise UsageError(f"--peer {peer}: expected {', '.join(PEERS[:-1])} or {PEERS[-1]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One peer's figures for one size, in microseconds."""
+
+    op: str
+    bytes: int
+    ranks: int
+    peer: str
+    algorithm: str
+    """Empty where it is not known."""
+    median_us: float
+    low_us: float
+    """The lower quartile."""
+    high_us: float
+    """The upper quartile."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """The algorithmic bandwidth: the bytes of the array by the time, whatever was moved for it."""
+        return self.bytes / self.median_us / 1e3
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a part of the median."""
+        return (self.high_us - self.low_us) / 2 / self.median_us
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        names = ("op", "bytes", "ranks", "peer", "algorithm", "median_us")
+        return {name: getattr(self, name) for name in names}
+
+
+def plan_sizes(text: str | None, *, op: str, ranks: int, dtype: str) -> tuple[int, ...]:
+    """Return the sizes that an option asks for, each once; what is cut into equal parts is rounded up to fit."""
+    if op == "barrier":
+        if text is not None:
+            raise UsageError("--sizes: a barrier moves no data; leave it out")
+        return (0,)
+    item_bytes = ITEM_BYTES.get(dtype, 1)
+    sizes = parse_sizes(text or DEFAULT_SIZES)
+    for size in sizes:
+        if size % item_bytes and text is not None:
+            raise UsageError(f"--sizes {text}: {size} bytes are no whole number of {dtype}, which take {item_bytes}")
+    unit = item_bytes * ranks if op in _CUT else item_bytes
+    return tuple(dict.fromkeys(-(-size // unit) * unit for size in sizes))
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return the bytes of sizes such as ``4,16K,100M``, in units of 1024. Raises UsageError."""
+    sizes = []
+    for part in text.split(","):
+        number, unit = part.strip().upper(), ""
+        if number and number[-1] in _UNITS:
+            number, unit = number[:-1], number[-1]
+        if not (number.isascii() and number.isdigit() and int(number) > 0):
+            raise UsageError(
+                f"--sizes {text}: got {part.strip()!r}, expected bytes such as 4, 16K or 100M, separated by commas"
+            )
+        sizes.append(int(number) * _UNITS[unit])
+    return sizes
+
+
+def format_size(num_bytes: int) -> str:
+    """Write a size as :func:`parse_sizes` reads it."""
+    for unit, factor in reversed(_UNITS.items()):
+        if num_bytes >= factor and num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return str(num_bytes)

@@ -1,0 +1,50 @@
+"""What a benchmark is at, on standard error: one line that changes, where that is a terminal; else nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+class BenchProgress:
+    """The line. It is written when something is said, and never by a thread, which would disturb the clock."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+            if console.is_terminal
+            else None
+        )
+        self._text = Text()
+
+    def say(self, text: str) -> None:
+        """Show this until something else is said."""
+        self._text = Text(text, no_wrap=True, overflow="crop")
+        if self._live is not None:
+            self._live.update(self._text, refresh=True)
+
+    def aside(self, write: Callable[[], None]) -> None:
+        """Write to standard output, which may be the same terminal, above the line."""
+        if self._live is None:
+            write()
+            return
+        self._live.stop()
+        write()
+        self._live.start()
+        self._live.update(self._text, refresh=True)
+
+    def __enter__(self) -> BenchProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
