@@ -73,14 +73,18 @@ def run_rank(rank: int, size: int, num_bytes: int, folder: str) -> None:
         )
         for number, name in enumerate(ALGORITHMS)
     }
-    runs: dict[str, Any] = {name: lambda group=group: group.all_reduce(array, out=array) for name, group in groups.items()}
+    runs: dict[str, Any] = {
+        name: lambda group=group: group.all_reduce(array, out=array) for name, group in groups.items()
+    }
     runs["chosen"] = lambda: free.all_reduce(array, out=array)
     with contextlib.suppress(ImportError):
         import torch
         import torch.distributed as dist
 
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["INTERFACE"]
-        store = dist.TCPStore(f"{NETWORK}.1", 29500, size, rank == 0)
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            f"{NETWORK}.1", 29500, size, rank == 0
+        )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         tensor = torch.ones(num_bytes // 4)
         runs["gloo"] = lambda: dist.all_reduce(tensor)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,11 +30,9 @@ from paceline.collectives import Group, init
 from paceline.collectives.grid import Grid
 from paceline.environment import environment
 
-C = 0.2
-"""alpha dt / h^2; stable up to 1/4."""
+C = 0.2  # alpha dt / h^2; stable up to 1/4
 TOLERANCE = 1e-12
 SHADES = " .:-=+*#%@"
-
 Plate = NDArray[np.float64]
 
 
@@ -113,6 +112,7 @@ def start_ranks(num_ranks: int) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end, too
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):

@@ -84,14 +84,13 @@ def bench_collectives(
         dtype=dtype,
     )
     others, load_before = peers[1:], os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    header = [bench.format_header(others)]
     with bench.BenchProgress() as progress:
-        if not json:
-            progress.aside(lambda: typer.echo(bench.format_header(others)))
         for measured in bench.bench_collectives(plan, say=progress.say, on_absent=absent.__setitem__):
             if json:
                 lines = [json_module.dumps(each.as_json()) for each in measured]
             else:
-                lines = [bench.format_row(measured, others)]
+                lines, header = [*header, bench.format_row(measured, others)], []
             progress.aside(partial(typer.echo, "\n".join(lines)))
     if not json:
         typer.echo("\n" + bench.format_footer(plan, load_before))

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+
 from paceline.collectives.arrays import Memory, as_array, empty_like, view_bytes
 from paceline.collectives.calls import Call
 from paceline.collectives.engine import Area, Engine, Order, Reduction
-from paceline.collectives.tuner import Tuner
-from paceline.errors import UsageError
+from paceline.collectives.tuner import SHARED, Tuner
+from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
 
 Work: TypeAlias = Callable[[int], Any]
@@ -69,7 +71,7 @@ class Operations:
                 engine, order = self._begin("all_reduce", num_bytes, call, sequence)
                 start = time.perf_counter()
                 engine.all_reduce(order, given, taken, reduction)
-                self._tuner.record("all_reduce", order.algorithm, num_bytes, time.perf_counter() - start)
+                self._tuner.record("all_reduce", order.algorithm or SHARED, num_bytes, time.perf_counter() - start)
             elif source is not target:
                 _copy(given, taken)
             target.give_back()
@@ -193,6 +195,8 @@ class Operations:
                     f"the part of rank {root} is {source.dtype}{list(part)}, but out is "
                     f"{target.dtype}{list(target.shape)}"
                 )
+        if sizes is not None and (len(sizes) != self.size or target.shape[:1] != (sizes[self.rank],)):
+            raise UsageError(f"got sizes {list(sizes)} and out of shape {list(target.shape)} on rank {self.rank}")
         told = target.shape if sizes is None else (*target.shape[1:], *sizes)
         call = self._call(_named("scatter", sizes), target.dtype, told, "", root)
 
@@ -208,28 +212,37 @@ class Operations:
         return work
 
     def all_to_all(self, array: Any, sends: Sequence[int] | None, receives: Sequence[int] | None, out: Any) -> Work:
-        """See :meth:`Group.all_to_all`; either both sizes are given or none."""
+        """See :meth:`Group.all_to_all`."""
         array = as_array(array)
         source = Memory(array)
-        equal = sends is None
+        equal = sends is None and receives is None
         send_rows = self._rows(source.shape, sends, "all_to_all")
-        receive_rows = send_rows if receives is None else [int(rows) for rows in receives]
-        if len(receive_rows) != self.size or min(receive_rows) < 0:
-            raise UsageError(f"got receive_sizes {receive_rows}, expected {self.size} numbers of rows")
-        shape = (sum(receive_rows), *source.shape[1:])
-        call = self._call(_named("all_to_all", sends), source.dtype, source.shape if equal else source.shape[1:])
-        out = empty_like(array, shape) if out is None else out
-        target = _matching(out, source, shape)
+        call = self._call(
+            "all_to_all" if equal else "all_to_all (uneven)", source.dtype, source.shape if equal else source.shape[1:]
+        )
 
         def work(sequence: int) -> Any:
+            rows = send_rows if equal else self._exchange_sizes(send_rows, receives, sequence)
+            shape = (sum(rows), *source.shape[1:])
+            result = empty_like(array, shape) if out is None else out
+            target = _matching(result, source, shape)
             if self.size > 1:
                 engine, order = self._begin("all_to_all", source.num_bytes if equal else 0, call, sequence)
-                engine.all_to_all(order, _parts(source, send_rows), _parts(target, receive_rows), equal=equal)
+                engine.all_to_all(order, _parts(source, send_rows), _parts(target, rows), equal=equal)
             else:
                 _copy(_area(source), _area(target))
-            return _given_back(target, out)
+            return _given_back(target, result)
 
         return work
+
+    def _exchange_sizes(self, sends: Sequence[int], receives: Sequence[int] | None, sequence: int) -> list[int]:
+        """Return how many rows every rank sends to this one; they must be those that are expected, if any are."""
+        told = self.all_to_all(np.array(sends, np.int64), None, None, None)(sequence).tolist()
+        if receives is not None and [int(rows) for rows in receives] != told:
+            raise MismatchError(
+                f"rank {self.rank} expects receive_sizes {list(receives)} in all_to_all, but the ranks send {told} rows"
+            )
+        return [int(rows) for rows in told]
 
     # checks
 
@@ -293,8 +306,9 @@ class Operations:
 
     def _begin(self, operation: str, num_bytes: int, call: tuple[Call, int], sequence: int) -> tuple[Engine, Order]:
         """Return the tuner's choice for a call. `num_bytes` must be the same on all ranks."""
-        engine, algorithm = self._tuner.choose(operation, num_bytes)
-        return engine, Order(call[0], call[1], sequence, self._timeout_s, algorithm)
+        order = Order(call[0], call[1], sequence, self._timeout_s)
+        engine, algorithm = self._tuner.choose(operation, num_bytes, order)
+        return engine, order._replace(algorithm=algorithm) if algorithm != SHARED else order
 
 
 def _named(operation: str, sizes: Sequence[int] | None) -> str:

@@ -25,6 +25,10 @@ class Waiting(Protocol):
     def wait(self, pending: Pending, timeout_s: float) -> None:
         """Return when ``pending`` is finished, at the latest with an error after ``timeout_s``."""
 
+    def wait_for(self, pending: Pending, timeout_s: float) -> bool:
+        """Return whether ``pending`` is finished, after ``timeout_s`` at the latest; it goes on if not."""
+        ...
+
 
 class Pending(Waitable):
     """A send or receive that is under way. Until it is done its buffer belongs to it."""
@@ -54,6 +58,10 @@ class Pending(Waitable):
         if self.error is not None:
             raise self.error
         return self.source
+
+    def wait_for(self, timeout_s: float) -> bool:
+        """Wait, but give nothing up; return whether it is done, or has failed."""
+        return self.finished or self._owner.wait_for(self, timeout_s)
 
     def finish(self, source: int) -> None:
         """Say that it is done (with the lock held)."""

@@ -55,6 +55,8 @@ def of_error(place: Place, error: BaseException) -> Abort:
     """This rank gives up because of an error that others should hear of as it is, if it is one of a group's."""
     if isinstance(error, RankLostError):
         return Abort("lost", str(error), error.ranks, {}, place.sequence)
+    if isinstance(error, MismatchError):
+        return Abort("mismatch", str(error), (), {}, place.sequence)
     if isinstance(error, CollectiveError):
         return Abort("error", str(error), (), {}, place.sequence)
     return failed(place, error)

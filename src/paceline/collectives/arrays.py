@@ -33,6 +33,8 @@ class Memory:
         Raises UsageError if it is no array, of an unknown dtype, not on the CPU, or read-only though a target.
         """
         self._original: Any = None
+        if type(array) is not np.ndarray and isinstance(array, np.ndarray):
+            array = _plain(array)
         if type(array) is np.ndarray:
             dtype = _NUMPY_NAMES.get(array.dtype) or _numpy_name(array.dtype)
             flags = array.flags
@@ -46,7 +48,7 @@ class Memory:
             dtype = _NAMES.get(str(array.dtype), "")
             _check_tensor(array, dtype)
             if not array.is_contiguous():
-                self._original, array = array if target else None, array.contiguous()
+                self._original, array = array if target else None, array.detach().contiguous()
             self.address = array.data_ptr()
             self.count = array.numel()
         else:
@@ -64,7 +66,7 @@ class Memory:
             if isinstance(original, np.ndarray):
                 original[...] = self.array
             else:
-                original.copy_(self.array)
+                original.detach().copy_(self.array)
 
 
 def as_array(array: Any) -> Any:
@@ -79,11 +81,20 @@ def empty_like(array: Any, shape: Sequence[int]) -> Any:
     return array.new_empty(tuple(shape))
 
 
-def view_bytes(address: int, num_bytes: int) -> memoryview:
-    """Return memory at an address as writable bytes; the caller keeps its owner alive."""
+def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview:
+    """Return memory at an address as writable bytes; they keep `owner` alive, if it is given, else the caller does."""
     if not num_bytes:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+    buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    return memoryview(buffer).cast("B")
+
+
+def _plain(array: Any) -> Any:
+    """Return an array of a subclass (``memmap``, say) as the plain one that it is."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise UsageError("got a masked array, expected a plain one; take its .filled() values")
+    return array.view(np.ndarray)
 
 
 def _numpy_name(dtype: Any) -> str:

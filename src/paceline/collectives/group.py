@@ -15,7 +15,7 @@ import numpy as np
 from paceline.collectives._operations import Operations, Work
 from paceline.collectives.arrays import Memory, view_bytes
 from paceline.collectives.ticket import MessageTicket, Ticket
-from paceline.collectives.tuner import Candidate, Tuner
+from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
 from paceline.collectives.world import Connections, World
 from paceline.errors import GroupClosedError, UsageError
 
@@ -38,8 +38,7 @@ class Group:
         self, world: World, ranks: Sequence[int], name: str, *, timeout: timedelta, algorithm: str | None = None
     ) -> None:
         """Use :func:`init` and :meth:`subgroup`."""
-        self.timeout = timeout
-        """How long a call waits for the other ranks."""
+        check_algorithm(algorithm)
         self._timeout_s = timeout.total_seconds()
         self.name = name
         self._world = world
@@ -51,14 +50,19 @@ class Group:
         """The number in the world of every rank of the group."""
         self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
         self._operations = Operations(self.rank, self.size, self._tuner, self._timeout_s)
-        self._num_made: dict[tuple[int, ...], int] = {}
         self._sequence = 0
         self._failure: str = ""
         self._lock = threading.RLock()
+        self._submitting = threading.Lock()
         self._num_pending = 0
         self._queue: SimpleQueue[tuple[Work, Ticket] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._owns_world = False
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a call waits for the other ranks."""
+        return timedelta(seconds=self._timeout_s)
 
     # collectives
 
@@ -157,9 +161,9 @@ class Group:
         """Send part d of `array` (along its first axis) to rank d, and return what the ranks sent here, in rank order.
 
         Without sizes all parts are equal; else `send_sizes` are the rows for every rank, and `receive_sizes` those from
-        every rank (found by an exchange of their own when they are not given).
+        every rank, which need not be given: the ranks tell one another in any case.
         """
-        return self._now(self._all_to_all(array, send_sizes, receive_sizes, out))
+        return self._now(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
     def all_to_all_async(
         self,
@@ -170,7 +174,7 @@ class Group:
         out: Any = None,
     ) -> Ticket:
         """See :meth:`all_to_all`."""
-        return self._later(self._all_to_all(array, send_sizes, receive_sizes, out))
+        return self._later(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
     # objects
 
@@ -239,27 +243,26 @@ class Group:
         """
         has_color = color is not None
         told = self.all_gather(np.array([[has_color, color or 0, key]], np.int64))
-        number = self._number("split")
         if color is None:
             return None
         same = [rank for rank in range(self.size) if told[rank, 0] and told[rank, 1] == color]
         same.sort(key=lambda rank: (int(told[rank, 2]), rank))
-        return self._make(tuple(self.ranks[rank] for rank in same), None, f"split{number}")
+        return self._make(tuple(self.ranks[rank] for rank in same), label="split")
 
     def union(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of this one's ranks and then those of `other` (a group, or ranks in the world)."""
-        others = _world_ranks(other)
-        return self._make((*self.ranks, *(rank for rank in others if rank not in self.ranks)), None)
+        """Return the group of the ranks of both, in the order of the world; `other` is a group, or ranks in the world.
+
+        All its ranks must call it, on either of the two.
+        """
+        return self._make(tuple(sorted({*self.ranks, *_world_ranks(other)})))
 
     def intersection(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks that are in both; None if this rank is not."""
-        others = _world_ranks(other)
-        return self._make(tuple(rank for rank in self.ranks if rank in others), None)
+        """Return the group of the ranks that are in both, in the order of the world; None if this rank is not."""
+        return self._make(tuple(sorted({*self.ranks} & {*_world_ranks(other)})))
 
     def difference(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of this one's ranks that are not in `other`; None if this rank is not."""
-        others = _world_ranks(other)
-        return self._make(tuple(rank for rank in self.ranks if rank not in others), None)
+        """Return the group of this one's ranks that are not in `other`; None if this rank is not among them."""
+        return self._make(tuple(sorted({*self.ranks} - {*_world_ranks(other)})))
 
     def explain(self, nbytes: int, operation: str = "all_reduce") -> str:
         """Return a table of the ways to do an operation: predicted and measured time, and the choice."""
@@ -271,12 +274,12 @@ class Group:
 
     def close(self) -> None:
         """Leave the group; the other ranks' next call raises RankLostError. Idempotent."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._queue.put(None)
-            self._thread.join(timeout=1.0)
-            self._thread = None
         self._failure = self._failure or "it was closed"
         self._connections.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
         if self._owns_world:
             self._world.close()
 
@@ -293,15 +296,6 @@ class Group:
 
     # carrying out
 
-    def _all_to_all(
-        self, array: Any, send_sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None, out: Any
-    ) -> Work:
-        if send_sizes is not None and receive_sizes is None:
-            receive_sizes = self.all_to_all(np.array(send_sizes, np.int64)).tolist()
-        elif send_sizes is None and receive_sizes is not None:
-            raise UsageError("got receive_sizes alone; give send_sizes too")
-        return self._operations.all_to_all(array, send_sizes, receive_sizes, out)
-
     def _check_alive(self) -> None:
         if self._failure:
             raise GroupClosedError(f"group {self.name!r} refuses further work since {self._failure}")
@@ -314,6 +308,7 @@ class Group:
                 return work(self._sequence)
             except BaseException as error:
                 self._failure = f"a call failed: {error}"
+                self._connections.abort(error, self._sequence)
                 raise
 
     def _now(self, work: Work) -> Any:
@@ -323,13 +318,13 @@ class Group:
 
     def _later(self, work: Work) -> Ticket:
         self._check_alive()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"paceline-{self.name}", daemon=True)
-            self._thread.start()
         ticket = Ticket()
-        with self._lock:
+        with self._submitting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=f"paceline-{self.name}", daemon=True)
+                self._thread.start()
             self._num_pending += 1
-        self._queue.put((work, ticket))
+            self._queue.put((work, ticket))
         return ticket
 
     def _serve(self) -> None:
@@ -341,26 +336,26 @@ class Group:
                 result = self._run(work)
             except BaseException as failure:
                 error = failure
-            with self._lock:
+            with self._submitting:
                 self._num_pending -= 1
             ticket._finish(result, error)
             del item, work, ticket, result, error
 
     # making groups
 
-    def _number(self, what: Any) -> int:
-        self._num_made[what] = self._num_made.get(what, -1) + 1
-        return self._num_made[what]
-
-    def _make(self, world_ranks: tuple[int, ...], timeout: timedelta | None, label: str = "") -> Group | None:
-        if self._world.rank not in world_ranks:
+    def _make(self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = "") -> Group | None:
+        """Return the group of these ranks of the world, if this one is among them."""
+        world = self._world
+        if not all(0 <= rank < world.size for rank in world_ranks):
+            raise UsageError(f"got ranks {list(world_ranks)} of the world, which has 0 to {world.size - 1}")
+        if world.rank not in world_ranks:
             return None
-        name = f"{self.name}/{label}{','.join(map(str, world_ranks))}#{self._number(world_ranks)}"
-        return Group(self._world, world_ranks, name, timeout=timeout or self.timeout, algorithm=self._tuner.forced)
+        name = world.next_name(world_ranks, label)
+        return Group(world, world_ranks, name, timeout=timeout or self.timeout, algorithm=self._tuner.forced)
 
 
 def _view(memory: Memory) -> memoryview:
-    return view_bytes(memory.address, memory.num_bytes)
+    return view_bytes(memory.address, memory.num_bytes, owner=memory)
 
 
 def _world_ranks(other: Group | Iterable[int]) -> tuple[int, ...]:

@@ -168,6 +168,10 @@ class PointToPoint(Taker):
             elif isinstance(pending, Receiving):
                 self._give_up_receiving(pending, timeout_s)
 
+    def wait_for(self, pending: Pending, timeout_s: float) -> bool:
+        """See :meth:`Pending.wait_for`."""
+        return self._progress.wait(pending, time.monotonic() + timeout_s)
+
     # with the lock held
 
     def _is_busy(self) -> bool:

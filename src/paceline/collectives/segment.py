@@ -70,7 +70,10 @@ class Segment:
             if os.fstat(descriptor).st_size != num_bytes:
                 raise SegmentError("the shared memory of another rank has another size")
             return cls(descriptor, num_bytes, "")
-        except BaseException:
+        except OSError as error:
+            os.close(descriptor)
+            raise SegmentError(f"cannot map the shared memory of another rank ({error.strerror})") from None
+        except SegmentError:
             os.close(descriptor)
             raise
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +23,14 @@ from paceline.collectives.calls import Call, describe_mismatch, name_ranks
 from paceline.collectives.engine import Area, Engine, Order, Reduction
 from paceline.collectives.segment import Segment
 from paceline.collectives.watching import Watch, is_stopped
-from paceline.errors import CollectiveError, MismatchError, RankLostError
+from paceline.errors import CollectiveError, GroupClosedError, MismatchError, RankLostError
 from paceline.kernels import shared
 
 _SPINS: Final = 300
 """About 5 microseconds; then a waiting rank yields, which is nearly as quick and lets a rank on the same core work."""
 _YIELDS: Final = 300
 _DESCRIBE_S: Final = 2.0
+_CLOSE_S: Final = 2.0
 _SCRATCH_BYTES: Final = 1 << 18
 _LINE: Final = 64
 _KNOWN: Final = 0x5041_4345
@@ -96,6 +98,9 @@ class SharedMemory(Engine):
         self._control = segment.address + shared.HEADER_BYTES + rank * shared.CONTROL_BYTES
         shared.publish_word(np.uint64(self._control + shared.PROCESS), np.uint64(os.getpid()))
         self.reads_peers = False
+        """Whether every rank can read every other's memory; see :meth:`find_out_about_peers`."""
+        self._in_use = threading.Lock()
+        self._is_closing = False
 
     def find_out_about_peers(self, order: Order) -> None:
         """Find out, together with the others, whether every rank can read every other's memory."""
@@ -124,29 +129,22 @@ class SharedMemory(Engine):
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
         """See :meth:`Engine.all_reduce`."""
         num_bytes = source.num_bytes
+        given, taken = np.uint64(source.address), np.uint64(target.address)
         plan, state, signature = self._plan, self._state, np.uint64(order.signature)
-        if num_bytes <= self._small_bytes():
-            code = shared.all_reduce_small(
-                plan, state, signature, np.uint64(source.address), np.uint64(target.address), num_bytes,
-                reduction.item_bytes, np.uint64(reduction.combiner), reduction.op, reduction.scale,
-            )  # fmt: skip
-            if code:
-                again = shared.all_reduce_small
-                self._go_on(code, order, again, (
-                    plan, state, signature, np.uint64(source.address), np.uint64(target.address), num_bytes,
-                    reduction.item_bytes, np.uint64(reduction.combiner), reduction.op, reduction.scale,
-                ))  # fmt: skip
-            return
-        direct = order.algorithm == "direct" and self.reads_peers
-        kernel = shared.all_reduce_direct if direct else shared.all_reduce
-        part = self._direct_part(num_bytes) if direct else self._part(num_bytes)
-        arguments = (
-            plan, state, signature, np.uint64(source.address), np.uint64(target.address), num_bytes,
-            reduction.item_bytes, part, np.uint64(reduction.combiner), reduction.op, reduction.scale,
+        item_bytes, combiner, op, scale = (
+            reduction.item_bytes, np.uint64(reduction.combiner), reduction.op, reduction.scale,
         )  # fmt: skip
-        code = kernel(*arguments)
-        if code:
-            self._go_on(code, order, kernel, arguments)
+        if num_bytes <= self._small_bytes():
+            small = (plan, state, signature, given, taken, num_bytes, item_bytes, combiner, op, scale)
+            self._run(order, shared.all_reduce_small, small)
+        elif order.algorithm == "direct" and self.reads_peers:
+            part = self._direct_part(num_bytes)
+            large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
+            self._run(order, shared.all_reduce_direct, large)
+        else:
+            part = self._part(num_bytes)
+            large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
+            self._run(order, shared.all_reduce, large)
 
     def reduce(self, order: Order, source: Area, target: Area | None, reduction: Reduction, root: int) -> None:
         """See :meth:`Engine.reduce`."""
@@ -203,11 +201,14 @@ class SharedMemory(Engine):
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""
-        if self._segment.address:
-            shared.publish_word(np.uint64(self._control + shared.LEFT), np.uint64(1))
+        if self._is_closing:
+            return
+        self._is_closing = True
+        shared.publish_word(np.uint64(self._control + shared.LEFT), np.uint64(1))
+        if self._in_use.acquire(timeout=_CLOSE_S):  # a kernel that is still running looks up every few milliseconds
             self._segment.close()
-            self._segment.address = 0
             self._watch.close()
+            self._in_use.release()
 
     # how much at once
 
@@ -248,9 +249,15 @@ class SharedMemory(Engine):
             self._plan, self._state, np.uint64(order.signature), puts, takes, block, np.uint64(own),
             reduction.item_bytes, np.uint64(reduction.combiner), reduction.op, reduction.scale,
         )  # fmt: skip
-        code = shared.move(*arguments)
-        if code:
-            self._go_on(code, order, shared.move, arguments)
+        self._run(order, shared.move, arguments)
+
+    def _run(self, order: Order, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> None:
+        with self._in_use:
+            if self._is_closing:
+                raise GroupClosedError(f"group {self.name!r} was closed")
+            code = kernel(*arguments)
+            if code:
+                self._go_on(code, order, kernel, arguments)
 
     def _go_on(self, code: int, order: Order, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> None:
         """Call a kernel again until it is done; leave the group for good if anything goes wrong."""
@@ -278,6 +285,8 @@ class SharedMemory(Engine):
 
     def _look_around(self, order: Order, start: float) -> None:
         """Raise if somebody awaited is dead or has left, or if it has taken too long."""
+        if self._is_closing:
+            raise GroupClosedError(f"group {self.name!r} was closed while {order.call} was under way")
         late = self._late()
         dead = [rank for rank in self._watch.dead() if rank in late]
         where = f"{order.call}, call {order.sequence} of group {self.name!r}"
@@ -315,7 +324,7 @@ class SharedMemory(Engine):
     def abort(self, error: BaseException) -> None:
         """Make every rank that waits in a call, or makes another one, raise what this one raises."""
         header = self._segment.address
-        if not header:
+        if self._is_closing:
             return
         if shared.claim(np.uint64(header + shared.CLAIMED)):
             story = Story.of(error)
@@ -334,7 +343,7 @@ class SharedMemory(Engine):
         offset = self._control - self._segment.address
         space = shared.CONTROL_BYTES - shared.DESCRIPTION
         self._write(offset + shared.DESCRIPTION, msgspec.msgpack.encode(order.call), space)
-        shared.publish_word(np.uint64(self._control + shared.DESCRIBED), np.uint64(order.sequence))
+        shared.publish_word(np.uint64(self._control + shared.DESCRIBED), np.uint64(order.sequence + 1))
         until = time.monotonic() + min(_DESCRIBE_S, order.timeout_s)
         calls: dict[int, Call] = {}
         while len(calls) < self.size and time.monotonic() < until:

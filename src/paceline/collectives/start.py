@@ -7,6 +7,7 @@ from datetime import timedelta
 from paceline.collectives.group import Group
 from paceline.collectives.rendezvous import rendezvous
 from paceline.collectives.store import Store
+from paceline.collectives.tuner import check_algorithm
 from paceline.collectives.world import World
 from paceline.environment import environment
 
@@ -56,6 +57,7 @@ def join(
     algorithm: str | None = None,
 ) -> Group:
     """Meet the other ranks in a store that all of them have, and return the group of all."""
+    check_algorithm(algorithm)
     world = World(store, rank, size, token=token, host=host, name=name, timeout_s=timeout.total_seconds())
     try:
         group = Group(world, range(size), name, timeout=timeout, algorithm=algorithm)

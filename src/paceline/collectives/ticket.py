@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import DeadlineError
 
 if TYPE_CHECKING:
+    from paceline.collectives._p2p_pending import Pending
     from paceline.collectives.arrays import Memory
+
+_log = logging.getLogger(__name__)
 
 
 class Ticket:
@@ -66,32 +70,61 @@ class Ticket:
             self._result, self._error = result, error
             self._finished.set()
         for callback in self._callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception:
+                _log.exception("a callback of a collective failed")
         self._callbacks.clear()
 
 
 class MessageTicket(Ticket):
-    """A send or receive."""
+    """A send or receive. Its result is the rank that sent the message."""
 
-    __slots__ = ("_memory", "_pending", "_timeout")
+    __slots__ = ("_given_back", "_memory", "_pending", "_timeout")
 
-    def __init__(self, pending: Any, timeout: timedelta, memory: Memory) -> None:
+    def __init__(self, pending: Pending, timeout: timedelta, memory: Memory) -> None:
         super().__init__()
         self._pending = pending
         self._timeout = timeout
         self._memory = memory
+        self._given_back = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """See :meth:`Ticket.wait`."""
-        if not self._finished.is_set():
-            try:
-                result = self._pending.wait((timeout or self._timeout).total_seconds())
+        """See :meth:`Ticket.wait`. Without ``timeout`` the group's holds, and after it the message is given up."""
+        if timeout is None:
+            self._pending.wait(self._timeout.total_seconds())
+        elif not self._pending.wait_for(timeout.total_seconds()):
+            raise DeadlineError(
+                f"the message is not through after {timeout.total_seconds():g} s; wait again, or longer"
+            )
+        if self._pending.error is not None:
+            raise self._pending.error
+        with self._lock:
+            if not self._given_back:
                 self._memory.give_back()
-                self._finish(result)
-            except BaseException as error:
-                self._finish(None, error)
-        super().wait()
+                self._given_back = True
 
     def done(self) -> bool:
         """See :meth:`Ticket.done`."""
-        return self._finished.is_set() or bool(self._pending.done())
+        return self._pending.finished
+
+    def result(self) -> int:
+        """Wait, and return the rank that sent the message."""
+        self.wait()
+        return self._pending.source
+
+    def exception(self) -> BaseException | None:
+        """See :meth:`Ticket.exception`."""
+        return self._pending.error
+
+    def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
+        """Call ``callback(ticket)`` when it is done, in a thread of its own."""
+
+        def wait() -> None:
+            try:
+                self.wait()
+            except Exception:
+                _log.debug("a message failed", exc_info=True)
+            callback(self)
+
+        threading.Thread(target=wait, name="paceline-callback", daemon=True).start()

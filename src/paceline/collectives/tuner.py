@@ -57,13 +57,17 @@ class Candidate(NamedTuple):
     measured_s: float | None
 
 
+def check_algorithm(name: str | None) -> None:
+    """Raise UsageError if there is no algorithm of this name."""
+    if name is not None and name not in _NAMES:
+        raise UsageError(f"got algorithm {name!r}, expected one of {', '.join(_NAMES)}")
+
+
 class Tuner:
     """Chooses for one group."""
 
     def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
-        """`algorithm`: what is to be taken wherever it can be. Raises UsageError if there is none of this name."""
-        if algorithm is not None and algorithm not in _NAMES:
-            raise UsageError(f"got algorithm {algorithm!r}, expected one of {', '.join(_NAMES)}")
+        """`algorithm`: what is to be taken wherever it can be."""
         self.forced = algorithm
         self.model: Model | None = None
         """``None`` until the first operation between hosts has measured it."""
@@ -75,15 +79,24 @@ class Tuner:
 
     # choosing
 
-    def choose(self, operation: str, num_bytes: int) -> tuple[Engine, str]:
-        """Return the engine and the algorithm for a call. A collective call when it measures."""
-        shared = self._connections.shared if self._connections.is_on_one_host else None
+    def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
+        """Return the engine and the algorithm for a call.
+
+        When it measures, it is a collective call itself, and meets in a barrier that stands for `order` first: so ranks
+        that disagree hear of that, and do not measure different things.
+        """
+        shared = self._shared()
         forced = self.forced if self.forced in ALGORITHMS.get(operation, ()) else None
         if shared is not None and forced is None:
-            if operation != "all_reduce" or num_bytes < DIRECT_BYTES or not shared.reads_peers:
+            if not self._may_be_direct(shared, operation, num_bytes):
                 return shared, SHARED
-            return shared, self.forced or self._fastest_here(shared, num_bytes)
+            if self.forced in (SHARED, DIRECT):
+                return shared, self.forced
+            return shared, self._fastest_here(shared, num_bytes, order)
         network = self._connections.network(self._choose_schedule)
+        if forced is None and self.model is None and len(self._names(operation)) > 1:
+            network.barrier(order)
+            self.model = self.measure()
         return network, forced or self._choose_schedule(operation, num_bytes)
 
     def record(self, operation: str, algorithm: str, num_bytes: int, seconds: float) -> None:
@@ -97,8 +110,9 @@ class Tuner:
     def candidates(self, operation: str, num_bytes: int) -> list[Candidate]:
         """Return the ways to do an operation, with what is known of them; no communication."""
         found: list[Candidate] = []
-        if self._connections.is_on_one_host and self._connections.shared is not None:
-            names = [SHARED] if operation != "all_reduce" or num_bytes < DIRECT_BYTES else [SHARED, DIRECT]
+        shared = self._shared()
+        if shared is not None:
+            names = [SHARED, DIRECT] if self._may_be_direct(shared, operation, num_bytes) else [SHARED]
             near = self._near(num_bytes)
             for name in names:
                 timed = self._local.get(near, {}).get(name)
@@ -138,19 +152,30 @@ class Tuner:
         return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.hosts)
 
     def _explain_choice(self, operation: str, num_bytes: int) -> tuple[str, str]:
-        on_one_host = self._connections.is_on_one_host and self._connections.shared is not None
-        if self.forced in ALGORITHMS[operation] or (self.forced in (SHARED, DIRECT) and on_one_host):
-            return str(self.forced), "as PACELINE_ALGORITHM or the caller demands"
-        if on_one_host:
-            timed = self._local.get(self._near(num_bytes))
-            if operation != "all_reduce" or num_bytes < DIRECT_BYTES:
+        if self._connections.size == 1:
+            return "nothing", "there is one rank"
+        shared = self._shared()
+        if self.forced is not None and self.forced in ALGORITHMS[operation]:
+            return self.forced, "as PACELINE_ALGORITHM or the caller demands"
+        if shared is not None:
+            if not self._may_be_direct(shared, operation, num_bytes):
                 return SHARED, "all ranks are on one host"
+            if self.forced is not None and self.forced in (SHARED, DIRECT):
+                return self.forced, "as PACELINE_ALGORITHM or the caller demands"
+            timed = self._local.get(self._near(num_bytes))
             if timed is None:
                 return SHARED, "all ranks are on one host; not yet timed against direct"
             return min(timed, key=lambda name: timed[name]), "timed the fastest on this host"
-        if self.model is None:
+        if self.model is None and len(self._names(operation)) > 1:
             return "none yet", "the first call measures the links, then chooses"
         return self._choose_schedule(operation, num_bytes), "the least predicted time"
+
+    def _shared(self) -> SharedMemory | None:
+        return self._connections.shared if self._connections.is_on_one_host else None
+
+    @staticmethod
+    def _may_be_direct(shared: SharedMemory, operation: str, num_bytes: int) -> bool:
+        return operation == "all_reduce" and num_bytes >= DIRECT_BYTES and shared.reads_peers
 
     def _median(self, operation: str, name: str, num_bytes: int) -> float | None:
         kept = self._measured.get((operation, name, num_bytes.bit_length()))
@@ -162,10 +187,11 @@ class Tuner:
     def _near(num_bytes: int) -> int:
         return max((size for size in _SIZES if size <= num_bytes), default=_SIZES[0])
 
-    def _fastest_here(self, shared: SharedMemory, num_bytes: int) -> str:
+    def _fastest_here(self, shared: SharedMemory, num_bytes: int, order: Order) -> str:
         near = self._near(num_bytes)
         timed = self._local.get(near)
         if timed is None:
+            shared.barrier(order)
             timed = self._local[near] = self._time_locally(shared, near)
         return min(timed, key=lambda name: timed[name])
 
@@ -188,18 +214,18 @@ class Tuner:
     # between hosts
 
     def _choose_schedule(self, operation: str, num_bytes: int) -> str:
-        known = ALGORITHMS[operation]
-        names = [name for name, algorithm in known.items() if algorithm.supports(self._connections.size)]
-        if len(names) == 1:
+        names = self._names(operation)
+        if len(names) == 1 or self.model is None:
             return names[0]
         key = (operation, num_bytes.bit_length())
         found = self._chosen.get(key)
         if found is None:
-            if self.model is None:
-                self.model = self.measure()
             found = min(names, key=lambda name: self.predict(operation, name, num_bytes))
             self._chosen[key] = found
         return found
+
+    def _names(self, operation: str) -> list[str]:
+        return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.size)]
 
     def measure(self) -> Model:
         """Measure the model, together with all ranks: every rank sends to the next and receives from the one before."""

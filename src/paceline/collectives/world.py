@@ -46,6 +46,7 @@ class World:
             raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
         self.store, self.rank, self.size, self.name = store, rank, size, name
         self.timeout_s = timeout_s
+        self._num_groups: dict[tuple[tuple[int, ...], str], int] = {}
         self.node = Node(token, host=host)
         try:
             told = exchange(
@@ -56,6 +57,12 @@ class World:
             self.node.close()
             raise
         _open_worlds.add(self)
+
+    def next_name(self, ranks: tuple[int, ...], label: str) -> str:
+        """Return the name of the next group of these ranks, which is the same on all of them."""
+        key = (ranks, label)
+        self._num_groups[key] = self._num_groups.get(key, 0) + 1
+        return f"{self.name}/{label}{','.join(map(str, ranks))}#{self._num_groups[key]}"
 
     def close(self) -> None:
         """Leave: the other ranks notice. Idempotent."""
@@ -119,6 +126,13 @@ class Connections:
             self._point_to_point = PointToPoint(self.world.node, self._identity, self.rank, self.infos)
         return self._point_to_point
 
+    def abort(self, error: BaseException, sequence: int) -> None:
+        """Make the other ranks, in this call or their next one, raise what this one raises."""
+        if self.shared is not None:
+            self.shared.abort(error)
+        if self._executor is not None:
+            self._executor.abort(_GIVEN_UP, sequence, error)
+
     def close(self) -> None:
         """Let go of everything; the others notice. Idempotent."""
         for part in (self.shared, self._network, self._point_to_point):
@@ -146,6 +160,16 @@ class Connections:
         if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
             return None
         segment, failure = self._open_segment(deadline)
+        try:
+            return self._attach(segment, failure, deadline)
+        except BaseException:
+            if segment is not None:
+                segment.close()
+            raise
+
+    def _attach(self, segment: Segment | None, failure: str, deadline: float) -> SharedMemory | None:
+        """Go on together if every rank of this host has opened the segment."""
+        local = self.local_ranks
         own = _Attached(failure, tuple(_own_cores()))
         values = exchange(
             PrefixStore(self._store, f"host {self.hosts[self.rank]}"),
@@ -169,7 +193,11 @@ class Connections:
             num_cores=len({core for other in attached for core in other.cores}),
             members=local,
         )
-        engine.find_out_about_peers(Order(_MEET, _MEET.signature, 0, max(deadline - time.monotonic(), 1.0)))
+        try:
+            engine.find_out_about_peers(Order(_MEET, _MEET.signature, 0, max(deadline - time.monotonic(), 1.0)))
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:
@@ -192,6 +220,7 @@ class Connections:
 
 
 _MEET = Call("meet")
+_GIVEN_UP = Call("a call")
 
 
 def _own_cores() -> Sequence[int]:

@@ -12,7 +12,7 @@ _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
 
 def format_header(peers: Sequence[str]) -> str:
     """Return the line above the figures; `peers` without ours."""
-    ours = f"{'size':>6} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
+    ours = f"{'size':>8} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
     return (ours + "".join(f" {f'{peer} µs':>11} {'±':>4} {'ratio':>6}" for peer in peers)).rstrip()
 
 
@@ -21,7 +21,7 @@ def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
     found = {each.peer: each for each in measured}
     ours = found[OURS]
     bandwidth = f"{ours.gb_per_s:6.2f}" if ours.bytes else f"{'-':>6}"
-    line = f"{format_size(ours.bytes):>6} {_time(ours):>12} {ours.spread:4.0%} {bandwidth}  {ours.algorithm or '-':10}"
+    line = f"{format_size(ours.bytes):>8} {_time(ours):>12} {ours.spread:4.0%} {bandwidth}  {ours.algorithm or '-':10}"
     for peer in peers:
         other = found.get(peer)
         if other is None:
