@@ -217,6 +217,11 @@ class Operations:
         source = Memory(array)
         equal = sends is None and receives is None
         send_rows = self._rows(source.shape, sends, "all_to_all")
+        if receives is not None and (len(receives) != self.size or receives[self.rank] != send_rows[self.rank]):
+            raise UsageError(
+                f"got receive_sizes {list(receives)}, expected {self.size} numbers, with {send_rows[self.rank]} rows "
+                f"from rank {self.rank} itself"
+            )
         call = self._call(
             "all_to_all" if equal else "all_to_all (uneven)", source.dtype, source.shape if equal else source.shape[1:]
         )

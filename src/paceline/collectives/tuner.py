@@ -237,7 +237,9 @@ class Tuner:
             if seconds > _LEAST_S or num_bytes >= _MOST_BYTES:
                 break
             num_bytes *= 4
-        return Model(alpha, max(seconds - alpha, 1e-9) / num_bytes, _time_combining())
+        gamma = np.array([_time_combining()])
+        self._agree(network, gamma)
+        return Model(alpha, max(seconds - alpha, 1e-9) / num_bytes, float(gamma[0]))
 
     def _time_shift(self, network: Network, num_bytes: int, repeats: int) -> float:
         from paceline.collectives.executor import Blocks

@@ -1,0 +1,65 @@
+"""How a process group's calls are carried out: here and now, or by the group's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from paceline.collectives import Group
+from paceline.errors import PacelineError
+from paceline.torch import _profiling
+from paceline.torch._errors import in_torch_terms
+from paceline.torch._tensors import After
+from paceline.torch._work import FinishedWork, TicketWork, Value
+
+
+class Step(NamedTuple):
+    """One call of the group's: its method, without ``_async``, and the arguments."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012  (never written)
+
+
+class Calls:
+    """The calls of one process group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def run(
+        self,
+        event: str,
+        steps: Sequence[Step],
+        value: Value,
+        *,
+        is_async: bool,
+        shown: Sequence[Tensor] = (),
+        after: After | None = None,
+    ) -> Work:
+        """Carry out `steps`, then `after`. `event` and the tensors that are `shown` are for the profiler.
+
+        What is not asynchronous is done in the caller's thread, where it takes some microseconds less.
+        """
+        group = self._group
+        is_profiled = _profiling.is_enabled()
+        try:
+            if is_async or is_profiled:
+                recorded = _profiling.Event(event, shown) if is_profiled else None
+                tickets = [
+                    getattr(group, f"{method}_async")(*arguments, **options) for method, arguments, options in steps
+                ]
+                work = TicketWork(tickets, value, group.timeout, after=after, event=recorded)
+                if not is_async:
+                    work.wait()
+                return work
+            for method, arguments, options in steps:
+                getattr(group, method)(*arguments, **options)
+        except PacelineError as error:
+            raise in_torch_terms(error, group.timeout) from None
+        if after is not None:
+            after()
+        return FinishedWork(value)

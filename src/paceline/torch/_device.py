@@ -1,0 +1,63 @@
+"""Groups for tensors that are not on the CPU: the backend that PyTorch itself takes for their device."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, Store
+from torch.distributed import PrefixStore
+
+from paceline.errors import UsageError
+
+_CUDA: Final = "cuda"
+
+
+class DeviceGroups:
+    """The same ranks once more, as an NCCL group: made when the first CUDA tensor comes, by all of them."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        self._store, self._rank, self._size, self._timeout, self._name = store, rank, size, timeout, name
+        self._group: Any = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether any CUDA tensor has come."""
+        return self._group is not None
+
+    def of(self, tensor: Tensor) -> Any:
+        """Return the group for the device of a tensor. Raises UsageError if there is none."""
+        return self.of_device(tensor.device)
+
+    def of_device(self, device: torch.device) -> Any:
+        """Return the group for a device. Raises UsageError if there is none."""
+        if device.type != _CUDA or not torch.distributed.is_nccl_available():
+            raise UsageError(
+                f"got a tensor on {device}, expected one on the CPU or, where PyTorch has NCCL, on CUDA; move it with "
+                ".cpu()"
+            )
+        if self._group is None:
+            self._group = self._make()
+        return self._group
+
+    def close(self, *, abort: bool) -> None:
+        """Let go of the group. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort() if abort else group.shutdown()
+
+    def _make(self) -> Any:
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+
+        store = PrefixStore("nccl", self._store)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        group: Any = ProcessGroup(store, self._rank, self._size)
+        backend: Any = ProcessGroupNCCL(store, self._rank, self._size, options)
+        group._set_default_backend(ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device(_CUDA), ProcessGroup.BackendType.NCCL, backend)
+        group._set_group_name(f"{self._name} on CUDA")
+        group._set_group_desc("paceline's CUDA tensors")
+        return group

@@ -1,0 +1,63 @@
+"""The monitored barrier: a barrier after which rank 0 knows who has not come."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from datetime import timedelta
+
+import torch
+from torch.distributed import DistBackendError
+
+from paceline.collectives import Group
+from paceline.errors import CollectiveError, PeerError
+
+
+class MonitoredBarrier:
+    """The monitored barriers of one group; apart from its collectives, so they can follow one that hangs."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._tags = itertools.count(-2, -2)
+        """Below zero there are no tags of users; two for every barrier, so a late message disturbs no other."""
+
+    def wait(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
+        """Return when every rank has called it; rank 0 raises who has not, all of them or the first."""
+        tag = next(self._tags)
+        if self._group.rank == 0:
+            self._collect(tag, timeout, wait_all_ranks)
+        else:
+            self._report(tag, timeout)
+
+    def _collect(self, tag: int, timeout: timedelta, wait_all_ranks: bool) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        word = torch.zeros(1, dtype=torch.uint8)
+        missing: list[int] = []
+        for rank in range(1, self._group.size):
+            left = timedelta(seconds=max(deadline - time.monotonic(), 1e-6))
+            try:
+                self._group.recv_async(word, rank, tag=tag).wait(left)
+            except PeerError:
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            told = ", ".join(map(str, missing))
+            ms = int(timeout.total_seconds() * 1000)
+            raise DistBackendError(
+                f"[Rank 0]: Rank {told} failed to pass monitoredBarrier in {ms} ms: Rank 0 timed out in "
+                f"monitoredBarrier after {ms} ms"
+            )
+        for rank in range(1, self._group.size):
+            self._group.send(word, rank, tag=tag - 1)
+
+    def _report(self, tag: int, timeout: timedelta) -> None:
+        word = torch.zeros(1, dtype=torch.uint8)
+        try:
+            self._group.send_async(word, 0, tag=tag).wait(timeout)
+            self._group.recv_async(word, 0, tag=tag - 1).wait(timeout)
+        except (CollectiveError, PeerError) as error:
+            raise DistBackendError(
+                f"Rank {self._group.rank} successfully reached monitoredBarrier, but received errors while waiting "
+                f"for send/recv from rank 0. Please check rank 0 logs for faulty rank. ({error})"
+            ) from None

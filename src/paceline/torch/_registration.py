@@ -1,0 +1,76 @@
+"""How the ranks of a torch.distributed group become a group of ours."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed import Store as CStore
+
+from paceline.collectives import Group, join
+from paceline.collectives.rendezvous import is_loopback, own_host
+from paceline.environment import environment
+from paceline.errors import DeadlineError, RankLostError
+from paceline.torch._errors import in_torch_terms
+from paceline.torch._store import TorchStore
+from paceline.torch.process_group import PacelineProcessGroup
+from paceline.transport.authentication import make_token
+
+BACKEND: Final = "paceline"
+_LOOPBACK: Final = "127.0.0.1"
+
+
+def register() -> None:
+    """Make the backend known to ``torch.distributed``; for all devices, of which CPU and CUDA are supported."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
+    """Meet the other ranks of a group, in the store of ``init_process_group``."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    try:
+        group = _join(store, rank, size, options.group_id, timeout)
+    except (RankLostError, DeadlineError) as error:
+        raise in_torch_terms(error, timeout) from None
+    return PacelineProcessGroup(store, group)
+
+
+def _join(store: CStore, rank: int, size: int, name: str, timeout: timedelta) -> Group:
+    # The same store may serve a program's second life, after destroy_process_group.
+    life = store.add(f"paceline lives of rank {rank}", 1)
+    shared = TorchStore(store, f"paceline {life}")
+    if rank == 0:
+        shared.set("token", make_token().encode())
+    token = shared.get("token", _deadline(timeout)).decode()
+    told = environment()
+    return join(
+        shared,
+        rank,
+        size,
+        token=token,
+        host=_host(store, told.master_addr),
+        name=f"torch {name}",
+        timeout=timeout,
+        algorithm=told.algorithm,
+    )
+
+
+def _deadline(timeout: timedelta) -> float:
+    import time
+
+    return time.monotonic() + timeout.total_seconds()
+
+
+def _host(store: CStore, master: str | None) -> str:
+    """Return the address at which the other ranks reach this one: loopback if the store leads no further."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        host = store.host
+    elif isinstance(store, dist.FileStore):
+        host = master or _LOOPBACK  # a file that several hosts see, if a launcher says where the first is
+    else:
+        host = _LOOPBACK
+    return _LOOPBACK if is_loopback(host) else own_host(host)

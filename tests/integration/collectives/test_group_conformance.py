@@ -1,0 +1,88 @@
+"""Every engine and schedule keeps the promises of Group; threads, descriptors and memory are given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paceline.testing.collectives import COLLECTIVE_CHECKS, check_collectives, run_ranks
+
+_WHOLE = {
+    "shared, 2 ranks": {"size": 2},
+    "shared, 5 ranks": {"size": 5},
+    "ring, 3 ranks": {"size": 3, "algorithm": "ring"},
+    "2 hosts of 2": {"size": 4, "hosts": [0, 0, 1, 1]},
+}
+_PARTLY = {
+    "shared, 3 ranks": {"size": 3},
+    "forced shared, 4 ranks": {"size": 4, "algorithm": "shared"},
+    "direct, 2 ranks": {"size": 2, "algorithm": "direct"},
+    "direct, 5 ranks": {"size": 5, "algorithm": "direct"},
+    "ring, 2 ranks": {"size": 2, "algorithm": "ring"},
+    "recursive-doubling, 3 ranks": {"size": 3, "algorithm": "recursive-doubling"},
+    "recursive-doubling, 4 ranks": {"size": 4, "algorithm": "recursive-doubling"},
+    "halving-doubling, 5 ranks": {"size": 5, "algorithm": "halving-doubling"},
+    "binomial-tree, 5 ranks": {"size": 5, "algorithm": "binomial-tree"},
+    "double-binary-tree, 4 ranks": {"size": 4, "algorithm": "double-binary-tree"},
+    "central, 3 ranks": {"size": 3, "algorithm": "central"},
+    "bruck, 5 ranks": {"size": 5, "algorithm": "bruck"},
+    "pairwise, 4 ranks": {"size": 4, "algorithm": "pairwise"},
+    "hierarchical, one host": {"size": 3, "algorithm": "hierarchical"},
+    "hierarchical, 2 hosts of 2": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
+    "hierarchical, hosts of 3, 1 and 1": {"size": 5, "hosts": [0, 1, 0, 2, 0], "algorithm": "hierarchical"},
+    "3 hosts of 1": {"size": 3, "hosts": [0, 1, 2]},
+    "hosts of 2 and 1": {"size": 3, "hosts": [0, 0, 1]},
+}
+_PART = (
+    "check_all_reduce_sizes",
+    "check_all_reduce_large",
+    "check_bits",
+    "check_layouts",
+    "check_reduce",
+    "check_reduce_scatter",
+    "check_broadcast",
+    "check_all_gather",
+    "check_gather",
+    "check_scatter",
+    "check_all_to_all",
+    "check_programs",
+    "check_explain",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    threads, descriptors = set(threading.enumerate()), _descriptors()
+    yield
+    deadline = time.monotonic() + 5.0
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    assert not set(threading.enumerate()) - threads, "threads are left"
+    assert not _descriptors() - descriptors, "descriptors are left"
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except OSError:
+            pass  # the one of listdir itself
+    return found
+
+
+@pytest.mark.parametrize("check", COLLECTIVE_CHECKS)
+@pytest.mark.parametrize("options", _WHOLE.values(), ids=_WHOLE)
+def test_everything(options: dict[str, Any], check: str) -> None:
+    check_collectives(lambda function: run_ranks(function=function, **options), only=check)
+
+
+@pytest.mark.parametrize("options", _PARTLY.values(), ids=_PARTLY)
+def test_every_operation(options: dict[str, Any]) -> None:
+    for check in _PART:
+        check_collectives(lambda function: run_ranks(function=function, **options), only=check)
