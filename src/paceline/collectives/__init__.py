@@ -6,10 +6,24 @@
 >>> group.close()
 """
 
+from paceline.collectives.grid import Grid, dims_create, split_evenly
 from paceline.collectives.group import Group
 from paceline.collectives.start import DEFAULT_TIMEOUT, init, join
 from paceline.collectives.store import MemoryStore, PrefixStore, Store
 from paceline.collectives.ticket import Ticket
 from paceline.collectives.tuner import Candidate
 
-__all__ = ["DEFAULT_TIMEOUT", "Candidate", "Group", "MemoryStore", "PrefixStore", "Store", "Ticket", "init", "join"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Candidate",
+    "Grid",
+    "Group",
+    "MemoryStore",
+    "PrefixStore",
+    "Store",
+    "Ticket",
+    "dims_create",
+    "init",
+    "join",
+    "split_evenly",
+]

@@ -201,7 +201,10 @@ class Group:
     # send and receive
 
     def send(self, array: Any, to: int, *, tag: int = 0) -> None:
-        """Send an array to a rank that calls :meth:`recv` with this tag and an array of the same dtype and size."""
+        """Send an array to a rank that calls :meth:`recv` with this tag and an array of the same dtype and size.
+
+        Tags are numbers below 2^62; those above are the library's own.
+        """
         self.send_async(array, to, tag=tag).wait()
 
     def send_async(self, array: Any, to: int, *, tag: int = 0) -> Ticket:

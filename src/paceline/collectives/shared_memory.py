@@ -31,6 +31,8 @@ _SPINS: Final = 300
 _YIELDS: Final = 300
 _DESCRIBE_S: Final = 2.0
 _CLOSE_S: Final = 2.0
+_EARLY_S: Final = 0.1
+"""A rank gives up so long before the timeout, for the error to come within it."""
 _SCRATCH_BYTES: Final = 1 << 18
 _LINE: Final = 64
 _KNOWN: Final = 0x5041_4345
@@ -273,6 +275,7 @@ class SharedMemory(Engine):
             if code == shared.ABORTED:
                 raise self._read_story().error()
             if code == shared.UNREADABLE:
+                self._blame_dead(order, range(self.size))
                 raise RankLostError(
                     f"cannot read the memory of another rank in {order.call}, call {order.sequence} of group "
                     f"{self.name!r}; its process has ended or is protected"
@@ -288,21 +291,25 @@ class SharedMemory(Engine):
         if self._is_closing:
             raise GroupClosedError(f"group {self.name!r} was closed while {order.call} was under way")
         late = self._late()
-        dead = [rank for rank in self._watch.dead() if rank in late]
+        self._blame_dead(order, late)
         where = f"{order.call}, call {order.sequence} of group {self.name!r}"
-        if dead:
-            told = ", ".join(f"process {self._processes[rank]}" for rank in dead)
-            raise RankLostError(f"{self._names(dead)} ({told}) died before or during {where}", self._called(dead))
         left = [rank for rank in late if self._word(rank, shared.LEFT)]
         if left:
             raise RankLostError(f"{self._names(left)} left the group before {where}", self._called(left))
-        if time.monotonic() - start > order.timeout_s:
+        if time.monotonic() - start > order.timeout_s - min(_EARLY_S, order.timeout_s / 10):
             stopped = [rank for rank in late if is_stopped(self._processes[rank])]
             late = stopped or late
             reason = "is stopped (SIGSTOP)" if stopped else "did not come"
             raise RankLostError(
                 f"{self._names(late)} {reason}: {where} was not done within {order.timeout_s:g} s", self._called(late)
             )
+
+    def _blame_dead(self, order: Order, ranks: Sequence[int]) -> None:
+        dead = [rank for rank in self._watch.dead() if rank in ranks]
+        if dead:
+            told = ", ".join(f"process {self._processes[rank]}" for rank in dead)
+            where = f"{order.call}, call {order.sequence} of group {self.name!r}"
+            raise RankLostError(f"{self._names(dead)} ({told}) died before or during {where}", self._called(dead))
 
     def _called(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._members[rank] for rank in ranks)

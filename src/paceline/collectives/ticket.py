@@ -97,16 +97,22 @@ class MessageTicket(Ticket):
             raise DeadlineError(
                 f"the message is not through after {timeout.total_seconds():g} s; wait again, or longer"
             )
+        self._give_back()
         if self._pending.error is not None:
             raise self._pending.error
+
+    def _give_back(self) -> None:
         with self._lock:
-            if not self._given_back:
+            if not self._given_back and self._pending.error is None:
                 self._memory.give_back()
                 self._given_back = True
 
     def done(self) -> bool:
         """See :meth:`Ticket.done`."""
-        return self._pending.finished
+        if self._pending.finished:
+            self._give_back()
+            return True
+        return False
 
     def result(self) -> int:
         """Wait, and return the rank that sent the message."""

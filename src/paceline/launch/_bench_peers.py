@@ -18,7 +18,7 @@ from paceline.launch._bench_buffers import Buffers
 from paceline.launch._bench_plan import OURS
 
 TIMEOUT: Final = timedelta(seconds=60)
-_INSTALL_MPI: Final = "pip install mpi4py, and Open MPI (Debian: apt install openmpi-bin)"
+_INSTALL_MPI: Final = "pip install mpi4py, and Open MPI itself (Debian: apt install openmpi-bin)"
 
 
 class Peer(ABC):

@@ -65,7 +65,9 @@ class RankProcesses:
                     continue  # some library's remark
                 message: dict[str, Any] = json.loads(line)
                 if "error" in message:
-                    raise (UsageError if message.get("usage") else PeerError)(message["error"])
+                    if message["usage"]:
+                        raise UsageError(message["error"])
+                    raise PeerError(self._killed() or message["error"])
                 if "done" in message:
                     self._done = True
                     return
@@ -121,6 +123,14 @@ class RankProcesses:
             start_new_session=True,  # Ctrl-C is ours to handle
         )
         self._children.append(child)
+
+    def _killed(self) -> str:
+        """Say which of the ranks that we started was killed; that tells more than what the others make of it."""
+        for rank, child in enumerate(self._children):
+            status = child.poll()
+            if status is not None and status < 0 and not self._mpirun:
+                return f"rank {rank} {describe_status(status)}; the others cannot go on without it"
+        return ""
 
     def _last_words(self) -> str:
         """Say how the first that failed has ended, and what was said last."""

@@ -55,6 +55,8 @@ def examine() -> Iterator[Finding]:
     for package in ("numpy", "numba", "msgspec", "safetensors"):
         yield Finding("ok", package, importlib.metadata.version(package))
     yield _extra("pyarrow", "csv and parquet", "pip install 'paceline[parquet]'")
+    yield _extra("torch", "PyTorch models, and Gloo in bench collectives", "pip install torch")
+    yield _extra("mpi4py", "Open MPI in bench collectives", "pip install mpi4py; Debian: apt install openmpi-bin")
     yield _kernels()
     yield _cluster()
 

@@ -27,6 +27,10 @@ class DeviceGroups:
         """Whether any CUDA tensor has come."""
         return self._group is not None
 
+    def current(self) -> Any:
+        """Return the group that has been made."""
+        return self._group
+
     def of(self, tensor: Tensor) -> Any:
         """Return the group for the device of a tensor. Raises UsageError if there is none."""
         return self.of_device(tensor.device)

@@ -30,7 +30,9 @@ def op_and_factor(op: Any) -> tuple[str, Any]:
         return name, None
     if op == _RED_OP_TYPE.PREMUL_SUM:
         return "sum", op.__getstate__()[1]
-    raise UsageError(f"got the reduce operation {op}, expected SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM")
+    raise UsageError(
+        f"got the reduce operation {op}, expected SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM"
+    )
 
 
 def scaled(tensor: Tensor, factor: Any) -> Tensor:

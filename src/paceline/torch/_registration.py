@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any, Final
 
@@ -43,7 +44,7 @@ def _join(store: CStore, rank: int, size: int, name: str, timeout: timedelta) ->
     shared = TorchStore(store, f"paceline {life}")
     if rank == 0:
         shared.set("token", make_token().encode())
-    token = shared.get("token", _deadline(timeout)).decode()
+    token = shared.get("token", time.monotonic() + timeout.total_seconds()).decode()
     told = environment()
     return join(
         shared,
@@ -55,12 +56,6 @@ def _join(store: CStore, rank: int, size: int, name: str, timeout: timedelta) ->
         timeout=timeout,
         algorithm=told.algorithm,
     )
-
-
-def _deadline(timeout: timedelta) -> float:
-    import time
-
-    return time.monotonic() + timeout.total_seconds()
 
 
 def _host(store: CStore, master: str | None) -> str:

@@ -59,8 +59,26 @@ def targets(tensors: Sequence[Tensor]) -> tuple[Tensor, After | None]:
 
 def sizes(tensors: Sequence[Tensor]) -> list[int] | None:
     """Return the number of items of every tensor; None if it is the same for all."""
-    counts = [movable(tensor).numel() for tensor in tensors]
-    return None if len(set(counts)) == 1 else counts
+    found = counts(tensors)
+    return None if len(set(found)) == 1 else found
+
+
+def counts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of items of every tensor."""
+    return [movable(tensor).numel() for tensor in tensors]
+
+
+def one_after_another(afters: Sequence[After | None]) -> After | None:
+    """Return all that remains of several calls, None for nothing."""
+    remaining = [after for after in afters if after is not None]
+    if not remaining:
+        return None
+
+    def all_of_them() -> None:
+        for after in remaining:
+            after()
+
+    return all_of_them
 
 
 def _one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from paceline.collectives import Group, MemoryStore, init, join
-from paceline.collectives.grid import Grid, dims_create, split_evenly
+from paceline.collectives import Grid, Group, MemoryStore, dims_create, init, join, split_evenly
 from paceline.errors import GroupClosedError, MismatchError, UsageError
 
 _T = TypeVar("_T")

@@ -1,0 +1,505 @@
+"""What every rank hears when something goes wrong in a group: ranks are threads, on shared memory, sockets and hosts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from paceline.collectives import Group, MemoryStore, join
+from paceline.errors import (
+    CollectiveError,
+    DeadlineError,
+    GroupClosedError,
+    MismatchError,
+    PacelineError,
+    RankLostError,
+    UsageError,
+)
+from paceline.testing.collectives import run_ranks
+
+_T = TypeVar("_T")
+_SHORT = timedelta(seconds=1.5)
+_ENGINES = {
+    "shared": {"size": 3},
+    "ring": {"size": 3, "algorithm": "ring"},
+    "hosts": {"size": 4, "hosts": [0, 0, 1, 1]},
+    "layered": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
+}
+engines = pytest.mark.parametrize("options", _ENGINES.values(), ids=_ENGINES)
+
+
+def failures(function: Callable[[Group], object], **options: Any) -> list[PacelineError]:
+    """Run a function that is to fail on every rank; return the errors. Afterwards every group refuses work."""
+
+    def run(group: Group) -> PacelineError:
+        try:
+            function(group)
+        except PacelineError as error:
+            with pytest.raises(GroupClosedError, match="refuses further work"):
+                group.barrier()
+            with pytest.raises(GroupClosedError, match="refuses further work"):
+                group.send(np.zeros(1), 0)
+            with pytest.raises(GroupClosedError, match="refuses further work"):
+                group.all_reduce_async(np.zeros(1))
+            return error
+        raise AssertionError(f"rank {group.rank} has heard of nothing")
+
+    return run_ranks(function=run, within=timedelta(seconds=20), **options)
+
+
+_LARGE = 1 << 20
+_MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object], tuple[str, str]]] = {
+    "operation": (
+        lambda group: group.barrier(),
+        lambda group: group.all_reduce(np.ones(3)),
+        ("barrier()", "all_reduce(float64[3], sum)"),
+    ),
+    "shape": (
+        lambda group: group.all_reduce(np.ones((2, 3))),
+        lambda group: group.all_reduce(np.ones((3, 2))),
+        ("float64[2, 3]", "float64[3, 2]"),
+    ),
+    "size": (
+        lambda group: group.all_gather(np.ones(4)),
+        lambda group: group.all_gather(np.ones(50_000)),
+        ("float64[4]", "float64[50000]"),
+    ),
+    "large sizes": (
+        lambda group: group.all_reduce(np.ones(_LARGE, np.float32)),
+        lambda group: group.all_reduce(np.ones(4 * _LARGE, np.float32)),
+        (f"float32[{_LARGE}]", f"float32[{4 * _LARGE}]"),
+    ),
+    "large and small": (
+        lambda group: group.all_reduce(np.ones(_LARGE, np.float32)),
+        lambda group: group.barrier(),
+        (f"float32[{_LARGE}]", "barrier()"),
+    ),
+    "dtype": (
+        lambda group: group.all_reduce(np.ones(3, np.float32)),
+        lambda group: group.all_reduce(np.ones(3, np.int32)),
+        ("float32[3]", "int32[3]"),
+    ),
+    "reduction": (
+        lambda group: group.all_reduce(np.ones(3), "sum"),
+        lambda group: group.all_reduce(np.ones(3), "max"),
+        ("sum", "max"),
+    ),
+    "root": (
+        lambda group: group.broadcast(np.ones(3), root=0),
+        lambda group: group.broadcast(np.ones(3), root=1),
+        ("root=0", "root=1"),
+    ),
+    "sizes": (
+        lambda group: group.reduce_scatter(np.ones(7), sizes=[3, 4, *[0] * (group.size - 2)]),
+        lambda group: group.reduce_scatter(np.ones(7), sizes=[4, 3, *[0] * (group.size - 2)]),
+        ("[7, 3, 4", "[7, 4, 3"),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first call", "later call"])
+@pytest.mark.parametrize("case", _MISMATCHES)
+@engines
+def test_calls_that_differ_raise_everywhere(options: dict[str, Any], case: str, is_first: bool) -> None:
+    one, other, told = _MISMATCHES[case]
+
+    def call(group: Group) -> None:
+        if not is_first:
+            group.all_reduce(np.ones(5))
+            group.all_reduce(np.ones(_LARGE, np.float32))
+        (other if group.rank == group.size - 1 else one)(group)
+
+    for error in failures(call, **options):
+        assert isinstance(error, MismatchError), repr(error)
+        assert all(text in str(error) for text in told), error
+        assert f"rank {options['size'] - 1}" in str(error)
+        assert "tune" not in str(error)
+
+
+@engines
+def test_a_rank_that_does_not_come_is_named(options: dict[str, Any]) -> None:
+    is_over = threading.Event()
+    size = options["size"]
+    num_over = threading.Semaphore(0)
+
+    def call(group: Group) -> PacelineError | None:
+        group.all_reduce(np.ones(4))
+        if group.rank == 1:
+            for _ in range(size - 1):
+                assert num_over.acquire(timeout=15)
+            is_over.set()
+            return None
+        try:
+            group.all_reduce(np.ones(4))
+        except PacelineError as error:
+            return error
+        finally:
+            num_over.release()
+            is_over.wait(15)  # its going would tell
+        return None
+
+    errors = run_ranks(function=call, timeout=_SHORT, within=timedelta(seconds=20), **options)
+    for rank, error in enumerate(errors):
+        if rank != 1:
+            assert isinstance(error, RankLostError)
+            assert error.ranks == (1,), error
+            assert "rank 1" in str(error)
+
+
+@engines
+def test_a_rank_that_leaves_is_named(options: dict[str, Any]) -> None:
+    def call(group: Group) -> PacelineError | None:
+        group.all_reduce(np.ones(4))
+        if group.rank == 1:
+            return None  # its group is closed
+        with pytest.raises(RankLostError) as lost:
+            group.all_reduce(np.ones(4))
+        return lost.value
+
+    for rank, error in enumerate(run_ranks(function=call, within=timedelta(seconds=10), **options)):
+        if rank != 1:
+            assert isinstance(error, RankLostError)
+            assert error.ranks == (1,), error
+
+
+@engines
+def test_an_interrupted_rank_is_told_of(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the error strikes must not matter: here it is after the engine's work, in the group's own."""
+
+    def call(group: Group) -> BaseException | None:
+        group.all_reduce(np.ones(4))
+        if group.rank == 1:
+            monkeypatch.setattr(group._tuner, "record", _interrupt)
+        try:
+            for _ in range(2):
+                group.all_reduce(np.ones(4))
+        except BaseException as error:
+            if group.rank == 1:
+                assert isinstance(error, KeyboardInterrupt)
+                is_heard.acquire(timeout=15)  # that it leaves must not be what tells
+            else:
+                is_heard.release()
+            return error
+        return None
+
+    is_heard = threading.Semaphore(0)
+    errors = run_ranks(function=call, within=timedelta(seconds=20), **options)
+    for rank, error in enumerate(errors):
+        if rank != 1:
+            assert isinstance(error, CollectiveError)
+            assert "KeyboardInterrupt" in str(error) or "rank 1" in str(error)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@engines
+def test_sizes_that_only_others_contradict(options: dict[str, Any]) -> None:
+    def exchange(group: Group) -> None:
+        receives = [1] * group.size
+        if group.rank == 0:
+            receives[1] = 2
+        group.all_to_all(np.ones(group.size), send_sizes=[1] * group.size, receive_sizes=receives)
+
+    for error in failures(exchange, **options):
+        assert isinstance(error, MismatchError), repr(error)
+
+
+def test_a_closed_group_refuses() -> None:
+    def call(group: Group) -> None:
+        ticket = group.all_reduce_async(np.ones(3))
+        assert ticket.result().tolist() == [group.size * 1.0] * 3
+        group.barrier()
+        group.close()
+        group.close()
+        for use in (group.barrier, group.barrier_async, lambda: group.recv(np.ones(1), 0)):
+            with pytest.raises(GroupClosedError, match="it was closed"):
+                use()
+        with pytest.raises(GroupClosedError):
+            group.split(0)
+
+    run_ranks(2, call)
+    run_ranks(2, call, algorithm="ring")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("algorithm", [None, "ring"])
+@pytest.mark.parametrize("count", [3, 100_000, 1_000_000])
+def test_closing_ends_a_call_under_way(is_async: bool, algorithm: str | None, count: int) -> None:
+    """And does not take the memory from under it."""
+    is_over = threading.Event()
+
+    def call(group: Group) -> None:
+        group.all_reduce(np.ones(count))
+        if group.rank == 1:
+            assert is_over.wait(15)
+            return
+        begun = threading.Event()
+
+        def close() -> None:
+            begun.wait(15)
+            group.close()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        try:
+            if is_async:
+                ticket = group.all_reduce_async(np.ones(count))
+                begun.set()
+                with pytest.raises(CollectiveError):
+                    ticket.wait(timedelta(seconds=10))
+            else:
+                begun.set()
+                with pytest.raises(CollectiveError):
+                    group.all_reduce(np.ones(count))
+            closer.join(10)
+            assert not closer.is_alive()
+        finally:
+            is_over.set()
+
+    run_ranks(2, call, within=timedelta(seconds=20), algorithm=algorithm)
+
+
+def test_a_failed_call_fails_the_tickets_behind_it() -> None:
+    def call(group: Group) -> None:
+        if group.rank == 1:
+            with pytest.raises(MismatchError):
+                group.barrier()
+            return
+        tickets = [group.all_reduce_async(np.ones(3)) for _ in range(3)]
+        with pytest.raises(MismatchError):
+            tickets[0].result()
+        assert isinstance(tickets[0].exception(), MismatchError)
+        for ticket in tickets[1:]:
+            with pytest.raises(GroupClosedError):
+                ticket.result()
+            assert ticket.done()
+
+    run_ranks(2, call)
+
+
+def test_a_callback_that_raises_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("a user's mistake")
+
+    def call(group: Group) -> None:
+        called = threading.Event()
+        ticket = group.barrier_async()
+        ticket.add_done_callback(fail)
+        ticket.add_done_callback(lambda _: called.set())
+        ticket.wait()
+        assert called.wait(10)
+        group.barrier_async().wait(timedelta(seconds=10))
+
+    run_ranks(2, call, within=timedelta(seconds=20))
+    assert "a user's mistake" in caplog.text
+
+
+class TestTicketsOfMessages:
+    """Send and receive keep the promises of Ticket."""
+
+    def test_a_wait_that_ends_leaves_the_receive_open(self) -> None:
+        def call(group: Group) -> None:
+            if group.rank == 0:
+                got = np.zeros(3)
+                ticket = group.recv_async(got, 1)
+                for wait in (timedelta(0), timedelta(milliseconds=30)):
+                    with pytest.raises(DeadlineError):
+                        ticket.wait(wait)
+                assert not ticket.done()
+                assert ticket.exception() is None
+                group.barrier()
+                assert ticket.result() == 1
+                assert ticket.done()
+                assert got.tolist() == [1, 2, 3]
+            else:
+                group.barrier()
+                group.send(np.array([1.0, 2, 3]), 0)
+
+        run_ranks(2, call)
+
+    def test_callbacks_are_called_though_nobody_waits(self) -> None:
+        def call(group: Group) -> None:
+            if group.rank == 0:
+                called = threading.Event()
+                ticket = group.recv_async(np.zeros((2, 2)).T, 1)
+                ticket.add_done_callback(lambda _: called.set())
+                group.barrier()
+                assert called.wait(10)
+                assert ticket.done()
+            else:
+                group.barrier()
+                group.send(np.ones((2, 2)), 0)
+            group.barrier()
+
+        run_ranks(2, call)
+
+    def test_a_receive_of_another_size_fails_on_the_receiver(self) -> None:
+        def call(group: Group) -> None:
+            if group.rank == 0:
+                ticket = group.recv_async(np.zeros(4), 1)
+                with pytest.raises(MismatchError, match=r"float64\[3\].*float64\[4\]"):
+                    ticket.wait()
+                assert ticket.done()
+                assert isinstance(ticket.exception(), MismatchError)
+            else:
+                group.send(np.zeros(3), 0)
+            group.barrier()
+
+        run_ranks(2, call)
+
+    def test_nobody_sends(self) -> None:
+        def call(group: Group) -> None:
+            if group.rank == 0:
+                with pytest.raises(RankLostError, match="rank 1") as lost:
+                    group.recv(np.zeros(4), 1, tag=3)
+                assert lost.value.ranks == (1,)
+            group.barrier()
+
+        run_ranks(2, call, timeout=_SHORT)
+
+    def test_a_message_outlives_its_sender(self) -> None:
+        def call(group: Group) -> None:
+            if group.rank == 1:
+                group.send(np.full(1000, 5.0), 0)
+                return
+            has_left.wait(10)
+            got = np.zeros(1000)
+            assert group.recv(got) == 1
+            assert (got == 5).all()
+
+        has_left = threading.Event()
+        run_ranks(2, lambda group: call(group) or (group.close(), has_left.set()) if group.rank else call(group))
+
+
+class TestJoining:
+    """A group that cannot be made says so, on every rank, and leaves nothing open."""
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_an_unknown_algorithm_is_refused_before_anybody_is_met(self, size: int) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(UsageError, match="'rign', expected one of.*ring"):
+            join(MemoryStore(), 0, size, token="t", algorithm="rign")
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_ranks_that_do_not_come_are_named(self) -> None:
+        with pytest.raises(RankLostError, match="ranks 1 and 2 of 3 did not come") as lost:
+            join(MemoryStore(), 0, 3, token="t", timeout=timedelta(seconds=0.1))
+        assert lost.value.ranks == (1, 2)
+
+    def test_a_part_whose_ranks_do_not_come_is_given_up(self) -> None:
+        def call(group: Group) -> None:
+            before = set(os.listdir("/proc/self/fd"))
+            if group.rank == 0:
+                with pytest.raises(RankLostError) as lost:
+                    group.subgroup([0, 1], timeout=timedelta(seconds=0.2))
+                assert lost.value.ranks == (1,)
+                assert set(os.listdir("/proc/self/fd")) == before
+            if group.rank == 2:
+                with pytest.raises((RankLostError, DeadlineError), match="rank 1|rank should"):
+                    group.subgroup([1, 2], timeout=timedelta(seconds=0.2))
+            group.barrier()
+
+        run_ranks(3, call)
+
+    @pytest.mark.parametrize("culprit", [0, 1])
+    def test_no_shared_memory_no_harm(self, monkeypatch: pytest.MonkeyPatch, culprit: int) -> None:
+        """What one rank cannot have, none uses: the ranks talk over sockets."""
+        real = os.posix_fallocate if culprit == 0 else os.open
+
+        def fail(*arguments: Any) -> Any:
+            if culprit == 0 or "/fd/" in str(arguments[0]):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*arguments)  # type: ignore[operator]
+
+        monkeypatch.setattr(os, "posix_fallocate" if culprit == 0 else "open", fail)
+
+        def call(group: Group) -> str:
+            assert group.all_reduce(np.ones(100_000))[-1] == 3
+            return group.explain(800_000)
+
+        for text in run_ranks(3, call):
+            assert "shared" not in text
+
+    def test_without_compiled_kernels_there_are_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("paceline.collectives.world.config.DISABLE_JIT", 1)
+        texts = run_ranks(2, lambda group: [group.all_reduce([1.0]).tolist() == [2.0], group.explain(10)])
+        assert all(right and "shared" not in text for right, text in texts)
+
+
+class TestBarrier:
+    """Nobody leaves before all have come."""
+
+    @engines
+    def test_it_holds(self, options: dict[str, Any]) -> None:
+        counts = [0] * 10
+        lock = threading.Lock()
+
+        def call(group: Group) -> None:
+            for turn in range(10):
+                with lock:
+                    counts[turn] += 1
+                (group.barrier if turn % 2 else group.barrier_async().wait)()
+                assert counts[turn] == group.size
+
+        run_ranks(function=call, **options)
+
+
+class TestSayingHow:
+    """explain() agrees with what is done."""
+
+    @pytest.mark.parametrize(("operation", "num_bytes"), [("all_reduce", 100), ("all_reduce", 1 << 22), ("gather", 1 << 22)])
+    @pytest.mark.parametrize("algorithm", [None, "direct", "shared", "ring", "binomial-tree"])
+    def test_what_is_taken_is_what_was_said(self, algorithm: str | None, operation: str, num_bytes: int) -> None:
+        def call(group: Group) -> list[str]:
+            array = np.ones(num_bytes // 8 if operation == "all_reduce" else num_bytes // 16)
+            getattr(group, operation)(array)
+            told = group.explain(num_bytes, operation).splitlines()
+            group.barrier()
+            return told
+
+        for told in run_ranks(2, call, algorithm=algorithm):
+            marked = [line.split() for line in told if line.startswith("*")]
+            assert len(marked) == 1, told
+            assert f": {marked[0][1]} (" in told[0]
+            measured = [line.split()[-1] for line in told[2:]]
+            assert sum(each != "-" for each in measured) == 1, told
+            assert marked[0][-1] != "-", told
+
+    def test_a_single_rank(self) -> None:
+        assert run_ranks(1, lambda group: "the first call measures" in group.explain(1000)) == [False]
+
+
+def test_the_timeout_is_as_given() -> None:
+    def call(group: Group) -> None:
+        part = group.subgroup([1, 0], timeout=timedelta(seconds=7))
+        assert part is not None
+        assert part.timeout == timedelta(seconds=7)
+        assert group.timeout == timedelta(seconds=30)
+        part.close()
+
+    run_ranks(2, call)
+
+
+def test_run_ranks_says_which_rank_failed() -> None:
+    def call(group: Group) -> int:
+        if group.rank == 1:
+            raise ValueError("out of luck")
+        return group.rank
+
+    with pytest.raises(AssertionError, match="rank 1: ValueError: out of luck") as failed:
+        run_ranks(2, call)
+    assert isinstance(failed.value.__cause__, ValueError)
+    hold = threading.Event()
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 has not ended within 0.3 s:.*hold.wait"):
+        run_ranks(2, lambda group: hold.wait(20) if group.rank else None, within=timedelta(seconds=0.3))
+    hold.set()
+    assert run_ranks(3, lambda group: group.rank) == [0, 1, 2]
