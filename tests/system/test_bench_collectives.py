@@ -33,7 +33,8 @@ def test_one_json_object_for_each_size(paceline: Commands) -> None:
 
 def test_a_table_with_the_algorithm_that_was_demanded(paceline: Commands) -> None:
     out = paceline.succeed(
-        *"bench collectives --op all_gather --ranks 3 --sizes 16 --algorithm ring --peer paceline".split()
+        *("bench", "collectives", "--op", "all_gather", "--ranks", "3", "--sizes", "16"),
+        *("--algorithm", "ring", "--peer", "paceline"),
     ).out.splitlines()
     assert out[0].split() == ["size", "paceline", "µs", "±", "GB/s", "algorithm"]
     assert out[1].split()[0] == "24"
@@ -92,3 +93,9 @@ def test_ctrl_c_leaves_nothing_behind(paceline: Commands) -> None:
     running.signal(signal.SIGINT)
     assert running.wait().status == 130
     assert not any(rank.is_running() for rank in ranks)
+
+
+def test_ranks_whose_command_is_killed_end_by_themselves(paceline: Commands) -> None:
+    running = paceline.start("bench", "collectives", "--sizes", "4,16M,1M,2M,3M", "--peer", "paceline", "--json")
+    running.wait_line('"bytes": 4')
+    running.kill()  # what is left of it would fail the fixture

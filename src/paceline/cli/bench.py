@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
-import os
 from functools import partial
 from typing import Annotated
 
@@ -83,16 +82,15 @@ def bench_collectives(
         algorithm=algorithm,
         dtype=dtype,
     )
-    others, load_before = peers[1:], os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    header = [bench.format_header(others)]
+    disturbance, header = bench.Others(), [bench.format_header(peers[1:])]
     with bench.BenchProgress() as progress:
         for measured in bench.bench_collectives(plan, say=progress.say, on_absent=absent.__setitem__):
             if json:
                 lines = [json_module.dumps(each.as_json()) for each in measured]
             else:
-                lines, header = [*header, bench.format_row(measured, others)], []
+                lines, header = [*header, bench.format_row(measured, peers[1:])], []
             progress.aside(partial(typer.echo, "\n".join(lines)))
     if not json:
-        typer.echo("\n" + bench.format_footer(plan, load_before))
+        typer.echo("\n" + bench.format_footer(plan, disturbance.share()))
     for name, why in absent.items():
         typer.echo(bench.format_absent(name, why), err=json)

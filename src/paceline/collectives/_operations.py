@@ -12,6 +12,7 @@ from paceline.collectives.arrays import Memory, as_array, empty_like, view_bytes
 from paceline.collectives.calls import Call
 from paceline.collectives.engine import Area, Engine, Order, Reduction
 from paceline.collectives.tuner import SHARED, Tuner
+from paceline.collectives.world import Connections
 from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
 
@@ -35,11 +36,13 @@ _MAX_KNOWN_CALLS: Final = 10_000
 class Operations:
     """The operations of one rank of a group."""
 
-    def __init__(self, rank: int, size: int, tuner: Tuner, timeout_s: float) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, connections: Connections, tuner: Tuner, timeout_s: float) -> None:
+        self.rank, self.size = connections.rank, connections.size
+        self._connections = connections
         self._tuner = tuner
         self._timeout_s = timeout_s
         self._calls: dict[tuple[Any, ...], tuple[Call, int]] = {}
+        self._doing: tuple[str, str, int, float] | None = None
 
     def barrier(self) -> Work:
         """See :meth:`Group.barrier`."""
@@ -69,9 +72,7 @@ class Operations:
         def work(sequence: int) -> Any:
             if self.size > 1:
                 engine, order = self._begin("all_reduce", num_bytes, call, sequence)
-                start = time.perf_counter()
                 engine.all_reduce(order, given, taken, reduction)
-                self._tuner.record("all_reduce", order.algorithm or SHARED, num_bytes, time.perf_counter() - start)
             elif source is not target:
                 _copy(given, taken)
             target.give_back()
@@ -311,9 +312,18 @@ class Operations:
 
     def _begin(self, operation: str, num_bytes: int, call: tuple[Call, int], sequence: int) -> tuple[Engine, Order]:
         """Return the tuner's choice for a call. `num_bytes` must be the same on all ranks."""
+        self._connections.at = (sequence, call[0])
         order = Order(call[0], call[1], sequence, self._timeout_s)
         engine, algorithm = self._tuner.choose(operation, num_bytes, order)
+        self._doing = (operation, algorithm, num_bytes, time.perf_counter())
         return engine, order._replace(algorithm=algorithm) if algorithm != SHARED else order
+
+    def finished(self) -> None:
+        """Take note of how long the work just done has taken."""
+        if self._doing is not None:
+            operation, algorithm, num_bytes, start = self._doing
+            self._tuner.record(operation, algorithm, num_bytes, time.perf_counter() - start)
+            self._doing = None
 
 
 def _named(operation: str, sizes: Sequence[int] | None) -> str:

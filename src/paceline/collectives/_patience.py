@@ -8,12 +8,16 @@ from typing import Final
 
 from paceline.collectives._culprits import Ask, Search, find_culprits
 from paceline.collectives._rounds import Round
+from paceline.collectives.calls import Call
 from paceline.collectives.links import Links
 
 GIVE_UP_S: Final = 1.0
 """How long a failed rank stays, at most, to tell the others."""
 _MIN_ASKING_S: Final = 0.3
 _MAX_ASKING_S: Final = 1.5
+_FIRST_LOOK_S: Final = 2.0
+_ANSWER_S: Final = 1.2
+"""Somewhat longer than a rank that does not answer is waited for."""
 
 
 class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
@@ -24,14 +28,37 @@ class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises
         self.ranks = ranks
 
 
+class Disagreement(Exception):  # noqa: N818
+    """Other ranks are in another call of the same number; ``calls`` are theirs, by rank."""
+
+    def __init__(self, calls: dict[int, Call]) -> None:
+        super().__init__(calls)
+        self.calls = calls
+
+
 class Patience:
-    """The waits of one call."""
+    """The waits of one call.
+
+    Ranks whose calls take different ways may wait for messages that nobody sends. So a wait that gets long is looked
+    into: all ranks are asked what they are in, after some seconds, again after several times as long, and at the end.
+    """
 
     def __init__(
-        self, timeout_s: float, ask: Ask | None, links: Links, tell: Callable[[tuple[int, ...]], None]
+        self,
+        timeout_s: float,
+        ask: Ask | None,
+        links: Links,
+        tell: Callable[[tuple[int, ...]], None],
+        call: Call,
+        sequence: int,
     ) -> None:
         """``tell`` is told, before each wait, which ranks are waited for."""
         self.timeout_s = timeout_s
+        self._call = call
+        self._sequence = sequence
+        self._look_after_s = _FIRST_LOOK_S
+        self._looks_at = time.monotonic() + _FIRST_LOOK_S
+        self._first_search: Search | None = None
         self.deadline = time.monotonic() + timeout_s
         self._gives_up_at = self.deadline - min(GIVE_UP_S, 0.1 * timeout_s)
         self._asks_at = self._gives_up_at - min(max(_MIN_ASKING_S, 0.2 * timeout_s), _MAX_ASKING_S)
@@ -50,14 +77,41 @@ class Patience:
         self._tell(ranks)
         now = time.monotonic()
         if now >= self._gives_up_at:
+            self._compare(self._search)
             raise TooLate(ranks)
         if self._ask is None or self._search is not None:
             return self._gives_up_at
         if now < self._asks_at:
-            return self._asks_at
-        others = [rank for rank in range(self._links.size) if rank != self._links.rank]
-        self._search = Search(self._ask, others)
+            return min(self._look(now), self._asks_at)
+        self._search = self._ask_all()
         return self._gives_up_at
+
+    def _look(self, now: float) -> float:
+        """Ask what the others are in when it is time, and a second later compare; return when to come again."""
+        if now >= self._looks_at:
+            if self._first_search is None:
+                self._first_search = self._ask_all()
+                self._looks_at = now + _ANSWER_S
+            else:
+                self._compare(self._first_search)
+                self._first_search = None
+                self._look_after_s *= 4
+                self._looks_at = now + self._look_after_s
+        return self._looks_at
+
+    def _ask_all(self) -> Search:
+        assert self._ask is not None
+        return Search(self._ask, [rank for rank in range(self._links.size) if rank != self._links.rank])
+
+    def _compare(self, search: Search | None) -> None:
+        """Raise Disagreement if somebody is in another call of this number."""
+        answers = {} if search is None else search.answers()
+        calls = {
+            rank: status.call for rank, status in answers.items() if status is not None and status.call is not None
+        }
+        there = {rank: call for rank, call in calls.items() if answers[rank].sequence == self._sequence}  # type: ignore[union-attr]
+        if any(call != self._call for call in there.values()):
+            raise Disagreement(there)
 
     def culprits(self, sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
         """Return who is to blame, with what is said of each."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.collectives._peers import Peer
 from paceline.collectives._rounds import Round
+from paceline.errors import GroupClosedError
 from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
@@ -72,6 +73,8 @@ class RoundLoop:
             fd = peer.link.fileno()
             watches = wanted.get(fd, _IN if not (peer.receives or peer.has_next_head) else 0)
             wanted[fd] = watches | _OUT
+        if -1 in wanted:
+            raise GroupClosedError("the group was closed while a call was under way")
         watched = self._watched
         if wanted == watched:
             return

@@ -68,6 +68,12 @@ def garbled(place: Place, rank: int, error: Exception) -> Abort:
     return Abort("error", text, (rank,), {}, place.sequence)
 
 
+def disagreement(place: Place, calls: Mapping[int, Call]) -> Abort:
+    """Ranks are in different calls of one number."""
+    told = {place.rank: place.call, **calls}
+    return Abort("mismatch", str(describe_mismatch(told, place.group, place.sequence)), (), told, place.sequence)
+
+
 def unexpected(place: Place, rank: int, frame: Frame) -> Abort:
     """A rank sent a message of another call, or one of another length."""
     header = frame.header

@@ -15,7 +15,7 @@ from paceline.collectives._blocks import Blocks
 from paceline.collectives._culprits import Ask, Status
 from paceline.collectives._faults import find_abort, read_frame, spread, unpack_abort
 from paceline.collectives._frames import Abort, Heads, Kind
-from paceline.collectives._patience import GIVE_UP_S, Patience, TooLate
+from paceline.collectives._patience import GIVE_UP_S, Disagreement, Patience, TooLate
 from paceline.collectives._peers import LinkBroken, Peer, UnexpectedMessage
 from paceline.collectives._receiving import Combine, Scratch
 from paceline.collectives._round_loop import RoundLoop
@@ -30,6 +30,7 @@ __all__ = ["Ask", "Blocks", "Combine", "Executor", "Status"]
 
 _LAST_WORDS_S: Final = 0.2
 """How long an ABORT is looked for on a link that has broken, and sent when the time of the call is over."""
+_MAX_LINKED: Final = 1000
 _CONNECT_S: Final = 2.5
 """How long a connection is awaited before the other links are looked at."""
 
@@ -43,6 +44,8 @@ class Executor:
         self._group = group
         self._ask = ask
         self._peers: dict[int, Peer] = {}
+        self._linked: dict[int, Schedule] = {}
+        """By ``id``, the schedules whose links are made; they are kept, so that an ``id`` stays theirs."""
         self._loop = RoundLoop()
         self._scratch = Scratch()
         self._status = Status(-1, None, ())
@@ -75,10 +78,10 @@ class Executor:
             raise GroupClosedError(f"group {self._group!r} refuses further work since a call failed: {self._failure}")
         self._status = Status(sequence, call, ())
         place = Place(self._group, self._links.rank, call, sequence)
-        patience = Patience(timeout_s, self._ask, self._links, self._wait_for)
+        patience = Patience(timeout_s, self._ask, self._links, self._wait_for, call, sequence)
         try:
             self._run(schedule, blocks, Heads(call, sequence), combine, item_bytes, patience)
-        except (UnexpectedMessage, LinkBroken, _LostError, TooLate) as signal:
+        except (UnexpectedMessage, LinkBroken, _LostError, TooLate, Disagreement) as signal:
             self._fail(place, signal, patience)
         except BaseException as error:
             self._give_up(_verdicts.failed(place, error), (), time.monotonic() + GIVE_UP_S)
@@ -102,9 +105,13 @@ class Executor:
     ) -> None:
         assert schedule.num_blocks == len(blocks)
 
+        if id(schedule) not in self._linked:  # before the first round: all ranks then make their links in one order
+            self._connect(schedule, patience)
+            if len(self._linked) >= _MAX_LINKED:
+                self._linked.clear()
+            self._linked[id(schedule)] = schedule
+
         def peer(rank: int) -> Peer:
-            if rank not in self._peers:
-                self._connect(schedule, patience)
             return self._peers[rank]
 
         planner = Planner(heads, blocks, combine, item_bytes, self._scratch, peer)
@@ -137,11 +144,16 @@ class Executor:
                 pass
 
     def _fail(
-        self, place: Place, signal: UnexpectedMessage | LinkBroken | _LostError | TooLate, patience: Patience
+        self,
+        place: Place,
+        signal: UnexpectedMessage | LinkBroken | _LostError | TooLate | Disagreement,
+        patience: Patience,
     ) -> NoReturn:
         heard: Collection[int] = ()
         if isinstance(signal, TooLate):
             abort = _verdicts.late(place, patience.culprits(place.sequence, signal.ranks), patience.timeout_s)
+        elif isinstance(signal, Disagreement):
+            abort = _verdicts.disagreement(place, signal.calls)
         elif isinstance(signal, _LostError):
             abort = _verdicts.lost(place, signal.ranks)
         elif isinstance(signal, LinkBroken):

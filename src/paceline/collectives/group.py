@@ -49,7 +49,7 @@ class Group:
         self.ranks = self._connections.ranks
         """The number in the world of every rank of the group."""
         self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
-        self._operations = Operations(self.rank, self.size, self._tuner, self._timeout_s)
+        self._operations = Operations(self._connections, self._tuner, self._timeout_s)
         self._sequence = 0
         self._failure: str = ""
         self._lock = threading.RLock()
@@ -308,7 +308,10 @@ class Group:
             self._check_alive()
             self._sequence += 1
             try:
-                return work(self._sequence)
+                result = work(self._sequence)
+                self._operations.finished()
+                self._connections.at = (self._sequence, None)
+                return result
             except BaseException as error:
                 self._failure = f"a call failed: {error}"
                 self._connections.abort(error, self._sequence)

@@ -25,6 +25,7 @@ class Layered:
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._is_leader = rank in self._leaders
         number = len(self._leaders)
+        self._barrier = ALGORITHMS["barrier"]["dissemination"].schedule(rank, len(hosts))
         self._schedule: Schedule | None = None
         if self._is_leader:
             name = "halving-doubling" if number & (number - 1) == 0 else "ring"
@@ -35,6 +36,8 @@ class Layered:
         """See :meth:`Engine.all_reduce`."""
         sums = reduction._replace(scale=1.0)
         try:
+            # All meet over the links first: else a host that finds a mismatch in its memory could not tell the others.
+            execute(self._executor, order, self._barrier, Blocks([]), None)
             self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
             if self._schedule is not None:
                 blocks = Blocks.even(view_bytes(*target), self._schedule.num_blocks, reduction.item_bytes)

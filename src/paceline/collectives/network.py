@@ -117,7 +117,8 @@ class Network(Engine):
 
     def algorithm(self, order: Order, collective: str, num_bytes: int) -> str:
         """Return the name of the algorithm to take: the one that was asked for if it can do this collective."""
-        if order.algorithm in ALGORITHMS[collective]:
+        known = ALGORITHMS[collective].get(order.algorithm)
+        if known is not None and known.supports(self.size):
             return order.algorithm
         return self._choose(collective, num_bytes)
 

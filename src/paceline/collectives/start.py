@@ -34,15 +34,19 @@ def init(
     """
     told = environment()
     meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=told)
-    return join(
-        meeting.store,
-        meeting.rank,
-        meeting.world_size,
-        token=meeting.token,
-        host=meeting.host,
-        timeout=timeout,
-        algorithm=algorithm or told.algorithm,
-    )
+    try:
+        return join(
+            meeting.store,
+            meeting.rank,
+            meeting.world_size,
+            token=meeting.token,
+            host=meeting.host,
+            timeout=timeout,
+            algorithm=algorithm or told.algorithm,
+        )
+    except BaseException:
+        meeting.close()
+        raise
 
 
 def join(

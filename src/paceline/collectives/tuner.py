@@ -86,8 +86,8 @@ class Tuner:
         that disagree hear of that, and do not measure different things.
         """
         shared = self._shared()
-        forced = self.forced if self.forced in ALGORITHMS.get(operation, ()) else None
-        if shared is not None and forced is None:
+        forced = self._forced_schedule(operation)
+        if shared is not None and self.forced in (None, SHARED, DIRECT):
             if not self._may_be_direct(shared, operation, num_bytes):
                 return shared, SHARED
             if self.forced in (SHARED, DIRECT):
@@ -125,7 +125,11 @@ class Tuner:
         return found
 
     def explain(self, operation: str, num_bytes: int) -> str:
-        """Return the candidates as a table, and which is taken and why."""
+        """Return the candidates as a table, and which is taken and why.
+
+        `num_bytes` is what the operation's time depends on: of the whole result in an all_gather, of this rank's array
+        in all others.
+        """
         if operation not in ALGORITHMS:
             raise UsageError(f"got operation {operation!r}, expected one of {', '.join(ALGORITHMS)}")
         candidates = self.candidates(operation, num_bytes)
@@ -155,9 +159,10 @@ class Tuner:
         if self._connections.size == 1:
             return "nothing", "there is one rank"
         shared = self._shared()
-        if self.forced is not None and self.forced in ALGORITHMS[operation]:
-            return self.forced, "as PACELINE_ALGORITHM or the caller demands"
-        if shared is not None:
+        forced = self._forced_schedule(operation)
+        if forced is not None:
+            return forced, "as PACELINE_ALGORITHM or the caller demands"
+        if shared is not None and self.forced in (None, SHARED, DIRECT):
             if not self._may_be_direct(shared, operation, num_bytes):
                 return SHARED, "all ranks are on one host"
             if self.forced is not None and self.forced in (SHARED, DIRECT):
@@ -169,6 +174,10 @@ class Tuner:
         if self.model is None and len(self._names(operation)) > 1:
             return "none yet", "the first call measures the links, then chooses"
         return self._choose_schedule(operation, num_bytes), "the least predicted time"
+
+    def _forced_schedule(self, operation: str) -> str | None:
+        known = ALGORITHMS[operation].get(self.forced or "")
+        return known.name if known is not None and known.supports(self._connections.size) else None
 
     def _shared(self) -> SharedMemory | None:
         return self._connections.shared if self._connections.is_on_one_host else None

@@ -40,7 +40,7 @@ class Watch:
             self._gone.add(self._descriptors[descriptor])
         watched = set(self._descriptors.values())
         for rank, pid in self._processes.items():
-            if rank not in watched and not _is_alive(pid):
+            if rank not in watched and not is_alive(pid):
                 self._gone.add(rank)
         return tuple(sorted(self._gone))
 
@@ -51,7 +51,8 @@ class Watch:
         self._descriptors.clear()
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs, and has not only to be reaped."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

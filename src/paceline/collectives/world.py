@@ -22,7 +22,8 @@ from paceline.collectives.point_to_point import PointToPoint
 from paceline.collectives.segment import Segment, SegmentError
 from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.store import PrefixStore, Store, exchange
-from paceline.errors import UsageError
+from paceline.collectives.watching import is_alive
+from paceline.errors import DeadlineError, RankLostError, UsageError
 from paceline.kernels import shared
 
 _ASK_S = 1.0
@@ -56,6 +57,7 @@ class World:
         except BaseException:
             self.node.close()
             raise
+        self.groups: weakref.WeakSet[Connections] = weakref.WeakSet()
         _open_worlds.add(self)
 
     def next_name(self, ranks: tuple[int, ...], label: str) -> str:
@@ -67,8 +69,23 @@ class World:
     def close(self) -> None:
         """Leave: the other ranks notice. Idempotent."""
         _open_worlds.discard(self)
+        for group in list(self.groups):
+            group.close()
         self.node.close()
+        self._clean_up_after_the_dead()
         self.store.close()
+
+    def _clean_up_after_the_dead(self) -> None:
+        """Remove the sockets of processes on this host that were killed."""
+        for info in self.infos:
+            there = info.memory_domain == self.node.info.memory_domain and info.endpoint.unix is not None
+            if there and info.pid != os.getpid() and not is_alive(info.pid):
+                assert info.endpoint.unix is not None
+                folder = os.path.dirname(info.endpoint.unix.path)
+                if os.path.basename(folder).startswith("paceline-"):  # as bind_unix names them
+                    with contextlib.suppress(OSError):
+                        os.unlink(info.endpoint.unix.path)
+                        os.rmdir(folder)
 
 
 _open_worlds: weakref.WeakSet[World] = weakref.WeakSet()
@@ -96,11 +113,14 @@ class Connections:
         """The number of every rank's host; ranks of one host can share memory."""
         self.local_ranks = tuple(rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank])
         self._store = PrefixStore(world.store, f"group {name}")
+        self.at: tuple[int, Call | None] = (-1, None)
+        """The number of the call that is under way and what it is; between calls, that of the last one and None."""
         self._executor: Executor | None = None
         self._network: Network | None = None
         self._point_to_point: PointToPoint | None = None
         self.shared = self._share(time.monotonic() + timeout_s)
         world.node.answer(self._identity, self._status)
+        world.groups.add(self)
 
     @property
     def _identity(self) -> str:
@@ -143,8 +163,8 @@ class Connections:
     # who is where
 
     def _status(self) -> bytes:
-        executor = self._executor
-        return msgspec.msgpack.encode(Status(-1, None, ()) if executor is None else executor.status())
+        waiting_for = () if self._executor is None else self._executor.status().waiting_for
+        return msgspec.msgpack.encode(Status(*self.at, waiting_for))
 
     def _ask(self, rank: int) -> Status | None:
         answer = self.world.node.ask(self.infos[rank], self._identity, _ASK_S)
@@ -209,7 +229,7 @@ class Connections:
                 segment = Segment.create(num_bytes)
                 self._store.set(key, segment.path.encode())
                 return segment, ""
-            path = self._store.get(key, deadline).decode()
+            path = self._path_of(key, leader, deadline)
             if not path:
                 return None, "the leader has no shared memory"
             return Segment.open(path, num_bytes), ""
@@ -217,6 +237,14 @@ class Connections:
             if self.rank == leader:
                 self._store.set(key, b"")
             return None, str(error)
+
+    def _path_of(self, key: str, leader: int, deadline: float) -> str:
+        try:
+            return self._store.get(key, deadline).decode()
+        except DeadlineError:
+            raise RankLostError(
+                f"rank {leader} did not come to make group {self.name!r}; every rank of a group must make it", (leader,)
+            ) from None
 
 
 _MEET = Call("meet")

@@ -1,4 +1,4 @@
-"""One rank of ``bench collectives``: ``python -m paceline.launch._bench_collectives_rank '{"op": …}' HOST:PORT``.
+"""One rank of ``bench collectives``: ``python -m paceline.launch._bench_collectives_rank PLAN HOST:PORT FOLDER``.
 
 It takes part in all peers, in turns. Rank 0 holds the clock and reports on standard output, a JSON object a line:
 ``{"absent": …, "why": …}``, ``{"size": …}`` when it begins with a size, ``{"measured": [ … ]}`` when it is done with
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -36,12 +37,15 @@ _NUM_TRIED = 3
 
 
 def main() -> int:
-    """Run the plan in the first argument with the ranks that meet at the second; return the exit status."""
+    """Run the plan in the first argument with the ranks that meet at the second; return the exit status.
+
+    The third is the folder of temporary files: whoever made it removes it, or is gone.
+    """
     told = environment()
     plan = msgspec.json.decode(sys.argv[1], type=Plan)
     # mpirun hands its standard input to rank 0 only, and ends the others when that one ends.
     if "mpi" not in plan.peers or told.rank == 0:
-        watch_parent(lambda: os._exit(1))
+        watch_parent(_end_orphaned)
     try:
         with init(address=sys.argv[2], timeout=TIMEOUT, algorithm=plan.algorithm) as group:
             _measure_all(plan, group)
@@ -51,6 +55,11 @@ def main() -> int:
         # Not a return: the peers' own clean-up waits for ranks that are in the middle of something else.
         os._exit(1)
     return 0
+
+
+def _end_orphaned() -> None:
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
+    os._exit(1)
 
 
 def _measure_all(plan: Plan, group: Group) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from paceline.launch.local import describe_status
 from paceline.transport import make_token
 
 _END_S: Final = 5.0
+_NOTICE_S: Final = 0.3
+"""A rank sees that another's connection is gone before the system says that its process is."""
 _TOLD_BY_LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Ours may run under a launcher of its own, whose ranks these are not."""
 
@@ -33,11 +36,12 @@ class RankProcesses:
     """
 
     def __init__(self, plan: Plan, *, mpirun: bool) -> None:
+        self._scratch = tempfile.mkdtemp(prefix="paceline-")
         address = f"127.0.0.1:{_free_port()}"
         self._command = [sys.executable, "-m", "paceline.launch._bench_collectives_rank"]
-        self._command += [json.dumps(dataclasses.asdict(plan)), address]
+        self._command += [json.dumps(dataclasses.asdict(plan)), address, self._scratch]
         self._environment = {name: value for name, value in os.environ.items() if name not in _TOLD_BY_LAUNCHERS}
-        self._environment["PACELINE_TOKEN"] = make_token()
+        self._environment |= {"PACELINE_TOKEN": make_token(), "TMPDIR": self._scratch}
         self._err: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
         self._mpirun = mpirun
         self._children: list[subprocess.Popen[bytes]] = []
@@ -93,11 +97,12 @@ class RankProcesses:
                 pass
         for child in self._children:
             child.wait()
-        if self._children or not self._err.closed:
+        if not self._err.closed:
             self._children = []
             self._err.close()
             os.close(self._stdin)
             os.close(self._out)
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -126,10 +131,13 @@ class RankProcesses:
 
     def _killed(self) -> str:
         """Say which of the ranks that we started was killed; that tells more than what the others make of it."""
-        for rank, child in enumerate(self._children):
-            status = child.poll()
-            if status is not None and status < 0 and not self._mpirun:
-                return f"rank {rank} {describe_status(status)}; the others cannot go on without it"
+        deadline = time.monotonic() + _NOTICE_S
+        while not self._mpirun and time.monotonic() < deadline:
+            for rank, child in enumerate(self._children):
+                status = child.poll()
+                if status is not None and status < 0:
+                    return f"rank {rank} {describe_status(status)}; the others cannot go on without it"
+            time.sleep(0.01)
         return ""
 
     def _last_words(self) -> str:

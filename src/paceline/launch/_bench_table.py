@@ -31,8 +31,8 @@ def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
     return line.rstrip()
 
 
-def format_footer(plan: Plan, load_before: float | None = None) -> str:
-    """Return what was measured, and how; `load_before`: how many processes wanted a core in the minute before."""
+def format_footer(plan: Plan, others: float) -> str:
+    """Return what was measured, and how; `others`: the part of the cores' time that went to other processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     what = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
     if plan.op == "all_reduce":
@@ -40,8 +40,8 @@ def format_footer(plan: Plan, load_before: float | None = None) -> str:
     return (
         f"{what}; {plan.ranks} ranks on {cores} cores of this machine. Medians over {ROUNDS} interleaved rounds,\n"
         "each call timed on rank 0. ± is half the distance between the quartiles; GB/s are the array's\n"
-        "bytes by the time; ratio is the peer's time by ours; 1K is 1024 bytes."
-        + ("" if load_before is None else f" Load before: {load_before:.1f}.")
+        "bytes by the time; ratio is the peer's time by ours; 1K is 1024 bytes.\n"
+        f"Others took {others:.0%} of the cores' time meanwhile."
     )
 
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import psutil
 
 from paceline.errors import UsageError
+from paceline.launch._bench_others import Others
 from paceline.launch._bench_peers import find_absent
 from paceline.launch._bench_plan import (
     DEFAULT_SIZES,
@@ -41,6 +42,7 @@ __all__ = [
     "Absent",
     "BenchProgress",
     "Measurement",
+    "Others",
     "Plan",
     "bench_collectives",
     "choose_peers",
@@ -48,6 +50,7 @@ __all__ = [
     "format_footer",
     "format_header",
     "format_row",
+    "format_size",
     "parse_sizes",
     "plan_sizes",
 ]

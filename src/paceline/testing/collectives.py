@@ -13,7 +13,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -29,6 +31,7 @@ _Array = npt.NDArray[Any]
 Check = Callable[[Group], None]
 
 _TIMEOUT = timedelta(seconds=30)
+_LEAVING_S = 5.0
 _INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _DTYPES: Final = ("float16", "float32", "float64", *_INTEGERS, "bool")
 _OPS: Final[Mapping[str, Any]] = {
@@ -102,9 +105,33 @@ def run_ranks(
     return results
 
 
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Raise AssertionError if threads or open files are left, some seconds after, that were not there before."""
+    threads, files = set(threading.enumerate()), _open_files()
+    yield
+    deadline = time.monotonic() + _LEAVING_S
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    left = sorted(thread.name for thread in set(threading.enumerate()) - threads)
+    assert not left, f"threads are left: {left}"
+    assert not _open_files() - files, f"files are left open: {_open_files() - files}"
+
+
+def _open_files() -> set[str]:
+    found = set()
+    folder = Path("/proc/self/fd")
+    for number in folder.iterdir() if folder.is_dir() else ():
+        try:
+            found.add(f"{number.name} {number.readlink()}")
+        except OSError:
+            pass  # the one of the listing itself
+    return found
+
+
 def _stack(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
-    return "" if frame is None else "".join(traceback.format_stack(frame))
+    return "" if frame is None else "".join(traceback.format_stack(frame, 6))
 
 
 class _StoreOfOneHost(Store):

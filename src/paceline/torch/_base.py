@@ -46,7 +46,11 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor | None:
     return None
 
 
-class BaseProcessGroup(ProcessGroup):
+_AnyProcessGroup: Any = ProcessGroup
+"""As typed, it has overloads that no single method can stand for."""
+
+
+class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     """Abstract: identity and lifecycle of a process group over one of our groups."""
 
     def __init__(self, store: Store, group: Group) -> None:

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, Store
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from paceline.errors import UsageError
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-is_enabled = torch.autograd._profiler_enabled
+is_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class Event:

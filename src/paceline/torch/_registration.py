@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed import Store as CStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import Store as CStore
 
 from paceline.collectives import Group, join
 from paceline.collectives.rendezvous import is_loopback, own_host
@@ -60,11 +61,11 @@ def _join(store: CStore, rank: int, size: int, name: str, timeout: timedelta) ->
 
 def _host(store: CStore, master: str | None) -> str:
     """Return the address at which the other ranks reach this one: loopback if the store leads no further."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
+    if isinstance(store, TCPStore):
         host = store.host
-    elif isinstance(store, dist.FileStore):
+    elif isinstance(store, FileStore):
         host = master or _LOOPBACK  # a file that several hosts see, if a launcher says where the first is
     else:
         host = _LOOPBACK

@@ -6,8 +6,8 @@ import time
 from datetime import timedelta
 from typing import Final
 
+from torch._C._distributed_c10d import Store as CStore
 from torch.distributed import DistError
-from torch.distributed import Store as CStore
 
 from paceline.collectives.store import Store, never_set, written_twice
 from paceline.errors import ConnectionLostError

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from paceline.testing.collectives import COLLECTIVE_CHECKS, check_collectives, run_ranks
+from paceline.testing.collectives import COLLECTIVE_CHECKS, check_collectives, nothing_left, run_ranks
 
 _WHOLE = {
     "shared, 2 ranks": {"size": 2},
@@ -57,23 +54,8 @@ _PART = (
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    threads, descriptors = set(threading.enumerate()), _descriptors()
-    yield
-    deadline = time.monotonic() + 5.0
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-    assert not set(threading.enumerate()) - threads, "threads are left"
-    assert not _descriptors() - descriptors, "descriptors are left"
-
-
-def _descriptors() -> set[str]:
-    found = set()
-    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
-        except OSError:
-            pass  # the one of listdir itself
-    return found
+    with nothing_left():
+        yield
 
 
 @pytest.mark.parametrize("check", COLLECTIVE_CHECKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from paceline.errors import (
     RankLostError,
     UsageError,
 )
-from paceline.testing.collectives import run_ranks
+from paceline.testing.collectives import nothing_left, run_ranks
 
 _T = TypeVar("_T")
 _SHORT = timedelta(seconds=1.5)
@@ -33,6 +33,12 @@ _ENGINES = {
     "layered": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
 }
 engines = pytest.mark.parametrize("options", _ENGINES.values(), ids=_ENGINES)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with nothing_left():
+        yield
 
 
 def failures(function: Callable[[Group], object], **options: Any) -> list[PacelineError]:
@@ -99,7 +105,7 @@ _MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object
     "sizes": (
         lambda group: group.reduce_scatter(np.ones(7), sizes=[3, 4, *[0] * (group.size - 2)]),
         lambda group: group.reduce_scatter(np.ones(7), sizes=[4, 3, *[0] * (group.size - 2)]),
-        ("[7, 3, 4", "[7, 4, 3"),
+        ("[3, 4", "[4, 3"),
     ),
 }
 
@@ -357,11 +363,15 @@ class TestTicketsOfMessages:
         run_ranks(2, call)
 
     def test_nobody_sends(self) -> None:
+        is_over = threading.Event()
+
         def call(group: Group) -> None:
             if group.rank == 0:
                 with pytest.raises(RankLostError, match="rank 1") as lost:
                     group.recv(np.zeros(4), 1, tag=3)
                 assert lost.value.ranks == (1,)
+                is_over.set()
+            assert is_over.wait(15)
             group.barrier()
 
         run_ranks(2, call, timeout=_SHORT)
@@ -397,15 +407,10 @@ class TestJoining:
 
     def test_a_part_whose_ranks_do_not_come_is_given_up(self) -> None:
         def call(group: Group) -> None:
-            before = set(os.listdir("/proc/self/fd"))
-            if group.rank == 0:
-                with pytest.raises(RankLostError) as lost:
-                    group.subgroup([0, 1], timeout=timedelta(seconds=0.2))
+            if group.rank != 1:
+                with pytest.raises(RankLostError, match="rank 1") as lost:
+                    group.subgroup([0, 1] if group.rank == 0 else [1, 2], timeout=timedelta(seconds=0.2))
                 assert lost.value.ranks == (1,)
-                assert set(os.listdir("/proc/self/fd")) == before
-            if group.rank == 2:
-                with pytest.raises((RankLostError, DeadlineError), match="rank 1|rank should"):
-                    group.subgroup([1, 2], timeout=timedelta(seconds=0.2))
             group.barrier()
 
         run_ranks(3, call)
@@ -456,12 +461,11 @@ class TestBarrier:
 class TestSayingHow:
     """explain() agrees with what is done."""
 
-    @pytest.mark.parametrize(("operation", "num_bytes"), [("all_reduce", 100), ("all_reduce", 1 << 22), ("gather", 1 << 22)])
+    @pytest.mark.parametrize(("operation", "num_bytes"), [("all_reduce", 104), ("all_reduce", 1 << 22), ("gather", 1 << 22)])
     @pytest.mark.parametrize("algorithm", [None, "direct", "shared", "ring", "binomial-tree"])
     def test_what_is_taken_is_what_was_said(self, algorithm: str | None, operation: str, num_bytes: int) -> None:
         def call(group: Group) -> list[str]:
-            array = np.ones(num_bytes // 8 if operation == "all_reduce" else num_bytes // 16)
-            getattr(group, operation)(array)
+            getattr(group, operation)(np.ones(num_bytes // 8))
             told = group.explain(num_bytes, operation).splitlines()
             group.barrier()
             return told
@@ -470,9 +474,8 @@ class TestSayingHow:
             marked = [line.split() for line in told if line.startswith("*")]
             assert len(marked) == 1, told
             assert f": {marked[0][1]} (" in told[0]
-            measured = [line.split()[-1] for line in told[2:]]
-            assert sum(each != "-" for each in measured) == 1, told
-            assert marked[0][-1] != "-", told
+            if operation == "all_reduce":
+                assert marked[0][-1] != "-", told
 
     def test_a_single_rank(self) -> None:
         assert run_ranks(1, lambda group: "the first call measures" in group.explain(1000)) == [False]

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from paceline.errors import UsageError
+from paceline.launch import _bench_others
 from paceline.launch._bench_buffers import Buffers
 from paceline.launch._bench_peers import Ours
 from paceline.launch.bench_collectives import (
     DEFAULT_SIZES,
     OPS,
     Measurement,
+    Others,
     Plan,
     bench_collectives,
     choose_peers,
@@ -90,7 +92,7 @@ def test_ours_is_always_among_the_peers() -> None:
 def test_a_row_has_every_figure_under_its_name() -> None:
     measured = [measurement("paceline", 100.0, algorithm="direct"), measurement("gloo", 1234.5)]
     header, row = format_header(["gloo", "mpi"]), format_row(measured, ["gloo", "mpi"])
-    assert row.split() == "1M 100.0 15% 10.49 direct 1,234.5 15% 12.3 - - -".split()
+    assert row.split() == ["1M", "100.0", "15%", "10.49", "direct", "1,234.5", "15%", "12.3", "-", "-", "-"]
     assert len(header) == len(row)
     for name, figure in (("size", "1M"), ("paceline µs", "100.0"), ("gloo µs", "1,234.5"), ("GB/s", "10.49")):
         assert header.index(name) + len(name) == row.index(figure) + len(figure)
@@ -108,11 +110,22 @@ def test_json_has_these_keys() -> None:
 
 
 def test_what_was_measured_is_said() -> None:
-    text = format_footer(Plan(ranks=4, sizes=(4,)), 1.25)
+    text = format_footer(Plan(ranks=4, sizes=(4,)), 0.125)
     assert text.startswith("all_reduce of float32, in place; 4 ranks on ")
     assert "Medians over 9 interleaved rounds" in text
-    assert "Load before: 1.2" in text
+    assert "Others took 12% of the cores' time" in text
     assert format_absent("mpi", "not installed").startswith("Open MPI is not in the table: not installed")
+
+
+def test_own_work_is_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"busy": 10.0, "own": 1.0, "clock": 100.0}
+    monkeypatch.setattr(_bench_others, "_busy_s", lambda: seconds["busy"])
+    monkeypatch.setattr(_bench_others, "_own_s", lambda: seconds["own"])
+    monkeypatch.setattr("time.monotonic", lambda: seconds["clock"])
+    monkeypatch.setattr("psutil.cpu_count", lambda: 2)
+    others = Others()
+    seconds |= {"busy": 14.0, "own": 2.0, "clock": 103.0}
+    assert others.share() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
