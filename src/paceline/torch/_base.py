@@ -149,6 +149,7 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         shared = group._connections.shared
         if group._num_pending and shared is not None:
             shared.abort(GroupClosedError(f"rank {group.rank} left group {group.name!r} during a call"))
+        self._calls.close()
         group.close()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

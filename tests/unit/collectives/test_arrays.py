@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.collectives.arrays import Memory, as_array, empty_like, view_bytes
+from paceline.errors import UsageError
+from paceline.kernels.combine import DTYPES
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bfloat16"])
+def test_every_dtype_is_known_by_its_name(dtype: str) -> None:
+    memory = Memory(np.zeros((2, 3), dtype))
+    assert (memory.dtype, memory.shape, memory.count) == (dtype, (2, 3), 6)
+    assert memory.num_bytes == 6 * memory.item_bytes == 6 * np.dtype(dtype).itemsize
+
+
+@pytest.mark.parametrize("character", "bBhHiIlLqQpefd?")
+def test_every_spelling_of_a_dtype_is_known(character: str) -> None:
+    assert Memory(np.zeros(2, character)).dtype == np.dtype(character).name
+
+
+def test_contiguous_arrays_are_taken_where_they_lie() -> None:
+    array = np.arange(6.0)
+    memory = Memory(array, target=True)
+    assert memory.address == array.ctypes.data
+    view_bytes(memory.address, memory.num_bytes)[:8] = np.array([7.0]).tobytes()
+    memory.give_back()
+    assert array.tolist() == [7, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("way", [lambda a: a.T, lambda a: a[::2], lambda a: a[:, ::-1]], ids=["T", "rows", "backwards"])
+def test_what_has_gaps_is_copied_and_given_back(way: object) -> None:
+    assert callable(way)
+    whole = np.zeros((4, 3), np.float32)
+    array = way(whole)
+    memory = Memory(array, target=True)
+    view_bytes(memory.address, memory.num_bytes)[:] = np.arange(array.size, dtype=np.float32).tobytes()
+    assert not whole.any()
+    memory.give_back()
+    assert array.tolist() == np.arange(array.size).reshape(array.shape).tolist()
+
+
+def test_a_source_is_never_written() -> None:
+    array = np.arange(6)[::2]
+    memory = Memory(array)
+    view_bytes(memory.address, memory.num_bytes)[:] = bytes(memory.num_bytes)
+    memory.give_back()
+    assert array.tolist() == [0, 2, 4]
+
+
+def test_files_in_memory_are_arrays_too(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "numbers", np.float32, "w+", shape=4)
+    memory = Memory(mapped, target=True)
+    view_bytes(memory.address, memory.num_bytes)[:] = np.ones(4, np.float32).tobytes()
+    assert mapped.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.zeros(2, complex), "pairs of floats"),
+        (np.zeros(2, ">f4"), "expected one of"),
+        (np.array(["text"]), "expected one of"),
+        (np.zeros(2, "M8[s]"), "expected one of"),
+        (np.zeros(2, [("a", "i4")]), "expected one of"),
+        (np.ma.masked_array([1.0, 2.0], [True, False]), "masked|MaskedArray"),
+        ([1, 2], "got list, expected a NumPy array"),
+        (None, "got NoneType"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_refused(array: object, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        Memory(array)
+
+
+def test_a_read_only_target_is_refused() -> None:
+    array = np.zeros(3)
+    array.flags.writeable = False
+    Memory(array)
+    with pytest.raises(UsageError, match="read-only"):
+        Memory(array, target=True)
+
+
+def test_numbers_and_lists_become_arrays() -> None:
+    array = np.zeros(3)
+    assert as_array(array) is array
+    for value, shape in ((3, ()), (np.float32(2), ()), ([1, 2], (2,)), (((1.0,),), (1, 1))):
+        assert as_array(value).shape == shape
+
+
+def test_fresh_arrays_are_of_the_same_kind() -> None:
+    made = empty_like(np.zeros(3, np.int16), (2, 0))
+    assert (made.shape, made.dtype) == ((2, 0), np.int16)
+
+
+def test_no_bytes() -> None:
+    assert view_bytes(0, 0).nbytes == 0

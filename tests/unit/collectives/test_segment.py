@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.collectives.segment import Segment, SegmentError
+from paceline.testing.collectives import nothing_left
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+def test_two_see_the_same_memory() -> None:
+    with Segment.create(10_000) as one:
+        assert not one.bytes.any()
+        with Segment.open(one.path, 10_000) as other:
+            one.bytes[9_999] = 7
+            assert other.bytes[9_999] == 7
+            assert other.address != one.address
+
+
+def test_a_hidden_segment_cannot_be_opened_but_used() -> None:
+    with Segment.create(4096) as one, Segment.open(one.path, 4096) as other:
+        path = one.path
+        one.hide()
+        other.hide()
+        with pytest.raises(SegmentError, match="cannot open"):
+            Segment.open(path, 4096)
+        one.bytes[0] = 5
+        assert other.bytes[0] == 5
+
+
+def test_closing_is_idempotent() -> None:
+    one = Segment.create(4096)
+    one.close()
+    one.close()
+    assert len(one.bytes) == 0
+
+
+def test_another_size_is_refused() -> None:
+    with Segment.create(4096) as one, pytest.raises(SegmentError, match="another size"):
+        Segment.open(one.path, 8192)
+
+
+def test_no_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(SegmentError, match=r"cannot have 5 MB of shared memory \(No space left on device\)"):
+        Segment.create(5 << 20)
+
+
+def test_no_room_to_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Segment.create(4096) as one:
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(mmap, "mmap", fail)
+            with pytest.raises(SegmentError, match="Cannot allocate memory"):
+                Segment.open(one.path, 4096)

@@ -1,0 +1,128 @@
+"""The engine alone: two ranks in one process, on one segment, without a world."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from paceline.collectives.calls import Call
+from paceline.collectives.engine import Area, Order, Reduction
+from paceline.collectives.segment import Segment
+from paceline.collectives.shared_memory import SharedMemory, Story
+from paceline.errors import CollectiveError, MismatchError, RankLostError
+from paceline.kernels import combine, shared
+
+_SUM = Reduction(combine.combiner("float32"), combine.SUM, 1.0, 4)
+
+
+def order(sequence: int, what: str = "all_reduce", algorithm: str = "", timeout_s: float = 10.0) -> Order:
+    call = Call(what, "float32", (sequence,))
+    return Order(call, call.signature, sequence, timeout_s, algorithm)
+
+
+def area(array: np.ndarray) -> Area:  # type: ignore[type-arg]
+    return Area(array.ctypes.data, array.nbytes)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[SharedMemory]]:
+    one = Segment.create(shared.segment_bytes(2))
+    other = Segment.open(one.path, one.num_bytes)
+    made = [
+        SharedMemory(segment, rank, [os.getpid()] * 2, name="pair", num_cores=1, members=(4, 7))
+        for rank, segment in enumerate((one, other))
+    ]
+    yield made
+    for engine in made:
+        engine.close()
+        engine.close()
+
+
+def both(engines: list[SharedMemory], work: Callable[[SharedMemory], object]) -> list[BaseException | None]:
+    errors: list[BaseException | None] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            work(engines[rank])
+        except CollectiveError as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return errors
+
+
+def around(num_bytes: int) -> list[int]:
+    return [(num_bytes + change) // 4 for change in (-4, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    "count",
+    [0, 1, *around(1 << 15), *around(shared.SLOT_BYTES // 2), *around(shared.SLOT_BYTES), *around(3 * shared.SLOT_BYTES)],
+)
+@pytest.mark.parametrize("algorithm", ["shared", "direct"])
+def test_sums_at_every_edge(engines: list[SharedMemory], count: int, algorithm: str) -> None:
+    def reduce(engine: SharedMemory) -> None:
+        if algorithm == "direct":
+            engine.find_out_about_peers(order(1, "meet"))
+            assert engine.reads_peers
+        for sequence in (2, 3):
+            array = np.arange(count, dtype=np.float32) + engine.rank + sequence
+            engine.all_reduce(order(sequence, algorithm=algorithm), area(array), area(array), _SUM)
+            assert np.array_equal(array, 2 * np.arange(count, dtype=np.float32) + 1 + 2 * sequence)
+
+    assert both(engines, reduce) == [None, None]
+
+
+def test_ranks_are_called_as_their_group_calls_them(engines: list[SharedMemory]) -> None:
+    with pytest.raises(RankLostError, match="rank 7 did not come") as lost:
+        engines[0].barrier(order(1, timeout_s=0.05))
+    assert lost.value.ranks == (7,)
+    with pytest.raises(RankLostError, match="rank 7 did not come") as lost:
+        engines[1].barrier(order(1))
+    assert lost.value.ranks == (7,)
+
+
+def test_a_mismatch_names_both_calls(engines: list[SharedMemory]) -> None:
+    errors = both(engines, lambda engine: engine.barrier(order(1, f"number {engine.rank}")))
+    for error in errors:
+        assert isinstance(error, MismatchError)
+        assert "rank 4 called number 0" in str(error)
+        assert "rank 7 called number 1" in str(error)
+
+
+def test_what_one_raises_the_other_hears(engines: list[SharedMemory]) -> None:
+    engines[0].abort(ZeroDivisionError("a bug"))
+    engines[0].abort(ValueError("the second is not heard"))
+    with pytest.raises(CollectiveError, match=r"rank 4 of group 'pair' failed: ZeroDivisionError a bug"):
+        engines[1].barrier(order(1))
+
+
+def test_one_that_has_left_is_named(engines: list[SharedMemory]) -> None:
+    engines[1].close()
+    with pytest.raises(RankLostError, match="rank 7 left the group"):
+        engines[0].barrier(order(1))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MismatchError("they differ"), MismatchError),
+        (RankLostError("gone", (3, 4)), RankLostError),
+        (CollectiveError("odd"), CollectiveError),
+        (KeyboardInterrupt(), CollectiveError),
+    ],
+)
+def test_stories_keep_kind_text_and_ranks(error: BaseException, kind: type[CollectiveError]) -> None:
+    told = Story.of(error).error()
+    assert type(told) is kind
+    assert str(told) == str(error)
+    assert getattr(told, "ranks", ()) == getattr(error, "ranks", ())

@@ -1,0 +1,67 @@
+"""Which way is taken, on groups that are threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.collectives import Group
+from paceline.collectives.schedules import ALGORITHMS
+from paceline.collectives.tuner import check_algorithm
+from paceline.errors import UsageError
+from paceline.testing.collectives import run_ranks
+
+
+def chosen(group: Group, num_bytes: int, operation: str = "all_reduce") -> str:
+    return group.explain(num_bytes, operation).splitlines()[0].split(": ", 1)[1].split(" (")[0]
+
+
+def test_names() -> None:
+    for names in ALGORITHMS.values():
+        for name in names:
+            check_algorithm(name)
+    for name in (None, "shared", "direct"):
+        check_algorithm(name)
+    with pytest.raises(UsageError, match="got algorithm 'Ring', expected one of binomial-tree, .*ring"):
+        check_algorithm("Ring")
+
+
+def test_small_calls_on_one_host_are_never_measured() -> None:
+    def call(group: Group) -> list[str]:
+        group.all_reduce(np.ones(1000))
+        return [chosen(group, num_bytes, operation) for num_bytes in (0, 1000) for operation in ALGORITHMS]
+
+    for told in run_ranks(2, call):
+        assert set(told) == {"shared"}
+
+
+@pytest.mark.parametrize("options", [{"size": 3}, {"size": 3, "hosts": [0, 1, 2]}, {"size": 4, "hosts": [0, 0, 1, 1]}])
+def test_all_ranks_choose_alike(options: dict[str, object]) -> None:
+    def call(group: Group) -> list[str]:
+        for size in (10, 100_000, 1_000_000):
+            group.all_reduce(np.ones(size, np.float32))
+            group.all_gather(np.ones(size, np.int8))
+        return [chosen(group, 1 << power, name) for power in range(4, 25) for name in ("all_reduce", "all_gather")]
+
+    told = run_ranks(function=call, **options)  # type: ignore[arg-type]
+    assert all(each == told[0] for each in told)
+
+
+def test_an_algorithm_is_taken_where_it_can_be() -> None:
+    def call(group: Group) -> list[str]:
+        group.all_gather(np.ones(5))
+        group.all_reduce(np.ones(5))
+        group.broadcast(np.ones(5))
+        return [chosen(group, 40, operation) for operation in ("all_reduce", "all_gather", "broadcast")]
+
+    for on_three in run_ranks(3, call, algorithm="recursive-doubling"):
+        assert on_three[0] == "recursive-doubling"
+        assert on_three[1] != "recursive-doubling"  # it needs a power of two
+        assert on_three[2] not in ("recursive-doubling", "none yet")
+    for on_four in run_ranks(4, call, algorithm="recursive-doubling"):
+        assert on_four[:2] == ["recursive-doubling"] * 2
+
+
+def test_it_is_said_that_nothing_is_measured_yet() -> None:
+    texts = run_ranks(2, lambda group: (group.explain(1 << 20), group.barrier())[0], hosts=[0, 1])
+    assert all("none yet (the first call measures the links" in text for text in texts)
