@@ -52,3 +52,9 @@ def scale(target: Area, reduction: Reduction) -> None:
 def address_of(view: memoryview) -> int:
     """Return where writable bytes lie."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
+
+
+def copy(source: Area, target: Area) -> None:
+    """Copy memory, unless it is the same."""
+    if source.num_bytes and source.address != target.address:
+        ctypes.memmove(target.address, source.address, source.num_bytes)

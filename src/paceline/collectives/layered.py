@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Order, Reduction
-from paceline.collectives.executing import execute, scale
+from paceline.collectives.executing import copy, execute, scale
 from paceline.collectives.executor import Blocks, Executor
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 from paceline.collectives.schedules.base import renamed
@@ -20,7 +20,8 @@ from paceline.collectives.shared_memory import SharedMemory
 class Layered:
     """All-reduce for ranks on several hosts; other collectives are the network's."""
 
-    def __init__(self, executor: Executor, shared: SharedMemory, hosts: Sequence[int], rank: int) -> None:
+    def __init__(self, executor: Executor, shared: SharedMemory | None, hosts: Sequence[int], rank: int) -> None:
+        """`shared`: with the ranks of this host; None where there are none."""
         self._executor, self._shared = executor, shared
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._is_leader = rank in self._leaders
@@ -38,13 +39,18 @@ class Layered:
         try:
             # All meet over the links first: else a host that finds a mismatch in its memory could not tell the others.
             execute(self._executor, order, self._barrier, Blocks([]), None)
-            self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
+            if self._shared is not None:
+                self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
+            else:
+                copy(source, target)
             if self._schedule is not None:
                 blocks = Blocks.even(view_bytes(*target), self._schedule.num_blocks, reduction.item_bytes)
                 execute(self._executor, order, self._schedule, blocks, sums)
                 scale(target, reduction)
-            self._shared.broadcast(order, target, 0)
+            if self._shared is not None:
+                self._shared.broadcast(order, target, 0)
         except BaseException as error:  # each layer must hear what went wrong in the other
-            self._shared.abort(error)
+            if self._shared is not None:
+                self._shared.abort(error)
             self._executor.abort(order.call, order.sequence, error)
             raise

@@ -8,12 +8,11 @@ from typing import Final
 
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Engine, Order, Reduction
-from paceline.collectives.executing import execute, scale
+from paceline.collectives.executing import copy, execute, scale
 from paceline.collectives.executor import Blocks, Executor
 from paceline.collectives.layered import Layered
 from paceline.collectives.links import Links
 from paceline.collectives.schedules import ALGORITHMS, Schedule
-from paceline.collectives.shared_memory import SharedMemory
 
 _PIECE_BYTES: Final = 1 << 18
 
@@ -25,15 +24,15 @@ class Network(Engine):
     """Ranks that are connected by links."""
 
     def __init__(
-        self, links: Links, executor: Executor, hosts: Sequence[int], choose: Choose, shared: SharedMemory | None = None
+        self, links: Links, executor: Executor, hosts: Sequence[int], choose: Choose, layered: Layered | None = None
     ) -> None:
-        """`hosts`: the number of the host of every rank; `shared`: memory shared with the ranks of this one."""
+        """`hosts`: the number of the host of every rank; `layered`: does hierarchical all-reduces, if it is given."""
         self.rank, self.size = links.rank, links.size
         self._links = links
         self._executor = executor
         self._hosts = tuple(hosts)
         self._choose = choose
-        self._layered = None if shared is None else Layered(executor, shared, hosts, links.rank)
+        self._layered = layered
         self._schedules: dict[tuple[str, str, int, int], Schedule] = {}
 
     # the calls
@@ -47,7 +46,7 @@ class Network(Engine):
         if self._layered is not None and self.algorithm(order, "all_reduce", source.num_bytes) == "hierarchical":
             self._layered.all_reduce(order, source, target, reduction)
             return
-        _copy(source, target)
+        copy(source, target)
         self._run_even(order, "all_reduce", target, reduction=reduction)
         scale(target, reduction)
 
@@ -56,7 +55,7 @@ class Network(Engine):
         self._agree(order)
         scratch = ctypes.create_string_buffer(source.num_bytes) if target is None else None
         area = target or Area(ctypes.addressof(scratch), source.num_bytes)  # type: ignore[arg-type]
-        _copy(source, area)
+        copy(source, area)
         self._run_even(order, "reduce", area, root=root, reduction=reduction)
         if target is not None:
             scale(target, reduction)
@@ -79,14 +78,14 @@ class Network(Engine):
 
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
         """See :meth:`Engine.all_gather`."""
-        _copy(source, targets[self.rank])
+        copy(source, targets[self.rank])
         self._run_areas(order, "all_gather", targets)
 
     def gather(self, order: Order, source: Area, targets: Sequence[Area], root: int) -> None:
         """See :meth:`Engine.gather`."""
         self._agree(order)
         if self.rank == root:
-            _copy(source, targets[root])
+            copy(source, targets[root])
             self._run_areas(order, "gather", targets, root, "central")
         else:
             self._run_areas(order, "gather", self._only(source), root, "central")
@@ -96,7 +95,7 @@ class Network(Engine):
         self._agree(order)
         if self.rank == root:
             self._run_areas(order, "scatter", sources, root, "central")
-            _copy(sources[root], target)
+            copy(sources[root], target)
         else:
             self._run_areas(order, "scatter", self._only(target), root, "central")
 
@@ -177,8 +176,3 @@ class Network(Engine):
                 self._schedules.clear()
             self._schedules[key] = found
         return found
-
-
-def _copy(source: Area, target: Area) -> None:
-    if source.num_bytes and source.address != target.address:
-        ctypes.memmove(target.address, source.address, source.num_bytes)

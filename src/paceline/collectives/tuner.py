@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 SHARED, DIRECT = "shared", "direct"
 _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found} | {SHARED, DIRECT})
-_SIZES: Final = (DIRECT_BYTES, 1 << 20, 1 << 22, 1 << 24)
-"""At these both ways on one host are timed."""
+_REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9}
+"""At these sizes both ways on one host are timed, so often."""
+_CLEARLY: Final = 0.8
+"""``direct`` is taken if it needs less than this part of the time: close to the crossover the figures are noise."""
 _PIECE_BYTES: Final = 1 << 18
 _LEAST_S: Final = 0.05
 _MOST_BYTES: Final = 1 << 24
@@ -170,7 +172,7 @@ class Tuner:
             timed = self._local.get(self._near(num_bytes))
             if timed is None:
                 return SHARED, "all ranks are on one host; not yet timed against direct"
-            return min(timed, key=lambda name: timed[name]), "timed the fastest on this host"
+            return _faster(timed), "timed the fastest on this host"
         if self.model is None and len(self._names(operation)) > 1:
             return "none yet", "the first call measures the links, then chooses"
         return self._choose_schedule(operation, num_bytes), "the least predicted time"
@@ -194,7 +196,7 @@ class Tuner:
 
     @staticmethod
     def _near(num_bytes: int) -> int:
-        return max((size for size in _SIZES if size <= num_bytes), default=_SIZES[0])
+        return max((size for size in _REPEATS if size <= num_bytes), default=DIRECT_BYTES)
 
     def _fastest_here(self, shared: SharedMemory, num_bytes: int, order: Order) -> str:
         near = self._near(num_bytes)
@@ -202,14 +204,14 @@ class Tuner:
         if timed is None:
             shared.barrier(order)
             timed = self._local[near] = self._time_locally(shared, near)
-        return min(timed, key=lambda name: timed[name])
+        return _faster(timed)
 
     def _time_locally(self, shared: SharedMemory, num_bytes: int) -> dict[str, float]:
         array = np.ones(num_bytes // 4, np.float32)
         area = Area(array.ctypes.data, num_bytes)
         reduction = Reduction(combine.combiner("float32"), combine.MAX, 1.0, 4)
         times: dict[str, list[float]] = {SHARED: [], DIRECT: []}
-        for _ in range(5):
+        for _ in range(_REPEATS[num_bytes] + 1):
             for name, taken in times.items():
                 order = self._order(name)
                 shared.barrier(order)
@@ -283,6 +285,10 @@ class Tuner:
 
 
 _TUNE: Final = Call("tune")
+
+
+def _faster(timed: dict[str, float]) -> str:
+    return DIRECT if timed[DIRECT] < _CLEARLY * timed[SHARED] else SHARED
 
 
 def _time_combining() -> float:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import msgspec
 from numba import config
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import Call, name_ranks
 from paceline.collectives.engine import Order
 from paceline.collectives.executor import Executor, Status
+from paceline.collectives.layered import Layered
 from paceline.collectives.mesh import Mesh
 from paceline.collectives.network import Choose, Network
 from paceline.collectives.node import Node, NodeInfo
@@ -118,7 +119,9 @@ class Connections:
         self._executor: Executor | None = None
         self._network: Network | None = None
         self._point_to_point: PointToPoint | None = None
-        self.shared = self._share(time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self.shared = self._share(deadline)
+        self._has_layers = self._agree_on_layers(deadline)
         world.node.answer(self._identity, self._status)
         world.groups.add(self)
 
@@ -136,8 +139,10 @@ class Connections:
         if self._network is None:
             mesh = Mesh(self.world.node, self._identity, self.rank, self.infos)
             self._executor = Executor(mesh, group=self.name, ask=self._ask)
-            shared = None if self.is_on_one_host else self.shared
-            self._network = Network(mesh, self._executor, self.hosts, choose, shared)
+            layered = None
+            if self._has_layers:
+                layered = Layered(self._executor, self.shared, self.hosts, self.rank)
+            self._network = Network(mesh, self._executor, self.hosts, choose, layered)
         return self._network
 
     def point_to_point(self) -> PointToPoint:
@@ -191,14 +196,7 @@ class Connections:
         """Go on together if every rank of this host has opened the segment."""
         local = self.local_ranks
         own = _Attached(failure, tuple(_own_cores()))
-        values = exchange(
-            PrefixStore(self._store, f"host {self.hosts[self.rank]}"),
-            local.index(self.rank),
-            len(local),
-            msgspec.msgpack.encode(own),
-            deadline,
-            what="share memory",
-        )
+        values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")
         attached = [msgspec.msgpack.decode(value, type=_Attached) for value in values]
         if segment is None or any(other.failure for other in attached):
             if segment is not None:
@@ -219,6 +217,30 @@ class Connections:
             engine.close()
             raise
         return engine
+
+    def _agree_on_layers(self, deadline: float) -> bool:
+        """Return whether there are several hosts, some of several ranks, and memory is shared on all of these."""
+        num_hosts = len(set(self.hosts))
+        if num_hosts in (1, self.size):
+            return False
+        alone = len(self.local_ranks) == 1
+        own = b"yes" if alone or self.shared is not None else b"no"
+        return b"no" not in self._exchange(range(self.size), own, deadline, "agree on layers")
+
+    def _exchange(self, members: Sequence[int], value: bytes, deadline: float, what: str) -> list[bytes]:
+        """Leave a value for these ranks of the group and return all of theirs."""
+        store = PrefixStore(self._store, f"from rank {members[0]}")
+        try:
+            return exchange(store, members.index(self.rank), len(members), value, deadline, what=what)
+        except RankLostError as error:
+            raise self._absent([members[number] for number in error.ranks]) from None
+
+    def _absent(self, members: Sequence[int]) -> RankLostError:
+        """Return the error for ranks of the group, which are called by their numbers in the world."""
+        ranks = tuple(self.ranks[rank] for rank in members)
+        return RankLostError(
+            f"{name_ranks(ranks)} did not come to make group {self.name!r}; every rank of a group must make it", ranks
+        )
 
     def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:
         leader = self.local_ranks[0]
@@ -242,9 +264,7 @@ class Connections:
         try:
             return self._store.get(key, deadline).decode()
         except DeadlineError:
-            raise RankLostError(
-                f"rank {leader} did not come to make group {self.name!r}; every rank of a group must make it", (leader,)
-            ) from None
+            raise self._absent([leader]) from None
 
 
 _MEET = Call("meet")

@@ -1,14 +1,8 @@
-"""How a process group's calls are carried out: here and now, or by the group's thread.
-
-What is chained to a future (a communication hook's ``then``) runs in the group's thread, and may make calls and wait for
-them, as PowerSGD's does. On each rank such calls come at another moment between those of the main thread; so they have
-a group of their own, where their order is that of the calls that they follow, the same on all ranks.
-"""
+"""How a process group's calls are carried out: here and now, or by the group's thread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import get_ident
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,6 +12,7 @@ from paceline.collectives import Group
 from paceline.errors import PacelineError
 from paceline.torch import _profiling
 from paceline.torch._errors import in_torch_terms
+from paceline.torch._future import is_in_callback
 from paceline.torch._tensors import After
 from paceline.torch._work import FinishedWork, TicketWork, Value
 
@@ -38,9 +33,8 @@ class Calls:
         self._nested: Group | None = None
 
     def group(self) -> Group:
-        """Return the group for a call of this thread. Collective, if it is the first from a callback."""
-        thread = self._group._thread
-        if thread is None or thread.ident != get_ident():
+        """Return the group for a call of this thread; if it is the first from a callback, all ranks make one."""
+        if not is_in_callback():
             return self._group
         if self._nested is None:
             self._nested = self._group.subgroup(range(self._group.size))

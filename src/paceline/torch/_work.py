@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from paceline.collectives import Ticket
 from paceline.errors import PacelineError
 from paceline.torch._errors import in_torch_terms
+from paceline.torch._future import CallFuture
 from paceline.torch._profiling import Event
 from paceline.torch._tensors import After
 
@@ -54,9 +54,9 @@ class FinishedWork(Work):
         """Return the tensors that were filled."""
         return list(self._value)
 
-    def get_future(self) -> Any:
+    def get_future(self) -> CallFuture:
         """Return a future of the tensors that were filled."""
-        future: Any = torch.futures.Future()
+        future = CallFuture()
         future.set_result(list(self._value))
         return future
 
@@ -81,7 +81,7 @@ class TicketWork(Work):
         self._after, self._event = after, event
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._future: Any = None
+        self._future: CallFuture | None = None
         self._settled: threading.Event | None = None
         if after is not None or event is not None:
             self._settled = threading.Event()
@@ -123,21 +123,21 @@ class TicketWork(Work):
         self.wait()
         return list(self._value)
 
-    def get_future(self) -> Any:
-        """Return a future of the tensors that were filled; what is chained to it runs in the group's thread."""
+    def get_future(self) -> CallFuture:
+        """Return a future of the tensors that were filled; see there what happens to calls from what is chained."""
         with self._lock:
             if self._future is None:
-                done: Any = torch.futures.Future()
-                # Only what `then` raises is an error for C++ too, and so for DistributedDataParallel.
-                self._future = done.then(self._outcome)
-                self._tickets[-1].add_done_callback(lambda _: done.set_result(None))
+                self._future = CallFuture()
+                self._tickets[-1].add_done_callback(self._complete)
         return self._future
 
-    def _outcome(self, _: Any) -> list[Tensor]:
+    def _complete(self, _: Ticket) -> None:
+        assert self._future is not None
         error = self.exception()
         if error is not None:
-            raise error
-        return list(self._value)
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(list(self._value))
 
     def _settle(self, _: Ticket) -> None:
         assert self._settled is not None
@@ -159,7 +159,7 @@ class MessageWork(Work):
         super().__init__()
         self._ticket, self._value, self._timeout, self._event = ticket, value, timeout, event
         self._lock = threading.Lock()
-        self._future: Any = None
+        self._future: CallFuture | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until it is done; it is given up when `timeout` passes before (0: the group's)."""
@@ -209,19 +209,20 @@ class MessageWork(Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Any:
+    def get_future(self) -> CallFuture:
         """Return a future of the tensor; a thread waits for it."""
         with self._lock:
             if self._future is None:
-                done: Any = torch.futures.Future()
-                self._future = done.then(lambda _: self.result())
-                waiter = threading.Thread(target=self._complete, args=(done,), name="paceline-message", daemon=True)
+                self._future = CallFuture()
+                waiter = threading.Thread(target=self._complete, name="paceline-message", daemon=True)
                 waiter.start()
         return self._future
 
-    def _complete(self, done: Any) -> None:
+    def _complete(self) -> None:
+        assert self._future is not None
         try:
             self.wait()
-        except PacelineError:
-            pass  # who asks the future hears of it
-        done.set_result(None)
+        except PacelineError as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(list(self._value))

@@ -32,8 +32,7 @@ def check_mismatch_raises_on_every_rank(rank: int, size: int) -> None:
                 work.wait()
 
         error = _error(call)
-        assert isinstance(error, MismatchError), error
-        assert isinstance(error, dist.DistBackendError)
+        assert {MismatchError, dist.DistBackendError} <= set(type(error).__mro__)
         assert "float32[3]" in str(error)
         assert "float32[4]" in str(error)
         assert isinstance(_error(lambda group=group: dist.barrier(group)), GroupClosedError)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -49,7 +51,7 @@ def check_data_parallel(rank: int, size: int) -> None:
         )
 
 
-def _bf16_compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _bf16_compress(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """By its own name, PyTorch allows it with NCCL only."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
@@ -111,7 +113,7 @@ def check_sparse_gradients(rank: int, size: int) -> None:
 def check_fully_sharded(rank: int, size: int) -> None:
     losses = []
     for backend in BACKENDS:
-        mesh = dist.DeviceMesh.from_group(dist.new_group(backend=backend), "cpu", mesh_dim_names=("dp",))
+        mesh = DeviceMesh.from_group(dist.new_group(backend=backend), "cpu", mesh_dim_names=("dp",))
         model = _model()
         for layer in model.children():
             if isinstance(layer, nn.Linear):
@@ -122,7 +124,7 @@ def check_fully_sharded(rank: int, size: int) -> None:
 
 
 def check_distributed_tensors(rank: int, size: int) -> None:
-    mesh = dist.init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh("cpu", (size,))
     whole = torch.arange(30.0).view(5, 6)
     rows = distribute_tensor(whole, mesh, [Shard(0)])
     columns = rows.redistribute(mesh, [Shard(1)])

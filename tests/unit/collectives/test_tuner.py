@@ -20,9 +20,9 @@ def test_names() -> None:
     for names in ALGORITHMS.values():
         for name in names:
             check_algorithm(name)
-    for name in (None, "shared", "direct"):
-        check_algorithm(name)
-    with pytest.raises(UsageError, match="got algorithm 'Ring', expected one of binomial-tree, .*ring"):
+    for other in (None, "shared", "direct"):
+        check_algorithm(other)
+    with pytest.raises(UsageError, match=r"got algorithm 'Ring', expected one of binomial-tree, .*ring"):
         check_algorithm("Ring")
 
 
@@ -63,5 +63,5 @@ def test_an_algorithm_is_taken_where_it_can_be() -> None:
 
 
 def test_it_is_said_that_nothing_is_measured_yet() -> None:
-    texts = run_ranks(2, lambda group: (group.explain(1 << 20), group.barrier())[0], hosts=[0, 1])
+    texts = run_ranks(2, lambda group: group.explain(1 << 20), hosts=[0, 1])
     assert all("none yet (the first call measures the links" in text for text in texts)
