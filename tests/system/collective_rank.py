@@ -96,8 +96,10 @@ def main(scenario: str) -> None:
         if os.environ.get("STAY"):
             wait_for_the_end()
     group.close()
-    left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    say("closed", threads=left)
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    for thread in others:  # one may still wait, for a second or two, for the answer of a stopped rank
+        thread.join(5.0)
+    say("closed", threads=[thread.name for thread in others if thread.is_alive()])
 
 
 if __name__ == "__main__":

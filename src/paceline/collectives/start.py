@@ -33,6 +33,7 @@ def init(
     there) or RankLostError (some ranks did not come).
     """
     told = environment()
+    check_algorithm(algorithm or told.algorithm)
     meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=told)
     try:
         return join(

@@ -7,18 +7,22 @@ from datetime import timedelta
 from typing import Final
 
 from torch._C._distributed_c10d import Store as CStore
-from torch.distributed import DistError
 
 from paceline.collectives.store import Store, never_set, written_twice
 from paceline.errors import ConnectionLostError
 
 _SOON: Final = timedelta(milliseconds=1)
+_SLACK_S: Final = 0.01
+"""Whole milliseconds are waited, so a wait may end a little early."""
 _SET: Final = b"="
 """Before every value: FileStore and TCPStore cannot tell an empty value from one that is not there."""
 
 
 class TorchStore(Store):
-    """Keys under ``prefix`` in a c10d store; what this rank has set is removed when it is closed."""
+    """Keys under ``prefix`` in a c10d store; what this rank has set is removed when it is closed.
+
+    Its errors are RuntimeErrors of several kinds, the plain one included.
+    """
 
     def __init__(self, store: CStore, prefix: str) -> None:
         self._store = store
@@ -30,7 +34,7 @@ class TorchStore(Store):
         wanted = _text(value)
         try:
             found = self._store.compare_set(self._prefix + key, "", wanted)
-        except DistError as error:
+        except RuntimeError as error:
             raise _lost(key, error) from error
         if found not in (b"", wanted.encode()):
             raise written_twice(key)
@@ -44,8 +48,8 @@ class TorchStore(Store):
         try:
             self._store.wait([place], max(left, _SOON))
             return _value(self._store.get(place))
-        except DistError as error:
-            if time.monotonic() < deadline:
+        except RuntimeError as error:
+            if time.monotonic() < deadline - _SLACK_S:
                 raise _lost(key, error) from error
             raise never_set(key, "of torch.distributed", time.monotonic() - start) from None
 
@@ -59,7 +63,7 @@ class TorchStore(Store):
         for key in sorted(self._own):
             try:
                 self.delete(key)
-            except (DistError, RuntimeError):  # whoever serves the store has gone, and the keys with it
+            except RuntimeError:  # whoever serves the store has gone, and the keys with it
                 break
         self._own.clear()
 

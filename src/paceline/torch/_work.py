@@ -135,7 +135,8 @@ class TicketWork(Work):
         assert self._future is not None
         error = self.exception()
         if error is not None:
-            self._future.set_exception(error)
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self._future.fail(failure, is_one_tensor=False)
         else:
             self._future.set_result(list(self._value))
 
@@ -223,6 +224,6 @@ class MessageWork(Work):
         try:
             self.wait()
         except PacelineError as error:
-            self._future.set_exception(error)
+            self._future.fail(error, is_one_tensor=False)
         else:
             self._future.set_result(list(self._value))

@@ -7,38 +7,36 @@ from typing import Any
 
 import pytest
 
-from paceline.testing.collectives import COLLECTIVE_CHECKS, check_collectives, nothing_left, run_ranks
+from paceline.testing import COLLECTIVE_CHECKS, check_collectives, nothing_left, run_ranks
 
 _WHOLE = {
     "shared, 2 ranks": {"size": 2},
-    "shared, 5 ranks": {"size": 5},
+    "shared, 4 ranks": {"size": 4},
     "ring, 3 ranks": {"size": 3, "algorithm": "ring"},
     "2 hosts of 2": {"size": 4, "hosts": [0, 0, 1, 1]},
 }
 _PARTLY = {
     "shared, 3 ranks": {"size": 3},
-    "forced shared, 4 ranks": {"size": 4, "algorithm": "shared"},
+    "shared, 5 ranks": {"size": 5},
+    "forced shared, 2 ranks": {"size": 2, "algorithm": "shared"},
     "direct, 2 ranks": {"size": 2, "algorithm": "direct"},
-    "direct, 5 ranks": {"size": 5, "algorithm": "direct"},
+    "direct, 3 ranks": {"size": 3, "algorithm": "direct"},
     "ring, 2 ranks": {"size": 2, "algorithm": "ring"},
     "recursive-doubling, 3 ranks": {"size": 3, "algorithm": "recursive-doubling"},
     "recursive-doubling, 4 ranks": {"size": 4, "algorithm": "recursive-doubling"},
-    "halving-doubling, 5 ranks": {"size": 5, "algorithm": "halving-doubling"},
+    "halving-doubling, 3 ranks": {"size": 3, "algorithm": "halving-doubling"},
     "binomial-tree, 5 ranks": {"size": 5, "algorithm": "binomial-tree"},
     "double-binary-tree, 4 ranks": {"size": 4, "algorithm": "double-binary-tree"},
     "central, 3 ranks": {"size": 3, "algorithm": "central"},
-    "bruck, 5 ranks": {"size": 5, "algorithm": "bruck"},
-    "pairwise, 4 ranks": {"size": 4, "algorithm": "pairwise"},
-    "hierarchical, one host": {"size": 3, "algorithm": "hierarchical"},
-    "hierarchical, 2 hosts of 2": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
-    "hierarchical, hosts of 3, 1 and 1": {"size": 5, "hosts": [0, 1, 0, 2, 0], "algorithm": "hierarchical"},
+    "bruck, 3 ranks": {"size": 3, "algorithm": "bruck"},
+    "pairwise, 3 ranks": {"size": 3, "algorithm": "pairwise"},
+    "hierarchical, one host": {"size": 2, "algorithm": "hierarchical"},
+    "hierarchical, hosts of 2, 1 and 1": {"size": 4, "hosts": [0, 1, 0, 2], "algorithm": "hierarchical"},
     "3 hosts of 1": {"size": 3, "hosts": [0, 1, 2]},
     "hosts of 2 and 1": {"size": 3, "hosts": [0, 0, 1]},
 }
 _PART = (
     "check_all_reduce_sizes",
-    "check_all_reduce_large",
-    "check_bits",
     "check_layouts",
     "check_reduce",
     "check_reduce_scatter",

@@ -22,7 +22,7 @@ from paceline.errors import (
     RankLostError,
     UsageError,
 )
-from paceline.testing.collectives import nothing_left, run_ranks
+from paceline.testing import nothing_left, run_ranks
 
 _T = TypeVar("_T")
 _SHORT = timedelta(seconds=1.5)

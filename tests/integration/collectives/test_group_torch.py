@@ -8,7 +8,7 @@ import pytest
 
 from paceline.collectives import Group
 from paceline.errors import UsageError
-from paceline.testing.collectives import run_ranks
+from paceline.testing import run_ranks
 
 torch = pytest.importorskip("torch")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")

@@ -20,11 +20,12 @@ _PATIENCE_S = 90.0
 
 
 class Run:
-    """All ranks of one module's checks, started together and carried to their end."""
+    """All ranks of one module's checks; they are started at once, and carried to their end by :meth:`finish`."""
 
     def __init__(self, module: str, folder: Path) -> None:
         self.size = _SIZES[module]
-        ranks = [
+        self._folder = folder
+        self._ranks = [
             subprocess.Popen(
                 [sys.executable, _HERE / "ranks.py", module, str(rank), str(self.size), folder],
                 stderr=subprocess.PIPE,
@@ -32,19 +33,24 @@ class Run:
             )
             for rank in range(self.size)
         ]
+        self.errors: list[str] = []
+        self.codes: list[int] = []
+        self.said: dict[str, list[str]] = {}
+        """By check, what each rank says: nothing if all is well."""
+
+    def finish(self) -> None:
+        """Wait for the ranks, and read what they say."""
         try:
-            for rank in ranks:
+            for rank in self._ranks:
                 rank.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             pass  # what is missing is missed
         finally:
-            for rank in ranks:
+            for rank in self._ranks:
                 rank.kill()
-            self.errors = [rank.communicate()[1] for rank in ranks]
-        self.codes = [rank.returncode for rank in ranks]
-        self.said: dict[str, list[str]] = {}
-        """By check, what each rank says: nothing if all is well."""
-        for report in sorted(folder.glob("rank *")):
+            self.errors = [rank.communicate()[1] for rank in self._ranks]
+        self.codes = [rank.returncode for rank in self._ranks]
+        for report in sorted(self._folder.glob("rank *")):
             for line in report.read_text().splitlines():
                 name, said = json.loads(line)
                 self.said.setdefault(name, []).append(said)
@@ -58,7 +64,10 @@ def _checks(module: str) -> list[str]:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     pytest.importorskip("torch")
-    return {module: Run(module, tmp_path_factory.mktemp(module)) for module in _SIZES}
+    started = {module: Run(module, tmp_path_factory.mktemp(module)) for module in _SIZES}
+    for run in started.values():
+        run.finish()
+    return started
 
 
 @pytest.mark.timeout(300)

@@ -135,18 +135,23 @@ def check_distributed_tensors(rank: int, size: int) -> None:
 
 
 def check_a_failed_collective_fails_the_backward_pass(rank: int, size: int) -> None:
-    group = dist.new_group()
-    model = DistributedDataParallel(_model(), process_group=group)
-    torch.autograd.backward(model(torch.ones(1, 20)).sum())
-    dist.barrier()
-    if rank == 1:
-        group.abort()
-    else:
-        try:
+    for hook in (None, default_hooks.fp16_compress_hook):
+        group = dist.new_group()
+        model = DistributedDataParallel(_model(), process_group=group)
+        if hook is not None:
+            model.register_comm_hook(group, hook)
+        for _ in range(3):  # until the buckets are made anew no more
             torch.autograd.backward(model(torch.ones(1, 20)).sum())
-        except RuntimeError as error:
-            said = str(error)
+        output = model(torch.ones(1, 20)).sum()
+        dist.barrier()
+        if rank == 1:
+            group.abort()
         else:
-            said = "no error"
-        assert "rank 1" in said, said
-    dist.barrier()
+            try:
+                torch.autograd.backward(output)
+            except RuntimeError as error:
+                said = str(error)
+            else:
+                said = "no error"
+            assert "rank 1" in said, said
+        dist.barrier()

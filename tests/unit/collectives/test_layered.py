@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.collectives import Group
-from paceline.testing.collectives import run_ranks
+from paceline.testing import run_ranks
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 1, 2], [0, 1, 1, 2, 2]])

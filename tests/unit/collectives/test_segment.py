@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.collectives.segment import Segment, SegmentError
-from paceline.testing.collectives import nothing_left
+from paceline.testing import nothing_left
 
 
 @pytest.fixture(autouse=True)

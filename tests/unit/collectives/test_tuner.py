@@ -9,7 +9,7 @@ from paceline.collectives import Group
 from paceline.collectives.schedules import ALGORITHMS
 from paceline.collectives.tuner import check_algorithm
 from paceline.errors import UsageError
-from paceline.testing.collectives import run_ranks
+from paceline.testing import run_ranks
 
 
 def chosen(group: Group, num_bytes: int, operation: str = "all_reduce") -> str:

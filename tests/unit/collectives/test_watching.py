@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from paceline.collectives.watching import Watch, is_stopped
-from paceline.testing.collectives import nothing_left
+from paceline.testing import nothing_left
 
 
 @pytest.fixture

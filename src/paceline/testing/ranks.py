@@ -1,0 +1,127 @@
+"""The ranks of a group as threads of one process, and a watch over what they leave behind."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from paceline.collectives import Group, MemoryStore, Store, join
+from paceline.collectives.node import NodeInfo
+
+_T = TypeVar("_T")
+
+_TIMEOUT = timedelta(seconds=30)
+_LEAVING_S = 5.0
+
+
+def run_ranks(
+    size: int,
+    function: Callable[[Group], _T],
+    *,
+    hosts: Sequence[int] | None = None,
+    within: timedelta = timedelta(seconds=60),
+    **join_options: Any,
+) -> list[_T]:
+    """Join ``size`` ranks, threads of this process, call ``function(group)`` on each, close; return what it returns.
+
+    ``hosts``: the number of every rank's make-believe host; ranks of different ones share no memory and meet over TCP.
+    ``join_options`` are those of :func:`paceline.collectives.join`. Raises AssertionError that names the ranks if one
+    raises, with the first error as its cause, or if one has not ended ``within`` that time: then it says where it is.
+    """
+    store = MemoryStore()
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+    options = {"token": "a token for tests", "timeout": _TIMEOUT, **join_options}
+
+    def work(rank: int) -> None:
+        try:
+            own = store if hosts is None else _StoreOfOneHost(store, rank, hosts)
+            with join(own, rank, size, **options) as group:
+                results[rank] = function(group)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + within.total_seconds()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    told = [f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items()]
+    late = [thread for thread in threads if thread.is_alive()]
+    told += [f"{thread.name} has not ended within {within.total_seconds():g} s:\n{_stack(thread)}" for thread in late]
+    if told:
+        raise AssertionError("\n".join(told)) from next(iter(errors.values()), None)
+    return results
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Raise AssertionError if threads or open files are left, some seconds after, that were not there before."""
+    threads, files = set(threading.enumerate()), _open_files()
+    yield
+    deadline = time.monotonic() + _LEAVING_S
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+    left = sorted(thread.name for thread in set(threading.enumerate()) - threads)
+    assert not left, f"threads are left: {left}"
+    assert not _open_files() - files, f"files are left open: {_open_files() - files}"
+
+
+def _open_files() -> set[str]:
+    found = set()
+    folder = Path("/proc/self/fd")
+    for number in folder.iterdir() if folder.is_dir() else ():
+        try:
+            found.add(f"{number.name} {number.readlink()}")
+        except OSError:
+            pass  # the one of the listing itself
+    return found
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "" if frame is None else "".join(traceback.format_stack(frame, 6))
+
+
+class _StoreOfOneHost(Store):
+    """Makes a rank believe that the ranks of other hosts share no memory with it, and have no Unix socket."""
+
+    def __init__(self, store: Store, rank: int, hosts: Sequence[int]) -> None:
+        self._store, self._rank, self._hosts = store, rank, hosts
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """See :meth:`Store.get`."""
+        value = self._store.get(key, deadline)
+        place, _, name = key.rpartition("/")
+        if place != "the rendezvous":
+            return value
+        host = self._hosts[int(name.removeprefix("rank "))]
+        if host == self._hosts[self._rank]:
+            return value
+        info = NodeInfo.decode(value)
+        endpoint = msgspec.structs.replace(info.endpoint, unix=None)
+        return msgspec.structs.replace(info, endpoint=endpoint, memory_domain=f"host {host}").encode()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        self._store.set(key, value)
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._store.delete(key)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+
+
+# what the ranks give, and what must come of it
