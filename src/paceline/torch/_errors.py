@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from typing import Final
 
 from torch.distributed import DistBackendError
 
@@ -41,6 +43,7 @@ class BackendDeadlineError(DeadlineError, DistBackendError):
     """See :class:`DeadlineError`."""
 
 
+_WAITED: Final = re.compile(r"\b(with)?in [\d.e+-]+ s\b")
 _KINDS: dict[type[PacelineError], type[DistBackendError]] = {
     CollectiveError: BackendCollectiveError,
     MismatchError: BackendMismatchError,
@@ -54,7 +57,11 @@ def in_torch_terms(error: BaseException, timeout: timedelta) -> BaseException:
     if not isinstance(error, PeerError) or isinstance(error, DistBackendError):
         return error
     if isinstance(error, RankLostError):
-        # A wait that has ended says how long it was.
-        hint = f"; the timeout of this process group is {timeout.total_seconds():g} s" if " s" in str(error) else ""
+        # Who has waited in vain says how long; PyTorch's own tests look for the word timeout then.
+        hint = (
+            f"; the timeout of this process group is {timeout.total_seconds():g} s"
+            if _WAITED.search(str(error))
+            else ""
+        )
         return BackendRankLostError(f"{error}{hint}", error.ranks)
     return _KINDS.get(type(error), BackendError)(str(error))

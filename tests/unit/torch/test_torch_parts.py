@@ -91,6 +91,8 @@ def test_errors_are_of_both_kinds() -> None:
     lost = in_torch_terms(RankLostError("not within 2 s", (1,)), timedelta(seconds=2))
     assert isinstance(lost, RankLostError)
     assert lost.ranks == (1,)
+    assert "timeout of this process group is 2 s" in str(lost)
+    assert "timeout" not in str(in_torch_terms(RankLostError("rank 1 left before sum", (1,)), timedelta(seconds=2)))
     usage = UsageError("wrong")
     assert in_torch_terms(usage, timedelta(seconds=2)) is usage
 
