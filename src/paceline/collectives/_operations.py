@@ -42,6 +42,7 @@ class Operations:
         self._tuner = tuner
         self._timeout_s = timeout_s
         self._calls: dict[tuple[Any, ...], tuple[Call, int]] = {}
+        self._reductions: dict[tuple[str, str], Reduction] = {}
         self._doing: tuple[str, str, int, float] | None = None
 
     def barrier(self) -> Work:
@@ -265,6 +266,12 @@ class Operations:
         return found
 
     def _reduction(self, memory: Memory, op: str) -> Reduction:
+        found = self._reductions.get((memory.dtype, op))
+        if found is None:
+            found = self._reductions[memory.dtype, op] = self._make_reduction(memory, op)
+        return found
+
+    def _make_reduction(self, memory: Memory, op: str) -> Reduction:
         dtype = memory.dtype
         if op not in _OPS:
             raise UsageError(f"got op {op!r}, expected one of {', '.join(_OPS)}")

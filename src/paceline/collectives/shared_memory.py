@@ -131,10 +131,10 @@ class SharedMemory(Engine):
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
         """See :meth:`Engine.all_reduce`."""
         num_bytes = source.num_bytes
-        given, taken = np.uint64(source.address), np.uint64(target.address)
-        plan, state, signature = self._plan, self._state, np.uint64(order.signature)
+        given, taken = source.address, target.address
+        plan, state, signature = self._plan, self._state, order.signature
         item_bytes, combiner, op, scale = (
-            reduction.item_bytes, np.uint64(reduction.combiner), reduction.op, reduction.scale,
+            reduction.item_bytes, reduction.combiner, reduction.op, reduction.scale,
         )  # fmt: skip
         if num_bytes <= self._small_bytes():
             small = (plan, state, signature, given, taken, num_bytes, item_bytes, combiner, op, scale)
@@ -248,8 +248,8 @@ class SharedMemory(Engine):
         reduction: Reduction = Reduction(0, 0, 1.0, 1),  # noqa: B008  (immutable)
     ) -> None:
         arguments = (
-            self._plan, self._state, np.uint64(order.signature), puts, takes, block, np.uint64(own),
-            reduction.item_bytes, np.uint64(reduction.combiner), reduction.op, reduction.scale,
+            self._plan, self._state, order.signature, puts, takes, block, own,
+            reduction.item_bytes, reduction.combiner, reduction.op, reduction.scale,
         )  # fmt: skip
         self._run(order, shared.move, arguments)
 

@@ -190,6 +190,7 @@ def _announce(plan, step, signature, num_steps):  # type: ignore[no-untyped-def]
 @njit(**_OPTIONS)
 def all_reduce_small(plan, state, signature, source, target, num_bytes, item_bytes, combiner, op, scale):  # type: ignore[no-untyped-def]
     """All-reduce what fits in one slot: every rank reads every slot. One step."""
+    signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     step = state[STEPS] + 1
     rank, size = np.int64(plan[RANK]), np.int64(plan[SIZE])
     if state[WAITING] == 0:
@@ -256,6 +257,7 @@ def all_reduce(plan, state, signature, source, target, num_bytes, item_bytes, pa
     In one step a rank takes the results of the chunk before last, reduces its part of the last one and gives away the
     next: one wait per chunk.
     """
+    signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     chunk = part * np.int64(plan[SIZE])
     num_chunks = (num_bytes + chunk - 1) // chunk
     while state[AT] < num_chunks + 2:
@@ -329,6 +331,7 @@ def move(plan, state, signature, puts, takes, block, own, item_bytes, combiner, 
     uint64[m, 4]: (rank, block of its slot, address, bytes). `block` is in bytes, the same on all ranks. With a
     `combiner` (else 0), a taken block is the reduction of that block over all ranks, this one's being at `own`.
     """
+    signature, own, combiner = _U(signature), _U(own), _U(combiner)
     if state[AT] == 0 and state[WAITING] == 0:
         most = 0
         for j in range(puts.shape[0]):
@@ -416,6 +419,7 @@ def all_reduce_direct(plan, state, signature, source, target, num_bytes, item_by
 
     Chunks as in :func:`all_reduce`. The last step is there so that nobody goes on while another still reads its array.
     """
+    signature, source, target, combiner = _U(signature), _U(source), _U(target), _U(combiner)
     chunk = part * np.int64(plan[SIZE])
     num_chunks = (num_bytes + chunk - 1) // chunk
     while True:
@@ -466,18 +470,15 @@ def compile_kernels(combiner: int) -> None:
     table = np.zeros(1, np.uint64)
     plan[TABLE] = table.ctypes.data
     word = np.zeros(1, np.uint64)
-    place, address = np.uint64(word.ctypes.data), np.uint64(array.ctypes.data)
+    place, address = np.uint64(word.ctypes.data), array.ctypes.data
     publish_word(place, np.uint64(0))
     read_word(place)
     claim(place)
-    one, function = np.uint64(1), np.uint64(combiner)
-    all_reduce_small(plan, state, one, address, address, 64, 1, function, 0, 1.0)
-    all_reduce(plan, state, one, address, address, 64, 1, 64, function, 0, 1.0)
-    move(
-        plan, state, one, np.zeros((0, 2), np.uint64), np.zeros((0, 4), np.uint64), 64, address, 1, np.uint64(0), 0, 1.0
-    )
+    all_reduce_small(plan, state, 1, address, address, 64, 1, combiner, 0, 1.0)
+    all_reduce(plan, state, 1, address, address, 64, 1, 64, combiner, 0, 1.0)
+    move(plan, state, 1, np.zeros((0, 2), np.uint64), np.zeros((0, 4), np.uint64), 64, address, 1, 0, 0, 1.0)
     if sys.platform == "linux":
         scratch = np.zeros(64, np.uint8)
         plan[SCRATCH], plan[SCRATCH_BYTES] = scratch.ctypes.data, 64
-        all_reduce_direct(plan, state, one, address, address, 64, 1, 64, function, 0, 1.0)
+        all_reduce_direct(plan, state, 1, address, address, 64, 1, 64, combiner, 0, 1.0)
         read_peer(plan, 0, place, place, 0)
