@@ -9,14 +9,13 @@ demo: .venv/.core
 	$(BIN)/python examples/demo.py
 
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/unit
 
 bench: .venv/.dev .venv/.bench
 	$(BIN)/paceline bench ps

@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help=f"of {STEPS_PER_ROUND} steps on each backend")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.ranks < 1 or options.rounds < 1:
+        parser.error("expected at least one rank and one round")
     result = measure(options.ranks, options.rounds)
     if options.json:
         print(json.dumps(result))

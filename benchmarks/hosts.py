@@ -1,6 +1,6 @@
 """All-reduce between hosts, measured and predicted: network namespaces stand for hosts, with limited links.
 
-    sudo python benchmarks/hosts.py [--mbit 200] [--bytes 8M] [--hosts 2 4 8]
+    sudo python benchmarks/hosts.py [--mbit 200] [--bytes 8000000] [--hosts 2 4 8]
 
 Every host has a full-duplex link of its own to one switch (a bridge), limited in both directions by ``tc``. Each
 algorithm, and Gloo if torch is installed, does the same all-reduce on the same links, in turns. The prediction is that
@@ -14,10 +14,10 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,6 +25,7 @@ from typing import Any
 
 ALGORITHMS = ("ring", "halving-doubling", "recursive-doubling", "double-binary-tree", "central")
 NETWORK = "10.203.7"
+MOST_HOSTS = 64
 ROUNDS = 5
 
 
@@ -59,7 +60,7 @@ def network(num_hosts: int, mbit: int) -> Iterator[list[str]]:
         subprocess.run(["ip", "link", "del", f"{tag}br"], capture_output=True, check=False)
 
 
-def run_rank(rank: int, size: int, num_bytes: int, folder: str) -> None:
+def run_rank(rank: int, size: int, num_bytes: int) -> None:
     """Be one rank: measure everything, and on rank 0 print one JSON object."""
     import numpy as np
 
@@ -107,16 +108,18 @@ def run_rank(rank: int, size: int, num_bytes: int, folder: str) -> None:
 
 def measure(num_hosts: int, mbit: int, num_bytes: int) -> dict[str, Any]:
     """Run one rank per host; return what rank 0 printed."""
-    with network(num_hosts, mbit) as names, tempfile.TemporaryDirectory() as folder:
+    with network(num_hosts, mbit) as names:
         tag = names[0][:-2]
         processes = []
         for rank, name in enumerate(names):
             own = {**os.environ, "PACELINE_TOKEN": "hosts", "INTERFACE": f"{tag}i{rank}", "OMP_NUM_THREADS": "1"}
             command = ["ip", "netns", "exec", name, sys.executable, __file__]
-            options = ["--rank", str(rank), "--size", str(num_hosts), "--bytes", str(num_bytes), "--folder", folder]
+            options = ["--rank", str(rank), "--size", str(num_hosts), "--bytes", str(num_bytes)]
             processes.append(subprocess.Popen([*command, *options], env=own, stdout=subprocess.PIPE, text=True))
         try:
             output = processes[0].communicate(timeout=300)[0]
+            if processes[0].returncode:
+                sys.exit(f"hosts.py: rank 0 of {num_hosts} failed; what it said is above")
         finally:
             for process in processes:
                 process.kill()
@@ -146,11 +149,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.rank is not None:
-        run_rank(told.rank, told.size, told.bytes, told.folder)
+        run_rank(told.rank, told.size, told.bytes)
         return
+    if min(told.hosts) < 2 or told.mbit < 1 or told.bytes < 4:
+        parser.error("expected at least 2 hosts, 1 Mbit/s and 4 bytes")
+    if max(told.hosts) > MOST_HOSTS:
+        parser.error(f"expected at most {MOST_HOSTS} hosts")
+    if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "tc")):
+        sys.exit("hosts.py: network namespaces need root, and ip and tc of iproute2")
     results = [measure(number, told.mbit, told.bytes) for number in told.hosts]
     if told.json:
         for result in results:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from paceline.collectives import Grid, Group, init
 from paceline.environment import environment
+from paceline.errors import PacelineError, UsageError
 
 C = 0.2  # alpha dt / h^2; stable up to 1/4
 SHADES = " .:-=+*#%@"
@@ -111,7 +112,6 @@ def start_ranks(num_ranks: int) -> int:
     """Run this program once for every rank, as a launcher does; return the first exit status that is not 0."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end, too
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
@@ -122,8 +122,14 @@ def start_ranks(num_ranks: int) -> int:
         return next((process.returncode for process in ranks if process.returncode), 0)
     finally:
         for process in ranks:
-            process.kill()
-            process.wait()
+            process.terminate()  # they leave the group, with nothing left behind
+        deadline = time.monotonic() + 5.0
+        for process in ranks:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def main() -> int:
@@ -134,6 +140,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that groups are left, and ranks end, too
+    try:
+        return start_or_run(parser, options)
+    except PacelineError as error:
+        print(f"heat.py: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def start_or_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Start the ranks, or be one of them if a launcher has started this; return the exit status."""
     launched = environment()
     num_ranks = options.ranks if launched.rank is None else launched.world_size or 1
     if not 1 <= num_ranks <= options.size or options.steps < 0:

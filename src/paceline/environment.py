@@ -51,6 +51,10 @@ class Environment:
     """``TORCHELASTIC_RUN_ID`` and the number of restarts: tells programs apart."""
     algorithm: str | None = None
     """``PACELINE_ALGORITHM``: the collective algorithm to take instead of the measured best."""
+    strategy: str | None = None
+    """``PACELINE_STRATEGY``: how a training loop is spread, as ``paceline run --strategy`` spells it."""
+    replicas: int | None = None
+    """``PACELINE_REPLICAS``: replicas of the model in one process."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -80,6 +84,8 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
         run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
         algorithm=found.get("PACELINE_ALGORITHM") or None,
+        strategy=found.get("PACELINE_STRATEGY") or None,
+        replicas=_integer(found, "PACELINE_REPLICAS"),
     )
 
 

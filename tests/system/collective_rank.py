@@ -26,7 +26,7 @@ def wait_for_the_end() -> None:
 
 
 def loop(group: Group) -> None:
-    array = np.ones(int(os.environ.get("ITEMS", "25000000")), np.float32)
+    array = np.ones(int(os.environ.get("ITEMS", "5000000")), np.float32)
     for turn in range(1_000_000):
         group.all_reduce(array, "max", out=array)
         if turn == 1:

@@ -43,6 +43,7 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
     """Runs commands; after the test every process of theirs has ended, and nothing lies in the temporary folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     environment |= {MARK: session.mark, "TMPDIR": str(session.temporary), "COLUMNS": "200"}
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # nothing here needs its threads, and each process would start them
     commands = Commands(environment, tmp_path, [])
     yield commands
     for running in commands.started:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from paceline.launch._bench_peers import find_absent
+from paceline.launch.bench_collectives import OPS
+
 from .running import Commands, parse_json
+from .test_collectives_processes import free_port
 
 KEYS = ["op", "bytes", "ranks", "peer", "algorithm", "median_us"]
 
@@ -42,16 +48,36 @@ def test_a_table_with_the_algorithm_that_was_demanded(paceline: Commands) -> Non
     assert any("3 ranks" in line for line in out[2:])
 
 
+def peers_here() -> list[str]:
+    return ["paceline", *(peer for peer in ("gloo", "mpi") if peer not in find_absent())]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier"])
-def test_the_peers_that_are_here_take_part(paceline: Commands, op: str) -> None:
-    sizes = [] if op == "barrier" else ["--sizes", "1K"]
-    finished = paceline.succeed("bench", "collectives", "--op", op, *sizes, "--json")
-    expected = ["paceline"]
-    expected += ["gloo"] if importlib.util.find_spec("torch") else []
-    expected += ["mpi"] if importlib.util.find_spec("mpi4py") and shutil.which("mpirun") else []
+def test_the_peers_that_are_here_take_part(paceline: Commands) -> None:
+    finished = paceline.succeed("bench", "collectives", "--sizes", "1K", "--json")
     found = [parse_json(line) for line in finished.out.splitlines(keepends=True)]
-    assert [each["peer"] for each in found] == expected
+    assert [each["peer"] for each in found] == peers_here()
+
+
+@pytest.mark.slow
+def test_every_operation_of_every_peer(paceline: Commands) -> None:
+    """One run of ranks serves all, as starting them takes seconds."""
+    peers = peers_here()
+    program = [sys.executable, str(Path(__file__).with_name("bench_rank.py")), f"127.0.0.1:{free_port()}", *peers]
+    environment = {**paceline.environment, "PACELINE_TOKEN": "a token for tests"}
+    if "mpi" in peers:
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        commands = [(["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", *root, *program], environment)]
+    else:
+        commands = [(program, {**environment, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    started = [
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for command, variables in commands
+    ]
+    said = [process.communicate(timeout=60)[0].splitlines() for process in started]
+    assert [process.returncode for process in started] == [0] * len(started)
+    assert sorted(line for lines in said for line in lines) == sorted(
+        f"{op} {peer} True" for op in OPS for peer in peers for _ in range(2)
+    )
 
 
 @pytest.mark.parametrize(

@@ -164,10 +164,9 @@ def test_a_killed_rank_is_named_at_once(programs: Programs, algorithm: str) -> N
     _end_well(ranks[0], ranks[2])
 
 
-@_ENGINES
-def test_the_first_rank_may_be_killed_too(programs: Programs, algorithm: str) -> None:
+def test_the_first_rank_may_be_killed_too(programs: Programs) -> None:
     """It serves the store; nobody needs it any more."""
-    ranks = programs.start("loop", 2, PACELINE_ALGORITHM=algorithm, ITEMS="1000")
+    ranks = programs.start("loop", 2, ITEMS="1000")
     for rank in ranks:
         rank.wait_for("loops")
     since = time.monotonic()
@@ -192,8 +191,9 @@ def test_a_stopped_rank_is_named_within_the_timeout(programs: Programs, algorith
     _end_well(*ranks)
 
 
-@pytest.mark.parametrize("scenario", ["leaves_early", "exits_early"])
-@_ENGINES
+@pytest.mark.parametrize(
+    ("algorithm", "scenario"), [("", "leaves_early"), ("ring", "leaves_early"), ("", "exits_early")]
+)
 def test_a_rank_that_leaves_is_named(programs: Programs, algorithm: str, scenario: str) -> None:
     ranks = programs.start(scenario, PACELINE_ALGORITHM=algorithm)
     left = ranks[1].wait_for("closed" if scenario == "leaves_early" else "exits")
@@ -204,18 +204,16 @@ def test_a_rank_that_leaves_is_named(programs: Programs, algorithm: str, scenari
     assert ranks[1].errors == []
 
 
-@_ENGINES
-def test_a_rank_that_never_calls_is_named(programs: Programs, algorithm: str) -> None:
-    ranks = programs.start("never_calls", PACELINE_ALGORITHM=algorithm, TIMEOUT="2")
+def test_a_rank_that_never_calls_is_named(programs: Programs) -> None:
+    ranks = programs.start("never_calls", TIMEOUT="2")
     since = max(rank.wait_for("joined")["at"] for rank in ranks)
     for rank in (ranks[0], ranks[2]):
         _check_lost(rank, 1, since, 4.0)
     _end_well(*ranks)
 
 
-@_ENGINES
-def test_another_call_is_told_on_every_rank(programs: Programs, algorithm: str) -> None:
-    ranks = programs.start("calls_another", PACELINE_ALGORITHM=algorithm)
+def test_another_call_is_told_on_every_rank(programs: Programs) -> None:
+    ranks = programs.start("calls_another", PACELINE_ALGORITHM="ring")
     for rank in ranks:
         word = rank.wait_for("raised")
         assert word["kind"] == "MismatchError"
@@ -243,7 +241,7 @@ def test_an_interrupted_rank_ends_at_once(programs: Programs, algorithm: str) ->
 
 @_ENGINES
 def test_more_ranks_than_cores(programs: Programs, algorithm: str) -> None:
-    ranks = programs.start("works", 8, PACELINE_ALGORITHM=algorithm, TURNS="100" if algorithm else "200")
+    ranks = programs.start("works", 8, PACELINE_ALGORITHM=algorithm, TURNS="30")
     _end_well(*ranks)
 
 

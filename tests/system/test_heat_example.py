@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from .running import Commands, parse_json
 
 HEAT = Path(__file__).parents[2] / "examples" / "heat.py"
@@ -25,12 +23,11 @@ def run(paceline: Commands, *arguments: str, **variables: str) -> subprocess.Com
     )
 
 
-@pytest.mark.parametrize(("ranks", "grid"), [(2, [2, 1]), (3, [3, 1])])
-def test_several_ranks_compute_the_same(paceline: Commands, ranks: int, grid: list[int]) -> None:
-    finished = run(paceline, "--ranks", str(ranks), "--json")
+def test_several_ranks_compute_the_same(paceline: Commands) -> None:
+    finished = run(paceline, "--ranks", "3", "--json")
     assert (finished.returncode, finished.stderr) == (0, "")
     told = parse_json(finished.stdout)
-    assert (told["ranks"], told["grid"], told["size"], told["steps"]) == (ranks, grid, 41, 30)
+    assert (told["ranks"], told["grid"], told["size"], told["steps"]) == (3, [3, 1], 41, 30)
     assert told["difference"] == 0.0
     assert 0.05 < told["mean"] < 0.3
 

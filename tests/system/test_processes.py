@@ -16,8 +16,8 @@ LONG = ["--epochs", "100000"]
 
 
 def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> Running:
-    """Start a training with 2 servers and 2 workers, and wait until it is in its midst."""
-    running = paceline.start("train", click_log[0], "--servers", "2", "--workers", "2", *arguments)
+    """Start a training with 2 workers, and wait until it is in its midst."""
+    running = paceline.start("train", click_log[0], "--workers", "2", *arguments)
     running.wait_progress()
     return running
 
@@ -57,7 +57,7 @@ def test_interrupted_while_processes_start(paceline: Commands, click_log: tuple[
 
 def test_when_the_parent_is_killed_the_others_end(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     """And their temporary files go, which the fixture looks at."""
-    running = start(paceline, click_log, *LONG)
+    running = start(paceline, click_log, *LONG, "--servers", "2")
     children = psutil.Process(running.process.pid).children()
     assert len(children) == 5
     running.process.kill()
@@ -112,7 +112,7 @@ def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click
 def test_a_killed_server_or_scheduler(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, role: str
 ) -> None:
-    running = start(paceline, click_log, *LONG, "--save", "model")
+    running = start(paceline, click_log, *LONG, "--servers", "2", "--save", "model")
     running.children(role)[-1].kill()
     finished = running.wait(10.0)
     assert finished.status == 1
@@ -126,7 +126,7 @@ def test_a_killed_server_or_scheduler(
 def test_a_failure_never_replaces_a_finished_model(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    paceline.succeed("train", click_log[0], "--epochs", "1", "--save", "model", "-q")
+    paceline.succeed("train", click_log[0], "--epochs", "1", "--workers", "1", "--save", "model", "-q")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     running = start(paceline, click_log, *LONG, "--save", "model")
     for worker in running.children("worker"):

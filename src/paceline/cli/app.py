@@ -8,7 +8,7 @@ import typer
 
 from paceline.version import __version__
 
-from . import bench, doctor, predict, roles, train
+from . import bench, doctor, predict, roles, run, train
 
 app = typer.Typer(
     name="paceline",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("train", no_args_is_help=True)(train.train)
 app.command("predict", no_args_is_help=True)(predict.predict)
+app.command("run", no_args_is_help=True, context_settings=run.CONTEXT)(run.run)
 app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)
 app.command("worker")(roles.worker)

@@ -8,9 +8,9 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from paceline.collectives.arrays import Memory, as_array, empty_like, view_bytes
-from paceline.collectives.calls import Call
-from paceline.collectives.engine import Area, Engine, Order, Reduction
+from paceline.collectives.arrays import Memory, as_array, empty_like
+from paceline.collectives.calls import Call, shortened
+from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.tuner import SHARED, Tuner
 from paceline.collectives.world import Connections
 from paceline.errors import MismatchError, UsageError
@@ -75,7 +75,7 @@ class Operations:
                 engine, order = self._begin("all_reduce", num_bytes, call, sequence)
                 engine.all_reduce(order, given, taken, reduction)
             elif source is not target:
-                _copy(given, taken)
+                copy(given, taken)
             target.give_back()
             return out
 
@@ -99,7 +99,8 @@ class Operations:
                 engine, order = self._begin("reduce", source.num_bytes, call, sequence)
                 engine.reduce(order, _area(source), taken, reduction, root)
             else:
-                _copy(_area(source), taken)
+                assert taken is not None
+                copy(_area(source), taken)
             return _given_back(target, out)
 
         return work
@@ -121,7 +122,7 @@ class Operations:
                 engine, order = self._begin("reduce_scatter", source.num_bytes, call, sequence)
                 engine.reduce_scatter(order, _parts(source, rows), _area(target), reduction)
             else:
-                _copy(_area(source), _area(target))
+                copy(_area(source), _area(target))
             return _given_back(target, out)
 
         return work
@@ -154,7 +155,7 @@ class Operations:
                 engine, order = self._begin("all_gather", target.num_bytes, call, sequence)
                 engine.all_gather(order, _area(source), _parts(target, rows))
             else:
-                _copy(_area(source), _area(target))
+                copy(_area(source), _area(target))
             return _given_back(target, out)
 
         return work
@@ -177,7 +178,7 @@ class Operations:
                 engine, order = self._begin("gather", source.num_bytes if sizes is None else 0, call, sequence)
                 engine.gather(order, _area(source), targets, root)
             elif target is not None:
-                _copy(_area(source), _area(target))
+                copy(_area(source), _area(target))
             return _given_back(target, out)
 
         return work
@@ -199,7 +200,7 @@ class Operations:
                 )
         if sizes is not None and (len(sizes) != self.size or target.shape[:1] != (sizes[self.rank],)):
             raise UsageError(f"got sizes {list(sizes)} and out of shape {list(target.shape)} on rank {self.rank}")
-        told = target.shape if sizes is None else (*target.shape[1:], *sizes)
+        told = target.shape if sizes is None else (*target.shape[1:], *(int(number) for number in sizes))
         call = self._call(_named("scatter", sizes), target.dtype, told, "", root)
 
         def work(sequence: int) -> Any:
@@ -208,7 +209,7 @@ class Operations:
                 engine, order = self._begin("scatter", target.num_bytes if sizes is None else 0, call, sequence)
                 engine.scatter(order, sources, _area(target), root)
             else:
-                _copy(sources[0], _area(target))
+                copy(sources[0], _area(target))
             return _given_back(target, out)
 
         return work
@@ -219,37 +220,67 @@ class Operations:
         source = Memory(array)
         equal = sends is None and receives is None
         send_rows = self._rows(source.shape, sends, "all_to_all")
-        if receives is not None and (len(receives) != self.size or receives[self.rank] != send_rows[self.rank]):
-            raise UsageError(
-                f"got receive_sizes {list(receives)}, expected {self.size} numbers, with {send_rows[self.rank]} rows "
-                f"from rank {self.rank} itself"
-            )
+        expected = send_rows if equal else self._expected(receives, send_rows[self.rank])
+        target: Memory | None = None  # as long as it is not known how many rows come
+        if expected is not None:
+            shape = (sum(expected), *source.shape[1:])
+            out = empty_like(array, shape) if out is None else out
+            target = _matching(out, source, shape)
+        elif out is not None:
+            target = _matching(out, source, (*(Memory(out).shape[:1] or (0,)), *source.shape[1:]))
         call = self._call(
             "all_to_all" if equal else "all_to_all (uneven)", source.dtype, source.shape if equal else source.shape[1:]
         )
 
         def work(sequence: int) -> Any:
-            rows = send_rows if equal else self._exchange_sizes(send_rows, receives, sequence)
-            shape = (sum(rows), *source.shape[1:])
-            result = empty_like(array, shape) if out is None else out
-            target = _matching(result, source, shape)
+            rows = send_rows if equal else self._exchange_sizes(call, send_rows, expected, sequence)
+            result, filled = out, target
+            if filled is None:
+                result = empty_like(array, (sum(rows), *source.shape[1:]))
+                filled = Memory(result, target=True)
+            elif sum(rows) != filled.shape[0]:
+                raise MismatchError(
+                    f"rank {self.rank} expects {filled.shape[0]} rows in all_to_all, those of out, but the ranks send "
+                    f"{rows}; give receive_sizes to find that out on one rank"
+                )
             if self.size > 1:
                 engine, order = self._begin("all_to_all", source.num_bytes if equal else 0, call, sequence)
-                engine.all_to_all(order, _parts(source, send_rows), _parts(target, rows), equal=equal)
+                engine.all_to_all(order, _parts(source, send_rows), _parts(filled, rows), equal=equal)
             else:
-                _copy(_area(source), _area(target))
-            return _given_back(target, result)
+                copy(_area(source), _area(filled))
+            return _given_back(filled, result)
 
         return work
 
-    def _exchange_sizes(self, sends: Sequence[int], receives: Sequence[int] | None, sequence: int) -> list[int]:
-        """Return how many rows every rank sends to this one; they must be those that are expected, if any are."""
-        told = self.all_to_all(np.array(sends, np.int64), None, None, None)(sequence).tolist()
-        if receives is not None and [int(rows) for rows in receives] != told:
-            raise MismatchError(
-                f"rank {self.rank} expects receive_sizes {list(receives)} in all_to_all, but the ranks send {told} rows"
+    def _expected(self, receives: Sequence[int] | None, own: int) -> list[int] | None:
+        """Return how many rows are to come from every rank, if that is given."""
+        if receives is None:
+            return None
+        rows = [int(number) for number in receives]
+        if len(rows) != self.size or min(rows) < 0 or rows[self.rank] != own:
+            raise UsageError(
+                f"got receive_sizes {rows}, expected {self.size} numbers, with {own} rows from rank {self.rank} itself"
             )
-        return [int(rows) for rows in told]
+        return rows
+
+    def _exchange_sizes(
+        self, call: tuple[Call, int], sends: list[int], receives: list[int] | None, sequence: int
+    ) -> list[int]:
+        """Return how many rows every rank sends to this one; they must be those that are expected, if any are.
+
+        It is a part of `call` and carries its signature: a rank that makes another call must not take these for data.
+        """
+        numbers = np.array([sends, sends], np.int64)  # to give, and what comes
+        if self.size > 1:
+            given, taken = (_parts(Memory(row), [1] * self.size) for row in numbers)
+            engine, order = self._begin("all_to_all", numbers[0].nbytes, call, sequence)
+            engine.all_to_all(order, given, taken, equal=True)
+        told: list[int] = numbers[1].tolist()
+        if receives is not None and receives != told:
+            raise MismatchError(
+                f"rank {self.rank} expects receive_sizes {receives} in all_to_all, but the ranks send {told} rows"
+            )
+        return told
 
     # checks
 
@@ -261,7 +292,7 @@ class Operations:
         if found is None:
             if len(self._calls) >= _MAX_KNOWN_CALLS:
                 self._calls.clear()
-            call = Call(operation, dtype, shape, op, root)
+            call = shortened(Call(operation, dtype, shape, op, root))
             found = self._calls[key] = (call, call.signature)
         return found
 
@@ -359,11 +390,6 @@ def _matching(out: Any, source: Memory, shape: tuple[int, ...]) -> Memory:
             "a fresh array"
         )
     return target
-
-
-def _copy(source: Area, target: Area | None) -> None:
-    if target is not None and source.address != target.address:
-        view_bytes(*target)[:] = view_bytes(*source)
 
 
 def _given_back(target: Memory | None, out: Any) -> Any:

@@ -103,6 +103,8 @@ class Matching:
         kept = self._kept.get(message.tag)
         if kept is not None and message in kept:
             kept.remove(message)
+            if not kept:
+                del self._kept[message.tag]
             self._kept_bytes[message.source] -= message.nbytes
 
     def withdraw(self, posted: Posted) -> bool:

@@ -51,6 +51,7 @@ class Progress:
         """``is_busy`` (called with the lock held): is there something to move although nobody waits?"""
         self.lock = threading.Lock()
         self.is_closed = False
+        self._how = "closed"
         self._is_busy = is_busy
         self._changed = threading.Condition(self.lock)
         self._has_leader = False
@@ -124,7 +125,7 @@ class Progress:
             try:
                 while not awaited.finished:
                     if self.is_closed:
-                        raise GroupClosedError("the group was closed while a message was under way")
+                        raise GroupClosedError(f"the group was {self._how} while a message was under way")
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return False
@@ -139,11 +140,12 @@ class Progress:
                     self._resume.set()
         return True
 
-    def close(self) -> None:
-        """Stop; those who wait raise GroupClosedError. The sockets are then no longer watched. Idempotent."""
+    def close(self, how: str = "closed") -> None:
+        """Stop; those who wait raise GroupClosedError that says `how`. No socket is watched any more. Idempotent."""
         with self.lock:
             if self.is_closed:
                 return
+            self._how = how
             self.kick()
             self.is_closed = True
             self._resume.set()

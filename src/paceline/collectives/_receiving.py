@@ -18,8 +18,12 @@ from paceline.collectives._frames import HEADER_BYTES
 from paceline.collectives._peers import SMALL_BYTES, Peer, UnexpectedMessage
 from paceline.collectives._sending import Blocker
 
-Combine: TypeAlias = Callable[[memoryview, memoryview], None]
-"""``target op= incoming``, in place; both are bytes of whole items."""
+Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
+"""Combine what came into the target, in place: ``(target, incoming, incoming_first)``, both bytes of whole items.
+
+Of two ranks' values that of the lower rank is the first operand, on both of them: where both compute the same
+(recursive doubling), they must agree about the sign of min(-0, 0) and about which of two NaNs it is.
+"""
 
 PIECE_BYTES: Final = 1 << 17
 """What is combined at once; meanwhile the next comes into the system's buffer. It should stay in the L2 cache."""
@@ -56,6 +60,7 @@ class Incoming:
         "_filled",
         "_head",
         "_index",
+        "_is_first",
         "_is_in_place",
         "_limit",
         "_offset",
@@ -82,12 +87,16 @@ class Incoming:
         combine: Combine | None,
         item_bytes: int,
         scratch: Scratch,
+        *,
+        is_first: bool,
     ) -> None:
+        """`is_first`: whether what comes is the first operand."""
         self._peer = peer
         self._head = head
         self._views = views
         self._ranges = ranges
         self._combine = combine
+        self._is_first = is_first
         self._scratch = scratch
         self._limit = len(head) + nbytes if nbytes <= SMALL_BYTES else len(head)
         self._piece_bytes = PIECE_BYTES // item_bytes * item_bytes or item_bytes
@@ -220,7 +229,7 @@ class Incoming:
             if self._combine is None:
                 target[:] = data[at : at + count]
             else:
-                self._combine(target, data[at : at + count])
+                self._combine(target, data[at : at + count], self._is_first)
             at += count
             self._step(count)
         self._applied += len(data)

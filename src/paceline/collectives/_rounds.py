@@ -44,6 +44,7 @@ class Planner:
 
     def __init__(
         self,
+        rank: int,
         heads: Heads,
         blocks: Blocks,
         combine: Combine | None,
@@ -51,6 +52,7 @@ class Planner:
         scratch: Scratch,
         peer: Callable[[int], Peer],
     ) -> None:
+        self._rank = rank
         self._heads = heads
         self._blocks = blocks
         self._combine = combine
@@ -99,7 +101,10 @@ class Planner:
         if not peer.receives:
             begun.receiving.append(peer)
         head = self._heads.head(nbytes)
-        incoming = Incoming(peer, head, views, ranges, nbytes, combine, self._item_bytes, self._scratch)
+        is_first = receive.peer < self._rank
+        incoming = Incoming(
+            peer, head, views, ranges, nbytes, combine, self._item_bytes, self._scratch, is_first=is_first
+        )
         peer.receives.append(incoming)
         return incoming, ranges
 

@@ -1,7 +1,8 @@
 """Arrays and CPU tensors as raw memory: where they lie, of what dtype and shape. No torch is imported.
 
 NumPy arrays (of `ml_dtypes` too) and PyTorch's CPU tensors (known by their ``data_ptr``) are taken where they lie.
-What is not contiguous is copied, and copied back where it is a target.
+What is not contiguous is copied, and copied back where it is a target. What cannot be a target is refused before
+anything is sent: to find out when the result is there would be too late for the other ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Memory:
     def __init__(self, array: Any, *, target: bool = False) -> None:
         """Look at an array; ``target``: it will be written.
 
-        Raises UsageError if it is no array, of an unknown dtype, not on the CPU, or read-only though a target.
+        Raises UsageError if it is no array, of an unknown dtype, not on the CPU, or a target though read-only, with
+        items that share memory, or with PyTorch's negative bit.
         """
         self._original: Any = None
         if type(array) is not np.ndarray and isinstance(array, np.ndarray):
@@ -41,14 +43,22 @@ class Memory:
             if target and not flags.writeable:
                 raise UsageError("the result cannot be written into a read-only array; give a writable one, or no out")
             if not flags.c_contiguous:
-                self._original, array = array if target else None, np.ascontiguousarray(array)
+                if target:
+                    self._original = distinct(array)
+                array = np.ascontiguousarray(array)
             self.address: int = array.__array_interface__["data"][0]
             self.count: int = array.size
         elif hasattr(array, "data_ptr"):
             dtype = _NAMES.get(str(array.dtype), "")
             _check_tensor(array, dtype)
+            if array.is_neg():
+                if target:
+                    raise UsageError("the result cannot be written with the negative bit; give a .resolve_neg() tensor")
+                array = array.detach().resolve_neg()
             if not array.is_contiguous():
-                self._original, array = array if target else None, array.detach().contiguous()
+                if target:
+                    self._original = distinct(words(array, _ITEM_BYTES[dtype]))
+                array = array.detach().contiguous()
             self.address = array.data_ptr()
             self.count = array.numel()
         else:
@@ -59,14 +69,18 @@ class Memory:
         self.num_bytes: int = self.count * self.item_bytes
         self.shape: tuple[int, ...] = tuple(array.shape)
 
+    def view(self) -> memoryview:
+        """Return the memory as writable bytes, which keep it alive."""
+        return view_bytes(self.address, self.num_bytes, owner=self)
+
     def give_back(self) -> None:
         """Copy the result to where it was wanted, if that is not contiguous."""
         original = self._original
         if original is not None:
-            if isinstance(original, np.ndarray):
+            if isinstance(self.array, np.ndarray):
                 original[...] = self.array
             else:
-                original.detach().copy_(self.array)
+                original[...] = words(self.array, self.item_bytes)
 
 
 def as_array(array: Any) -> Any:
@@ -90,11 +104,48 @@ def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview
     return memoryview(buffer).cast("B")
 
 
+def words(tensor: Any, item_bytes: int) -> Any:
+    """Return a tensor's memory as an array, which keeps the tensor alive.
+
+    PyTorch itself refuses some writes by the mode of the thread, which may be the group's and not the caller's.
+    """
+    strides = [stride * item_bytes for stride in tensor.stride()]
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)) + item_bytes
+    memory = view_bytes(tensor.data_ptr(), reach if tensor.numel() else 0, owner=tensor)
+    return np.ndarray(tuple(tensor.shape), f"u{item_bytes}", memory, strides=strides)
+
+
+def distinct(array: Any) -> Any:
+    """Return an array whose items all lie in memory of their own; raise UsageError if some share theirs."""
+    places = zip(array.strides, array.shape, strict=True)
+    axes = sorted((abs(stride), length) for stride, length in places if length > 1)
+    reach = array.itemsize
+    for stride, length in axes:
+        if stride < reach:  # nearly always: they do; else they may still lie between one another
+            break
+        reach += (length - 1) * stride
+    else:
+        return array
+    if axes[0][0] and _lie_apart(array):
+        return array
+    raise UsageError("the result cannot be written where items share memory, as in an expanded tensor; give a copy")
+
+
 def _plain(array: Any) -> Any:
     """Return an array of a subclass (``memmap``, say) as the plain one that it is."""
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError("got a masked array, expected a plain one; take its .filled() values")
     return array.view(np.ndarray)
+
+
+def _lie_apart(array: Any) -> bool:
+    """Compare the places of all items."""
+    places = np.zeros(array.shape, np.int64)
+    for axis, (stride, length) in enumerate(zip(array.strides, array.shape, strict=True)):
+        shape = [1] * array.ndim
+        shape[axis] = length
+        places += (np.arange(length) * stride).reshape(shape)
+    return bool((np.diff(np.sort(places, axis=None)) >= array.itemsize).all())
 
 
 def _numpy_name(dtype: Any) -> str:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import msgspec
 
 from paceline.errors import MismatchError
+
+_MOST_NUMBERS: Final = 128
+"""Of a call's shape: a message's head and a rank's part of a segment have room for some 1.7 KB."""
+_SHOWN_NUMBERS: Final = 20
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -39,6 +44,19 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         parts += [self.reduction] if self.reduction else []
         parts += [f"root={self.root}"] if self.root >= 0 else []
         return f"{self.operation}({', '.join(parts)})"
+
+
+def shortened(call: Call) -> Call:
+    """Return a call with no more sizes than a message has room for: instead of all, their number, hash and first ones.
+
+    Equal calls stay equal, and different ones different.
+    """
+    shape = call.shape
+    if len(shape) <= _MOST_NUMBERS:
+        return call
+    digest = hashlib.blake2b(msgspec.msgpack.encode(shape), digest_size=8).hexdigest()
+    operation = f"{call.operation} of {len(shape)} sizes with hash {digest}, first "
+    return msgspec.structs.replace(call, operation=operation, shape=shape[:_SHOWN_NUMBERS])
 
 
 def describe_mismatch(calls: Mapping[int, Call], group: str, sequence: int) -> MismatchError:

@@ -6,6 +6,7 @@ group, one call at a time, with an equal :class:`Call` and number, and returns w
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,6 +41,12 @@ class Order(NamedTuple):
     timeout_s: float
     algorithm: str = ""
     """The schedule to take; empty: the engine's own choice."""
+
+
+def copy(source: Area, target: Area) -> None:
+    """Copy memory, unless it is the same."""
+    if source.num_bytes and source.address != target.address:
+        ctypes.memmove(target.address, source.address, source.num_bytes)
 
 
 class Engine(ABC):

@@ -34,9 +34,10 @@ def combine_with(reduction: Reduction) -> Combine:
     table = (ctypes.c_uint64 * 2)()
     place = ctypes.addressof(table)
 
-    def combine(target: memoryview, incoming: memoryview) -> None:
-        table[0], table[1] = address_of(target), address_of(incoming)
-        function(table[0], place, 2, target.nbytes // reduction.item_bytes, reduction.op, 1.0)
+    def combine(target: memoryview, incoming: memoryview, incoming_first: bool) -> None:
+        own = address_of(target)
+        table[incoming_first], table[not incoming_first] = own, address_of(incoming)
+        function(own, place, 2, target.nbytes // reduction.item_bytes, reduction.op, 1.0)
 
     return combine
 
@@ -52,9 +53,3 @@ def scale(target: Area, reduction: Reduction) -> None:
 def address_of(view: memoryview) -> int:
     """Return where writable bytes lie."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
-
-
-def copy(source: Area, target: Area) -> None:
-    """Copy memory, unless it is the same."""
-    if source.num_bytes and source.address != target.address:
-        ctypes.memmove(target.address, source.address, source.num_bytes)

@@ -114,7 +114,7 @@ class Executor:
         def peer(rank: int) -> Peer:
             return self._peers[rank]
 
-        planner = Planner(heads, blocks, combine, item_bytes, self._scratch, peer)
+        planner = Planner(self._links.rank, heads, blocks, combine, item_bytes, self._scratch, peer)
         for actions in schedule.rounds:
             self._loop.finish(planner.begin(actions), patience.wake)
 

@@ -7,17 +7,20 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 
+from paceline.collectives import _objects
 from paceline.collectives._operations import Operations, Work
-from paceline.collectives.arrays import Memory, view_bytes
-from paceline.collectives.ticket import MessageTicket, Ticket
+from paceline.collectives.arrays import Memory, as_array
+from paceline.collectives.ticket import MessageTicket, Ticket, no_waiting_in_callbacks
 from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
 from paceline.collectives.world import Connections, World
-from paceline.errors import GroupClosedError, UsageError
+from paceline.errors import CollectiveError, GroupClosedError, UsageError
+
+_ABORTED: Final = "it was aborted on this rank"
+_FORKED: Final = "it belongs to the parent of this forked process, which has to meet the other ranks by itself"
 
 
 class Group:
@@ -26,7 +29,7 @@ class Group:
     Arrays are NumPy arrays or PyTorch tensors on the CPU, of float16, bfloat16, float32, float64, any integer or
     bool; results are of the same kind. Reductions: ``sum``, ``mean`` (floats), ``product``, ``min``, ``max``, and for
     integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host half precision is reduced in
-    float32. The result of a reduction is the same, bit by bit, on every rank.
+    float32. The result of an all-reduce is the same, bit by bit, on every rank (of hosts with one kind of processor).
 
     Every call has a variant ``*_async`` that returns a :class:`Ticket`; calls of both kinds are carried out in the
     order in which they are made. Every call waits at most :attr:`timeout`. Calls that differ between ranks raise
@@ -58,11 +61,17 @@ class Group:
         self._queue: SimpleQueue[tuple[Work, Ticket] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._owns_world = False
+        world.enter(self)
 
     @property
     def timeout(self) -> timedelta:
         """How long a call waits for the other ranks."""
         return timedelta(seconds=self._timeout_s)
+
+    @property
+    def num_pending(self) -> int:
+        """How many asynchronous calls are not done; sends and receives do not count."""
+        return self._num_pending
 
     # collectives
 
@@ -128,7 +137,8 @@ class Group:
 
     def gather_sizes(self, array: Any) -> list[int]:
         """Return the rows of every rank's array."""
-        rows = np.array([array.shape[0] if len(array.shape) else 1], np.int64)
+        shape = as_array(array).shape
+        rows = np.array([shape[0] if len(shape) else 1], np.int64)
         return [int(number) for number in self.all_gather(rows)]
 
     def gather(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
@@ -180,23 +190,15 @@ class Group:
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
         """Return the root's value on every rank: numbers, texts, bytes, lists and dicts; nothing is pickled."""
-        data = _encode(value) if self.rank == root else b""
-        size = self.broadcast(np.array([len(data)], np.int64), root=root)
-        buffer = np.frombuffer(bytearray(data), np.uint8) if self.rank == root else np.empty(int(size[0]), np.uint8)
-        return msgspec.msgpack.decode(self.broadcast(buffer, root=root).tobytes())
+        return _objects.broadcast(self, value, root)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks; see :meth:`broadcast_object` for what they may be."""
-        data = np.frombuffer(bytearray(_encode(value)), np.uint8)
-        sizes = self.gather_sizes(data)
-        return _decode_all(self.all_gather(data, sizes=sizes), sizes)
+        return _objects.all_gather(self, value)
 
     def gather_objects(self, value: Any, *, root: int = 0) -> list[Any] | None:
         """Return the values of all ranks on `root`, None elsewhere."""
-        data = np.frombuffer(bytearray(_encode(value)), np.uint8)
-        sizes = self.gather_sizes(data)
-        gathered = self.gather(data, root=root, sizes=sizes)
-        return None if gathered is None else _decode_all(gathered, sizes)
+        return _objects.gather(self, value, root)
 
     # send and receive
 
@@ -212,7 +214,7 @@ class Group:
         self._check_alive()
         memory = Memory(array)
         what = f"{memory.dtype}[{memory.count}]"
-        pending = self._connections.point_to_point().send(_view(memory), to, tag, what)
+        pending = self._connections.point_to_point().send(memory.view(), to, tag, what)
         return MessageTicket(pending, self.timeout, memory)
 
     def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
@@ -224,7 +226,7 @@ class Group:
         self._check_alive()
         memory = Memory(out, target=True)
         what = f"{memory.dtype}[{memory.count}]"
-        pending = self._connections.point_to_point().receive(_view(memory), source, tag, what)
+        pending = self._connections.point_to_point().receive(memory.view(), source, tag, what)
         return MessageTicket(pending, self.timeout, memory)
 
     # groups
@@ -244,8 +246,11 @@ class Group:
 
         A collective call: every rank of this group makes it.
         """
-        has_color = color is not None
-        told = self.all_gather(np.array([[has_color, color or 0, key]], np.int64))
+        try:
+            own = np.array([[color is not None, color or 0, key]], np.int64)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise UsageError(f"got color {color!r} and key {key!r}, expected integers of 64 bits ({error})") from None
+        told = self.all_gather(own)
         if color is None:
             return None
         same = [rank for rank in range(self.size) if told[rank, 0] and told[rank, 1] == color]
@@ -276,15 +281,38 @@ class Group:
         return self._tuner.candidates(operation, nbytes)
 
     def close(self) -> None:
-        """Leave the group; the other ranks' next call raises RankLostError. Idempotent."""
-        self._failure = self._failure or "it was closed"
+        """Leave the group; the other ranks' next call raises RankLostError. Idempotent.
+
+        The group of all takes those made of it along. In a forked child nothing happens: the group is the parent's.
+        """
+        if self._failure == _FORKED:
+            return
+        with self._submitting:  # behind what is put here nothing can follow
+            self._failure = self._failure or "it was closed"
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
         self._connections.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._world.leave(self)
         if self._owns_world:
             self._world.close()
+
+    def abort(self) -> None:
+        """End all work under way: this rank's calls, tickets and messages raise GroupClosedError, and so do later ones.
+
+        The other ranks raise RankLostError that names this one, in the first call that cannot be finished without it.
+        Waits for nothing, may be called by any thread, and is idempotent; :meth:`close` is still to be called.
+        """
+        with self._submitting:
+            self._failure = self._failure or _ABORTED
+        if self._failure != _FORKED:
+            self._connections.cut()
+
+    def disown(self) -> None:
+        """Leave the group to the parent of this process, which has been forked."""
+        self._failure = _FORKED
 
     def __enter__(self) -> Group:
         return self
@@ -313,22 +341,27 @@ class Group:
                 self._connections.at = (self._sequence, None)
                 return result
             except BaseException as error:
-                self._failure = f"a call failed: {error}"
+                if self._failure == _ABORTED and isinstance(error, CollectiveError):
+                    raise GroupClosedError(f"group {self.name!r} ended this call since {_ABORTED}") from error
+                self._failure = self._failure or f"a call failed: {error}"
                 self._connections.abort(error, self._sequence)
                 raise
 
     def _now(self, work: Work) -> Any:
-        if self._num_pending:
-            return self._later(work).result()
+        if self._thread is not None:
+            if self._thread is threading.current_thread():
+                raise no_waiting_in_callbacks()
+            if self._num_pending:
+                return self._later(work).result()
         return self._run(work)
 
     def _later(self, work: Work) -> Ticket:
-        self._check_alive()
-        ticket = Ticket()
         with self._submitting:
+            self._check_alive()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"paceline-{self.name}", daemon=True)
                 self._thread.start()
+            ticket = Ticket(self._thread)
             self._num_pending += 1
             self._queue.put((work, ticket))
         return ticket
@@ -352,31 +385,16 @@ class Group:
     def _make(self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = "") -> Group | None:
         """Return the group of these ranks of the world, if this one is among them."""
         world = self._world
+        if world.is_closed:
+            raise GroupClosedError(f"no group can be made of {self.name!r}: all groups of this program were closed")
         if not all(0 <= rank < world.size for rank in world_ranks):
             raise UsageError(f"got ranks {list(world_ranks)} of the world, which has 0 to {world.size - 1}")
         if world.rank not in world_ranks:
             return None
-        name = world.next_name(world_ranks, label)
-        return Group(world, world_ranks, name, timeout=timeout or self.timeout, algorithm=self._tuner.forced)
-
-
-def _view(memory: Memory) -> memoryview:
-    return view_bytes(memory.address, memory.num_bytes, owner=memory)
+        timeout = timeout or self.timeout
+        with world.group_names.next(world_ranks, label, timeout.total_seconds()) as name:
+            return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
 
 
 def _world_ranks(other: Group | Iterable[int]) -> tuple[int, ...]:
     return other.ranks if isinstance(other, Group) else tuple(other)
-
-
-def _encode(value: Any) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except (TypeError, msgspec.MsgspecError) as error:
-        raise UsageError(
-            f"cannot send this object ({error}); give numbers, texts, bytes, lists and dicts of them"
-        ) from None
-
-
-def _decode_all(data: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = np.cumsum(sizes)
-    return [msgspec.msgpack.decode(data[end - size : end].tobytes()) for end, size in zip(ends, sizes, strict=True)]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.collectives.arrays import view_bytes
-from paceline.collectives.engine import Area, Order, Reduction
-from paceline.collectives.executing import copy, execute, scale
+from paceline.collectives.engine import Area, Order, Reduction, copy
+from paceline.collectives.executing import execute, scale
 from paceline.collectives.executor import Blocks, Executor
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 from paceline.collectives.schedules.base import renamed

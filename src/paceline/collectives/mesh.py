@@ -158,6 +158,8 @@ class Mesh(Links):
             except DeadlineError:
                 if time.monotonic() >= deadline:
                     raise
+            if self._is_closed:
+                raise GroupClosedError(f"group {self.group!r} was closed while it waited for rank {rank}")
             if not self._node.is_there(self.infos[rank]):
                 raise unreachable(rank, AddressError(f"nobody listens at {self.infos[rank].endpoint} any more"))
 

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.collectives.arrays import view_bytes
-from paceline.collectives.engine import Area, Engine, Order, Reduction
-from paceline.collectives.executing import copy, execute, scale
+from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
+from paceline.collectives.executing import execute, scale
 from paceline.collectives.executor import Blocks, Executor
 from paceline.collectives.layered import Layered
 from paceline.collectives.links import Links
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 
 _PIECE_BYTES: Final = 1 << 18
+_MAX_PIECES: Final = 64
 
 Choose = Callable[[str, int], str]
 """From a collective and a number of bytes to the name of an algorithm."""
@@ -145,7 +146,7 @@ class Network(Engine):
     ) -> None:
         """Run an algorithm that cuts the vector as it likes."""
         name = self.algorithm(order, collective, area.num_bytes)
-        pieces = min(64, max(1, area.num_bytes // _PIECE_BYTES)) if ALGORITHMS[collective][name].pipelined else 1
+        pieces = num_pieces(collective, name, area.num_bytes)
         schedule = self._schedule(collective, name, root, pieces)
         item_bytes = 1 if reduction is None else reduction.item_bytes
         self.execute(order, schedule, Blocks.even(view_bytes(*area), schedule.num_blocks, item_bytes), reduction)
@@ -176,3 +177,10 @@ class Network(Engine):
                 self._schedules.clear()
             self._schedules[key] = found
         return found
+
+
+def num_pieces(collective: str, algorithm: str, num_bytes: int) -> int:
+    """Return into how many pieces an algorithm cuts a vector, to send one while the next comes."""
+    if not ALGORITHMS[collective][algorithm].pipelined:
+        return 1
+    return min(_MAX_PIECES, max(1, num_bytes // _PIECE_BYTES))

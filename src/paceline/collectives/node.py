@@ -7,6 +7,7 @@ silent holds up nobody. The client's Hello says which group, which rank of it an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -54,6 +55,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     pid: int
     memory_domain: str
     """Equal for two nodes exactly if their processes can share memory."""
+    algorithm: str = ""
+    """The one that this rank demands, which must be the same everywhere; empty: the tuner's choice."""
 
     def encode(self) -> bytes:
         """Return it as msgpack."""
@@ -218,7 +221,8 @@ class Node:
                 for connected in parked:
                     connected.close()
             self._parked.clear()
-        self._waker.send(b"\0")
+        with contextlib.suppress(OSError):  # it has seen the flag by itself
+            self._waker.send(b"\0")
         self._thread.join()
         for greeter in list(self._greeters):
             greeter.join()

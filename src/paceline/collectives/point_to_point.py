@@ -105,11 +105,11 @@ class PointToPoint(Taker):
                 receiving.message = message
         return receiving
 
-    def close(self) -> None:
-        """Close every connection; what is under way raises GroupClosedError. Idempotent."""
-        self._progress.close()
+    def close(self, how: str = "closed") -> None:
+        """Close every connection; what is under way raises GroupClosedError that says `how`. Idempotent."""
+        self._progress.close(how)
         with self._progress.lock:
-            error = GroupClosedError(f"group {self.group!r} was closed while a message was under way")
+            error = GroupClosedError(f"group {self.group!r} was {how} while a message was under way")
             for outgoing in self._outgoing.values():
                 for sending in outgoing.queue:
                     sending.fail(error)

@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from paceline.collectives.calls import Call, describe_mismatch, name_ranks
-from paceline.collectives.engine import Area, Engine, Order, Reduction
+from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.segment import Segment
 from paceline.collectives.watching import Watch, is_stopped
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError, RankLostError
-from paceline.kernels import shared
+from paceline.kernels import peer_memory, shared, steps
 
 _SPINS: Final = 300
 """About 5 microseconds; then a waiting rank yields, which is nearly as quick and lets a rank on the same core work."""
@@ -33,6 +33,9 @@ _DESCRIBE_S: Final = 2.0
 _CLOSE_S: Final = 2.0
 _EARLY_S: Final = 0.1
 """A rank gives up so long before the timeout, for the error to come within it."""
+_DYING_S: Final = 1.0
+_STORY_BYTES: Final = 3000
+_MAX_BLAMED: Final = 100
 _SCRATCH_BYTES: Final = 1 << 18
 _LINE: Final = 64
 _KNOWN: Final = 0x5041_4345
@@ -55,6 +58,11 @@ class Story(msgspec.Struct, frozen=True):
         if isinstance(error, MismatchError):
             return cls("mismatch", str(error))
         return cls("lost" if isinstance(error, RankLostError) else "error", str(error), getattr(error, "ranks", ()))
+
+    def cut(self) -> Story:
+        """Return the same, short enough for the segment."""
+        text = self.message.encode()[:_STORY_BYTES].decode(errors="ignore")
+        return Story(self.kind, text, self.ranks[:_MAX_BLAMED])
 
     def error(self) -> CollectiveError:
         """Return the error to raise."""
@@ -85,23 +93,25 @@ class SharedMemory(Engine):
         self._watch = Watch(dict(enumerate(processes)))
         self._table = np.zeros(size, np.uint64)
         self._scratch = np.zeros(_SCRATCH_BYTES + _LINE, np.uint8)
-        self._plan = np.zeros(shared.PLAN_WORDS, np.uint64)
-        self._state = np.zeros(shared.STATE_WORDS, np.int64)
+        self._plan = np.zeros(steps.PLAN_WORDS, np.uint64)
+        self._state = np.zeros(steps.STATE_WORDS, np.int64)
         self._nothing_put = np.zeros((0, 2), np.uint64)
         self._nothing_taken = np.zeros((0, 4), np.uint64)
         crowded = size > num_cores
         plan = self._plan
-        plan[shared.SEGMENT], plan[shared.SIZE], plan[shared.RANK] = segment.address, size, rank
-        plan[shared.DATA] = segment.address + shared.data_offset(size)
-        plan[shared.TABLE] = self._table.ctypes.data
-        plan[shared.SCRATCH] = self._scratch.ctypes.data + -self._scratch.ctypes.data % _LINE
-        plan[shared.SCRATCH_BYTES] = _SCRATCH_BYTES // size // _LINE * _LINE * size
-        plan[shared.SPINS], plan[shared.YIELDS] = (20 if crowded else _SPINS), _YIELDS
-        self._control = segment.address + shared.HEADER_BYTES + rank * shared.CONTROL_BYTES
-        shared.publish_word(np.uint64(self._control + shared.PROCESS), np.uint64(os.getpid()))
+        plan[steps.SEGMENT], plan[steps.SIZE], plan[steps.RANK] = segment.address, size, rank
+        plan[steps.DATA] = segment.address + steps.data_offset(size)
+        plan[steps.TABLE] = self._table.ctypes.data
+        plan[steps.SCRATCH] = self._scratch.ctypes.data + -self._scratch.ctypes.data % _LINE
+        plan[steps.SCRATCH_BYTES] = _SCRATCH_BYTES // size // _LINE * _LINE * size
+        plan[steps.SPINS], plan[steps.YIELDS] = (20 if crowded else _SPINS), _YIELDS
+        self._control = segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
+        steps.publish_word(np.uint64(self._control + steps.PROCESS), np.uint64(os.getpid()))
         self.reads_peers = False
         """Whether every rank can read every other's memory; see :meth:`find_out_about_peers`."""
         self._in_use = threading.Lock()
+        self._mapping = threading.Lock()
+        """Held, inside of `_in_use` if that is too, by who unmaps the segment or writes into it out of turn."""
         self._is_closing = False
 
     def find_out_about_peers(self, order: Order) -> None:
@@ -109,24 +119,25 @@ class SharedMemory(Engine):
         if sys.platform != "linux":
             return
         _let_peers_read()
-        offset = shared.TARGETS
+        offset = steps.TARGETS
         word = np.array([_KNOWN + self.rank, 0], np.uint64)
-        shared.publish_word(np.uint64(self._control + offset), np.uint64(word.ctypes.data))
+        steps.publish_word(np.uint64(self._control + offset), np.uint64(word.ctypes.data))
         self.barrier(order)
         can_read = True
         for other in self._others():
             place = np.uint64(self._word(other, offset))
-            can_read = can_read and bool(shared.read_peer(self._plan, other, np.uint64(word.ctypes.data + 8), place, 8))
+            found = np.uint64(word.ctypes.data + 8)
+            can_read = can_read and bool(peer_memory.read_peer(self._plan, other, found, place, 8))
             can_read = can_read and int(word[1]) == _KNOWN + other
-        shared.publish_word(np.uint64(self._control + shared.READABLE), np.uint64(can_read))
+        steps.publish_word(np.uint64(self._control + steps.READABLE), np.uint64(can_read))
         self.barrier(order)
-        self.reads_peers = all(self._word(rank, shared.READABLE) for rank in range(self.size))
+        self.reads_peers = all(self._word(rank, steps.READABLE) for rank in range(self.size))
 
     # the calls
 
     def barrier(self, order: Order) -> None:
         """See :meth:`Engine.barrier`."""
-        self._move(order, self._nothing_put, self._nothing_taken, shared.SLOT_BYTES)
+        self._move(order, self._nothing_put, self._nothing_taken, steps.SLOT_BYTES)
 
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
         """See :meth:`Engine.all_reduce`."""
@@ -142,7 +153,7 @@ class SharedMemory(Engine):
         elif order.algorithm == "direct" and self.reads_peers:
             part = self._direct_part(num_bytes)
             large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
-            self._run(order, shared.all_reduce_direct, large)
+            self._run(order, peer_memory.all_reduce_direct, large)
         else:
             part = self._part(num_bytes)
             large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
@@ -153,9 +164,9 @@ class SharedMemory(Engine):
         if self.rank == root:
             assert target is not None
             takes = _table((0, 0, target.address, target.num_bytes))
-            self._move(order, self._nothing_put, takes, shared.SLOT_BYTES, source.address, reduction)
+            self._move(order, self._nothing_put, takes, steps.SLOT_BYTES, source.address, reduction)
         else:
-            self._move(order, _table(source), self._nothing_taken, shared.SLOT_BYTES, source.address, reduction)
+            self._move(order, _table(source), self._nothing_taken, steps.SLOT_BYTES, source.address, reduction)
 
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
         """See :meth:`Engine.reduce_scatter`."""
@@ -165,7 +176,7 @@ class SharedMemory(Engine):
 
     def broadcast(self, order: Order, area: Area, root: int) -> None:
         """See :meth:`Engine.broadcast`."""
-        block = shared.SLOT_BYTES // 4
+        block = steps.SLOT_BYTES // 4
         if self.rank == root:
             self._move(order, _table(area), self._nothing_taken, block)
         else:
@@ -173,15 +184,15 @@ class SharedMemory(Engine):
 
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
         """See :meth:`Engine.all_gather`."""
-        _copy(source, targets[self.rank])
+        copy(source, targets[self.rank])
         takes = [(rank, 0, *targets[rank]) for rank in self._others()]
-        self._move(order, _table(source), _table(*takes), shared.SLOT_BYTES // 2)
+        self._move(order, _table(source), _table(*takes), steps.SLOT_BYTES // 2)
 
     def gather(self, order: Order, source: Area, targets: Sequence[Area], root: int) -> None:
         """See :meth:`Engine.gather`."""
-        block = shared.SLOT_BYTES // 2
+        block = steps.SLOT_BYTES // 2
         if self.rank == root:
-            _copy(source, targets[root])
+            copy(source, targets[root])
             takes = [(rank, 0, *targets[rank]) for rank in self._others()]
             self._move(order, self._nothing_put, _table(*takes), block)
         else:
@@ -190,25 +201,27 @@ class SharedMemory(Engine):
     def scatter(self, order: Order, sources: Sequence[Area], target: Area, root: int) -> None:
         """See :meth:`Engine.scatter`."""
         if self.rank == root:
-            _copy(sources[root], target)
+            copy(sources[root], target)
             self._move(order, _table(*self._without_own(sources)), self._nothing_taken, self._block())
         else:
             self._move(order, self._nothing_put, _table((root, self.rank, *target)), self._block())
 
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
         """See :meth:`Engine.all_to_all`."""
-        _copy(sources[self.rank], targets[self.rank])
+        copy(sources[self.rank], targets[self.rank])
         takes = [(rank, self.rank, *targets[rank]) for rank in self._others()]
         self._move(order, _table(*self._without_own(sources)), _table(*takes), self._block())
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""
-        if self._is_closing:
-            return
-        self._is_closing = True
-        shared.publish_word(np.uint64(self._control + shared.LEFT), np.uint64(1))
+        with self._mapping:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        steps.publish_word(np.uint64(self._control + steps.LEFT), np.uint64(1))
         if self._in_use.acquire(timeout=_CLOSE_S):  # a kernel that is still running looks up every few milliseconds
-            self._segment.close()
+            with self._mapping:
+                self._segment.close()
             self._watch.close()
             self._in_use.release()
 
@@ -220,7 +233,7 @@ class SharedMemory(Engine):
 
     def _part(self, num_bytes: int) -> int:
         """Return the bytes of a chunk that one rank reduces: one chunk in all, if a slot can hold it."""
-        most = shared.SLOT_BYTES // self.size // _LINE * _LINE
+        most = steps.SLOT_BYTES // self.size // _LINE * _LINE
         return min(most, -(-num_bytes // self.size // _LINE) * _LINE + _LINE)
 
     def _direct_part(self, num_bytes: int) -> int:
@@ -228,7 +241,7 @@ class SharedMemory(Engine):
 
     def _block(self) -> int:
         """Return the bytes of a slot's block where it has one for every rank."""
-        return shared.SLOT_BYTES // self.size // _LINE * _LINE
+        return steps.SLOT_BYTES // self.size // _LINE * _LINE
 
     def _others(self) -> list[int]:
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
@@ -264,27 +277,38 @@ class SharedMemory(Engine):
     def _go_on(self, code: int, order: Order, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> None:
         """Call a kernel again until it is done; leave the group for good if anything goes wrong."""
         start = time.monotonic()
-        spins = self._plan[shared.SPINS]
+        spins = self._plan[steps.SPINS]
         try:
-            while code == shared.ATTENTION:
+            while code == steps.ATTENTION:
                 self._look_around(order, start)
-                self._plan[shared.SPINS] = 0
+                self._plan[steps.SPINS] = 0
                 code = kernel(*arguments)
-            if code == shared.MISMATCH:
+            if code == steps.MISMATCH:
                 raise self._describe(order)
-            if code == shared.ABORTED:
+            if code == steps.ABORTED:
                 raise self._read_story().error()
-            if code == shared.UNREADABLE:
-                self._blame_dead(order, range(self.size))
-                raise RankLostError(
-                    f"cannot read the memory of another rank in {order.call}, call {order.sequence} of group "
-                    f"{self.name!r}; its process has ended or is protected"
-                )
+            if code == steps.UNREADABLE:
+                raise self._unreadable(order, int(self._state[steps.UNREAD]))
         except BaseException as error:
             self.abort(error)
             raise
         finally:
-            self._plan[shared.SPINS] = spins
+            self._plan[steps.SPINS] = spins
+
+    def _unreadable(self, order: Order, rank: int) -> RankLostError:
+        """Return the error for a rank whose memory cannot be read. It is gone shortly before its process is dead."""
+        until = time.monotonic() + min(_DYING_S, order.timeout_s)
+        while rank not in self._watch.dead() and time.monotonic() < until:
+            time.sleep(0.001)
+        try:
+            self._blame_dead(order, (rank,))
+        except RankLostError as error:
+            return error
+        return RankLostError(
+            f"cannot read the memory of {self._names((rank,))} in {order.call}, call {order.sequence} of group "
+            f"{self.name!r}: its process is protected, or has freed the array; PACELINE_ALGORITHM=shared does without",
+            self._called((rank,)),
+        )
 
     def _look_around(self, order: Order, start: float) -> None:
         """Raise if somebody awaited is dead or has left, or if it has taken too long."""
@@ -293,7 +317,7 @@ class SharedMemory(Engine):
         late = self._late()
         self._blame_dead(order, late)
         where = f"{order.call}, call {order.sequence} of group {self.name!r}"
-        left = [rank for rank in late if self._word(rank, shared.LEFT)]
+        left = [rank for rank in late if self._word(rank, steps.LEFT)]
         if left:
             raise RankLostError(f"{self._names(left)} left the group before {where}", self._called(left))
         if time.monotonic() - start > order.timeout_s - min(_EARLY_S, order.timeout_s / 10):
@@ -319,50 +343,50 @@ class SharedMemory(Engine):
 
     def _late(self) -> list[int]:
         """Return the ranks that have not published the step that is awaited."""
-        step = int(self._state[shared.STEPS]) + 1
-        return [rank for rank in range(self.size) if self._word(rank, shared.STEP) < step]
+        step = int(self._state[steps.STEPS]) + 1
+        return [rank for rank in range(self.size) if self._word(rank, steps.STEP) < step]
 
     def _word(self, rank: int, offset: int) -> int:
-        control = self._segment.address + shared.HEADER_BYTES + rank * shared.CONTROL_BYTES
-        return int(shared.read_word(np.uint64(control + offset)))
+        control = self._segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
+        return int(steps.read_word(np.uint64(control + offset)))
 
     # telling the others
 
     def abort(self, error: BaseException) -> None:
         """Make every rank that waits in a call, or makes another one, raise what this one raises."""
         header = self._segment.address
-        if self._is_closing:
-            return
-        if shared.claim(np.uint64(header + shared.CLAIMED)):
+        with self._mapping:
+            if self._is_closing or not steps.claim(np.uint64(header + steps.CLAIMED)):
+                return
             story = Story.of(error)
             if story.kind == "error" and not isinstance(error, CollectiveError):
                 text = f"rank {self._members[self.rank]} of group {self.name!r} failed: {type(error).__name__} {error}"
                 story = Story("error", text.strip(), (self._members[self.rank],))
-            self._write(shared.STORY, msgspec.msgpack.encode(story), shared.HEADER_BYTES - shared.STORY)
-            shared.publish_word(np.uint64(header + shared.ABORT), np.uint64(1))
+            self._write(steps.STORY, msgspec.msgpack.encode(story.cut()))
+            steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
 
     def _read_story(self) -> Story:
-        text = self._read(shared.STORY)
+        text = self._read(steps.STORY)
         return msgspec.msgpack.decode(text, type=Story)
 
     def _describe(self, order: Order) -> CollectiveError:
         """Tell the others what this rank called, and return the error that names all calls."""
         offset = self._control - self._segment.address
-        space = shared.CONTROL_BYTES - shared.DESCRIPTION
-        self._write(offset + shared.DESCRIPTION, msgspec.msgpack.encode(order.call), space)
-        shared.publish_word(np.uint64(self._control + shared.DESCRIBED), np.uint64(order.sequence + 1))
+        text = msgspec.msgpack.encode(order.call)
+        assert len(text) <= steps.CONTROL_BYTES - steps.DESCRIPTION - 8
+        self._write(offset + steps.DESCRIPTION, text)
+        steps.publish_word(np.uint64(self._control + steps.DESCRIBED), np.uint64(order.sequence + 1))
         until = time.monotonic() + min(_DESCRIBE_S, order.timeout_s)
         calls: dict[int, Call] = {}
         while len(calls) < self.size and time.monotonic() < until:
             for rank in range(self.size):
-                if self._members[rank] not in calls and self._word(rank, shared.DESCRIBED):
-                    text = self._read(shared.HEADER_BYTES + rank * shared.CONTROL_BYTES + shared.DESCRIPTION)
+                if self._members[rank] not in calls and self._word(rank, steps.DESCRIBED):
+                    text = self._read(steps.HEADER_BYTES + rank * steps.CONTROL_BYTES + steps.DESCRIPTION)
                     calls[self._members[rank]] = msgspec.msgpack.decode(text, type=Call)
             time.sleep(0.0005)
         return describe_mismatch(calls, self.name, order.sequence)
 
-    def _write(self, offset: int, data: bytes, space: int) -> None:
-        data = data if len(data) <= space - 8 else msgspec.msgpack.encode(Story("error", "the reason is too long"))
+    def _write(self, offset: int, data: bytes) -> None:
         self._segment.bytes[offset : offset + 8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
         self._segment.bytes[offset + 8 : offset + 8 + len(data)] = np.frombuffer(data, np.uint8)
 
@@ -373,11 +397,6 @@ class SharedMemory(Engine):
 
 def _table(*rows: tuple[int, ...]) -> Any:
     return np.array(rows, np.uint64)
-
-
-def _copy(source: Area, target: Area) -> None:
-    if source.num_bytes and source.address != target.address:
-        ctypes.memmove(target.address, source.address, source.num_bytes)
 
 
 def _let_peers_read() -> None:

@@ -30,7 +30,7 @@ def init(
     share (needed between hosts), and ``PACELINE_ALGORITHM``. `timeout` bounds the meeting, and every later call.
 
     Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (nobody is
-    there) or RankLostError (some ranks did not come).
+    there), RankLostError (some ranks did not come) or MismatchError (ranks demand different algorithms).
     """
     told = environment()
     check_algorithm(algorithm or told.algorithm)
@@ -63,7 +63,8 @@ def join(
 ) -> Group:
     """Meet the other ranks in a store that all of them have, and return the group of all."""
     check_algorithm(algorithm)
-    world = World(store, rank, size, token=token, host=host, name=name, timeout_s=timeout.total_seconds())
+    timeout_s = timeout.total_seconds()
+    world = World(store, rank, size, token=token, host=host, name=name, timeout_s=timeout_s, algorithm=algorithm)
     try:
         group = Group(world, range(size), name, timeout=timeout, algorithm=algorithm)
     except BaseException:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import DeadlineError
+from paceline.errors import DeadlineError, UsageError
 
 if TYPE_CHECKING:
     from paceline.collectives._p2p_pending import Pending
@@ -25,9 +25,11 @@ class Ticket:
     >>> total = ticket.result()                         # doctest: +SKIP
     """
 
-    __slots__ = ("_callbacks", "_error", "_finished", "_lock", "_result")
+    __slots__ = ("_callbacks", "_error", "_finished", "_lock", "_result", "_worker")
 
-    def __init__(self) -> None:
+    def __init__(self, worker: threading.Thread | None = None) -> None:
+        """`worker`: the thread that carries out the call, which therefore cannot wait for it."""
+        self._worker = worker
         self._finished = threading.Event()
         self._lock = threading.Lock()
         self._result: Any = None
@@ -35,7 +37,12 @@ class Ticket:
         self._callbacks: list[Callable[[Ticket], None]] = []
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until it is done. Raises what the call raises; DeadlineError if ``timeout`` passes, and it goes on."""
+        """Wait until it is done. Raises what the call raises; DeadlineError if ``timeout`` passes, and it goes on.
+
+        Raises UsageError in a callback of the same group: that call comes after the callback.
+        """
+        if not self._finished.is_set() and threading.current_thread() is self._worker:
+            raise no_waiting_in_callbacks()
         if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
             assert timeout is not None
             raise DeadlineError(
@@ -58,7 +65,10 @@ class Ticket:
         return self._error
 
     def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
-        """Call ``callback(ticket)`` when it is done: in the group's thread, or here and now if it already is."""
+        """Call ``callback(ticket)`` when it is done: in the group's thread, or here and now if it already is.
+
+        The callback may make asynchronous calls of the group, but not wait for any.
+        """
         with self._lock:
             if not self._finished.is_set():
                 self._callbacks.append(callback)
@@ -134,3 +144,11 @@ class MessageTicket(Ticket):
             callback(self)
 
         threading.Thread(target=wait, name="paceline-callback", daemon=True).start()
+
+
+def no_waiting_in_callbacks() -> UsageError:
+    """Return the error for a callback that would wait for what comes after it in the group's thread."""
+    return UsageError(
+        "a callback of a group's ticket waits for another call of that group, which the same thread carries out after "
+        "it; make the call asynchronous and do not wait for it, or wait in another thread"
+    )

@@ -13,15 +13,16 @@ import ctypes
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from paceline.collectives.calls import Call
 from paceline.collectives.engine import Area, Engine, Order, Reduction
-from paceline.collectives.network import Network
-from paceline.collectives.schedules import ALGORITHMS, Link, predict
+from paceline.collectives.executing import COMBINER
+from paceline.collectives.executor import Blocks
+from paceline.collectives.network import Network, num_pieces
+from paceline.collectives.schedules import ALGORITHMS, Link, Receive, Schedule, Send, predict
 from paceline.collectives.shared_memory import DIRECT_BYTES, SharedMemory
 from paceline.errors import UsageError
 from paceline.kernels import combine
@@ -41,7 +42,6 @@ _ABOUT: Final = 1.1
 Virtual cores move while a program runs. Where they are close, ``direct`` is up to three times slower for little data
 and level for much; where they are far, level for little and faster by half for much (2 and 4 ranks, 1 to 100 MB).
 """
-_PIECE_BYTES: Final = 1 << 18
 _LEAST_S: Final = 0.05
 _MOST_BYTES: Final = 1 << 24
 _KEPT: Final = 32
@@ -153,7 +153,7 @@ class Tuner:
         """Return the seconds that an algorithm takes by the model."""
         assert self.model is not None
         size, algorithm = self._connections.size, ALGORITHMS[operation][name]
-        pieces = min(64, max(1, num_bytes // _PIECE_BYTES)) if algorithm.pipelined else 1
+        pieces = num_pieces(operation, name, num_bytes)
         schedules = algorithm.schedules(size, pieces=pieces, hosts=self._connections.hosts)
         num_blocks = schedules[0].num_blocks
         if operation == "all_to_all":
@@ -260,9 +260,6 @@ class Tuner:
         return Model(alpha, max(seconds - alpha, 1e-9) / num_bytes, float(gamma[0]))
 
     def _time_shift(self, network: Network, num_bytes: int, repeats: int) -> float:
-        from paceline.collectives.executor import Blocks
-        from paceline.collectives.schedules import Receive, Schedule, Send
-
         size, rank = self._connections.size, self._connections.rank
         memory = memoryview(bytearray(2 * num_bytes))
         blocks = Blocks([(memory, [num_bytes, num_bytes])])
@@ -304,9 +301,7 @@ def _time_combining() -> float:
     array = np.ones(1 << 18, np.float32)
     other = np.ones(1 << 18, np.float32)
     table = (ctypes.c_uint64 * 2)(array.ctypes.data, other.ctypes.data)
-    function: Callable[..., None] = ctypes.CFUNCTYPE(
-        None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double
-    )(combine.combiner("float32"))
+    function = COMBINER(combine.combiner("float32"))
     times = []
     for _ in range(5):
         start = time.perf_counter()

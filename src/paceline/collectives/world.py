@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 from numba import config
 
+from paceline.collectives._group_names import GroupNames, absent
 from paceline.collectives.calls import Call, name_ranks
 from paceline.collectives.engine import Order
 from paceline.collectives.executor import Executor, Status
@@ -24,10 +27,20 @@ from paceline.collectives.segment import Segment, SegmentError
 from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.store import PrefixStore, Store, exchange
 from paceline.collectives.watching import is_alive
-from paceline.errors import DeadlineError, RankLostError, UsageError
-from paceline.kernels import shared
+from paceline.errors import DeadlineError, GroupClosedError, MismatchError, RankLostError, UsageError
+from paceline.kernels import steps
 
 _ASK_S = 1.0
+
+
+class Member(Protocol):
+    """A group, as the world knows it."""
+
+    def close(self) -> None:
+        """Leave it. Idempotent."""
+
+    def disown(self) -> None:
+        """Use it no more, and leave everything to the parent of this forked process."""
 
 
 class _Attached(msgspec.Struct, frozen=True, array_like=True):
@@ -41,40 +54,77 @@ class World:
     """All ranks of a program, as one of them sees them."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, token: str, host: str = "127.0.0.1", name: str, timeout_s: float
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        token: str,
+        host: str = "127.0.0.1",
+        name: str,
+        timeout_s: float,
+        algorithm: str | None = None,
     ) -> None:
-        """Meet all ranks. Raises RankLostError that names those that did not come."""
+        """Meet all ranks. Raises RankLostError that names those that did not come.
+
+        `algorithm` is what this rank demands; MismatchError on all ranks if they differ in that.
+        """
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
         self.store, self.rank, self.size, self.name = store, rank, size, name
-        self.timeout_s = timeout_s
-        self._num_groups: dict[tuple[tuple[int, ...], str], int] = {}
+        self.group_names = GroupNames(store, rank, name)
+        self._groups: set[Member] = set()
+        self.is_closed = False
         self.node = Node(token, host=host)
         try:
-            told = exchange(
-                store, rank, size, self.node.info.encode(), time.monotonic() + timeout_s, what="the rendezvous"
-            )
+            own = msgspec.structs.replace(self.node.info, algorithm=algorithm or "").encode()
+            told = exchange(store, rank, size, own, time.monotonic() + timeout_s, what="the rendezvous")
             self.infos: tuple[NodeInfo, ...] = tuple(NodeInfo.decode(info) for info in told)
+            self._check_algorithms()
         except BaseException:
             self.node.close()
             raise
-        self.groups: weakref.WeakSet[Connections] = weakref.WeakSet()
         _open_worlds.add(self)
 
-    def next_name(self, ranks: tuple[int, ...], label: str) -> str:
-        """Return the name of the next group of these ranks, which is the same on all of them."""
-        key = (ranks, label)
-        self._num_groups[key] = self._num_groups.get(key, 0) + 1
-        return f"{self.name}/{label}{','.join(map(str, ranks))}#{self._num_groups[key]}"
+    def _check_algorithms(self) -> None:
+        """Ranks that go different ways would wait for one another, or take one another's data for their own."""
+        sides: dict[str, list[int]] = {}
+        for rank, info in enumerate(self.infos):
+            sides.setdefault(info.algorithm, []).append(rank)
+        if len(sides) > 1:
+            told = "; ".join(
+                f"{name_ranks(ranks)} demanded {repr(algorithm) if algorithm else 'none'}"
+                for algorithm, ranks in sides.items()
+            )
+            raise MismatchError(
+                f"the ranks disagree about the algorithm: {told}; set PACELINE_ALGORITHM alike on all ranks"
+            )
+
+    def enter(self, group: Member) -> None:
+        """Take note of a group, which is closed with the world."""
+        self._groups.add(group)
+
+    def leave(self, group: Member) -> None:
+        """Forget a group, which is closed."""
+        self._groups.discard(group)
 
     def close(self) -> None:
         """Leave: the other ranks notice. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         _open_worlds.discard(self)
-        for group in list(self.groups):
+        for group in list(self._groups):
             group.close()
         self.node.close()
         self._clean_up_after_the_dead()
         self.store.close()
+
+    def disown(self) -> None:
+        """Leave everything to the parent of this process, which has been forked: it has no threads to serve it."""
+        self.is_closed = True
+        for group in self._groups:
+            group.disown()
 
     def _clean_up_after_the_dead(self) -> None:
         """Remove the sockets of processes on this host that were killed."""
@@ -99,6 +149,16 @@ def _close_worlds() -> None:
             world.close()
 
 
+def _disown_worlds() -> None:
+    for world in list(_open_worlds):
+        world.disown()
+    _open_worlds.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_worlds)
+
+
 class Connections:
     """How the ranks of one group reach one another; what is not needed is not made."""
 
@@ -119,11 +179,17 @@ class Connections:
         self._executor: Executor | None = None
         self._network: Network | None = None
         self._point_to_point: PointToPoint | None = None
+        self._making = threading.Lock()
+        self._is_over = False
         deadline = time.monotonic() + timeout_s
         self.shared = self._share(deadline)
-        self._has_layers = self._agree_on_layers(deadline)
+        try:
+            self._has_layers = self._agree_on_layers(deadline)
+        except BaseException:
+            if self.shared is not None:
+                self.shared.close()
+            raise
         world.node.answer(self._identity, self._status)
-        world.groups.add(self)
 
     @property
     def _identity(self) -> str:
@@ -137,19 +203,28 @@ class Connections:
     def network(self, choose: Choose) -> Network:
         """Return the engine that runs schedules, made when it is first asked for."""
         if self._network is None:
-            mesh = Mesh(self.world.node, self._identity, self.rank, self.infos)
-            self._executor = Executor(mesh, group=self.name, ask=self._ask)
-            layered = None
-            if self._has_layers:
-                layered = Layered(self._executor, self.shared, self.hosts, self.rank)
-            self._network = Network(mesh, self._executor, self.hosts, choose, layered)
+            with self._making:
+                self._check_open()
+                mesh = Mesh(self.world.node, self._identity, self.rank, self.infos)
+                self._executor = Executor(mesh, group=self.name, ask=self._ask)
+                layered = None
+                if self._has_layers:
+                    layered = Layered(self._executor, self.shared, self.hosts, self.rank)
+                self._network = Network(mesh, self._executor, self.hosts, choose, layered)
         return self._network
 
     def point_to_point(self) -> PointToPoint:
         """Return send and receive, made when first asked for."""
         if self._point_to_point is None:
-            self._point_to_point = PointToPoint(self.world.node, self._identity, self.rank, self.infos)
+            with self._making:
+                self._check_open()
+                if self._point_to_point is None:
+                    self._point_to_point = PointToPoint(self.world.node, self._identity, self.rank, self.infos)
         return self._point_to_point
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise GroupClosedError(f"group {self.name!r} was closed or aborted")
 
     def abort(self, error: BaseException, sequence: int) -> None:
         """Make the other ranks, in this call or their next one, raise what this one raises."""
@@ -158,8 +233,21 @@ class Connections:
         if self._executor is not None:
             self._executor.abort(_GIVEN_UP, sequence, error)
 
+    def cut(self) -> None:
+        """End what is under way in other threads, here and on the other ranks, which are told that this one aborted."""
+        with self._making:
+            self._is_over = True
+        if self.shared is not None:
+            self.shared.abort(RankLostError(f"rank {self.rank} aborted group {self.name!r}", (self.rank,)))
+        if self._network is not None:
+            self._network.close()
+        if self._point_to_point is not None:
+            self._point_to_point.close("aborted")
+
     def close(self) -> None:
         """Let go of everything; the others notice. Idempotent."""
+        with self._making:
+            self._is_over = True
         for part in (self.shared, self._network, self._point_to_point):
             if part is not None:
                 part.close()
@@ -237,14 +325,11 @@ class Connections:
 
     def _absent(self, members: Sequence[int]) -> RankLostError:
         """Return the error for ranks of the group, which are called by their numbers in the world."""
-        ranks = tuple(self.ranks[rank] for rank in members)
-        return RankLostError(
-            f"{name_ranks(ranks)} did not come to make group {self.name!r}; every rank of a group must make it", ranks
-        )
+        return absent(tuple(self.ranks[rank] for rank in members), self.name)
 
     def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:
         leader = self.local_ranks[0]
-        num_bytes = shared.segment_bytes(len(self.local_ranks))
+        num_bytes = steps.segment_bytes(len(self.local_ranks))
         key = f"segment of rank {leader}"
         try:
             if self.rank == leader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -185,6 +186,21 @@ class Dataset:
         if shard < 0 or batch_size < 1:
             raise UsageError(f"shard {shard} with batches of {batch_size}: a shard is 0 or more, a batch 1 or more")
         return rebatch(self._blocks(file, shard), batch_size)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """All examples of all files, in order, in batches of exactly `batch_size` rows, the last excepted."""
+
+        def blocks() -> Iterator[Batch]:
+            for file in range(len(self.files)):
+                for shard in itertools.count():
+                    num_shards = self.num_shards(file)
+                    if num_shards is not None and shard >= num_shards:
+                        break
+                    yield from self._blocks(file, shard)
+
+        if batch_size < 1:
+            raise UsageError(f"batches of {batch_size} rows: a batch is 1 or more")
+        return rebatch(blocks(), batch_size)
 
     def spec(self) -> Spec:
         """A plain description from which :func:`open_spec` opens the same dataset elsewhere."""

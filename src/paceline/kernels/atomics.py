@@ -1,7 +1,7 @@
 """What kernels that share memory with other processes need: atomics, copies, calls through an address, ways to wait.
 
-Addresses are ``uint64``. An acquire load sees everything that was written before the release store (or exchange) that
-it reads. There is no plain-Python twin: with ``NUMBA_DISABLE_JIT=1`` shared memory is not used at all.
+Addresses are ``uint64``. An acquire load sees everything that was written before the exchange that it reads. There is
+no plain-Python twin: with ``NUMBA_DISABLE_JIT=1`` shared memory is not used at all.
 """
 
 from __future__ import annotations
@@ -43,17 +43,6 @@ def load_acquire(typing_context: Any, address: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], _LONG.as_pointer()), "acquire", 8)
 
     return types.uint64(types.uint64), generate
-
-
-@intrinsic
-def store_release(typing_context: Any, address: Any, value: Any) -> Any:
-    """Write the 64-bit word at `address`."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], _LONG.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), generate
 
 
 def _make_read_modify_write(operation: str) -> Any:

@@ -231,12 +231,6 @@ _engines: Final[list[Any]] = []
 """The owners of the compiled code, which never goes away: two threads may both compile a function."""
 
 
-def compile_all() -> None:
-    """Compile the functions of every dtype: some 0.3 s. Other processes gain nothing by it."""
-    for dtype in DTYPES:
-        combiner(dtype)
-
-
 def _module(format_: _Format) -> Any:
     module = ir.Module()
     module.triple = binding.get_process_triple()

@@ -24,7 +24,10 @@ def dense_start(rule, record, size, start, stop, first_key, kind, seed, paramete
 @njit(cache=True, nogil=True)
 def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type: ignore[no-untyped-def]
     """Update elements ``[start, stop)`` with ``grads[at:]``."""
-    update_record(rule, record, size, start, stop, grads, at, parameters, True)
+    # On slices every index is seen not to be negative, so that the loops are vectorized: 6 ms for SGD on 25 million
+    # elements instead of 21.
+    length = stop - start
+    update_record(rule, record[start:], size, 0, length, grads[at : at + length], 0, parameters, True)
 
 
 @njit(cache=True, nogil=True)

@@ -16,7 +16,21 @@ from typing import Any
 
 import numba
 
-_SOURCES = ("atomics", "csr", "dedup", "dense", "index", "initializers", "jit", "memory", "rules", "shared", "sparse")
+_SOURCES = (
+    "atomics",
+    "csr",
+    "dedup",
+    "dense",
+    "index",
+    "initializers",
+    "jit",
+    "memory",
+    "peer_memory",
+    "rules",
+    "shared",
+    "sparse",
+    "steps",
+)
 
 
 @cache

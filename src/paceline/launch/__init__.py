@@ -4,15 +4,18 @@ from .connecting import connect
 from .kernels import load_kernels, prepare_kernels
 from .local import LocalCluster, local_cluster
 from .roles import Joining, run_scheduler, run_server, watch_parent
+from .run import RunOptions, run_script
 
 __all__ = [
     "Joining",
     "LocalCluster",
+    "RunOptions",
     "connect",
     "load_kernels",
     "local_cluster",
     "prepare_kernels",
     "run_scheduler",
+    "run_script",
     "run_server",
     "watch_parent",
 ]

@@ -59,6 +59,8 @@ Absent: TypeAlias = dict[str, str]
 """By peer, why it is not measured."""
 _COPIES = 4
 """Of an array, on one rank: what is given, taken and compared, and a peer's own buffer."""
+_PROCESS_BYTES = 64 << 20
+"""Of one rank with no arrays and no other peers, at least: so many that nothing fits are refused, and not tried."""
 
 
 def choose_peers(wanted: list[str] | None) -> tuple[tuple[str, ...], Absent]:
@@ -101,7 +103,8 @@ def bench_collectives(
 
 
 def _check_memory(plan: Plan) -> None:
-    needed, free = _COPIES * plan.ranks * max(plan.sizes), psutil.virtual_memory().available
+    needed = plan.ranks * (_COPIES * max(plan.sizes) + _PROCESS_BYTES)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
             f"{plan.ranks} ranks need about {needed / 2**30:.1f} GiB of memory for {format_size(max(plan.sizes))}, of "

@@ -68,11 +68,22 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
         return  # the parent is gone
     joining = Joining(scheduler=scheduler, token=token, tls=tls)
     if options["role"] == "server":
-        run_server(joining, rank=options["rank"], with_parent=True)
+        try:
+            run_server(joining, address=options["address"], rank=options["rank"], with_parent=True)
+        finally:
+            if "scratch" in options:  # no scheduler here that would see to it if the parent is killed
+                _remove_if_empty(options["scratch"])
     else:
         from paceline.models.worker import run_worker
 
         run_worker(joining.transport(), joining.scheduler, rank=options["rank"], watch=watch_parent)
+
+
+def _remove_if_empty(folder: str) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError:
+        pass  # another server is still here, and the last one removes it
 
 
 def _read_line() -> str:

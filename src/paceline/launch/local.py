@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import AddressError, DeadlineError, PacelineError, PeerError, UsageError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, SchedulerLink, messages
 from paceline.transport import TLS, Hello, SocketTransport, make_token
@@ -31,13 +31,30 @@ _MALLOC = {
 }
 _START_S = 60.0
 _END_S = 10.0
+_LOOPBACK = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What this machine runs of a cluster that several share; the others run the rest."""
+
+    scheduler: str
+    """Where the scheduler listens, ``host:port``."""
+    runs_scheduler: bool
+    servers: Mapping[int, str]
+    """The servers that run here, by rank: the address that each binds."""
+    bind: str = ""
+    """What the scheduler binds, if that is another address than the one it is reached at."""
+    patience_s: float = 300.0
+    """How long the other machines may take."""
 
 
 class LocalCluster:
     """A scheduler and servers as processes on this machine; connect as many clients as wanted, from any process.
 
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
-    With `start_workers` the `workers` are processes too, which take the jobs that are posted.
+    With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
+    machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
     """
 
     def __init__(
@@ -51,13 +68,15 @@ class LocalCluster:
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
         start_workers: bool = False,
+        token: str | None = None,
+        share: Share | None = None,
     ) -> None:
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
         self.consistency: Consistency = Eventual() if consistency is None else consistency
         stale = Accept() if stale is None else stale
         check_stale_policy(self.consistency, stale)
-        self.token = make_token()
+        self.token = make_token() if token is None else token
         self._tls = tls
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
         prepare_kernels(on_compile)
@@ -65,15 +84,29 @@ class LocalCluster:
         """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
         try:
             # All start at once, and what they import and load they load side by side.
-            announcing = self._start_scheduler(servers, workers, stale, heartbeat_timeout_s)
-            for rank in range(servers):
-                self._spawn(f"server {rank}", {"role": "server", "rank": rank})
+            announcing = None
+            if share is None or share.runs_scheduler:
+                bind = _LOOPBACK if share is None else share.bind or share.scheduler
+                announcing = self._start_scheduler(bind, servers, workers, stale, heartbeat_timeout_s)
+            listening = dict.fromkeys(range(servers), _LOOPBACK) if share is None else share.servers
+            for rank, address in listening.items():
+                options = {"role": "server", "rank": rank, "address": address}
+                if announcing is None:
+                    options["scratch"] = str(self.scratch)
+                self._spawn(f"server {rank}", options)
             for rank in range(workers if start_workers else 0):
                 self._spawn(f"worker {rank}", {"role": "worker", "rank": rank})
-            self.scheduler = self._hear_address(announcing)
-            for _, child in self._children[1:]:
-                self._tell_address(child)
-            self._wait_ready()
+            patience_s = _START_S if share is None else share.patience_s
+            if announcing is not None:
+                self.scheduler = self._hear_address(announcing)
+            else:
+                assert share is not None
+                wait_cluster(self.transport(), share.scheduler, patience_s, ready=False)
+                self.scheduler = share.scheduler
+            for _, child in self._children:
+                if child is not announcing:
+                    self._tell_address(child)
+            wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
         except BaseException:
             self.close()
             raise
@@ -96,6 +129,10 @@ class LocalCluster:
             if name.startswith(role) and status is not None:
                 ended.append((name, status))
         return ended
+
+    def wait_children(self) -> list[tuple[str, int]]:
+        """Wait until every process of the cluster has ended by itself; return name and exit status of each."""
+        return [(name, child.wait()) for name, child in self._children]
 
     def pids(self, role: str) -> list[int]:
         """Return the process ids of a role that live, by rank."""
@@ -122,7 +159,7 @@ class LocalCluster:
         """End every process of the cluster. Idempotent."""
         # Workers hold nothing that is still wanted; to be told to end would be news to one that is stopped or stuck.
         self.end_workers()
-        if self._children:
+        if any(child.poll() is None for _, child in self._children):
             self._ask_to_end()
         deadline = time.monotonic() + _END_S
         for _, child in reversed(self._children):
@@ -156,13 +193,13 @@ class LocalCluster:
         self.close()
 
     def _start_scheduler(
-        self, servers: int, workers: int, stale: StalePolicy, heartbeat_timeout_s: float
+        self, address: str, servers: int, workers: int, stale: StalePolicy, heartbeat_timeout_s: float
     ) -> subprocess.Popen[bytes]:
         return self._spawn(
             "scheduler",
             {
                 "role": "scheduler",
-                "address": "127.0.0.1:0",
+                "address": address,
                 "num_servers": servers,
                 "num_workers": workers,
                 "consistency": str(self.consistency),
@@ -201,21 +238,41 @@ class LocalCluster:
         self._children.append((name, child))
         return child
 
-    def _wait_ready(self) -> None:
-        link = SchedulerLink(self.transport(), self.scheduler, Hello(role="observer"), timeout_s=_START_S)
-        try:
-            deadline = time.monotonic() + _START_S
-            while not link.call(messages.GetMap(), messages.ClusterMap).ready:
-                self._check_started("server")
-                if time.monotonic() > deadline:
-                    raise PeerError(f"the servers did not start within {_START_S:g} s")
-                time.sleep(0.005)
-        finally:
-            link.close()
-
     def _check_started(self, role: str) -> None:
         for name, status in self.dead_children(role):
             raise PeerError(f"{name} {describe_status(status)} at its start; what it said is above")
+
+
+def wait_cluster(
+    transport: SocketTransport,
+    scheduler: str,
+    patience_s: float,
+    *,
+    ready: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Wait until a scheduler answers and, if `ready`, its cluster has all its servers; `check` is called meanwhile.
+
+    Raises PeerError if that takes longer than `patience_s`.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        check()
+        try:
+            link = SchedulerLink(transport, scheduler, Hello(role="observer"), timeout_s=_START_S)
+            break
+        except (AddressError, DeadlineError) as error:
+            if time.monotonic() > deadline:
+                raise PeerError(f"the scheduler did not start within {patience_s:g} s: {error}") from None
+            time.sleep(0.02)
+    try:
+        while ready and not link.call(messages.GetMap(), messages.ClusterMap).ready:
+            check()
+            if time.monotonic() > deadline:
+                raise PeerError(f"the servers did not start within {patience_s:g} s")
+            time.sleep(0.005)
+    finally:
+        link.close()
 
 
 def describe_status(status: int) -> str:

@@ -39,15 +39,8 @@ class Predictor:
 
     def predict(self, dataset: Dataset) -> Iterator[tuple[Floats, Floats]]:
         """Yield labels and P(click) (float32 [n] each) of a data set, in its order, a batch at a time."""
-        for file in range(len(dataset.files)):
-            shard = 0
-            while True:
-                num_shards = dataset.num_shards(file)
-                if num_shards is not None and shard >= num_shards:
-                    break
-                for batch in dataset.read(file, shard, _BATCH):
-                    minibatch = self._preparation.prepare(batch)
-                    weights = np.empty(len(minibatch.keys), np.float32)
-                    self._store.pull(minibatch.keys, weights)
-                    yield minibatch.labels, minibatch.predict(weights)
-                shard += 1
+        for batch in dataset.batches(_BATCH):
+            minibatch = self._preparation.prepare(batch)
+            weights = np.empty(len(minibatch.keys), np.float32)
+            self._store.pull(minibatch.keys, weights)
+            yield minibatch.labels, minibatch.predict(weights)

@@ -8,7 +8,7 @@ are exported here. Events and instructions are spoken of within their module: ``
 The rules, with diagrams and what they do not promise, are in ``docs/protocol.md``.
 """
 
-from paceline.protocol import clocks, consistency, delivery, membership, placement, shards
+from paceline.protocol import clocks, consistency, delivery, membership, placement, shards, strategies
 from paceline.protocol.clocks import Gate, VectorClock
 from paceline.protocol.consistency import (
     Accept,
@@ -26,6 +26,7 @@ from paceline.protocol.delivery import Delivery
 from paceline.protocol.membership import Address, Member, Membership, Role
 from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
 from paceline.protocol.shards import ShardAccount, Shards
+from paceline.protocol.strategies import STRATEGIES, StrategyChoice, choose_strategy, is_one_process, needs_servers
 
 __all__ = [
     "Accept",
@@ -43,18 +44,24 @@ __all__ = [
     "NUM_BUCKETS",
     "Placement",
     "Role",
+    "STRATEGIES",
     "Sequential",
     "ShardAccount",
     "Shards",
     "StalePolicy",
+    "StrategyChoice",
     "VectorClock",
+    "choose_strategy",
     "clocks",
     "consistency",
     "delivery",
+    "is_one_process",
     "membership",
+    "needs_servers",
     "parse_consistency",
     "parse_stale_policy",
     "place",
     "placement",
     "shards",
+    "strategies",
 ]

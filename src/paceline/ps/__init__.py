@@ -2,6 +2,7 @@
 
 from .client import Client, make_node_name
 from .dense_table import DenseTable
+from .records import read_records, write_records
 from .rules import (
     FTRL,
     INITIALIZERS,
@@ -58,6 +59,8 @@ __all__ = [
     "load_tables",
     "make_node_name",
     "read_model",
+    "read_records",
     "save_tables",
     "to_fields",
+    "write_records",
 ]

@@ -5,7 +5,8 @@ The result is that of one process on the concatenated batches (to float rounding
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from paceline.ps.sparse_store import Floats
 from paceline.ps.tables import Selection, TablePart
 
 Push = tuple[Selection, Floats]
+_LARGE_BYTES = 1 << 16
 
 
 class IterationBuffer:
@@ -27,11 +29,29 @@ class IterationBuffer:
         self._mean = mean
         # iteration → worker → its rank, and its pushes with the number of their table
         self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push]]]]] = {}
+        self._free: dict[int, list[Floats]] = {}  # arrays of the last iteration, by length
 
     def add(self, iteration: int, worker: int, rank: int, table: int, selection: Selection, grads: Floats) -> None:
         """Keep a push (copied) of a worker for an iteration."""
         pushes = self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1]
-        pushes.append((table, (selection.copy(), grads.copy())))
+        pushes.append((table, (selection.copy(), self._copy(grads))))
+
+    def _copy(self, grads: Floats) -> Floats:
+        free = self._free.get(len(grads))
+        if not free:
+            return grads.copy()
+        kept = free.pop()
+        kept[:] = grads
+        return kept
+
+    def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
+        """Take back an iteration's pushes, once they are applied: the next one's copies are made in their memory."""
+        # Fresh pages cost more than the copy that fills them. What an iteration has not asked for again is let go.
+        self._free = {}
+        for pushes in tables.values():
+            for _, grads in pushes:
+                if grads.nbytes >= _LARGE_BYTES:
+                    self._free.setdefault(len(grads), []).append(grads)
 
     def forget(self, worker: int, from_iteration: int) -> None:
         """Drop what a worker that is gone has pushed for iterations it did not finish."""
@@ -50,21 +70,32 @@ class IterationBuffer:
 
 
 def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
-    """Sum pushes in the order given, equal keys into one gradient, and apply the update rule once."""
-    selection, grads = pushes[0]
-    first = (selection.start, selection.stop)
+    """Sum pushes in the order given, equal keys into one gradient, and apply the update rule once to each key."""
+    ranges = _disjoint_ranges(pushes)
+    if ranges is not None:
+        for same in ranges:
+            part.push_sum(same[0][0], [grads for _, grads in same], factor)
+        return
     if len(pushes) == 1:
-        pass
-    elif all(other.keys is None and (other.start, other.stop) == first for other, _ in pushes):
-        grads = grads.copy()
-        for _, more in pushes[1:]:
-            grads += more
-    else:
-        keys = np.concatenate([part.keys_of(selection) for selection, _ in pushes])
-        rows = np.concatenate([grads for _, grads in pushes])
-        unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
-        count = dedup(keys, np.empty(scratch_size(len(keys)), np.int32), unique, inverse)
-        grads = np.empty(count * part.dim, np.float32)
-        sum_rows(inverse, rows, part.dim, grads)
-        selection = Selection(unique[:count])
-    part.push(selection, grads if factor == 1.0 else grads * np.float32(factor))
+        part.push_sum(pushes[0][0], [pushes[0][1]], factor)
+        return
+    keys = np.concatenate([part.keys_of(selection) for selection, _ in pushes])
+    rows = np.concatenate([grads for _, grads in pushes])
+    unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
+    count = dedup(keys, np.empty(scratch_size(len(keys)), np.int32), unique, inverse)
+    grads = np.empty(count * part.dim, np.float32)
+    sum_rows(inverse, rows, part.dim, grads)
+    part.push_sum(Selection(unique[:count]), [grads], factor)
+
+
+def _disjoint_ranges(pushes: Sequence[Push]) -> list[list[Push]] | None:
+    """Return the pushes by range, in the order given, if all are of ranges that are equal or have nothing in common."""
+    found: dict[tuple[int, int], list[Push]] = {}
+    for push in pushes:
+        if push[0].keys is not None:
+            return None
+        found.setdefault((push[0].start, push[0].stop), []).append(push)
+    bounds = sorted(found)
+    if any(after[0] < before[1] for before, after in pairwise(bounds)):
+        return None
+    return [found[each] for each in bounds]

@@ -258,6 +258,14 @@ class Client:
         counts = [connection.byte_counts() for connection in self._connections]
         return sum(count[0] for count in counts), sum(count[1] for count in counts)
 
+    def abort(self) -> None:
+        """Give up what is in flight, in whatever thread: it raises there, and so does every call from now on.
+
+        :meth:`close` is still to come, and has nothing to wait for.
+        """
+        for connection in self._connections:
+            connection.abort()
+
     def close(self) -> None:
         """Finish what is in flight and leave the cluster. Idempotent."""
         try:

@@ -149,6 +149,12 @@ class ServerConnection:
         statistics = self._channel.statistics()
         return self._gone[0] + statistics.bytes_received, self._gone[1] + statistics.bytes_sent
 
+    def abort(self) -> None:
+        """Close the connection from any thread; one that waits for an answer is told so, and all that ask later."""
+        if self._lost is None:
+            self._lost = UsageError("this client was closed before the server's answer came")
+        self._channel.close()
+
     def close(self) -> None:
         """Close the connection; what is not answered never will be. Idempotent."""
         if self._lost is None:

@@ -145,6 +145,7 @@ class Gatekeeper:
             table = self._tables.by_number[number]
             table.staleness.histogram[0] += len(pushes)  # by construction: nothing was applied since it began
             apply_sum(table.part, pushes, factor)
+        self.buffer.recycle(tables)
 
     # Held reads.
 

@@ -23,20 +23,19 @@ import msgspec
 import numpy as np
 
 from paceline.errors import ModelError, UsageError
-from paceline.kernels.dedup import split
-from paceline.protocol import NUM_BUCKETS
-from paceline.ps import messages
 from paceline.ps.client import Client
 from paceline.ps.messages import TableSpec
+from paceline.ps.records import read_records, write_records
 from paceline.ps.rules import INITIALIZERS, RULES, UpdateRule, from_fields
 from paceline.ps.sparse_store import Floats, Keys, SparseStore
-from paceline.ps.tables import bucket_width
 
 MANIFEST = "manifest.json"
 FORMAT = "paceline-model"
 FORMAT_VERSION = 1
 _PART_BYTES = 64 << 20
-_OURS = re.compile(rf"table\d+-\d{{5}}\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]{{8}}")
+_OURS = re.compile(
+    rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]{{8}}"
+)
 """Names of files that a save writes, besides the manifest."""
 
 
@@ -57,6 +56,14 @@ class SavedTable(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
 
 
+class TensorFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of named tensors."""
+
+    file: str
+    num_bytes: int
+    sha256: str
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a saved model consists of; `model` is the description of whoever saved it."""
 
@@ -64,6 +71,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     paceline: str
     tables: tuple[SavedTable, ...]
+    tensors: dict[str, TensorFile] = {}
+    """Files of named tensors (a PyTorch model's, its optimizer's), by what they are."""
     model: dict[str, Any] = {}
 
 
@@ -83,8 +92,11 @@ class SavedModel:
 
     def records(self, table: SavedTable) -> Iterator[tuple[Keys, Floats]]:
         """Yield the keys and records of a table, file by file, checksums verified."""
+        from safetensors.numpy import load
+
         for part in table.parts:
-            keys, records = self._read_part(part)
+            tensors = load(self.read(part))
+            keys, records = tensors["keys"], tensors["records"]
             words = _record_words(table.spec)
             is_as_said = keys.shape == (part.rows,) and records.shape == (part.rows, words)
             if not is_as_said or str(keys.dtype) != "uint64" or str(records.dtype) != "float32":
@@ -108,9 +120,8 @@ class SavedModel:
             store.write_records(keys, records)
         return store
 
-    def _read_part(self, part: Part) -> tuple[Keys, Floats]:
-        from safetensors.numpy import load
-
+    def read(self, part: Part | TensorFile) -> bytes:
+        """Return a file's content, its checksum verified."""
         path = self.directory / part.file
         try:
             data = path.read_bytes()
@@ -122,8 +133,7 @@ class SavedModel:
                 f"{path} is damaged: its SHA-256 is {found[:16]}…, the manifest says {part.sha256[:16]}…; "
                 "take another copy of the model"
             )
-        tensors = load(data)
-        return tensors["keys"], tensors["records"]
+        return data
 
 
 def read_model(directory: str | os.PathLike[str]) -> SavedModel:
@@ -166,6 +176,26 @@ def save_tables(
     `model` is kept in the manifest. Raises ModelError if there is no space or no permission; then what was there before
     is untouched. What workers push meanwhile may or may not be part of it.
     """
+    wanted = None if names is None else set(names)
+
+    def tables() -> Iterator[tuple[TableSpec, Iterator[tuple[Keys, Floats]]]]:
+        for spec in client.tables():
+            if wanted is None or spec.name in wanted:
+                yield spec, read_records(client, spec)
+
+    return save_model(directory, tables(), model)
+
+
+def save_model(
+    directory: str | os.PathLike[str],
+    tables: Iterable[tuple[TableSpec, Iterable[tuple[Keys, Floats]]]],
+    model: dict[str, Any],
+    tensors: dict[str, bytes] | None = None,
+) -> Manifest:
+    """Write a model of tables (each with its keys and records, in pieces) and of files of tensors, as safetensors.
+
+    It is there whole or not at all; errors as :func:`save_tables`.
+    """
     from paceline.version import __version__
 
     folder = Path(directory)
@@ -178,12 +208,20 @@ def save_tables(
         raise UsageError(f"what is to be kept in the manifest is not fit for JSON: {error}") from None
     try:
         made = prepare_directory(folder)
-        wanted = None if names is None else set(names)
-        specs = [spec for spec in client.tables() if wanted is None or spec.name in wanted]
-        tables = tuple(
-            _save_table(client, folder, spec, number, generation, written) for number, spec in enumerate(specs)
+        manifest = Manifest(
+            format=FORMAT,
+            version=FORMAT_VERSION,
+            paceline=__version__,
+            tables=tuple(
+                _save_table(folder, spec, pieces, number, generation, written)
+                for number, (spec, pieces) in enumerate(tables)
+            ),
+            tensors={
+                name: _write_tensors(folder / f"tensors-{name}.{generation}.safetensors", data, written)
+                for name, data in (tensors or {}).items()
+            },
+            model=model,
         )
-        manifest = Manifest(format=FORMAT, version=FORMAT_VERSION, paceline=__version__, tables=tables, model=model)
         aside = folder / f".{MANIFEST}.{generation}"
         written.append(aside)
         _write(aside, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
@@ -199,6 +237,7 @@ def save_tables(
         raise
     _sync(folder)
     kept = {part.file for table in manifest.tables for part in table.parts}
+    kept |= {file.file for file in manifest.tensors.values()}
     for path in folder.iterdir():  # the model before, and what an interrupted save has left
         if path.name not in kept and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -215,30 +254,19 @@ def load_tables(client: Client, directory: str | os.PathLike[str], names: Iterab
     for table in model.manifest.tables:
         if wanted is not None and table.spec.name not in wanted:
             continue
-        handle = client.open_table(table.spec)
+        client.open_table(table.spec)
         for keys, records in model.records(table):
-            _load_part(client, handle.number, table.spec, keys, records)
+            write_records(client, table.spec, keys, records)
     return model
 
 
-def _load_part(client: Client, number: int, spec: TableSpec, keys: Keys, records: Floats) -> None:
-    with client.lock:
-        if spec.kind == "sparse":
-            order, starts = np.empty(len(keys), np.int64), np.empty(len(client.connections) + 1, np.int64)
-            split(keys, client.owners, starts, order)
-        else:
-            owners = client.owners[(keys // np.uint64(bucket_width(spec.size))).astype(np.int64)]
-            order = np.argsort(owners, kind="stable")
-            starts = np.searchsorted(owners[order], np.arange(len(client.connections) + 1))
-        for i, connection in enumerate(client.connections):
-            chosen = order[starts[i] : starts[i + 1]]
-            if len(chosen):
-                message = messages.WriteRecords(table=number, rows=len(chosen))
-                connection.call(message, (keys[chosen], records[chosen]))
-
-
 def _save_table(
-    client: Client, folder: Path, spec: TableSpec, number: int, generation: str, written: list[Path]
+    folder: Path,
+    spec: TableSpec,
+    pieces: Iterable[tuple[Keys, Floats]],
+    number: int,
+    generation: str,
+    written: list[Path],
 ) -> SavedTable:
     parts: list[Part] = []
     waiting: list[tuple[Keys, Floats]] = []
@@ -252,26 +280,13 @@ def _save_table(
             parts.append(_write_part(path, waiting))
             waiting, size = [], 0
 
-    for keys, records in _buckets(client, spec):
+    for keys, records in pieces:
         waiting.append((keys, records))
         size += keys.nbytes + records.nbytes
         if size >= _PART_BYTES:
             flush()
     flush()
     return SavedTable(spec=spec, rows=sum(part.rows for part in parts), parts=tuple(parts))
-
-
-def _buckets(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats]]:
-    """Yield the buckets of a table that hold something."""
-    handle = client.open_table(spec)
-    client.flush()
-    for bucket in range(NUM_BUCKETS):
-        with client.lock:
-            connection = client.connections[int(client.owners[bucket])]
-            rows, body = connection.call(messages.ReadBucket(table=handle.number, bucket=bucket))
-        if rows:
-            keys = np.frombuffer(body, np.uint64, rows)
-            yield keys, np.frombuffer(body, np.float32, offset=8 * rows).reshape(rows, -1)
 
 
 def _record_words(spec: TableSpec) -> int:
@@ -287,6 +302,12 @@ def _write_part(path: Path, waiting: list[tuple[Keys, Floats]]) -> Part:
     data = save({"keys": keys, "records": records})
     _write(path, data)
     return Part(file=path.name, rows=len(keys), num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _write_tensors(path: Path, data: bytes, written: list[Path]) -> TensorFile:
+    written.append(path)
+    _write(path, data)
+    return TensorFile(file=path.name, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def prepare_directory(folder: Path) -> list[Path]:

@@ -22,97 +22,27 @@ from paceline.errors import (
     ProtocolError,
     StaleEpochError,
 )
-from paceline.testing.serving import Served, serve_in_thread
-from paceline.transport import Channel, Handler, Header, Hello, Peer, Transport, pack_header
+from paceline.testing._transport_setting import (
+    ANSWER,
+    CLOSE,
+    ECHO,
+    FAIL,
+    FAIL_INTERNALLY,
+    SILENT,
+    TIMEOUT_S,
+    EchoHandler,
+    MakeTransport,
+    Setting,
+)
+from paceline.testing.serving import serve_in_thread
+from paceline.transport import Channel, Hello, pack_header
 
-MakeTransport = Callable[[str], Transport]
-"""Makes a transport with the token given; those with equal tokens must reach each other."""
+__all__ = ["CHECKS", "CLOSE", "ECHO", "SILENT", "EchoHandler", "MakeTransport", "check_transport"]
 
-ECHO, SILENT, FAIL, FAIL_INTERNALLY, CLOSE = range(16, 21)
-"""The kinds of frame that :class:`EchoHandler` understands."""
-ANSWER = 32
-
-_TIMEOUT_S = 10.0
 _TOKEN = "the-token-of-the-conformance-suite"
 
 
-class EchoHandler(Handler):
-    """Sends every frame back as it came; or, by its kind, nothing, an error, or closes."""
-
-    def __init__(self) -> None:
-        self.peers: list[Peer] = []
-        self.reasons: list[Exception | None] = []
-        self.num_frames = 0
-        self.changed = threading.Condition()
-
-    def connected(self, peer: Peer) -> None:
-        """Keep the peer."""
-        with self.changed:
-            self.peers.append(peer)
-            self.changed.notify_all()
-
-    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Do what the kind says."""
-        with self.changed:
-            self.num_frames += 1
-            self.changed.notify_all()
-        if header.kind == ECHO:
-            aligned = body.nbytes == 0 or np.frombuffer(body, np.uint8).ctypes.data % 8 == 0
-            peer.send_frame(
-                ANSWER,
-                flags=int(aligned),
-                table=header.table,
-                request=header.request,
-                epoch=header.epoch,
-                clock=header.clock,
-                sequence=header.sequence,
-                meta=bytes(meta),
-                body=bytes(body),
-            )
-        elif header.kind == FAIL:
-            raise StaleEpochError("epoch 3 was asked for, 4 is the current one")
-        elif header.kind == FAIL_INTERNALLY:
-            raise KeyError("a bug")
-        elif header.kind == CLOSE:
-            peer.close()
-
-    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Keep the reason."""
-        with self.changed:
-            self.peers.remove(peer)
-            self.reasons.append(reason)
-            self.changed.notify_all()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on what is kept here."""
-        with self.changed:
-            assert self.changed.wait_for(condition, _TIMEOUT_S), "waited too long"
-
-
-class _Setting:
-    """A served echo handler and clients of it."""
-
-    def __init__(self, make: MakeTransport, transport: Transport, handler: EchoHandler, served: Served) -> None:
-        self.make = make
-        self.transport = transport
-        self.handler = handler
-        self.served = served
-        self._channels: list[Channel] = []
-
-    def connect(self, rank: int = 0) -> Channel:
-        """Return a new channel, closed at the end of the check."""
-        channel = self.transport.connect(
-            self.served.endpoint, Hello(role="worker", rank=rank, incarnation=7), timeout_s=_TIMEOUT_S
-        )
-        self._channels.append(channel)
-        return channel
-
-    def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
-
-
-def check_echo(setting: _Setting) -> None:
+def check_echo(setting: Setting) -> None:
     """Bodies of every size and alignment come back, with all fields of the header, at an aligned place."""
     channel = setting.connect()
     random = np.random.default_rng(0)
@@ -120,67 +50,67 @@ def check_echo(setting: _Setting) -> None:
         body = random.integers(0, 256, size, np.uint8)
         meta = bytes(size % 11)
         channel.send_frame(ECHO, table=3, request=size, epoch=5, clock=6, sequence=2**63 + 1, meta=meta, body=body)
-        frame = channel.receive_frame(_TIMEOUT_S)
+        frame = channel.receive_frame(TIMEOUT_S)
         assert frame.header[2:9] == (ANSWER, 1, 3, size, 5, 6, 2**63 + 1), frame.header
         assert frame.meta == meta
         assert bytes(frame.body) == body.tobytes()
         into = np.zeros(size, np.uint8)
         channel.send_frame(ECHO, body=(body[: size // 3], body[size // 3 :]))
-        assert channel.receive(into, _TIMEOUT_S).body_bytes == size
+        assert channel.receive(into, TIMEOUT_S).body_bytes == size
         assert np.array_equal(into, body)
     floats = random.random((100, 16)).astype(np.float32)
     got = np.empty_like(floats)
     channel.send_frame(ECHO, body=floats)
-    channel.receive(got, _TIMEOUT_S)
+    channel.receive(got, TIMEOUT_S)
     assert np.array_equal(got, floats)
     statistics = channel.statistics()
     assert 27 <= statistics.frames_sent <= 28  # the handshake may count
     assert 27 <= statistics.frames_received <= 29
 
 
-def check_unexpected_answers(setting: _Setting) -> None:
+def check_unexpected_answers(setting: Setting) -> None:
     """Shorter bodies, metas and several parts are received right; longer ones are refused."""
     channel = setting.connect()
     into = np.zeros(100_000, np.uint8)
     for size, meta in ((10, b""), (99_999, b"m"), (100_000, b"meta"), (0, b"12345678"), (100_000, b"")):
         channel.send_frame(ECHO, meta=meta, body=np.full(size, 7, np.uint8))
         channel.send_frame(ECHO, request=1)
-        header = channel.receive(into, _TIMEOUT_S)
+        header = channel.receive(into, TIMEOUT_S)
         assert (header.body_bytes, channel.last_meta) == (size, meta)
         assert (into[:size] == 7).all()
         into[:] = 0
-        assert channel.receive_header(_TIMEOUT_S).request == 1
+        assert channel.receive_header(TIMEOUT_S).request == 1
     channel.send_frame(ECHO, meta=b"skipped", body=bytes(13))
     channel.send_frame(ECHO, body=np.arange(5))
-    assert channel.receive_header(_TIMEOUT_S).body_bytes == 13
-    assert channel.receive_header(_TIMEOUT_S).body_bytes == 40
+    assert channel.receive_header(TIMEOUT_S).body_bytes == 13
+    assert channel.receive_header(TIMEOUT_S).body_bytes == 40
     parts = np.zeros(2, np.int64), np.zeros(3, np.int64)
     for part in parts:
         channel.receive_into(part)
     assert np.concatenate(parts).tolist() == [0, 1, 2, 3, 4]
     channel.send_frame(ECHO, body=bytes(17))
-    _expect(ProtocolError, lambda: channel.receive(into[:16], _TIMEOUT_S))
+    _expect(ProtocolError, lambda: channel.receive(into[:16], TIMEOUT_S))
 
 
-def check_pipelining(setting: _Setting) -> None:
+def check_pipelining(setting: Setting) -> None:
     """Many frames under way are answered in order."""
     channel = setting.connect()
     sizes = [(7919 * number) % 3000 for number in range(300)] + [300_000, 5, 700_000, 0]
     for number, size in enumerate(sizes):
         channel.send_frame(ECHO, request=number, body=np.full(size, number % 256, np.uint8))
     for number, size in enumerate(sizes):
-        frame = channel.receive_frame(_TIMEOUT_S)
+        frame = channel.receive_frame(TIMEOUT_S)
         assert (frame.header.request, frame.header.body_bytes) == (number, size)
         assert bytes(frame.body) == bytes([number % 256]) * size
 
 
-def check_many_clients(setting: _Setting) -> None:
+def check_many_clients(setting: Setting) -> None:
     """Clients do not notice each other; the server knows who is who."""
     channels = [setting.connect(rank) for rank in range(20)]
     for rank, channel in enumerate(channels):
         channel.send_frame(ECHO, request=rank, body=np.full(1000 * rank, rank, np.uint8))
     for rank, channel in reversed(list(enumerate(channels))):
-        frame = channel.receive_frame(_TIMEOUT_S)
+        frame = channel.receive_frame(TIMEOUT_S)
         assert frame.header.request == rank
         assert bytes(frame.body) == bytes([rank]) * 1000 * rank
         assert channel.peer.role == "server"
@@ -190,7 +120,7 @@ def check_many_clients(setting: _Setting) -> None:
     assert setting.served.listener.num_connections == 20
 
 
-def check_over_long(setting: _Setting) -> None:
+def check_over_long(setting: Setting) -> None:
     """A frame that claims 2^60 bytes costs its sender the connection, and nobody memory."""
     for lengths in ({"body_bytes": 1 << 60}, {"meta_bytes": (1 << 32) - 1}, {"body_bytes": (1 << 64) - 1}):
         bystander = setting.connect(1)
@@ -200,7 +130,7 @@ def check_over_long(setting: _Setting) -> None:
         _check_alive(bystander)
 
 
-def check_garbage(setting: _Setting) -> None:
+def check_garbage(setting: Setting) -> None:
     """Bytes that are no frame, and kinds that are the transport's own, close that connection only."""
     random = np.random.default_rng(1)
     http = b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n"
@@ -215,7 +145,7 @@ def check_garbage(setting: _Setting) -> None:
     assert all(isinstance(reason, ProtocolError) for reason in setting.handler.reasons)
 
 
-def check_closing(setting: _Setting) -> None:
+def check_closing(setting: Setting) -> None:
     """Each end notices that the other has closed, between frames and within one."""
     handler = setting.handler
     channel = setting.connect()
@@ -225,7 +155,7 @@ def check_closing(setting: _Setting) -> None:
     handler.wait_until(lambda: handler.reasons == [None])
     closed = channel
     _expect(ConnectionLostError, lambda: closed.send_frame(ECHO))
-    _expect(ConnectionLostError, lambda: closed.receive_header(_TIMEOUT_S))
+    _expect(ConnectionLostError, lambda: closed.receive_header(TIMEOUT_S))
 
     channel = setting.connect()
     channel.send(pack_header(ECHO, body_bytes=300_000), bytes(100))
@@ -235,20 +165,20 @@ def check_closing(setting: _Setting) -> None:
 
     channel = setting.connect()
     channel.send_frame(CLOSE)
-    assert channel.poll(_TIMEOUT_S)
-    _expect(ConnectionLostError, lambda: channel.receive_header(_TIMEOUT_S))
+    assert channel.poll(TIMEOUT_S)
+    _expect(ConnectionLostError, lambda: channel.receive_header(TIMEOUT_S))
     handler.wait_until(lambda: len(handler.reasons) == 3)
     assert setting.served.listener.num_connections == 0
 
 
-def check_closing_wakes(setting: _Setting) -> None:
+def check_closing_wakes(setting: Setting) -> None:
     """A thread that waits on a channel wakes when another closes it."""
     channel = setting.connect()
     errors: list[Exception] = []
 
     def wait() -> None:
         try:
-            channel.receive_header(_TIMEOUT_S)
+            channel.receive_header(TIMEOUT_S)
         except PacelineError as error:
             errors.append(error)
 
@@ -257,11 +187,11 @@ def check_closing_wakes(setting: _Setting) -> None:
     channel.send_frame(SILENT)
     setting.handler.wait_until(lambda: setting.handler.num_frames == 1)
     channel.close()
-    thread.join(_TIMEOUT_S)
+    thread.join(TIMEOUT_S)
     assert isinstance(errors[0], ConnectionLostError)
 
 
-def check_deadlines(setting: _Setting) -> None:
+def check_deadlines(setting: Setting) -> None:
     """A wait ends when it should; the channel goes on if no frame had begun."""
     channel = setting.connect()
     into = np.zeros(64, np.uint8)
@@ -279,15 +209,15 @@ def check_deadlines(setting: _Setting) -> None:
         _check_alive(channel)
 
 
-def check_errors(setting: _Setting) -> None:
+def check_errors(setting: Setting) -> None:
     """What the handler raises is raised at the client, and the connection lives on."""
     channel = setting.connect()
     into = np.zeros(50_000, np.uint8)
     receives: tuple[Callable[[], object], ...] = (
-        lambda: channel.receive_header(_TIMEOUT_S),
-        lambda: channel.receive(into, _TIMEOUT_S),
-        lambda: channel.receive(into[:50], _TIMEOUT_S),
-        lambda: channel.receive_frame(_TIMEOUT_S),
+        lambda: channel.receive_header(TIMEOUT_S),
+        lambda: channel.receive(into, TIMEOUT_S),
+        lambda: channel.receive(into[:50], TIMEOUT_S),
+        lambda: channel.receive_frame(TIMEOUT_S),
     )
     for number, receive in enumerate(receives):
         channel.send_frame(FAIL, request=number, body=into)
@@ -296,14 +226,14 @@ def check_errors(setting: _Setting) -> None:
         assert "epoch 3" in str(error)
         assert channel.last_header is not None
         assert channel.last_header.request == number
-        assert channel.receive(into, _TIMEOUT_S).request == 100
+        assert channel.receive(into, TIMEOUT_S).request == 100
         channel.send_frame(FAIL_INTERNALLY)
         error = _expect(PeerError, receive)
         assert "KeyError" in str(error)
         _check_alive(channel)
 
 
-def check_refusals(setting: _Setting) -> None:
+def check_refusals(setting: Setting) -> None:
     """A wrong token and a place where nobody listens are told apart; others go on."""
     bystander = setting.connect()
     intruder = setting.make("another token")
@@ -313,11 +243,11 @@ def check_refusals(setting: _Setting) -> None:
     _check_alive(bystander)
     with serve_in_thread(EchoHandler(), setting.transport) as other:
         gone = other.endpoint
-    _expect(AddressError, lambda: setting.transport.connect(gone.tcp, Hello(role="worker"), timeout_s=_TIMEOUT_S))
+    _expect(AddressError, lambda: setting.transport.connect(gone.tcp, Hello(role="worker"), timeout_s=TIMEOUT_S))
     assert len(setting.handler.peers) == 1
 
 
-CHECKS: Mapping[str, Callable[[_Setting], None]] = {
+CHECKS: Mapping[str, Callable[[Setting], None]] = {
     check.__name__: check
     for check in (
         check_echo,
@@ -347,7 +277,7 @@ def check_transport(make: MakeTransport, *, only: str | None = None, unix: bool 
         transport = make(_TOKEN)
         handler = EchoHandler()
         with serve_in_thread(handler, transport, hello=Hello(role="server", name="echo"), unix=unix) as served:
-            setting = _Setting(make, transport, handler, served)
+            setting = Setting(make, transport, handler, served)
             try:
                 check(setting)
             finally:
@@ -356,13 +286,13 @@ def check_transport(make: MakeTransport, *, only: str | None = None, unix: bool 
 
 def _check_alive(channel: Channel) -> None:
     channel.send_frame(ECHO, request=77, body=b"alive")
-    frame = channel.receive_frame(_TIMEOUT_S)
+    frame = channel.receive_frame(TIMEOUT_S)
     assert (frame.header.request, bytes(frame.body)) == (77, b"alive")
 
 
 def _check_refused(channel: Channel) -> None:
     # The server says why, but its word may be lost when it closes while more was on the way.
-    _expect((ProtocolError, ConnectionLostError), lambda: channel.receive_header(_TIMEOUT_S))
+    _expect((ProtocolError, ConnectionLostError), lambda: channel.receive_header(TIMEOUT_S))
 
 
 def _expect(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]) -> Exception:

@@ -1,7 +1,17 @@
-"""Paceline for PyTorch: importing this registers ``paceline`` as a backend of ``torch.distributed``.
+"""Paceline for PyTorch: one training loop under every architecture, embeddings without a vocabulary, a backend.
 
->>> import torch, torch.distributed as dist
->>> import paceline.torch
+>>> import torch
+>>> import paceline.torch as pt
+>>> model = torch.nn.Linear(2, 1)
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> strategy = pt.strategy()                                  # what the launcher chose; one device otherwise
+>>> model, optimizer = strategy.prepare(model, optimizer)
+>>> strategy.name
+'one-device'
+
+Importing this also registers ``paceline`` as a backend of ``torch.distributed``:
+
+>>> import torch.distributed as dist
 >>> dist.init_process_group("paceline", rank=0, world_size=1, store=dist.HashStore())
 >>> tensor = torch.ones(2)
 >>> dist.all_reduce(tensor)
@@ -9,9 +19,8 @@
 [1.0, 1.0]
 >>> dist.destroy_process_group()
 
-Nothing else in a program changes: DistributedDataParallel, ``fully_shard``, device meshes, functional collectives and
-objects go through it. Tensors on the CPU go by Paceline's collectives; CUDA tensors by an NCCL group of the same ranks,
-which is made when the first one comes.
+DistributedDataParallel, ``fully_shard``, device meshes, functional collectives and objects go through it. Tensors on the
+CPU go by Paceline's collectives; CUDA tensors by an NCCL group of the same ranks, which is made when the first one comes.
 """
 
 try:
@@ -20,8 +29,33 @@ except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
 from paceline.torch._registration import BACKEND, register
+from paceline.torch.embeddings import Embedding, EmbeddingBag
 from paceline.torch.process_group import PacelineProcessGroup
+from paceline.torch.strategies import (
+    AllReduce,
+    CentralStorage,
+    Hybrid,
+    Mirrored,
+    OneDevice,
+    ParameterServer,
+    Strategy,
+    strategy,
+)
 
-__all__ = ["BACKEND", "PacelineProcessGroup", "register"]
+__all__ = [
+    "BACKEND",
+    "AllReduce",
+    "CentralStorage",
+    "Embedding",
+    "EmbeddingBag",
+    "Hybrid",
+    "Mirrored",
+    "OneDevice",
+    "PacelineProcessGroup",
+    "ParameterServer",
+    "Strategy",
+    "register",
+    "strategy",
+]
 
 register()

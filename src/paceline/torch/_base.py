@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 from paceline.collectives import Group
-from paceline.errors import GroupClosedError
 from paceline.torch._calls import Calls
 from paceline.torch._device import DeviceGroups
+from paceline.torch._errors import Terms
 from paceline.torch._monitored import MonitoredBarrier
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -53,11 +53,12 @@ _AnyProcessGroup: Any = ProcessGroup
 class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     """Abstract: identity and lifecycle of a process group over one of our groups."""
 
-    def __init__(self, store: Store, group: Group) -> None:
+    def __init__(self, store: Store, group: Group, global_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(group.rank, group.size)  # with a store, pybind11 makes no object whose methods C++ finds
         self._store = store
         self._group = group
-        self._calls = Calls(group)
+        self._terms = Terms(group.timeout, global_ranks)
+        self._calls = Calls(group, self._terms)
         self._devices = DeviceGroups(store, group.rank, group.size, group.timeout, group.name)
         self._monitored = MonitoredBarrier(group)
         self._name, self._description = group.name, ""
@@ -144,11 +145,10 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     def _end(self, patience_s: float) -> None:
         group = self._group
         deadline = time.monotonic() + patience_s
-        while group._num_pending and time.monotonic() < deadline:
+        while group.num_pending and time.monotonic() < deadline:
             time.sleep(0.001)
-        shared = group._connections.shared
-        if group._num_pending and shared is not None:
-            shared.abort(GroupClosedError(f"rank {group.rank} left group {group.name!r} during a call"))
+        if group.num_pending:
+            group.abort()
         self._calls.close()
         group.close()
 

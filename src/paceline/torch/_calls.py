@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Work
 from paceline.collectives import Group
 from paceline.errors import PacelineError
 from paceline.torch import _profiling
-from paceline.torch._errors import in_torch_terms
+from paceline.torch._errors import Terms, in_torch_terms
 from paceline.torch._future import is_in_callback
 from paceline.torch._tensors import After
 from paceline.torch._work import FinishedWork, TicketWork, Value
@@ -28,8 +28,8 @@ class Step(NamedTuple):
 class Calls:
     """The calls of one process group."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, terms: Terms) -> None:
+        self._group, self._terms = group, terms
         self._nested: Group | None = None
 
     def group(self) -> Group:
@@ -60,6 +60,8 @@ class Calls:
 
         What is not asynchronous is done in the caller's thread, where it takes some microseconds less.
         """
+        if not steps:
+            return FinishedWork(value)
         is_profiled = _profiling.is_enabled()
         try:
             group = self.group()
@@ -68,14 +70,14 @@ class Calls:
                 tickets = [
                     getattr(group, f"{method}_async")(*arguments, **options) for method, arguments, options in steps
                 ]
-                work = TicketWork(tickets, value, group.timeout, after=after, event=recorded)
+                work = TicketWork(tickets, value, self._terms, after=after, event=recorded)
                 if not is_async:
                     work.wait()
                 return work
             for method, arguments, options in steps:
                 getattr(group, method)(*arguments, **options)
         except PacelineError as error:
-            raise in_torch_terms(error, self._group.timeout) from None
+            raise in_torch_terms(error, self._terms) from None
         if after is not None:
             after()
         return FinishedWork(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch.distributed import DistBackendError
 
@@ -44,6 +45,8 @@ class BackendDeadlineError(DeadlineError, DistBackendError):
 
 
 _WAITED: Final = re.compile(r"\b(with)?in [\d.e+-]+ s\b")
+_RANK: Final = re.compile(r"\branks? \d")
+_MOST_SHOWN: Final = 8
 _KINDS: dict[type[PacelineError], type[DistBackendError]] = {
     CollectiveError: BackendCollectiveError,
     MismatchError: BackendMismatchError,
@@ -52,16 +55,33 @@ _KINDS: dict[type[PacelineError], type[DistBackendError]] = {
 }
 
 
-def in_torch_terms(error: BaseException, timeout: timedelta) -> BaseException:
+class Terms(NamedTuple):
+    """What a process group's errors tell beyond what our group knows."""
+
+    timeout: timedelta
+    global_ranks: tuple[int, ...] = ()
+    """By the rank in the process group, the rank in the program; empty where they are the same."""
+
+
+def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
     """Return the error to raise; what is the caller's own fault stays as it is, a ValueError."""
     if not isinstance(error, PeerError) or isinstance(error, DistBackendError):
         return error
     if isinstance(error, RankLostError):
-        # Who has waited in vain says how long; PyTorch's own tests look for the word timeout then.
-        hint = (
-            f"; the timeout of this process group is {timeout.total_seconds():g} s"
-            if _WAITED.search(str(error))
-            else ""
-        )
-        return BackendRankLostError(f"{error}{hint}", error.ranks)
-    return _KINDS.get(type(error), BackendError)(str(error))
+        text = str(error)
+        if _WAITED.search(text):
+            # Who has waited in vain says how long; PyTorch's own tests look for the word timeout then.
+            text += f"; the timeout of this process group is {terms.timeout.total_seconds():g} s"
+        return BackendRankLostError(text + _numbering(text, terms.global_ranks, error.ranks), error.ranks)
+    text = str(error)
+    return _KINDS.get(type(error), BackendError)(text + _numbering(text, terms.global_ranks))
+
+
+def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
+    """Say which ranks of the program are meant, if the text names ranks of a group that has other numbers."""
+    if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
+        return ""
+    shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))
+    told = ", ".join(f"{rank} is rank {global_ranks[rank]}" for rank in shown[:_MOST_SHOWN])
+    more = ", ..." if len(shown) > _MOST_SHOWN else ""
+    return f"; ranks are numbers in this process group, where {told}{more} of the program"

@@ -48,8 +48,11 @@ class MonitoredBarrier:
                 f"[Rank 0]: Rank {told} failed to pass monitoredBarrier in {ms} ms: Rank 0 timed out in "
                 f"monitoredBarrier after {ms} ms"
             )
-        for rank in range(1, self._group.size):
-            self._group.send(word, rank, tag=tag - 1)
+        try:
+            for rank in range(1, self._group.size):
+                self._group.send(word, rank, tag=tag - 1)
+        except (CollectiveError, PeerError) as error:
+            raise DistBackendError(f"[Rank 0]: every rank came to monitoredBarrier, but then: {error}") from None
 
     def _report(self, tag: int, timeout: timedelta) -> None:
         word = torch.zeros(1, dtype=torch.uint8)

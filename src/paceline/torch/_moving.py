@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from paceline.torch._base import BaseProcessGroup, on_cpu
 from paceline.torch._calls import Step
 from paceline.torch._errors import in_torch_terms
 from paceline.torch._reducing import only
-from paceline.torch._work import FinishedWork, MessageWork
+from paceline.torch._work import MessageWork
 
 _BROADCAST: Final = c10d.BroadcastOptions()
 _GATHER: Final = c10d.GatherOptions()
@@ -42,7 +42,8 @@ class Moving(BaseProcessGroup):
             tensors = [tensors]
         has_options = isinstance(opts, c10d.BroadcastOptions)
         root, is_async = (opts.rootRank, opts.asyncOp) if has_options else (opts, True)
-        step = Step("broadcast", (_tensors.movable(only(tensors)),), {"root": root})
+        tensor = (_tensors.movable if root == self._group.rank else _tensors.writable)(only(tensors))
+        step = Step("broadcast", (tensor,), {"root": root})
         return self._calls.run("broadcast", [step], tensors, is_async=is_async, shown=tensors)
 
     @on_cpu
@@ -60,8 +61,6 @@ class Moving(BaseProcessGroup):
             self._gather_into(targets, given) for targets, given in zip(zip(*outputs, strict=True), inputs, strict=True)
         ]
         value = [tensor for targets in outputs for tensor in targets]
-        if not found:
-            return FinishedWork(value)
         after = _tensors.one_after_another([after for _, after in found])
         steps = [step for step, _ in found]
         return self._calls.run("all_gather", steps, value, is_async=opts.asyncOp, shown=inputs, after=after)
@@ -115,12 +114,19 @@ class Moving(BaseProcessGroup):
         opts: Any = _ALL_TO_ALL,
     ) -> Work:
         """Send part d of the input to rank d; the splits are rows, empty for equal parts."""
-        options: dict[str, Any] = {"out": _tensors.movable(output)}
-        if output_splits or input_splits:
-            options["send_sizes"] = list(input_splits) or self._equal(input)
-            options["receive_sizes"] = list(output_splits) or self._equal(output)
-        step = Step("all_to_all", (_tensors.movable(input),), options)
-        return self._calls.run("all_to_all", [step], [output], is_async=opts.asyncOp, shown=[input])
+        is_even = not output_splits and not input_splits
+        if is_even and output.numel() != input.numel():
+            raise UsageError(
+                f"got an output of {output.numel()} items for an input of {input.numel()}, expected as many, or splits"
+            )
+        receives = None if is_even else self._rows(output, output_splits, "output")
+        sends = None if is_even else self._rows(input, input_splits, "input")
+        given, out, after = _tensors.movable(input), _tensors.writable(output), None
+        if input.shape[1:] != output.shape[1:]:  # as long as the items are as many, that is allowed
+            given, (out, after) = _tensors.source(input), _tensors.target(output)
+            sends, receives = _tensors.in_items(sends, input, given), _tensors.in_items(receives, output, out)
+        step = Step("all_to_all", (given,), {"send_sizes": sends, "receive_sizes": receives, "out": out})
+        return self._calls.run("all_to_all", [step], [output], is_async=opts.asyncOp, shown=[input], after=after)
 
     alltoall_base = all_to_all_single
 
@@ -138,27 +144,35 @@ class Moving(BaseProcessGroup):
     @on_cpu
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
-        return self._message("send", "send_async", tensors, to, tag)
+        return self._message("send", "send_async", _tensors.movable, tensors, to, tag)
 
     @on_cpu
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank."""
-        return self._message("recv", "recv_async", tensors, source, tag)
+        return self._message("recv", "recv_async", _tensors.writable, tensors, source, tag)
 
     @on_cpu
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> Work:
         """Receive a tensor from any rank."""
-        return self._message("recvAnySource", "recv_async", tensors, None, tag)
+        return self._message("recvAnySource", "recv_async", _tensors.writable, tensors, None, tag)
 
     # parts
 
-    def _message(self, event: str, method: str, tensors: Sequence[Tensor], other: int | None, tag: int) -> Work:
+    def _message(
+        self,
+        event: str,
+        method: str,
+        look_at: Callable[[Tensor], Tensor],
+        tensors: Sequence[Tensor],
+        other: int | None,
+        tag: int,
+    ) -> Work:
         recorded = _profiling.Event(event, tensors) if _profiling.is_enabled() else None
         try:
-            ticket = getattr(self._group, method)(_tensors.movable(only(tensors)), other, tag=tag)
+            ticket = getattr(self._group, method)(look_at(only(tensors)), other, tag=tag)
         except PacelineError as error:
-            raise in_torch_terms(error, self._group.timeout) from None
-        return MessageWork(ticket, tensors, self._group.timeout, recorded)
+            raise in_torch_terms(error, self._terms) from None
+        return MessageWork(ticket, tensors, self._terms, recorded)
 
     def _gather_into(self, targets: Sequence[Tensor], given: Tensor) -> tuple[Step, _tensors.After | None]:
         out, after = _tensors.targets(self._one_each(targets))
@@ -180,5 +194,12 @@ class Moving(BaseProcessGroup):
             raise UsageError(f"got {len(tensors)} tensors, expected one for each of the {self._group.size} ranks")
         return tensors
 
-    def _equal(self, tensor: Tensor) -> list[int]:
-        return [tensor.shape[0] // self._group.size] * self._group.size
+    def _rows(self, tensor: Tensor, splits: Sequence[int], what: str) -> list[int]:
+        """Return the rows of every rank's part. Checked here: found out in the midst of the call, it ends the group."""
+        num_rows, size = tensor.shape[0] if tensor.dim() else 0, self._group.size
+        rows = list(splits) or [num_rows // size] * size
+        if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:
+            raise UsageError(
+                f"got {what} splits {rows} for {num_rows} rows and {size} ranks; they must add up to the rows"
+            )
+        return rows

@@ -45,7 +45,7 @@ class Reducing(BaseProcessGroup):
             try:
                 self._calls.group().all_reduce(tensor, name, out=tensor)  # type: ignore[arg-type]
             except PacelineError as error:
-                raise in_torch_terms(error, self._group.timeout) from None
+                raise in_torch_terms(error, self._terms) from None
             return FinishedWork(tensors)
         if tensor.layout is not torch.strided:
             return self._all_reduce_sparse(tensor, opts)
@@ -63,32 +63,33 @@ class Reducing(BaseProcessGroup):
         """Reduce a tensor into that of the root."""
         tensor, root = only(tensors), opts.rootRank
         name, factor = op_and_factor(opts.reduceOp)
-        reduced = _reducible(tensor, name)
-        out = reduced if root == self._group.rank else None
+        is_root = root == self._group.rank
+        reduced = _reducible(tensor, name, is_target=is_root)
+        out = reduced if is_root else None
         step = Step("reduce", (scaled(reduced, factor), name), {"root": root, "out": out})
         return self._calls.run("reduce", [step], tensors, is_async=opts.asyncOp, shown=tensors)
 
     @on_cpu
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = _REDUCE_SCATTER
+    ) -> Work:
         """Reduce the inputs r of all ranks into rank r's output."""
         given = only(inputs)
         if len(given) != self._group.size:
             raise UsageError(f"got {len(given)} tensors to reduce and scatter, expected one for each rank")
-        source = _tensors.sources(given)
-        return self._reduce_scatter("reduce_scatter", outputs, [source], [_tensors.sizes(given)], opts)
+        return self._reduce_scatter("reduce_scatter", outputs, [given], [_tensors.sizes(given)], opts)
 
     @on_cpu
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _REDUCE_SCATTER) -> Work:
         """Reduce the parts r of all ranks' inputs into rank r's output."""
-        source = _tensors.source(input)
-        return self._reduce_scatter("_reduce_scatter_base", [output], [source], [None], opts)
+        return self._reduce_scatter("_reduce_scatter_base", [output], [[input]], [None], opts)
 
     @on_cpu
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _REDUCE_SCATTER
     ) -> Work:
         """As :meth:`reduce_scatter_single`, for several tensors."""
-        given = [_tensors.source(tensor) for tensor in inputs]
+        given = [[tensor] for tensor in inputs]
         return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, given, [None] * len(given), opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -96,7 +97,7 @@ class Reducing(BaseProcessGroup):
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         name, factor = op_and_factor(opts.reduceOp)
-        reduced = [_reducible(tensor, name) for tensor in tensors]
+        reduced = [_reducible(tensor, name, is_target=True) for tensor in tensors]
         if factor is not None:
             for tensor in reduced:
                 tensor.detach().mul_(factor)
@@ -112,7 +113,7 @@ class Reducing(BaseProcessGroup):
                 tensor.detach().mul_(factor)
             all_reduce_sparse(self._calls.group(), tensor, name)
         except PacelineError as error:
-            raise in_torch_terms(error, self._group.timeout) from None
+            raise in_torch_terms(error, self._terms) from None
         finally:
             if event is not None:
                 event.end()
@@ -122,19 +123,24 @@ class Reducing(BaseProcessGroup):
         self,
         event: str,
         outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Sequence[Tensor]],
         sizes: Sequence[list[int] | None],
         opts: Any,
     ) -> Work:
+        """Reduce what the lists of `inputs` have behind one another, each into its output."""
         name, factor = op_and_factor(opts.reduceOp)
         steps: list[Step] = []
         afters: list[_tensors.After | None] = []
-        for output, source, counts in zip(outputs, inputs, sizes, strict=True):
+        shown: list[Tensor] = []
+        for output, given, counts in zip(outputs, inputs, sizes, strict=True):
+            _tensors.check_reducible(given, name)
+            source = _tensors.sources(given)
+            shown.append(source)
             out, after = _tensors.target(output)
             steps.append(Step("reduce_scatter", (scaled(source, factor), name), {"sizes": counts, "out": out}))
             afters.append(after)
         return self._calls.run(
-            event, steps, outputs, is_async=opts.asyncOp, shown=inputs, after=_tensors.one_after_another(afters)
+            event, steps, outputs, is_async=opts.asyncOp, shown=shown, after=_tensors.one_after_another(afters)
         )
 
 
@@ -145,9 +151,9 @@ def only(tensors: Sequence[Any]) -> Any:
     return tensors[0]
 
 
-def _reducible(tensor: Tensor, name: str) -> Tensor:
+def _reducible(tensor: Tensor, name: str, *, is_target: bool) -> Tensor:
     if tensor.is_complex() and name in ("sum", "mean"):
-        return torch.view_as_real(tensor)
+        return _tensors.writable(tensor) if is_target else _tensors.movable(tensor)
     return tensor
 
 

@@ -14,7 +14,7 @@ from paceline.collectives import Group, join
 from paceline.collectives.rendezvous import is_loopback, own_host
 from paceline.environment import environment
 from paceline.errors import DeadlineError, RankLostError
-from paceline.torch._errors import in_torch_terms
+from paceline.torch._errors import Terms, in_torch_terms
 from paceline.torch._store import TorchStore
 from paceline.torch.process_group import PacelineProcessGroup
 from paceline.transport.authentication import make_token
@@ -32,17 +32,19 @@ def register() -> None:
 def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
     """Meet the other ranks of a group, in the store of ``init_process_group``."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    global_ranks = tuple(options.global_ranks_in_group)  # none of them for the group of all
     try:
-        group = _join(store, rank, size, options.group_id, timeout)
+        group = join_through(store, rank, size, options.group_id, timeout)
     except (RankLostError, DeadlineError) as error:
-        raise in_torch_terms(error, timeout) from None
-    return PacelineProcessGroup(store, group)
+        raise in_torch_terms(error, Terms(timeout, global_ranks)) from None
+    return PacelineProcessGroup(store, group, global_ranks)
 
 
-def _join(store: CStore, rank: int, size: int, name: str, timeout: timedelta) -> Group:
+def join_through(store: CStore, rank: int, size: int, name: str, timeout: timedelta) -> Group:
+    """Return a group of the ranks that share one of PyTorch's stores; `name` tells groups apart."""
     # The same store may serve a program's second life, after destroy_process_group.
-    life = store.add(f"paceline lives of rank {rank}", 1)
-    shared = TorchStore(store, f"paceline {life}")
+    life = store.add(f"paceline {name} lives of rank {rank}", 1)
+    shared = TorchStore(store, f"paceline {name} {life}")
     if rank == 0:
         shared.set("token", make_token().encode())
     token = shared.get("token", time.monotonic() + timeout.total_seconds()).decode()

@@ -8,6 +8,8 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from paceline.collectives.arrays import distinct, words
+from paceline.errors import UsageError
 from paceline.kernels.combine import DTYPES
 
 After: TypeAlias = Callable[[], None]
@@ -18,12 +20,29 @@ _SAME_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.in
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or the same memory as one of a dtype that can be moved, though perhaps not reduced."""
+    """Return the tensor, or the same memory as one of a dtype that can be moved, though perhaps not reduced.
+
+    With a conjugate or negative bit, which says that the memory is not to be taken as it is, return a copy without.
+    """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.dtype in _KNOWN:
         return tensor
     if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj() if tensor.is_conj() else tensor)
+        return torch.view_as_real(tensor.resolve_conj())
     return tensor.view(_SAME_SIZE[tensor.element_size()])
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return what :func:`movable` does, to be written; raise UsageError if that cannot be, before anything is sent."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(
+            "got a tensor with the conjugate or negative bit for a result; give a .resolve_conj().resolve_neg() tensor"
+        )
+    tensor = movable(tensor)
+    if not tensor.is_contiguous():
+        distinct(words(tensor, tensor.element_size()))
+    return tensor
 
 
 def source(tensor: Tensor) -> Tensor:
@@ -33,7 +52,7 @@ def source(tensor: Tensor) -> Tensor:
 
 def target(tensor: Tensor) -> tuple[Tensor, After | None]:
     """Return a contiguous vector to write into, and what remains then."""
-    tensor = movable(tensor)
+    tensor = writable(tensor)
     if tensor.is_contiguous():
         return tensor.view(-1), None
     vector = tensor.new_empty(tensor.numel())
@@ -49,7 +68,7 @@ def sources(tensors: Sequence[Tensor]) -> Tensor:
 
 def targets(tensors: Sequence[Tensor]) -> tuple[Tensor, After | None]:
     """Return a contiguous vector for the items of several tensors, and what remains when it is written."""
-    tensors = [movable(tensor) for tensor in tensors]
+    tensors = [writable(tensor) for tensor in tensors]
     whole = _one_behind_the_other(tensors)
     if whole is not None:
         return whole, None
@@ -66,6 +85,23 @@ def sizes(tensors: Sequence[Tensor]) -> list[int] | None:
 def counts(tensors: Sequence[Tensor]) -> list[int]:
     """Return the number of items of every tensor."""
     return [movable(tensor).numel() for tensor in tensors]
+
+
+def in_items(rows: list[int] | None, tensor: Tensor, vector: Tensor) -> list[int] | None:
+    """Return numbers of a tensor's rows as those of the items that :func:`source` or :func:`target` made of them."""
+    if rows is None or not sum(rows):
+        return rows
+    return [number * (vector.numel() // tensor.shape[0]) for number in rows]
+
+
+def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
+    """Raise UsageError for tensors of a dtype that can be moved, but not reduced like this."""
+    for tensor in tensors:
+        if tensor.dtype not in _KNOWN and not (tensor.is_complex() and op in ("sum", "mean")):
+            raise UsageError(
+                f"got the reduction {op!r} for a tensor of dtype {tensor.dtype}, expected one of {', '.join(DTYPES)}, "
+                "or a complex one with SUM or AVG"
+            )
 
 
 def one_after_another(afters: Sequence[After | None]) -> After | None:
@@ -100,8 +136,9 @@ def _one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def _copy(vector: Tensor, tensors: Sequence[Tensor]) -> None:
     start = 0
-    with torch.no_grad():
-        for tensor in tensors:
-            end = start + tensor.numel()
+    for tensor in tensors:
+        end = start + tensor.numel()
+        # What was made in inference mode can be written in that only; it is the caller's thread's, and not this one's.
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             tensor.copy_(vector[start:end].view(tensor.shape))
-            start = end
+        start = end

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Work
 
 from paceline.collectives import Ticket
 from paceline.errors import PacelineError
-from paceline.torch._errors import in_torch_terms
+from paceline.torch._errors import Terms, in_torch_terms
 from paceline.torch._future import CallFuture
 from paceline.torch._profiling import Event
 from paceline.torch._tensors import After
@@ -68,7 +68,7 @@ class TicketWork(Work):
         self,
         tickets: Sequence[Ticket],
         value: Value,
-        timeout: timedelta,
+        terms: Terms,
         *,
         after: After | None = None,
         event: Event | None = None,
@@ -77,7 +77,7 @@ class TicketWork(Work):
         super().__init__()
         self._tickets = tickets
         self._value = value
-        self._timeout = timeout
+        self._terms = terms
         self._after, self._event = after, event
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class TicketWork(Work):
             for ticket in self._tickets:
                 ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
         except PacelineError as error:
-            raise in_torch_terms(error, self._timeout) from None
+            raise in_torch_terms(error, self._terms) from None
         if self._settled is not None:
             self._settled.wait()
             if self._error is not None:
@@ -112,7 +112,7 @@ class TicketWork(Work):
         """Return what has failed."""
         errors = (ticket.exception() for ticket in self._tickets)
         error = next((error for error in errors if error is not None), self._error)
-        return None if error is None else in_torch_terms(error, self._timeout)
+        return None if error is None else in_torch_terms(error, self._terms)
 
     def synchronize(self) -> None:
         """See :meth:`wait`."""
@@ -133,6 +133,8 @@ class TicketWork(Work):
 
     def _complete(self, _: Ticket) -> None:
         assert self._future is not None
+        if self._settled is not None:
+            self._settled.wait()  # a ticket is done a little before what follows it
         error = self.exception()
         if error is not None:
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
@@ -156,9 +158,9 @@ class TicketWork(Work):
 class MessageWork(Work):
     """A send or receive under way."""
 
-    def __init__(self, ticket: Ticket, value: Value, timeout: timedelta, event: Event | None = None) -> None:
+    def __init__(self, ticket: Ticket, value: Value, terms: Terms, event: Event | None = None) -> None:
         super().__init__()
-        self._ticket, self._value, self._timeout, self._event = ticket, value, timeout, event
+        self._ticket, self._value, self._terms, self._event = ticket, value, terms, event
         self._lock = threading.Lock()
         self._future: CallFuture | None = None
 
@@ -167,7 +169,7 @@ class MessageWork(Work):
         try:
             self._ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
         except PacelineError as error:
-            raise in_torch_terms(error, self._timeout) from None
+            raise in_torch_terms(error, self._terms) from None
         finally:
             with self._lock:
                 event, self._event = self._event, None
@@ -223,7 +225,7 @@ class MessageWork(Work):
         assert self._future is not None
         try:
             self.wait()
-        except PacelineError as error:
+        except Exception as error:  # nobody catches in this thread, and the future would never be done
             self._future.fail(error, is_one_tensor=False)
         else:
             self._future.set_result(list(self._value))

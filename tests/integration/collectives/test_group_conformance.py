@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.collectives.schedules import ALGORITHMS
 from paceline.testing import COLLECTIVE_CHECKS, check_collectives, nothing_left, run_ranks
 
 _WHOLE = {
@@ -35,19 +36,27 @@ _PARTLY = {
     "3 hosts of 1": {"size": 3, "hosts": [0, 1, 2]},
     "hosts of 2 and 1": {"size": 3, "hosts": [0, 0, 1]},
 }
-_PART = (
-    "check_all_reduce_sizes",
-    "check_layouts",
-    "check_reduce",
-    "check_reduce_scatter",
-    "check_broadcast",
-    "check_all_gather",
-    "check_gather",
-    "check_scatter",
-    "check_all_to_all",
-    "check_programs",
-    "check_explain",
-)
+_CHECKS_OF = {
+    "all_reduce": ("check_all_reduce_sizes", "check_layouts"),
+    "reduce": ("check_reduce",),
+    "reduce_scatter": ("check_reduce_scatter",),
+    "broadcast": ("check_broadcast",),
+    "all_gather": ("check_all_gather",),
+    "gather": ("check_gather",),
+    "scatter": ("check_scatter",),
+    "all_to_all": ("check_all_to_all",),
+}
+_OF_EVERY_OPERATION = ("check_programs", "check_explain")
+
+
+def _checks(options: dict[str, Any]) -> Iterator[str]:
+    """What concerns the algorithm that is forced: other operations are done as without it."""
+    algorithm = options.get("algorithm")
+    is_schedule = algorithm != "hierarchical" and any(algorithm in known for known in ALGORITHMS.values())
+    for operation, checks in _CHECKS_OF.items():
+        if not is_schedule or algorithm in ALGORITHMS[operation]:
+            yield from checks
+    yield from _OF_EVERY_OPERATION
 
 
 @pytest.fixture(autouse=True)
@@ -64,5 +73,5 @@ def test_everything(options: dict[str, Any], check: str) -> None:
 
 @pytest.mark.parametrize("options", _PARTLY.values(), ids=_PARTLY)
 def test_every_operation(options: dict[str, Any]) -> None:
-    for check in _PART:
+    for check in _checks(options):
         check_collectives(lambda function: run_ranks(function=function, **options), only=check)

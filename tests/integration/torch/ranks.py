@@ -1,34 +1,57 @@
-"""One rank of the tests: carries out every check of a module, and writes what came of each.
+"""The ranks of the tests: each carries out every check of a module, and writes what came of it.
 
-    python ranks.py MODULE RANK SIZE FOLDER
+    python ranks.py FOLDER MODULE:SIZE …
 
-A check is a function ``check_*(rank, size)`` that all ranks call, one after the other; ``last_*`` stand at the end, for
-they break the group.
+Importing torch and loading the kernels takes seconds, so one process does it, and then becomes all the ranks by
+forking. A check is a function ``check_*(rank, size)`` that all ranks of its module call, one after the other;
+``last_*`` stand at the end, for they break the group.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
 import paceline.torch  # noqa: F401
+from paceline.launch import load_kernels
 
 
-def main(module: str, rank: int, size: int, folder: Path) -> None:
+def main(folder: Path, sizes: dict[str, int]) -> None:
+    """Start the ranks of all modules, and write down how each has ended; in the ranks, be one of them."""
+    modules = {name: importlib.import_module(name) for name in sizes}
+    load_kernels()
+    processes: dict[str, list[int]] = {}
+    for name, size in sizes.items():
+        (folder / name).mkdir()
+        for rank in range(size):
+            process = os.fork()
+            if process == 0:
+                work(modules[name], rank, size, folder / name)
+                return
+            processes.setdefault(name, []).append(process)
+    for name, forked in processes.items():
+        codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in forked]
+        (folder / name / "codes").write_text(json.dumps(codes))
+
+
+def work(module: ModuleType, rank: int, size: int, folder: Path) -> None:
     """Meet the others, and carry out the checks."""
+    os.dup2(os.open(folder / f"errors {rank}", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     dist.init_process_group(
         "paceline", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=30)
     )
-    checks: dict[str, Callable[[int, int], None]] = vars(importlib.import_module(module))
+    checks: dict[str, Callable[[int, int], None]] = vars(module)
     with (folder / f"rank {rank}").open("w") as report:
         for name in [name for name in checks if name.startswith(("check_", "last_"))]:
             said = ""
@@ -40,4 +63,5 @@ def main(module: str, rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    told = [argument.split(":") for argument in sys.argv[2:]]
+    main(Path(sys.argv[1]), {module: int(size) for module, size in told})

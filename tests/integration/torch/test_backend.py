@@ -5,9 +5,13 @@ Importing torch takes seconds, so one run of a few ranks (see ``ranks.py``) serv
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +22,29 @@ _SIZES = {"calls": 3, "training": 2, "faults": 3}
 _KILLED = {"faults": 2}
 _PATIENCE_S = 90.0
 
+pytestmark = pytest.mark.timeout(300)
 
+
+@dataclass
 class Run:
-    """All ranks of one module's checks; they are started at once, and carried to their end by :meth:`finish`."""
+    """What all ranks of one module have left behind."""
 
-    def __init__(self, module: str, folder: Path) -> None:
-        self.size = _SIZES[module]
-        self._folder = folder
-        self._ranks = [
-            subprocess.Popen(
-                [sys.executable, _HERE / "ranks.py", module, str(rank), str(self.size), folder],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(self.size)
-        ]
-        self.errors: list[str] = []
-        self.codes: list[int] = []
-        self.said: dict[str, list[str]] = {}
-        """By check, what each rank says: nothing if all is well."""
+    size: int
+    errors: list[str]
+    codes: list[int]
+    said: dict[str, list[str]] = field(default_factory=dict)
+    """By check, what each rank says: nothing if all is well."""
 
-    def finish(self) -> None:
-        """Wait for the ranks, and read what they say."""
-        try:
-            for rank in self._ranks:
-                rank.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            pass  # what is missing is missed
-        finally:
-            for rank in self._ranks:
-                rank.kill()
-            self.errors = [rank.communicate()[1] for rank in self._ranks]
-        self.codes = [rank.returncode for rank in self._ranks]
-        for report in sorted(self._folder.glob("rank *")):
-            for line in report.read_text().splitlines():
-                name, said = json.loads(line)
-                self.said.setdefault(name, []).append(said)
+
+def _read(folder: Path, size: int) -> Run:
+    errors = [path.read_text(errors="replace") for path in sorted(folder.glob("errors *"))]
+    codes = folder / "codes"
+    run = Run(size, errors, json.loads(codes.read_text()) if codes.exists() else [])
+    for report in sorted(folder.glob("rank *")):
+        for line in report.read_text().splitlines():
+            name, said = json.loads(line)
+            run.said.setdefault(name, []).append(said)
+    return run
 
 
 def _checks(module: str) -> list[str]:
@@ -64,13 +55,27 @@ def _checks(module: str) -> list[str]:
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     pytest.importorskip("torch")
-    started = {module: Run(module, tmp_path_factory.mktemp(module)) for module in _SIZES}
-    for run in started.values():
-        run.finish()
-    return started
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "torch ranks"
+    with (shared / "torch lock").open("w") as lock:  # the first of pytest's workers runs them, for all
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            _run_ranks(folder)
+    return {module: _read(folder / module, size) for module, size in _SIZES.items()}
 
 
-@pytest.mark.timeout(300)
+def _run_ranks(folder: Path) -> None:
+    asked = [f"{module}:{size}" for module, size in _SIZES.items()]
+    process = subprocess.Popen([sys.executable, _HERE / "ranks.py", folder, *asked], start_new_session=True)
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what is missing is missed
+        process.wait()
+
+
 @pytest.mark.parametrize(("module", "check"), [(module, check) for module in _SIZES for check in _checks(module)])
 def test_backend(runs: dict[str, Run], module: str, check: str) -> None:
     run = runs[module]
@@ -79,7 +84,6 @@ def test_backend(runs: dict[str, Run], module: str, check: str) -> None:
     assert said == [""] * num_left, "\n".join([*said, *run.errors])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("module", _SIZES)
 def test_ranks_end_by_themselves(runs: dict[str, Run], module: str) -> None:
     run = runs[module]

@@ -72,6 +72,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("predict others good.tsv", 1, "others holds no model"),
         ("bench ps --update adam", 2, "expected sgd or ftrl"),
         ("train good.tsv --scheduler 127.0.0.1:9", 2, "a cluster needs a token"),
+        ("worker --scheduler 127.0.0.1:9", 2, "a cluster needs a token"),
+        ("worker --scheduler 127.0.0.1:9 --token-file missing", 2, "missing"),
+        ("worker --token-file good.tsv", 2, "which cluster?"),
+        ("server --token-file good.tsv", 2, "which cluster?"),
     ],
 )
 def test_one_sentence(

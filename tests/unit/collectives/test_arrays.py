@@ -84,6 +84,33 @@ def test_a_read_only_target_is_refused() -> None:
         Memory(array, target=True)
 
 
+def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> object:
+    return np.lib.stride_tricks.as_strided(np.zeros(100, np.float32), shape, strides)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((2, 3), (0, 4)), ((3, 2), (4, 4)), ((4,), (2,)), ((3, 3), (16, 8)), ((2, 1, 5), (12, 0, 4))]
+)
+def test_a_target_whose_items_share_memory_is_refused(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    Memory(_strided(shape, strides))
+    with pytest.raises(UsageError, match="items share memory"):
+        Memory(_strided(shape, strides), target=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 3), (4, 8)), ((2, 3), (12, 8)), ((3, 1), (8, 0)), ((3, 2, 2), (4, 24, 12)), ((0, 3), (0, 4))],
+)
+def test_a_target_may_have_gaps_and_items_between_one_another(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    array = _strided(shape, strides)
+    memory = Memory(array, target=True)
+    values = np.arange(memory.count, dtype=np.float32)
+    view_bytes(memory.address, memory.num_bytes)[:] = values.tobytes()
+    memory.give_back()
+    assert isinstance(array, np.ndarray)
+    assert array.ravel().tolist() == values.tolist()
+
+
 def test_numbers_and_lists_become_arrays() -> None:
     array = np.zeros(3)
     assert as_array(array) is array

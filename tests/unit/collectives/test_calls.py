@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from paceline.collectives.calls import Call, describe_mismatch, name_ranks
+from paceline.collectives._frames import Heads
+from paceline.collectives.calls import Call, describe_mismatch, name_ranks, shortened
 
 
 def test_equal_calls_have_equal_signatures_and_others_differ() -> None:
@@ -28,3 +29,20 @@ def test_a_mismatch_names_ranks_and_both_calls() -> None:
 
 def test_long_lists_of_ranks_are_cut() -> None:
     assert name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_the_sizes_of_thousands_of_ranks_fit_into_a_message() -> None:
+    sizes = tuple(range(1 << 40, (1 << 40) + 5000))
+    call, other = (
+        Call("all_gather (uneven)", "float32", (3, *sizes)),
+        Call("all_gather (uneven)", "float32", (4, *sizes)),
+    )
+    last = Call("all_gather (uneven)", "float32", (3, *sizes[:-1], 0))
+    assert shortened(call) == shortened(Call("all_gather (uneven)", "float32", (3, *sizes)))
+    assert len({shortened(each).signature for each in (call, other, last)}) == 3
+    for each in (call, other, last):
+        assert Heads(shortened(each), 1).head_bytes < 1000
+    assert "all_gather (uneven) of 5001 sizes with hash " in str(shortened(call))
+    few = Call("all_gather (uneven)", "float32", (1 << 40,) * 128)
+    assert shortened(few) is few
+    assert Heads(few, 1).head_bytes < 1500

@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 def adding(dtype: Any) -> Combine:
-    def add(target: memoryview, incoming: memoryview) -> None:
+    def add(target: memoryview, incoming: memoryview, _: bool) -> None:
         array = np.frombuffer(target, dtype)
         array += np.frombuffer(incoming, dtype)
 

@@ -31,7 +31,7 @@ def _no_thread_is_left() -> Iterator[None]:
         assert not thread.is_alive(), thread
 
 
-def add(target: memoryview, incoming: memoryview) -> None:
+def add(target: memoryview, incoming: memoryview, _: bool) -> None:
     array = np.frombuffer(target, np.float32)
     array += np.frombuffer(incoming, np.float32)
 
@@ -44,7 +44,7 @@ def run(
     call: Call = CALL,
     sequence: int = 17,
     timeout_s: float = 30,
-    combine: Callable[[memoryview, memoryview], None] = add,
+    combine: Combine = add,
 ) -> None:
     buffer = memoryview(bytearray(nbytes))
     blocks = Blocks.even(buffer, schedule.num_blocks, 4) if schedule.num_blocks else Blocks([])
@@ -218,7 +218,7 @@ def test_an_exception_on_one_rank_is_raised_there_and_told_to_the_others(kind: t
     size, failing = 4, 1
     schedules = all_reduces("ring", size)
 
-    def fail(target: memoryview, incoming: memoryview) -> None:
+    def fail(target: memoryview, incoming: memoryview, _: bool) -> None:
         raise kind("on purpose")
 
     with open_meshes(size) as meshes:
@@ -271,7 +271,7 @@ def test_one_that_only_sends_and_is_stuck_hears_of_a_failure() -> None:
         Schedule(1, ((Send(1, ((0, 1),)),),)),
     ]
 
-    def fail(target: memoryview, incoming: memoryview) -> None:
+    def fail(target: memoryview, incoming: memoryview, _: bool) -> None:
         raise ZeroDivisionError
 
     with open_meshes(size) as meshes:

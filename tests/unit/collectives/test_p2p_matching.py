@@ -20,6 +20,16 @@ SOURCES = st.integers(0, 2)
 EVENTS = st.lists(st.tuples(st.booleans(), st.none() | SOURCES, st.integers(0, 1)), max_size=40)
 
 
+def test_a_dropped_message_leaves_nothing_behind() -> None:
+    matching = Matching()
+    for tag in range(3):
+        half = message(0, tag, 10)
+        matching.keep(half)
+        matching.drop(half)
+    assert not matching._kept
+    assert matching.has_room(message(0, 0, 64 << 20))
+
+
 @given(EVENTS)
 def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None, int]]) -> None:
     matching = Matching()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from paceline.collectives.calls import Call
+from paceline.collectives import shared_memory
+from paceline.collectives.calls import Call, shortened
 from paceline.collectives.engine import Area, Order, Reduction
 from paceline.collectives.segment import Segment
 from paceline.collectives.shared_memory import SharedMemory, Story
 from paceline.errors import CollectiveError, MismatchError, RankLostError
-from paceline.kernels import combine, shared
+from paceline.kernels import combine, steps
 
 _SUM = Reduction(combine.combiner("float32"), combine.SUM, 1.0, 4)
 
@@ -30,7 +32,7 @@ def area(array: np.ndarray) -> Area:
 
 @pytest.fixture
 def engines() -> Iterator[list[SharedMemory]]:
-    one = Segment.create(shared.segment_bytes(2))
+    one = Segment.create(steps.segment_bytes(2))
     other = Segment.open(one.path, one.num_bytes)
     made = [
         SharedMemory(segment, rank, [os.getpid()] * 2, name="pair", num_cores=1, members=(4, 7))
@@ -64,7 +66,7 @@ def around(num_bytes: int) -> list[int]:
     return [(num_bytes + change) // 4 for change in (-4, 0, 4)]
 
 
-_EDGES = (1 << 15, shared.SLOT_BYTES // 2, shared.SLOT_BYTES, 3 * shared.SLOT_BYTES)
+_EDGES = (1 << 15, steps.SLOT_BYTES // 2, steps.SLOT_BYTES, 3 * steps.SLOT_BYTES)
 
 
 @pytest.mark.parametrize("count", [0, 1, *(count for edge in _EDGES for count in around(edge))])
@@ -105,6 +107,40 @@ def test_what_one_raises_the_other_hears(engines: list[SharedMemory]) -> None:
     engines[0].abort(ValueError("the second is not heard"))
     with pytest.raises(CollectiveError, match=r"rank 4 of group 'pair' failed: ZeroDivisionError a bug"):
         engines[1].barrier(order(1))
+
+
+def test_a_long_story_is_cut(engines: list[SharedMemory]) -> None:
+    engines[0].abort(RankLostError("ä" * 10_000, tuple(range(10_000))))
+    with pytest.raises(RankLostError, match=r"^ä{1500}$") as lost:
+        engines[1].barrier(order(1))
+    assert lost.value.ranks[:3] == (0, 1, 2)
+
+
+def test_a_mismatch_of_very_many_sizes_says_how_many(engines: list[SharedMemory]) -> None:
+    def gather(engine: SharedMemory) -> None:
+        call = shortened(Call("all_gather (uneven)", "float32", (1 << 20,) * (1000 + engine.rank)))
+        engine.barrier(Order(call, call.signature, 1, 10.0))
+
+    for error in both(engines, gather):
+        assert isinstance(error, MismatchError), repr(error)
+        assert "rank 4 called all_gather (uneven) of 1000 sizes" in str(error)
+        assert "rank 7 called all_gather (uneven) of 1001 sizes" in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of others is read on Linux only")
+def test_one_whose_memory_cannot_be_read_is_named(engines: list[SharedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_DYING_S", 0.01)
+    steps.publish_word(np.uint64(engines[1]._control + steps.PROCESS), np.uint64(1 << 30))  # no such process
+
+    def reduce(engine: SharedMemory) -> None:
+        engine.reads_peers = True
+        array = np.ones(shared_memory.DIRECT_BYTES // 4, np.float32)
+        engine.all_reduce(order(1, algorithm="direct"), area(array), area(array), _SUM)
+
+    for error in both(engines, reduce):
+        assert isinstance(error, RankLostError), repr(error)
+        assert error.ranks == (7,)
+        assert "cannot read the memory of rank 7" in str(error)
 
 
 def test_one_that_has_left_is_named(engines: list[SharedMemory]) -> None:

@@ -200,7 +200,6 @@ def test_halves_are_as_in_torch(dtype: str) -> None:
 
 
 def test_each_dtype_has_one_function_for_all_threads() -> None:
-    combine.compile_all()
     found: list[list[int]] = []
     threads = [threading.Thread(target=lambda: found.append([combiner(dtype) for dtype in DTYPES])) for _ in range(3)]
     for thread in threads:

@@ -91,4 +91,8 @@ def test_every_kernel_has_a_case() -> None:
     in_cases = {case.kernel.__name__ for case in ARRAY_CASES}
     through_the_store = {"gather", "push", "write_records", "copy_records", "erase", "bucket_keys", "rehash"}
     texts = {"parse_criteo", "parse_libsvm", "hash_strings", "parse_floats"}  # test_text_kernels.py
-    assert in_cases | through_the_store | texts == {kernel.__name__ for kernel in KERNELS}
+    between_processes = {  # tests/integration/collectives
+        *("publish_word", "read_word", "claim", "read_peer"),
+        *("all_reduce_small", "all_reduce", "all_reduce_direct", "move"),
+    }
+    assert in_cases | through_the_store | texts | between_processes == {kernel.__name__ for kernel in KERNELS}

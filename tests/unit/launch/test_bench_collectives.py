@@ -80,6 +80,8 @@ def test_wrong_plans_are_refused() -> None:
         choose_peers(["nccl"])
     with pytest.raises(UsageError, match="of memory for 1048576G, of which"):
         next(bench_collectives(Plan(sizes=(1 << 50,), peers=("paceline",))))
+    with pytest.raises(UsageError, match=r"^1000000 ranks need about 62500\.0 GiB of memory for 4, of which"):
+        next(bench_collectives(Plan(ranks=1_000_000, sizes=(4,), peers=("paceline",))))
 
 
 def test_ours_is_always_among_the_peers() -> None:

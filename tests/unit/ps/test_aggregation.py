@@ -116,3 +116,44 @@ def test_the_sum_has_one_order() -> None:
         part = part_of(kind, size=size)
         apply_sum(part, [(keys(0), floats(value)) for value in (a, c, b)], 1.0)
         assert read(part, keys(0)) == [0.0]
+
+
+@pytest.mark.parametrize("owned", [range(512), range(0, 512, 3)], ids=["whole", "in runs"])
+@pytest.mark.parametrize("rule", [SGD(lr=0.5), Adagrad(lr=0.5)], ids=["SGD", "Adagrad"])
+def test_ranges_of_several_workers_are_summed_in_rank_order(rule: UpdateRule, owned: range) -> None:
+    size = 100_000  # more than a block
+    spec = TableSpec(name="w", kind="dense", size=size, update=to_fields(rule), initializer=to_fields(Zeros()))
+    part, expected = make_part(spec, owned), make_part(spec, owned)
+    generator = np.random.default_rng(1)
+    pushes, total = [], []
+    for bounds in ((0, 70_001), (70_001, size)):
+        selection = Selection(None, *bounds)
+        grads = generator.standard_normal((3, part.num_values(selection)), np.float32)
+        pushes.append([(selection, each) for each in grads])
+        total.append((selection, (grads[0] + grads[1] + grads[2]) * np.float32(1 / 3)))
+    apply_sum(part, [push[worker] for worker in range(3) for push in reversed(pushes)], 1 / 3)
+    for selection, gradient in total:
+        expected.push(selection, gradient)
+    assert read(part, Selection(None, 0, size)) == read(expected, Selection(None, 0, size))
+
+
+def test_ranges_that_overlap_are_summed_by_element() -> None:
+    part = part_of("dense", size=6)
+    apply_sum(part, [(Selection(None, 0, 4), floats(1, 1, 1, 1)), (Selection(None, 2, 6), floats(2, 2, 2, 2))], 1.0)
+    assert read(part, Selection(None, 0, 6)) == [-1, -1, -3, -3, -2, -2]
+
+
+def test_memory_of_an_iteration_serves_the_next() -> None:
+    buffer = IterationBuffer(mean=False)
+    selection, grads = Selection(None, 0, 1 << 15), np.ones(1 << 15, np.float32)
+    buffer.add(0, 11, 0, 1, selection, grads)
+    first = buffer.complete(0, (11,))[0]
+    kept = first[1][0][1]
+    buffer.add(1, 11, 0, 1, selection, grads)  # before the first is done with
+    buffer.recycle(first)
+    buffer.add(2, 11, 0, 1, selection, 2 * grads)
+    second = buffer.complete(1, (11,))[0][1][0][1]
+    third = buffer.complete(2, (11,))[0][1][0][1]
+    assert third is kept
+    assert second is not kept
+    assert (second[0], third[0]) == (1.0, 2.0)

@@ -26,7 +26,7 @@ from paceline.errors import (  # noqa: E402
     UsageError,
 )
 from paceline.torch import _device, _registration, _tensors  # noqa: E402
-from paceline.torch._errors import in_torch_terms  # noqa: E402
+from paceline.torch._errors import Terms, in_torch_terms  # noqa: E402
 from paceline.torch._reductions import op_and_factor  # noqa: E402
 from paceline.torch._store import TorchStore  # noqa: E402
 
@@ -75,6 +75,9 @@ def test_ranks_on_one_machine_listen_on_loopback(tmp_path: Path) -> None:
     assert _registration._host(FileStore(str(tmp_path / "store"), 1), "localhost") == "127.0.0.1"
 
 
+_TERMS = Terms(timedelta(seconds=2))
+
+
 def test_errors_are_of_both_kinds() -> None:
     for error in (
         RankLostError("rank 1 did not come within 2 s", (1,)),
@@ -83,18 +86,28 @@ def test_errors_are_of_both_kinds() -> None:
         DeadlineError("late"),
         CollectiveError("failed"),
     ):
-        found = in_torch_terms(error, timedelta(seconds=2))
+        found = in_torch_terms(error, _TERMS)
         assert isinstance(found, type(error))
         assert {dist.DistBackendError, RuntimeError} <= set(type(found).__mro__)
         assert str(error) in str(found)
-        assert in_torch_terms(found, timedelta(seconds=2)) is found
-    lost = in_torch_terms(RankLostError("not within 2 s", (1,)), timedelta(seconds=2))
+        assert in_torch_terms(found, _TERMS) is found
+    lost = in_torch_terms(RankLostError("not within 2 s", (1,)), _TERMS)
     assert isinstance(lost, RankLostError)
     assert lost.ranks == (1,)
     assert "timeout of this process group is 2 s" in str(lost)
-    assert "timeout" not in str(in_torch_terms(RankLostError("rank 1 left before sum", (1,)), timedelta(seconds=2)))
+    assert "timeout" not in str(in_torch_terms(RankLostError("rank 1 left before sum", (1,)), _TERMS))
     usage = UsageError("wrong")
-    assert in_torch_terms(usage, timedelta(seconds=2)) is usage
+    assert in_torch_terms(usage, _TERMS) is usage
+
+
+def test_errors_of_a_part_of_the_ranks_say_who_that_is_in_the_program() -> None:
+    part = Terms(timedelta(seconds=2), (0, 2, 5))
+    lost = in_torch_terms(RankLostError("rank 1 died", (1,)), part)
+    assert str(lost) == "rank 1 died; ranks are numbers in this process group, where 1 is rank 2 of the program"
+    differ = in_torch_terms(MismatchError("rank 0 called a; rank 1 called b"), part)
+    assert "where 0 is rank 0, 1 is rank 2, 2 is rank 5 of the program" in str(differ)
+    assert str(in_torch_terms(RankLostError("rank 1 died", (1,)), Terms(timedelta(seconds=2), (0, 1)))) == "rank 1 died"
+    assert str(in_torch_terms(GroupClosedError("closed"), part)) == "closed"
 
 
 def test_reduce_operations() -> None:

@@ -1,0 +1,97 @@
+"""``paceline run``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CONTEXT = {
+    "allow_interspersed_args": False,  # what follows the script is the script's
+    "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") or "_" in name else name,
+}
+"""torchrun takes --nproc_per_node as well as --nproc-per-node, and so does this."""
+
+
+def run(
+    script: Annotated[str | None, typer.Argument(help="Script to run (with -m: module).", show_default=False)] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script, passed on as they are.", show_default=False)
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="one-device, mirrored, central-storage, all-reduce, parameter-server or hybrid; default: hybrid with "
+            "--servers, else all-reduce for several processes, else one-device."
+        ),
+    ] = None,
+    nproc_per_node: Annotated[int | None, typer.Option(help="Processes (ranks) on this machine; default 1.")] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as python -m takes it.")] = False,
+    servers: Annotated[
+        int | None, typer.Option(help="Parameter servers of the strategies that have them; default 1.")
+    ] = None,
+    consistency: Annotated[
+        str | None,
+        typer.Option(
+            help="Of servers: sequential (parameter-server's default), bounded:N (bounded:4 is hybrid's) or eventual."
+        ),
+    ] = None,
+    stale: Annotated[
+        str | None, typer.Option(help="Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="mirrored, central-storage: replicas in the process; default one per device.")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="OMP_NUM_THREADS of each rank; default: the cores shared out, unless it is set already."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Folder for each rank's whole output: rank0.stdout, rank0.stderr, ...")
+    ] = None,
+    nnodes: Annotated[int | None, typer.Option(help="Machines that each run this command; default 1.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Which of them this is, from 0; default 0.")] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(help="Address of node 0, where ranks meet; default 127.0.0.1 for one node.")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option(help="Port to meet at; default a free one for one node, else 29500.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help='Static cluster: file {"server": ["host:port", ...], "worker": [...]}.')
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="--cluster: what this process is: server or worker.")] = None,
+    index: Annotated[int | None, typer.Option(help="--cluster: which of that job, from 0.")] = None,
+) -> None:
+    """Run a PyTorch script under a strategy: on processes of this machine, or of several.
+
+    Example: paceline run --strategy all-reduce --nproc-per-node 4 train.py --epochs 3
+
+    Example: paceline run --strategy parameter-server --servers 2 --consistency bounded:4 --nproc-per-node 4 train.py
+    """
+    from paceline.launch import RunOptions, run_script
+
+    status = run_script(
+        RunOptions(
+            script=script,
+            arguments=tuple(arguments or ()),
+            is_module=module,
+            nproc_per_node=nproc_per_node,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            strategy=strategy,
+            servers=servers,
+            consistency=consistency,
+            stale=stale,
+            replicas=replicas,
+            threads=threads,
+            log_dir=log_dir,
+            cluster=cluster,
+            job=job,
+            index=index,
+        )
+    )
+    raise typer.Exit(status)

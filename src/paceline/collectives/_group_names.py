@@ -1,0 +1,64 @@
+"""Names of groups: the ranks of one must call it alike, and otherwise than the groups that they made before.
+
+A name ends in a number, of which every rank has its own count. A rank that has failed to make a group, since another
+did not come, is further on than that one. So the ranks tell one another their numbers and take the highest.
+
+What a rank has told stays in the store until it tells the next number; only a rank that has failed takes it back. So
+what others find is of the present attempt, or of an earlier one that succeeded for that rank: then they were all in
+it, and are further on themselves. Hence all find the same highest number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from paceline.collectives.calls import name_ranks
+from paceline.collectives.store import PrefixStore, Store, exchange
+from paceline.errors import RankLostError
+
+
+class GroupNames:
+    """The names of one rank's groups."""
+
+    def __init__(self, store: Store, rank: int, program: str) -> None:
+        """`rank`: of all of the program."""
+        self._store, self._rank, self._program = store, rank, program
+        self._counts: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def next(self, ranks: tuple[int, ...], label: str, timeout_s: float) -> Iterator[str]:
+        """Give the name of the next group of these ranks, which is to be made in the block.
+
+        Raises RankLostError that names those that do not come.
+        """
+        plain = f"{self._program}/{label}{','.join(map(str, ranks))}"
+        number = self._counts[plain] = self._counts.get(plain, 0) + 1
+        if len(ranks) == 1:
+            yield f"{plain}#{number}"
+            return
+        told = PrefixStore(self._store, f"number of {plain}")
+        place = ranks.index(self._rank)
+        try:
+            told.delete(f"number/rank {place}")
+            deadline = time.monotonic() + timeout_s
+            try:
+                numbers = exchange(told, place, len(ranks), b"%d" % number, deadline, what="number")
+            except RankLostError as error:
+                raise absent(tuple(ranks[missing] for missing in error.ranks), plain) from None
+            number = self._counts[plain] = max(map(int, numbers))
+            yield f"{plain}#{number}"
+        except BaseException:
+            with contextlib.suppress(Exception):  # the store may have gone
+                told.delete(f"number/rank {place}")
+            raise
+
+
+def absent(ranks: tuple[int, ...], group: str) -> RankLostError:
+    """Return the error for ranks that did not come to make a group; they are called by their numbers in the world."""
+    return RankLostError(
+        f"{name_ranks(ranks)} did not come to make group {group!r}; every rank of a group must make it, "
+        "and all may try again",
+        ranks,
+    )

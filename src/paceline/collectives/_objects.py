@@ -1,0 +1,53 @@
+"""Collectives of objects: as arrays of the bytes that msgpack makes of them, of whose sizes the ranks tell first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.collectives.group import Group
+
+
+def broadcast(group: Group, value: Any, root: int) -> Any:
+    """See :meth:`Group.broadcast_object`."""
+    is_root = group.rank == root
+    data = _encode(value) if is_root else np.empty(0, np.uint8)
+    size = group.broadcast(np.array([data.size], np.int64), root=root)
+    return msgspec.msgpack.decode(
+        group.broadcast(data if is_root else np.empty(int(size[0]), np.uint8), root=root).tobytes()
+    )
+
+
+def all_gather(group: Group, value: Any) -> list[Any]:
+    """See :meth:`Group.all_gather_objects`."""
+    data = _encode(value)
+    sizes = group.gather_sizes(data)
+    return _decode_all(group.all_gather(data, sizes=sizes), sizes)
+
+
+def gather(group: Group, value: Any, root: int) -> list[Any] | None:
+    """See :meth:`Group.gather_objects`."""
+    data = _encode(value)
+    sizes = group.gather_sizes(data)
+    gathered = group.gather(data, root=root, sizes=sizes)
+    return None if gathered is None else _decode_all(gathered, sizes)
+
+
+def _encode(value: Any) -> Any:
+    try:
+        return np.frombuffer(bytearray(msgspec.msgpack.encode(value)), np.uint8)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"cannot send this object ({error}); give numbers, texts, bytes, lists and dicts of them"
+        ) from None
+
+
+def _decode_all(data: Any, sizes: Sequence[int]) -> list[Any]:
+    ends = np.cumsum(sizes)
+    return [msgspec.msgpack.decode(data[end - size : end].tobytes()) for end, size in zip(ends, sizes, strict=True)]

@@ -1,0 +1,174 @@
+"""The segment that the ranks of one host share, and how they go through it in steps.
+
+The segment: a page whose first word is the *abort flag*, then ``CONTROL_BYTES`` per rank, then the ranks' slots. Each
+rank counts its *steps*. In a step it writes into its own slot, publishes the step's number (a release store), waits
+until every rank has published it, and reads the others' slots. A slot has two halves, used by odd and even steps: who
+publishes step n + 1 has finished reading step n, so when all have published n + 1, the half of step n is free for
+n + 2. That holds because *every* step waits for *every* rank, even where its data come from one (broadcast); it also
+lets every rank compare every other's signature in the first step of a call, and makes a mismatch raise everywhere.
+
+A kernel waits by spinning, then yielding, then sleeping (futex where there is one), and returns ``ATTENTION`` from time
+to time so that its caller can look at the clock, at signals and at whether its peers live; it is called again with the
+same arguments and goes on where it was (``state``).
+"""
+
+# mypy: disable-error-code="var-annotated,call-arg,unreachable,assignment,call-overload"
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from .atomics import FUTEX, exchange, fetch_add, load_acquire, pause, sched_yield, system_call, usleep
+from .jit import njit
+from .memory import load_u64, store_u64
+
+DONE, ATTENTION, MISMATCH, ABORTED, UNREADABLE = range(5)
+
+# The layout of a segment, in bytes.
+HEADER_BYTES = 4096
+ABORT, CLAIMED, STORY = 0, 8, 64  # within the header
+CONTROL_BYTES = 2048
+STEP, SLEEPERS, SIGNATURES, NUM_STEPS, SOURCES, TARGETS, PROCESS = 0, 64, 128, 144, 160, 176, 192
+LEFT, READABLE, DESCRIBED, DESCRIPTION = 200, 208, 256, 264
+# Within a rank's control block; from SIGNATURES to TARGETS there are pairs, for even and odd steps.
+SLOT_BYTES = 1 << 20
+RESULT_BYTES = SLOT_BYTES // 2
+RANK_BYTES = 2 * SLOT_BYTES + 2 * RESULT_BYTES
+
+# plan: uint64[PLAN_WORDS], what does not change between calls
+SEGMENT, SIZE, RANK, DATA, SPINS, YIELDS, TABLE, SCRATCH, SCRATCH_BYTES = range(9)
+PLAN_WORDS = 10
+
+# state: int64[STATE_WORDS], what a kernel remembers
+STEPS, AT, WAITING, UNREAD, LAST = range(5)  # UNREAD: the rank whose memory could not be read
+STATE_WORDS = 8
+
+OPTIONS = {"cache": True, "nogil": True, "error_model": "numpy"}
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_NAP_NS = 2_000_000
+_NAPS = 5
+_U = np.uint64
+
+
+def segment_bytes(num_ranks: int) -> int:
+    """Return how large a segment for so many ranks is."""
+    return data_offset(num_ranks) + num_ranks * RANK_BYTES
+
+
+def data_offset(num_ranks: int) -> int:
+    """Return where the first slot begins: on a page."""
+    return (HEADER_BYTES + num_ranks * CONTROL_BYTES + 4095) // 4096 * 4096
+
+
+@njit(**OPTIONS, inline="always")
+def control_of(plan, rank):  # type: ignore[no-untyped-def]
+    """Return where a rank's control block begins."""
+    return plan[SEGMENT] + _U(HEADER_BYTES) + _U(rank) * _U(CONTROL_BYTES)
+
+
+@njit(**OPTIONS, inline="always")
+def slot_of(plan, rank, step):  # type: ignore[no-untyped-def]
+    """Return where a rank's slot for a step begins."""
+    return plan[DATA] + _U(rank) * _U(RANK_BYTES) + _U(step & 1) * _U(SLOT_BYTES)
+
+
+@njit(**OPTIONS, inline="always")
+def result_of(plan, rank, step):  # type: ignore[no-untyped-def]
+    """Return where a rank leaves what it has reduced, for a step."""
+    return plan[DATA] + _U(rank) * _U(RANK_BYTES) + _U(2 * SLOT_BYTES) + _U(step & 1) * _U(RESULT_BYTES)
+
+
+@njit(**OPTIONS)
+def publish_word(address, value):  # type: ignore[no-untyped-def]
+    """Write a word after everything that was written before."""
+    exchange(address, value)
+
+
+@njit(**OPTIONS)
+def read_word(address):  # type: ignore[no-untyped-def]
+    """Return a word; what was written before it can then be read."""
+    return load_acquire(address)
+
+
+@njit(**OPTIONS)
+def claim(address):  # type: ignore[no-untyped-def]
+    """Return whether the caller is the first to claim this word."""
+    return fetch_add(address, _U(1)) == _U(0)
+
+
+@njit(**OPTIONS)
+def _nap(control, seen):  # type: ignore[no-untyped-def]
+    """Sleep until a rank that has published `seen` publishes more, or a little while."""
+    if FUTEX == 0:
+        usleep(types.uint32(100))
+        return
+    fetch_add(control + _U(SLEEPERS), _U(1))
+    if load_acquire(control + _U(STEP)) == seen:
+        pause_for = np.zeros(2, np.int64)  # struct timespec
+        pause_for[1] = _NAP_NS
+        word = np.int64(seen & _U(0xFFFFFFFF))
+        system_call(FUTEX, control, _FUTEX_WAIT, word, _U(pause_for.ctypes.data), _U(0), 0)
+    fetch_add(control + _U(SLEEPERS), _U(0xFFFFFFFFFFFFFFFF))
+
+
+@njit(**OPTIONS)
+def publish(plan, step):  # type: ignore[no-untyped-def]
+    """Say that this rank is in a step, and has done all of the one before; wake those that sleep."""
+    control = control_of(plan, plan[RANK])
+    exchange(control, _U(step))  # a full fence: the look at the sleepers must not come before it
+    if FUTEX != 0 and load_acquire(control + _U(SLEEPERS)) != _U(0):
+        system_call(FUTEX, control, _FUTEX_WAKE, 1 << 30, _U(0), _U(0), 0)
+
+
+@njit(**OPTIONS)
+def _wait_for(plan, rank, step):  # type: ignore[no-untyped-def]
+    control = control_of(plan, rank)
+    spins, yields, naps = np.int64(plan[SPINS]), np.int64(plan[YIELDS]), 0
+    while True:
+        seen = load_acquire(control)
+        if seen >= _U(step):
+            return DONE
+        if spins > 0:
+            spins -= 1
+            pause()
+            continue
+        if load_acquire(plan[SEGMENT]) != _U(0):
+            return ABORTED
+        if yields > 0:
+            yields -= 1
+            sched_yield()
+            continue
+        if naps == _NAPS:
+            return ATTENTION
+        naps += 1
+        _nap(control, seen)
+
+
+@njit(**OPTIONS)
+def wait_for_all(plan, step):  # type: ignore[no-untyped-def]
+    """Wait until every rank has published a step."""
+    for rank in range(np.int64(plan[SIZE])):
+        if rank != np.int64(plan[RANK]):
+            code = _wait_for(plan, rank, step)
+            if code != DONE:
+                return code
+    return DONE
+
+
+@njit(**OPTIONS)
+def compare(plan, state, step, signature):  # type: ignore[no-untyped-def]
+    """Look at what the others said of this call in its first step; note the most steps that one of them needs."""
+    for rank in range(np.int64(plan[SIZE])):
+        control = control_of(plan, rank) + _U(8) * _U(step & 1)
+        if load_u64(control + _U(SIGNATURES)) != signature:
+            return MISMATCH
+        state[LAST] = max(state[LAST], np.int64(load_u64(control + _U(NUM_STEPS))))
+    return DONE
+
+
+@njit(**OPTIONS, inline="always")
+def announce(plan, step, signature, num_steps):  # type: ignore[no-untyped-def]
+    """Say, in the first step of a call, which call it is and how many steps it needs."""
+    control = control_of(plan, plan[RANK]) + _U(8) * _U(step & 1)
+    store_u64(control + _U(SIGNATURES), signature)
+    store_u64(control + _U(NUM_STEPS), _U(num_steps))

@@ -1,0 +1,92 @@
+"""How a training loop is spread: the names of the strategies, and what each of them needs from its launcher.
+
+Pure: the launcher, which knows no torch, and ``paceline.torch`` both go by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.protocol.consistency import Consistency, Sequential, parse_consistency
+
+STRATEGIES: dict[str, str] = {
+    "one-device": "one process, one device",
+    "mirrored": "one process, a replica of the model on each of several devices",
+    "central-storage": "one process, the variables in one place, replicas on several devices",
+    "all-reduce": "one process per device, gradients averaged by all-reduce",
+    "parameter-server": "one process per device, parameters and their updates on servers",
+    "hybrid": "embeddings on servers, all other parameters by all-reduce",
+}
+"""Every strategy as the command line and ``PACELINE_STRATEGY`` spell it, with its meaning."""
+
+_ON_SERVERS = ("parameter-server", "hybrid")
+_IN_ONE_PROCESS = ("one-device", "mirrored", "central-storage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyChoice:
+    """A strategy and its surroundings, checked. Make one with :func:`choose_strategy`."""
+
+    name: str
+    """A key of :data:`STRATEGIES`."""
+    servers: int
+    """Parameter servers to start; 0 where the strategy has none."""
+    consistency: Consistency | None
+    """The servers' consistency; None where there are no servers."""
+    replicas: int | None
+    """Replicas of the model in one process; None: one per device that is there."""
+
+
+def needs_servers(name: str) -> bool:
+    """Whether a strategy keeps parameters on servers."""
+    return name in _ON_SERVERS
+
+
+def is_one_process(name: str) -> bool:
+    """Whether a strategy runs in a single process, however many devices it uses."""
+    return name in _IN_ONE_PROCESS
+
+
+def choose_strategy(
+    name: str | None,
+    *,
+    processes: int,
+    servers: int | None = None,
+    consistency: str | None = None,
+    replicas: int | None = None,
+) -> StrategyChoice:
+    """Check a wish against what is there, and fill in what was not said.
+
+    Without a `name` it is ``hybrid`` if `servers` are wanted, ``all-reduce`` for several processes, else
+    ``one-device``. `processes` is the number of ranks. The consistency is ``sequential`` for ``parameter-server`` and
+    ``bounded:4`` for ``hybrid`` unless it is given; sequential consistency averages over the ranks, as all-reduce does.
+
+    Raises UsageError for a name that is unknown and for settings that the strategy has no use for.
+    """
+    if name is None:
+        name = "hybrid" if servers else "all-reduce" if processes > 1 else "one-device"
+    if name not in STRATEGIES:
+        raise UsageError(f"there is no strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
+    if is_one_process(name) and processes > 1:
+        raise UsageError(
+            f"strategy {name} is one process, {processes} were asked for: choose all-reduce, parameter-server or "
+            "hybrid for several"
+        )
+    if replicas is not None:
+        if name not in ("mirrored", "central-storage"):
+            raise UsageError(f"strategy {name} has no replicas in one process: leave --replicas out")
+        if replicas < 1:
+            raise UsageError(f"{replicas} replicas were asked for: expected 1 or more")
+    if not needs_servers(name):
+        if servers:
+            raise UsageError(f"strategy {name} has no servers, {servers} were asked for: leave --servers out")
+        if consistency is not None:
+            raise UsageError(f"strategy {name} has no servers: leave --consistency {consistency} out")
+        return StrategyChoice(name=name, servers=0, consistency=None, replicas=replicas)
+    if servers is not None and servers < 1:
+        raise UsageError(f"strategy {name} keeps parameters on servers, {servers} were asked for: expected 1 or more")
+    parsed = parse_consistency(consistency or ("sequential" if name == "parameter-server" else "bounded:4"))
+    if isinstance(parsed, Sequential) and consistency in (None, "sequential"):
+        parsed = Sequential(aggregate="mean")
+    return StrategyChoice(name=name, servers=1 if servers is None else servers, consistency=parsed, replicas=None)

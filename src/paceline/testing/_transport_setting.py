@@ -1,0 +1,98 @@
+"""What the checks of transports talk to: an echo, and clients of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from paceline.errors import StaleEpochError
+from paceline.testing.serving import Served
+from paceline.transport import Channel, Handler, Header, Hello, Peer, Transport
+
+MakeTransport = Callable[[str], Transport]
+"""Makes a transport with the token given; those with equal tokens must reach each other."""
+
+ECHO, SILENT, FAIL, FAIL_INTERNALLY, CLOSE = range(16, 21)
+"""The kinds of frame that :class:`EchoHandler` understands."""
+ANSWER = 32
+
+TIMEOUT_S = 10.0
+
+
+class EchoHandler(Handler):
+    """Sends every frame back as it came; or, by its kind, nothing, an error, or closes."""
+
+    def __init__(self) -> None:
+        self.peers: list[Peer] = []
+        self.reasons: list[Exception | None] = []
+        self.num_frames = 0
+        self.changed = threading.Condition()
+
+    def connected(self, peer: Peer) -> None:
+        """Keep the peer."""
+        with self.changed:
+            self.peers.append(peer)
+            self.changed.notify_all()
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Do what the kind says."""
+        with self.changed:
+            self.num_frames += 1
+            self.changed.notify_all()
+        if header.kind == ECHO:
+            aligned = body.nbytes == 0 or np.frombuffer(body, np.uint8).ctypes.data % 8 == 0
+            peer.send_frame(
+                ANSWER,
+                flags=int(aligned),
+                table=header.table,
+                request=header.request,
+                epoch=header.epoch,
+                clock=header.clock,
+                sequence=header.sequence,
+                meta=bytes(meta),
+                body=bytes(body),
+            )
+        elif header.kind == FAIL:
+            raise StaleEpochError("epoch 3 was asked for, 4 is the current one")
+        elif header.kind == FAIL_INTERNALLY:
+            raise KeyError("a bug")
+        elif header.kind == CLOSE:
+            peer.close()
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        """Keep the reason."""
+        with self.changed:
+            self.peers.remove(peer)
+            self.reasons.append(reason)
+            self.changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition on what is kept here."""
+        with self.changed:
+            assert self.changed.wait_for(condition, TIMEOUT_S), "waited too long"
+
+
+class Setting:
+    """A served echo handler and clients of it."""
+
+    def __init__(self, make: MakeTransport, transport: Transport, handler: EchoHandler, served: Served) -> None:
+        self.make = make
+        self.transport = transport
+        self.handler = handler
+        self.served = served
+        self._channels: list[Channel] = []
+
+    def connect(self, rank: int = 0) -> Channel:
+        """Return a new channel, closed at the end of the check."""
+        channel = self.transport.connect(
+            self.served.endpoint, Hello(role="worker", rank=rank, incarnation=7), timeout_s=TIMEOUT_S
+        )
+        self._channels.append(channel)
+        return channel
+
+    def close(self) -> None:
+        """Close what was connected."""
+        for channel in self._channels:
+            channel.close()

@@ -1,0 +1,18 @@
+"""Embeddings over sparse tables: modules, where their rows live, and how both meet in a training step."""
+
+from paceline.torch.embeddings.embedder import Embedder
+from paceline.torch.embeddings.modules import Embedding, EmbeddingBag, find_embeddings
+from paceline.torch.embeddings.server_tables import ServerTables
+from paceline.torch.embeddings.tables import LocalTables, ReplicatedTables, RowTable, RowTables
+
+__all__ = [
+    "Embedder",
+    "Embedding",
+    "EmbeddingBag",
+    "LocalTables",
+    "ReplicatedTables",
+    "RowTable",
+    "RowTables",
+    "ServerTables",
+    "find_embeddings",
+]

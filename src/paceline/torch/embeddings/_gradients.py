@@ -1,0 +1,64 @@
+"""The row gradients of one embedding between its backward passes and the optimizer's step."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+from paceline.ps.sparse_store import Floats, Keys
+from paceline.torch.embeddings._staging import HostCopy
+
+RowGradient = tuple[Keys, Floats]
+"""Distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
+
+
+class RowGradients:
+    """What backward passes have found for the rows of one embedding.
+
+    They live and die with the gradient of the embedding's anchor, an empty parameter that the user's optimizer has: it
+    is None after ``zero_grad()``, or (``set_to_none=False``) was written to. Several threads may add at the same time.
+    """
+
+    def __init__(self, anchor: nn.Parameter, *, keeps: bool) -> None:
+        self._anchor = anchor
+        self._keeps = keeps
+        self._lock = threading.Lock()
+        self._found: list[tuple[Keys, HostCopy]] = []
+        self._version = -1
+        anchor.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+
+    def add(self, keys: Keys, grads: torch.Tensor) -> None:
+        """Add the gradients (float32 [n, dim]) of distinct `keys`."""
+        copied = HostCopy(grads)
+        with self._lock:
+            if self._is_zeroed():
+                self._found.clear()
+            if self._anchor.grad is None:
+                self._anchor.grad = torch.zeros_like(self._anchor)
+            self._version = self._anchor.grad._version
+            self._found.append((keys, copied))
+
+    def take(self) -> list[RowGradient]:
+        """Return what an optimizer's step is to apply: all since the last ``zero_grad()``, as torch's gradients are.
+
+        Where no optimizer has the anchor, nobody zeroes it: then what was taken is forgotten.
+        """
+        with self._lock:
+            if self._anchor.grad is None:
+                self._found.clear()
+            found = [(keys, copied.wait()) for keys, copied in self._found]
+            if not self._keeps:
+                self._found.clear()
+            return found
+
+    def _is_zeroed(self) -> bool:
+        # Who writes to an empty gradient: backward, whose writes are noted here, and zero_(). (clip_grad_norm_ too; but
+        # nobody goes on accumulating after it.)
+        return self._anchor.grad is None or self._anchor.grad._version != self._version
+
+    def _accumulated(self, anchor: torch.Tensor) -> None:
+        with self._lock:
+            if anchor.grad is not None:
+                self._version = anchor.grad._version

@@ -1,0 +1,190 @@
+"""``Embedding`` and ``EmbeddingBag``: layers whose rows are in a sparse table, by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.errors import UsageError
+from paceline.ps import Initializer, Normal, UpdateRule
+from paceline.ps.sparse_store import Floats
+from paceline.torch.embeddings._distinct import DistinctKeys
+from paceline.torch.embeddings._lookup import OnGradient, gather, rows_of
+from paceline.torch.embeddings._source import RowSource
+
+MODES = ("sum", "mean", "max")
+
+
+class SparseRows(nn.Module):
+    """What both layers share: the table's settings, and the way to its rows. Abstract."""
+
+    def __init__(
+        self, dim: int, name: str | None, update: UpdateRule | None, initializer: Initializer | None, seed: int
+    ) -> None:
+        super().__init__()
+        what = type(self).__name__
+        if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= 1 << 16:
+            raise UsageError(f"{what}(dim={dim!r}): expected a whole number from 1 to 65536")
+        if update is not None and not isinstance(update, UpdateRule):
+            raise UsageError(f"{what}(update={update!r}): expected an update rule such as paceline.Adagrad(lr=0.1)")
+        if initializer is not None and not isinstance(initializer, Initializer):
+            raise UsageError(f"{what}(initializer={initializer!r}): expected one such as paceline.Normal(std=0.01)")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise UsageError(f"{what}(seed={seed!r}): expected a whole number")
+        if name is not None and (not isinstance(name, str) or not name):
+            raise UsageError(f"{what}(name={name!r}): expected the name of a table, or None for the module's own")
+        self.dim = dim
+        self.name = name
+        self.update = update
+        self.initializer = Normal(std=1.0) if initializer is None else initializer
+        self.seed = seed
+        self.anchor = nn.Parameter(torch.empty(0))
+        """Holds nothing: it is the module's place in the autograd graph, in the optimizer, and on a device."""
+        # Shared by shallow copies of the module: all replicas of a model have the same rows.
+        self._link = _Link()
+
+    def _fetch(self, keys: torch.Tensor) -> tuple[DistinctKeys, Floats, OnGradient]:
+        if not isinstance(keys, torch.Tensor):
+            raise UsageError(f"{self._own_name()} was called with a {type(keys).__name__}: expected a tensor of keys")
+        source = self._link.source
+        if source is None:
+            raise UsageError(
+                f"{self._own_name()} has no table yet: its rows are where the strategy puts them; call "
+                "strategy.prepare(model, optimizer, loader) before the model is used"
+            )
+        found, rows = source.lookup(keys)
+        return found, rows, source.gradients.add
+
+    def _own_name(self) -> str:
+        return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
+
+    def extra_repr(self) -> str:
+        """Return what the module's repr says."""
+        name = "" if self.name is None else f", name={self.name!r}"
+        return f"dim={self.dim}{name}"
+
+
+class _Link:
+    """A module's way to its table, made by ``prepare()``. It is not copied: a copy of the module has the same table."""
+
+    def __init__(self) -> None:
+        self.source: RowSource | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+        return _Link() if self.source is None else self
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()  # rows are saved by strategy.save(), not with the module
+
+
+class Embedding(SparseRows):
+    """An embedding for any keys, without a vocabulary: as ``torch.nn.Embedding``, with rows in a sparse table.
+
+    Called with int64 or uint64 keys of any shape ``[*]``, it returns float32 ``[*, dim]`` on its own device. A negative
+    int64 key is the uint64 of the same bits. A row exists from its first update; before that it reads as `initializer`
+    says (default: standard normal, as torch's), which depends on `seed` and key alone.
+
+    `update` is the rule for its rows, such as ``paceline.Adagrad(lr=0.1)``. By default it is what the program's
+    optimizer does, with its current learning rate. Only rows that were looked up are updated, weight decay and momentum
+    included, and Adam counts the updates of each row. `name` is the table's, by default the module's name in the model;
+    two modules with one name share the table. Where the rows are is the strategy's choice, whose ``prepare()`` comes
+    before the first use.
+
+    Raises UsageError for keys of another dtype, and before ``prepare()``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        name: str | None = None,
+        update: UpdateRule | None = None,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dim, name, update, initializer, seed)
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `keys`."""
+        found, rows, on_gradient = self._fetch(keys)
+        return gather(self.anchor, found, rows, on_gradient).view(*keys.shape, self.dim)
+
+
+class EmbeddingBag(SparseRows):
+    """Sums, means or maxima of bags of rows: as ``torch.nn.EmbeddingBag``, with rows in a sparse table.
+
+    Called with keys ``[bags, n]``, or with keys ``[n]`` and `offsets` (int64 ``[bags]``: where each bag begins), it
+    returns float32 ``[bags, dim]``; an empty bag gives zeros. `per_sample_weights`, float of the keys' shape, scale the
+    rows (mode ``sum`` only). All else is as for :class:`Embedding`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        name: str | None = None,
+        update: UpdateRule | None = None,
+        initializer: Initializer | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dim, name, update, initializer, seed)
+        if mode not in MODES:
+            raise UsageError(f"EmbeddingBag(mode={mode!r}): expected one of {', '.join(MODES)}")
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        keys: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return one row per bag."""
+        self._check(keys, offsets, per_sample_weights)
+        per_offsets = offsets is not None
+        found, rows, on_gradient = self._fetch(keys)
+        if offsets is None and not keys.shape[1]:
+            keys, offsets = keys.flatten(), keys.new_zeros(len(keys), dtype=torch.int64)
+        if offsets is None and self.mode != "max" and self.anchor.device.type == "cpu":
+            each = gather(self.anchor, found, rows, on_gradient).view(*keys.shape, self.dim)
+            if per_sample_weights is not None:
+                each = each * per_sample_weights.unsqueeze(-1)
+            return each.sum(1) if self.mode == "sum" else each.mean(1)
+        device = self.anchor.device
+        return functional.embedding_bag(
+            torch.from_numpy(found.inverse).to(device, torch.int64).view(keys.shape),
+            rows_of(self.anchor, found, rows, on_gradient),
+            None if offsets is None else offsets.to(device, torch.int64),
+            mode=self.mode,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(device),
+            include_last_offset=self.include_last_offset and per_offsets,
+        )
+
+    def _check(self, keys: Any, offsets: Any, weights: Any) -> None:
+        if not isinstance(keys, torch.Tensor):
+            return  # the lookup says so
+        if keys.dim() not in (1, 2):
+            raise UsageError(f"{self._own_name()} got keys of shape {list(keys.shape)}: expected [bags, n] or [n]")
+        if (keys.dim() == 1) != (offsets is not None):
+            wanted = "offsets, where each bag begins" if keys.dim() == 1 else "no offsets: every row is a bag"
+            raise UsageError(f"{self._own_name()} got keys of shape {list(keys.shape)}: with these it takes {wanted}")
+        if weights is not None and self.mode != "sum":
+            raise UsageError(f"{self._own_name()} has mode {self.mode}: per_sample_weights are for mode sum only")
+
+    def extra_repr(self) -> str:
+        """Return what the module's repr says."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def find_embeddings(model: nn.Module) -> dict[str, Embedding | EmbeddingBag]:
+    """Return a model's embeddings by their names in it; the model itself, if it is one, is ``embedding``."""
+    return {
+        name or "embedding": module
+        for name, module in model.named_modules()
+        if isinstance(module, (Embedding, EmbeddingBag))
+    }

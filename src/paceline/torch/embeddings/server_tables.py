@@ -1,0 +1,85 @@
+"""Rows of embeddings on parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paceline.errors import UsageError
+from paceline.ps import Client, Initializer, SparseTable, UpdateRule, read_records, to_fields, write_records
+from paceline.ps.messages import TableSpec
+from paceline.ps.sparse_store import Floats, Keys
+from paceline.torch.embeddings.tables import Push, RowTable, RowTables, RowTicket
+
+
+class ServerTable(RowTable):
+    """A sparse table of a cluster."""
+
+    is_shared = True
+
+    def __init__(self, client: Client, table: SparseTable) -> None:
+        self._client = client
+        self._table = table
+
+    @property
+    def spec(self) -> TableSpec:
+        """See :meth:`RowTable.spec`."""
+        return self._table.spec
+
+    def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
+        """See :meth:`RowTable.fetch`; waits for nothing."""
+        return self._table.pull_async(keys, assume_unique=True, ahead=int(ahead))
+
+    def push(self, keys: Keys, grads: Floats) -> None:
+        """Send the gradients of distinct keys; a failure is raised by the client's next tick."""
+        self._table.push(keys, grads, assume_unique=True)
+
+    def set_update(self, rule: UpdateRule) -> None:
+        """See :meth:`RowTable.set_update`: rank 0 speaks for all."""
+        if type(rule).__name__ != self.spec.update["kind"]:
+            raise UsageError(
+                f"embedding {self.spec.name!r} is updated by {self.spec.update['kind']}, and its state is of that "
+                f"rule: it cannot become {type(rule).__name__}"
+            )
+        if self._client.rank == 0:
+            self._table.set_update(rule)
+        else:
+            self._table.spec = self.spec.with_update(to_fields(rule))
+
+    def items(self) -> Iterable[tuple[Keys, Floats]]:
+        """See :meth:`RowTable.items`."""
+        return read_records(self._client, self.spec)
+
+    def write(self, keys: Keys, records: Floats) -> None:
+        """See :meth:`RowTable.write`."""
+        write_records(self._client, self.spec, keys, records)
+
+    def clear(self) -> None:
+        """See :meth:`RowTable.clear`."""
+        for keys, _ in self.items():
+            self._table.erase(keys)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+class ServerTables(RowTables):
+    """Every row on the servers of a cluster. Who ends the iterations (``client.tick()``) is the strategy's business.
+
+    Where the cluster's consistency lets a worker be an iteration behind itself (τ ≥ 1), rows are asked for one
+    iteration before their use, and may lack this worker's own last update; else once the iteration before is over.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.lead = 0 if client.consistency.tau == 0 else 1
+
+    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> ServerTable:
+        """See :meth:`RowTables.table`. Raises TableMismatchError if another rank has said otherwise."""
+        declared = self._client.sparse_table(name, dim=dim, update=rule, initializer=initializer, seed=seed)
+        return ServerTable(self._client, declared)
+
+    def push(self, pushes: Sequence[Push]) -> None:
+        """See :meth:`RowTables.push`; waits for nothing, and averages as the cluster's consistency says."""
+        for table, keys, grads in pushes:
+            assert isinstance(table, ServerTable)
+            table.push(keys, grads)

@@ -1,0 +1,243 @@
+"""Where the rows of embeddings are: in this process, in every rank, or on servers (:mod:`.server_tables`)."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from paceline.collectives import Group
+from paceline.errors import UsageError
+from paceline.ps import Initializer, SparseStore, UpdateRule, to_fields
+from paceline.ps.messages import TableSpec
+from paceline.ps.sparse_store import Floats, Keys
+from paceline.ps.tables import check_finite
+from paceline.torch.embeddings._distinct import sum_equal_keys
+
+Push = tuple["RowTable", Keys, Floats]
+"""A table, distinct keys of it, uint64 [n], and their gradients, float32 [n, dim]."""
+
+
+class RowTicket(Protocol):
+    """Rows on their way."""
+
+    def result(self) -> Floats:
+        """Wait; return them, float32 [n, dim]."""
+
+
+class RowTable(ABC):
+    """One table of rows, by uint64 key. A row exists from its first update."""
+
+    is_shared: bool
+    """Whether all ranks see the same rows, so that one of them writes for all."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> TableSpec:
+        """What defines the table, its update rule as it is now."""
+
+    @abstractmethod
+    def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
+        """Ask for the rows of distinct `keys` (uint64 [n]); with `ahead` those of the iteration after this one."""
+
+    @abstractmethod
+    def set_update(self, rule: UpdateRule) -> None:
+        """Take other hyperparameters of the same rule, from the next update on."""
+
+    @abstractmethod
+    def items(self) -> Iterable[tuple[Keys, Floats]]:
+        """Yield keys (uint64 [n]) and records (float32 [n, words]: value, then the rule's state), piece by piece."""
+
+    @abstractmethod
+    def write(self, keys: Keys, records: Floats) -> None:
+        """Set whole rows, as :meth:`items` yields them."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Erase all rows: they read as never updated."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+
+class RowTables(ABC):
+    """Where a strategy keeps the rows of a model's embeddings."""
+
+    lead: int | None = None
+    """How many iterations before its use a row is asked for: 1; 0: once the iteration before is over; None: there is
+    nothing to gain by asking early."""
+
+    @abstractmethod
+    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> RowTable:
+        """Return a table of rows of `dim` float32."""
+
+    @abstractmethod
+    def push(self, pushes: Sequence[Push]) -> None:
+        """Apply the gradients of one iteration, at most one push per table. Every rank calls it, in every iteration.
+
+        Raises NonFiniteError for NaN or Inf; then this rank's tables are unchanged.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of what is held. Idempotent."""
+
+
+class LocalTable(RowTable):
+    """Rows in this process. Threads take turns."""
+
+    is_shared = False
+
+    def __init__(self, spec: TableSpec, rule: UpdateRule, initializer: Initializer) -> None:
+        self._spec = spec
+        self._initializer = initializer
+        self._lock = threading.Lock()
+        self._store = self._make(rule)
+
+    def _make(self, rule: UpdateRule) -> SparseStore:
+        return SparseStore(dim=self._spec.dim, rule=rule, initializer=self._initializer, seed=self._spec.seed)
+
+    @property
+    def spec(self) -> TableSpec:
+        """See :meth:`RowTable.spec`."""
+        return self._spec
+
+    def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
+        """See :meth:`RowTable.fetch`; the rows are here at once."""
+        rows = np.empty((len(keys), self._spec.dim), np.float32)
+        with self._lock:
+            self._store.pull(keys, rows)
+        return _Here(rows)
+
+    def apply(self, keys: Keys, grads: Floats) -> None:
+        """Update the rows of distinct keys, with gradients that are finite."""
+        with self._lock:
+            self._store.push(keys, grads)
+
+    def set_update(self, rule: UpdateRule) -> None:
+        """See :meth:`RowTable.set_update`."""
+        if type(rule) is not type(self._store.rule):
+            raise UsageError(
+                f"embedding {self._spec.name!r} is updated by {type(self._store.rule).__name__}, and its state is of "
+                f"that rule: it cannot become {type(rule).__name__}"
+            )
+        with self._lock:
+            self._store.rule = rule
+            self._store.parameters[: len(rule.hyper)] = rule.hyper
+        self._spec = self._spec.with_update(to_fields(rule))
+
+    def items(self) -> Iterable[tuple[Keys, Floats]]:
+        """See :meth:`RowTable.items`."""
+        return self._store.items()
+
+    def write(self, keys: Keys, records: Floats) -> None:
+        """See :meth:`RowTable.write`."""
+        with self._lock:
+            self._store.write_records(keys, records)
+
+    def clear(self) -> None:
+        """See :meth:`RowTable.clear`."""
+        with self._lock:
+            self._store = self._make(self._store.rule)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+
+class _Here:
+    """Rows that are here."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: Floats) -> None:
+        self._rows = rows
+
+    def result(self) -> Floats:
+        return self._rows
+
+
+class LocalTables(RowTables):
+    """Every row in this process, for strategies that are one process."""
+
+    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> LocalTable:
+        """See :meth:`RowTables.table`."""
+        return LocalTable(_spec(name, dim, rule, initializer, seed), rule, initializer)
+
+    def push(self, pushes: Sequence[Push]) -> None:
+        """See :meth:`RowTables.push`."""
+        for table, _, grads in pushes:
+            check_finite(grads.reshape(-1), "this process", table.spec.name)
+        for table, keys, grads in pushes:
+            assert isinstance(table, LocalTable)
+            table.apply(keys, grads)
+
+
+class ReplicatedTables(RowTables):
+    """Every row in every rank of a group. All ranks apply the mean of their gradients, so that all have the same rows.
+
+    A push is two all-gathers, of sizes and of keys with gradients. Sums are made in the ranks' order, on each of them,
+    so that the copies stay equal bit by bit. A rank that has no batch any more pushes nothing; the mean stays one over
+    all.
+    """
+
+    def __init__(self, group: Group | None) -> None:
+        self._group = group if group is not None and group.size > 1 else None
+        self._tables: dict[str, LocalTable] = {}
+        self._local = LocalTables()
+
+    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> LocalTable:
+        """See :meth:`RowTables.table`."""
+        found = self._tables[name] = self._local.table(name, dim, rule, initializer, seed)
+        return found
+
+    def push(self, pushes: Sequence[Push]) -> None:
+        """See :meth:`RowTables.push`."""
+        if self._group is None:
+            self._local.push(pushes)
+            return
+        by_name = {table.spec.name: (keys, grads) for table, keys, grads in pushes}
+        own = [by_name.get(name) for name in self._tables]
+        # A rank with NaN takes part all the same, and all of them learn of it: else the others would wait for it.
+        counts = self._group.all_gather(np.array([0 if push is None else len(push[0]) for push in own], np.int64))
+        sizes = counts.reshape(self._group.size, len(own))
+        words = [2 + table.spec.dim for table in self._tables.values()]
+        parts = [
+            np.concatenate([push[0].view(np.float32).reshape(-1, 2), push[1].reshape(len(push[0]), -1)], 1).reshape(-1)
+            for push in own
+            if push is not None
+        ]
+        packed = np.concatenate(parts) if parts else np.empty(0, np.float32)
+        totals = [int(total) for total in sizes @ np.array(words, np.int64)]
+        everything = self._group.all_gather(packed.view(np.uint32), sizes=totals).view(np.float32)
+        self._apply(everything, sizes.tolist(), words)
+
+    def _apply(self, everything: Floats, sizes: list[list[int]], words: list[int]) -> None:
+        gathered: list[list[tuple[int, Floats]]] = [[] for _ in words]
+        at = 0
+        for rank, counts in enumerate(sizes):
+            for number, count in enumerate(counts):
+                end = at + count * words[number]
+                gathered[number].append((rank, everything[at:end].reshape(count, words[number])))
+                at = end
+        for table, parts in zip(self._tables.values(), gathered, strict=True):
+            for rank, part in parts:
+                check_finite(np.ascontiguousarray(part[:, 2:]).reshape(-1), f"rank {rank}", table.spec.name)
+        for table, parts in zip(self._tables.values(), gathered, strict=True):
+            keys = [np.ascontiguousarray(part[:, :2]).view(np.uint64).reshape(-1) for _, part in parts]
+            unique, summed = sum_equal_keys(keys, [part[:, 2:] for _, part in parts], table.spec.dim)
+            if len(unique):
+                table.apply(unique, summed * np.float32(1.0 / len(sizes)))
+
+
+def _spec(name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> TableSpec:
+    return TableSpec(
+        name=name,
+        kind="sparse",
+        dim=dim,
+        update=to_fields(rule),
+        initializer=to_fields(initializer),
+        seed=seed % 2**63,
+    ).with_update(to_fields(rule))

@@ -1,0 +1,21 @@
+"""How one training loop is spread: a file per strategy, over one small base."""
+
+from paceline.torch.strategies.all_reduce import AllReduce
+from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.central_storage import CentralStorage
+from paceline.torch.strategies.choosing import strategy
+from paceline.torch.strategies.hybrid import Hybrid
+from paceline.torch.strategies.mirrored import Mirrored
+from paceline.torch.strategies.one_device import OneDevice
+from paceline.torch.strategies.parameter_server import ParameterServer
+
+__all__ = [
+    "AllReduce",
+    "CentralStorage",
+    "Hybrid",
+    "Mirrored",
+    "OneDevice",
+    "ParameterServer",
+    "Strategy",
+    "strategy",
+]

@@ -1,0 +1,96 @@
+"""The processes of one training, as its strategy sees them: who they are, and how they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.collectives import Group, init
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.torch._registration import join_through
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+
+class Ranks:
+    """The ranks of a training: one, or those that a launcher has started.
+
+    `group` is theirs alone (None for a single rank): metrics, barriers and agreements do not get into the way of what
+    the user's program or DistributedDataParallel sends.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1, group: Group | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.group = group
+        self._owns_torch = False
+
+    @classmethod
+    def meet(cls, timeout: timedelta = DEFAULT_TIMEOUT, *, backend: str | None = None) -> Ranks:
+        """Meet the ranks that the environment names (``RANK``, ``WORLD_SIZE``, … of torchrun, mpirun or Slurm).
+
+        With a `backend`, ``torch.distributed`` is initialized with it, unless the program has done so, and the ranks
+        meet through its store. Without RANK this process is the only rank.
+        """
+        told = environment()
+        if told.rank is None and not dist.is_initialized():
+            if backend is None:
+                return cls()
+            ranks = cls()
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            ranks._owns_torch = True
+            return ranks
+        owns_torch = False
+        if backend is not None and not dist.is_initialized():
+            dist.init_process_group(backend, rank=told.rank or 0, world_size=told.world_size or 1, timeout=timeout)
+            owns_torch = True
+        if dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+            store = dist.distributed_c10d._get_default_store()
+            group = join_through(store, rank, size, "strategy", timeout)
+        else:
+            group = init(timeout=timeout)
+            rank, size = group.rank, group.size
+        ranks = cls(rank, size, _or(told.local_rank, rank), _or(told.local_world_size, size), group)
+        ranks._owns_torch = owns_torch
+        return ranks
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.group is not None:
+            self.group.barrier()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return every rank's `value` (what msgpack can hold), by rank."""
+        return [value] if self.group is None else self.group.all_gather_objects(value)
+
+    def agree(self, value: Any, describe: Callable[[int, Any, Any], str]) -> None:
+        """Raise UsageError on every rank unless all have the same `value`.
+
+        ``describe(rank, theirs, first)`` makes the sentence, for the first rank that differs from rank 0.
+        """
+        values = self.exchange(value)
+        for rank, theirs in enumerate(values):
+            if theirs != values[0]:
+                raise UsageError(describe(rank, theirs, values[0]))
+
+    def close(self) -> None:
+        """Leave the group, and ``torch.distributed`` if it was initialized here. Idempotent."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+        if self._owns_torch and dist.is_initialized():
+            self._owns_torch = False
+            dist.destroy_process_group()
+
+
+def _or(value: int | None, other: int) -> int:
+    return other if value is None else value

@@ -1,0 +1,81 @@
+"""Replicas of a module: shallow copies with their own parameters and buffers, and what is kept of them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+_MISSING = object()
+
+
+class ReplicaModule:
+    """A replica of `module`, made as ``torch.nn.DataParallel`` makes it, save that its parameters are parameters too.
+
+    Module for module it is a shallow copy: what the original has, hooks and attributes, the copy has at this moment.
+    `values` are its parameters' by the identity of the original's. Its buffers are the original's own
+    (``shares_buffers``), or copies on `device`.
+    """
+
+    def __init__(
+        self, module: nn.Module, values: Mapping[int, torch.Tensor], device: torch.device, *, shares_buffers: bool
+    ) -> None:
+        copies: dict[int, nn.Module] = {}
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        for original in module.modules():
+            copy = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+            copies[id(original)] = copy
+            self._pairs.append((original, copy))
+        self.module = copies[id(module)]
+        self.parameters: dict[int, nn.Parameter] = {}
+        """Its parameters, by the identity of the original's."""
+        buffers: dict[int, torch.Tensor] = {}
+        for original, copy in self._pairs:
+            for name, child in original._modules.items():
+                copy._modules[name] = None if child is None else copies[id(child)]
+            for name, parameter in original._parameters.items():
+                if parameter is None:
+                    copy._parameters[name] = None
+                    continue
+                if id(parameter) not in self.parameters:
+                    value = values[id(parameter)]
+                    self.parameters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                setattr(copy, name, self.parameters[id(parameter)])  # A recurrent module also lists them elsewhere.
+            for name, buffer in original._buffers.items():
+                if buffer is None or shares_buffers:
+                    continue
+                if id(buffer) not in buffers:
+                    buffers[id(buffer)] = buffer.detach().to(device, copy=True)
+                copy._buffers[name] = buffers[id(buffer)]
+            attributes = vars(copy)
+            for name, attribute in attributes.items():
+                if isinstance(attribute, MethodType) and id(attribute.__self__) in copies:
+                    attributes[name] = MethodType(attribute.__func__, copies[id(attribute.__self__)])
+        self._attributes: list[dict[str, Any]] = []
+
+    def watch(self) -> None:
+        """Note the attributes before a forward, for :meth:`keep_state` after it."""
+        self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
+
+    def keep_state(self) -> None:
+        """Give the original modules this replica's buffers, and the attributes that changed since :meth:`watch`.
+
+        Buffers that were copied are all copied back: BatchNorm writes to its statistics without raising their version.
+        """
+        for (original, copy), attributes in zip(self._pairs, self._attributes, strict=True):
+            for name, value in vars(copy).items():
+                if attributes.get(name, _MISSING) is not value:
+                    vars(original)[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            for name, buffer in copy._buffers.items():
+                mine = original._buffers.get(name)
+                if buffer is mine:
+                    continue
+                if buffer is None or mine is None:
+                    original._buffers[name] = buffer
+                elif buffer.shape == mine.shape and buffer.dtype == mine.dtype:
+                    mine.copy_(buffer)
+                else:
+                    original._buffers[name] = buffer.detach().to(mine.device)

@@ -1,0 +1,106 @@
+"""Threads that compute the replicas of a model at the same time, in the state that the caller's thread is in."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class ReplicaThreads:
+    """A thread for each replica, kept between forwards; each has its share of the cores for work inside an operator."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, work: Callable[[int], T], num_replicas: int, *, grad: bool = False) -> list[T]:
+        """Return ``work(i)`` of the first replicas, computed at the same time, with the grad mode `grad`.
+
+        The caller's inference mode, autocast, CUDA streams and context variables hold in the threads. What a replica
+        raises is raised, after all have ended, with the replica and its device in its message; if several fail, the
+        first one's.
+        """
+        pool = self._started()
+        carried = _Carried(self._devices[:num_replicas], grad)
+
+        def run_one(replica: int) -> T:
+            with carried.over(replica):
+                return work(replica)
+
+        futures = [pool.submit(contextvars.copy_context().run, run_one, i) for i in range(num_replicas)]
+        wait(futures)
+        for replica, future in enumerate(futures):
+            error = future.exception()
+            if error is not None:
+                _say_where(error, f"replica {replica} of {num_replicas} on {self._devices[replica]}")
+                raise error
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """End the threads. Idempotent; a later :meth:`run` starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def _started(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            # torch keeps the number of threads inside an operator by calling thread, and the last one set is what new
+            # threads begin with: so this thread, which is not to change, sets its own again.
+            count, num_threads = len(self._devices), torch.get_num_threads()
+            all_here = threading.Barrier(count)
+
+            def start() -> None:
+                torch.get_num_threads()  # A thread's first call takes over the common number, whatever it has set.
+                torch.set_num_threads(max(1, num_threads // count))
+                all_here.wait()
+
+            self._pool = ThreadPoolExecutor(count, thread_name_prefix="paceline-replica")
+            wait([self._pool.submit(start) for _ in range(count)])
+            torch.set_num_threads(num_threads)
+        return self._pool
+
+
+class _Carried:
+    """The state of the caller's thread that torch keeps by thread."""
+
+    def __init__(self, devices: Sequence[torch.device], grad: bool) -> None:
+        self._devices = devices
+        self._grad = grad
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in sorted({"cpu", *(device.type for device in devices)})
+            if torch.is_autocast_enabled(kind)
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+        self._streams = [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in devices]
+
+    @contextlib.contextmanager
+    def over(self, replica: int) -> Iterator[None]:
+        """Have that state in this thread, with the replica's device the current one."""
+        with contextlib.ExitStack() as stack:
+            stream = self._streams[replica]
+            if stream is not None:
+                stack.enter_context(torch.cuda.device(self._devices[replica]))
+                stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._caches))
+            yield
+
+
+def _say_where(error: BaseException, where: str) -> None:
+    """Put `where` before the error's message, of whatever type it is."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+    if where not in str(error) and hasattr(error, "add_note"):
+        error.add_note(f"in {where}")

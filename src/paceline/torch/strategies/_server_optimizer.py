@@ -1,0 +1,63 @@
+"""The optimizer that a training loop has where the servers do the updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+
+
+class ServerOptimizer(Optimizer):
+    """Stands for the user's optimizer: has its parameter groups, hooks and schedulers, and another step.
+
+    The state (momentum and the like) lies on the servers: ``state_dict()`` has the hyperparameters alone, and
+    ``strategy.save`` both.
+    """
+
+    # Optimizer.__init__ is not called: what is not defined here, attributes included, is the user's optimizer's.
+
+    def __init__(self, inner: Optimizer, step: Callable[[], None], load: Callable[[dict[int, Any]], None]) -> None:
+        self.inner = inner
+        self._step = step
+        self._load = load
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the user's optimizer's."""
+        if name == "inner":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Send what gradients are left, end the iteration, and ask for the new values."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See :meth:`torch.optim.Optimizer.zero_grad`."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the hyperparameters as torch does; the state of the parameters is on the servers."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state that torch's optimizer has saved, to the servers; every rank calls it."""
+        self.inner.load_state_dict({**state_dict, "state": {}})
+        self._load(state_dict["state"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise UsageError: what lies on the servers is settled by prepare()."""
+        raise UsageError("add_param_group() after prepare(): give the optimizer all of its parameters before")
+
+    def __repr__(self) -> str:
+        return f"ServerOptimizer({self.inner!r})"

@@ -1,0 +1,104 @@
+"""A batch in parts, and the outputs of the parts together again: pure, on flat lists of leaves as pytrees give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+
+
+def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
+    """Return the leaves of each part: every tensor split along dimension 0 as ``torch.chunk`` does, all else whole.
+
+    So 30 rows in 8 parts are 4,4,4,4,4,4,4,2, and 10 rows in 8 are 2,2,2,2,2: there may be fewer parts than asked for,
+    never an empty one. A tensor without dimensions goes to every part, and where no tensor has any there is one part.
+
+    Raises UsageError for tensors that differ in their size along dimension 0, and for a batch of 0.
+    """
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if not shapes:
+        return [list(leaves)]
+    size = shapes[0][0]
+    if any(shape[0] != size for shape in shapes):
+        raise UsageError(
+            f"the model was called with tensors of shapes {_listed(shapes)}: replicas split every tensor along its "
+            "first dimension, which must be the batch in all; make what all examples share a buffer of the model"
+        )
+    if size == 0:
+        raise UsageError(
+            "the model was called with a batch of 0 examples: replicas need 1 or more; skip the empty batch"
+        )
+    rows = -(-size // num_parts)
+    columns = [
+        leaf.chunk(num_parts) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * -(-size // rows)
+        for leaf in leaves
+    ]
+    return [list(part) for part in zip(*columns, strict=True)]
+
+
+def num_rows(part: Sequence[Any]) -> int | None:
+    """Return how many examples a part has; None if it has no tensor to tell by."""
+    return next((len(leaf) for leaf in part if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
+
+
+def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -> None:
+    """Raise UsageError unless the outputs of the parts, of `sizes` examples each, can be put together.
+
+    Tensors need dimensions of the same kind and dimension 0 in proportion to the batch (a multiple of it is right: rows
+    by time steps), or no dimension at all; all else must be the same in every part.
+    """
+    for column in zip(*parts, strict=True):
+        first = column[0]
+        if isinstance(first, torch.Tensor):
+            if not all(isinstance(leaf, torch.Tensor) and leaf.dim() == first.dim() for leaf in column):
+                raise UsageError(
+                    f"the replicas' outputs do not fit together: {_listed([_kind(leaf) for leaf in column])}; return "
+                    "the same from each forward"
+                )
+            if first.dim():
+                _check_rows(column, sizes)
+        elif not all(isinstance(leaf, type(first)) for leaf in column) or not (
+            first is None or (isinstance(first, (bool, int, float, str)) and all(leaf == first for leaf in column))
+        ):
+            raise UsageError(
+                f"the replicas returned {_listed(column)}, which cannot be put together: return tensors, alone or in "
+                "tuples, lists and dictionaries"
+            )
+
+
+def gather(column: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the tensors of all parts as one on `device`, joined along dimension 0; numbers as a vector of them."""
+    here = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]
+    return torch.cat(here) if here[0].dim() else torch.stack(here)
+
+
+def scatter(gathered: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts of what :func:`gather` joined, each on the device of its tensor in `like`."""
+    if like[0].dim():
+        parts: Sequence[torch.Tensor] = gathered.split_with_sizes([len(tensor) for tensor in like])
+    else:
+        parts = gathered.unbind()
+    return [part.to(tensor.device) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _check_rows(column: Sequence[torch.Tensor], sizes: Sequence[int | None]) -> None:
+    if None in sizes:
+        return
+    rows = [len(tensor) for tensor in column]
+    factor, rest = divmod(rows[0], sizes[0] or 1)
+    if rest or any(n != factor * (size or 1) for n, size in zip(rows, sizes, strict=True)):
+        raise UsageError(
+            f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples: the replicas' "
+            "outputs are joined along the first dimension, which must be the batch; put it first, or return a number"
+        )
+
+
+def _kind(leaf: Any) -> str:
+    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+
+
+def _listed(found: Sequence[Any]) -> str:
+    return ", ".join(str(one) for one in found[:4]) + (", …" if len(found) > 4 else "")

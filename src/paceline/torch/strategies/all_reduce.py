@@ -1,0 +1,191 @@
+"""One process per device: gradients are averaged by all-reduce while backward runs, every rank updates its copy."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.torch.embeddings import ReplicatedTables, RowTables
+from paceline.torch.strategies._compression import check_compression, compress
+from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies._replica import Replica, raise_for_unused
+from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
+from paceline.torch.strategies.sync_batch_norm import with_sync_batch_norm
+
+BACKENDS = ("paceline", "gloo", "nccl")
+
+
+class AllReduce(Strategy):
+    """Data parallelism over PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020).
+
+    The result is that of one process on the ranks' batches together, if the loss is a mean and they are equally large.
+
+    `backend`: ``paceline`` (CUDA tensors go by NCCL), ``gloo`` or ``nccl``; a ``torch.distributed`` that the program
+    has initialized stays as it is. `join` lets ranks have unequal numbers of batches: one that has run out takes part
+    with zero gradients (still divided by all ranks), and at the end of the epoch all have the values and the optimizer
+    state of the one that went on longest; a scheduler that is called in every step stays behind. `compression`:
+    ``fp16``, ``bf16`` or ``powersgd:R`` on the wire. `sync_batch_norm` makes BatchNorm layers normalize over all ranks.
+    `find_unused_parameters` allows parameters that have no part in the loss, `static_graph` promises that the same ones
+    are used in every step; both as DistributedDataParallel means them. `bucket_mb`: mebibytes of gradients sent at
+    once. `timeout`: how long a rank is waited for.
+
+    Raises UsageError for an option that is unknown or does not go with another.
+    """
+
+    name: ClassVar[str] = "all-reduce"
+
+    def __init__(
+        self,
+        *,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        join: bool = False,
+        compression: str | None = None,
+        sync_batch_norm: bool = False,
+        find_unused_parameters: bool = False,
+        bucket_mb: float = 25,
+        static_graph: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        check_compression(compression)
+        if backend is not None and backend not in BACKENDS:
+            raise UsageError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+        if bucket_mb <= 0:
+            raise UsageError(f"bucket_mb={bucket_mb}: expected more than 0")
+        if join and sync_batch_norm:
+            raise UsageError(
+                "join=True and sync_batch_norm=True: a rank that has run out of data has no batch to normalize with; "
+                "choose one of them"
+            )
+        chosen = choose_device(device, environment().local_rank or 0)
+        if backend == "nccl" and chosen.type != "cuda":
+            raise UsageError(f"backend='nccl' is for CUDA devices, this rank's is {chosen}: leave backend out")
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        super().__init__(Ranks.meet(timeout, backend=backend or "paceline"), device=chosen, seed=seed)
+        self.takes_uneven = join
+        self._compression = compression
+        self._sync_batch_norm = sync_batch_norm
+        self._find_unused_parameters = find_unused_parameters
+        self._static_graph = static_graph
+        self._bucket_mb = bucket_mb
+        self._wraps = backend is not None or self.world_size > 1  # a single rank has nothing to average
+        self._replica: Replica | None = None
+
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        if self.embedder is not None:
+            if self.takes_uneven:
+                raise UsageError(
+                    "join=True does not go with embeddings: give every rank as many batches, and leave it out"
+                )
+            self.embedder.step_with(optimizer)
+        if not self._wraps:
+            return model, optimizer
+        if self._sync_batch_norm and self.world_size > 1:
+            self.module = model = with_sync_batch_norm(model)
+        if not any(named_parameters(model)):
+            self._broadcast_values(model)
+            return model, optimizer
+        self._replica = self._wrap(model)
+        if optimizer is not None and not (self._find_unused_parameters or self._static_graph):
+            raise_for_unused(model, optimizer, self.rank)
+        return self._replica, optimizer
+
+    def _wrap(self, model: nn.Module) -> Replica:
+        anchors = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+        if anchors:
+            Replica._set_params_and_buffers_to_ignore_for_model(model, anchors)  # type: ignore[no-untyped-call]
+        replica = Replica(
+            model,
+            bucket_cap_mb=self._bucket_mb,
+            find_unused_parameters=self._find_unused_parameters,
+            static_graph=self._static_graph,
+            gradient_as_bucket_view=True,
+        )
+        if self._compression is not None:
+            compress(replica, self._compression)
+        return replica
+
+    def _broadcast_values(self, model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.numel():
+                dist.broadcast(tensor.detach(), 0)
+
+    def _row_tables(self) -> RowTables:
+        return ReplicatedTables(self._ranks.group)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which ``backward()`` only adds to this rank's gradients; forward belongs into it too."""
+        if self._replica is None:
+            return contextlib.nullcontext()
+        context: AbstractContextManager[None] = self._replica.no_sync()
+        return context
+
+    @contextlib.contextmanager
+    def epoch(self, num_batches: int | None) -> Iterator[None]:
+        """Return a context for the training loader's iteration: with ``join`` it waits for the ranks with more data."""
+        if not self.takes_uneven or self._replica is None:
+            yield
+            return
+        num_steps = 0
+
+        def count(*_: Any) -> None:
+            nonlocal num_steps
+            num_steps += 1
+
+        hook = None if self.optimizer is None else self.optimizer.register_step_post_hook(count)
+        waiting: AbstractContextManager[None] = self._replica.join()
+        try:
+            yield
+            with warnings.catch_warnings():  # torch leaves the process's filters changed
+                waiting.__exit__(None, None, None)
+        finally:
+            if hook is not None:
+                hook.remove()
+        self._share_optimizer_state(num_steps)
+
+    def _share_optimizer_state(self, num_steps: int) -> None:
+        """Give all ranks the optimizer state of the first that made the most steps: the others missed some."""
+        counts = self._ranks.exchange(num_steps)
+        group = self._ranks.group
+        if len(set(counts)) == 1 or group is None:
+            return
+        source = counts.index(max(counts))
+        state = self._gather_optimizer_state()
+        described: list[list[Any]] = [
+            [number, key, _describe(value)] for number, entry in state.items() for key, value in entry.items()
+        ]
+        described = group.broadcast_object(described if self.rank == source else None, root=source)
+        shared: dict[int, dict[str, Any]] = {}
+        for number, key, (kind, value) in described:
+            if kind != "value":
+                tensor = torch.empty(value, dtype=getattr(torch, kind))
+                if self.rank == source:
+                    tensor.copy_(state[number][key])
+                value = group.broadcast(tensor, root=source)
+            shared.setdefault(number, {})[key] = value
+        if self.rank != source:
+            self._scatter_optimizer_state(shared)
+
+    def close(self) -> None:
+        """Leave the other ranks. Idempotent."""
+        self._replica = None
+        super().close()
+
+
+def _describe(value: Any) -> tuple[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch."), list(value.shape)
+    return "value", value

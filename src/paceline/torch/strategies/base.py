@@ -1,0 +1,302 @@
+"""What every strategy is: the way one training loop is spread over devices, processes and servers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.torch.embeddings import Embedder, RowTables, find_embeddings
+from paceline.torch.strategies._ranks import Ranks
+from paceline.torch.strategies.loaders import Loader
+
+
+class Strategy(ABC):
+    """How a training loop is spread. The loop itself never changes::
+
+        strategy = paceline.torch.strategy()
+        model, optimizer, loader = strategy.prepare(model, optimizer, loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+        strategy.save("model/")
+
+    Abstract: a subclass says in :meth:`_spread` how the model and the optimizer are spread, and overrides the hooks
+    that differ for it. `seed` decides how data are shuffled; give every rank the same one. A strategy may be used as a
+    context manager, and is closed by :meth:`close` or when the process ends.
+    """
+
+    name: ClassVar[str]
+    """As ``paceline run --strategy`` spells it."""
+    shards_data: ClassVar[bool] = True
+    """Whether each rank gets its own part of the data."""
+    takes_uneven: bool = False
+    """Whether ranks may have unequal numbers of batches in an epoch."""
+
+    def __init__(self, ranks: Ranks, *, device: torch.device | str | None = None, seed: int = 0) -> None:
+        self._ranks = ranks
+        self.seed = seed
+        self.device = choose_device(device, ranks.local_rank)
+        self.storage = self.device
+        """Where the model's variables live: elsewhere than on the device only if a strategy says so."""
+        self.module: nn.Module | None = None
+        """The model that was prepared, as it was given: not wrapped."""
+        self.optimizer: Optimizer | None = None
+        """The optimizer that was prepared, as it was given."""
+        self.scheduler: Any = None
+        self.embedder: Embedder | None = None
+        """What serves the model's embeddings; None if it has none."""
+
+    # Who we are.
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return self._ranks.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those of its host."""
+        return self._ranks.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train."""
+        return self._ranks.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
+        return self.rank == 0
+
+    # Getting ready.
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer | None = None, loader: Any = None, scheduler: Any = None
+    ) -> Any:
+        """Return what was given, in the same order, ready for this strategy; a model alone is returned alone.
+
+        The model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. `loader` is
+        a ``torch.utils.data.DataLoader``: each rank gets its part, of a map dataset reshuffled in every epoch
+        (see :class:`~paceline.torch.strategies.loaders.Loader`); its batch size is per rank. `scheduler` is a
+        learning-rate scheduler of `optimizer`. Call it once; further loaders, for evaluation, by
+        :meth:`prepare_loader`.
+
+        Raises UsageError, on every rank, for models or loaders that differ between ranks, for a loader of length 0, and
+        for an optimizer that the strategy has no rule for.
+        """
+        if self.module is not None:
+            raise UsageError("prepare() was called twice: one strategy trains one model; make a second strategy")
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"prepare(model={type(model).__name__}): expected a torch.nn.Module first")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise UsageError(f"prepare(optimizer={type(optimizer).__name__}): expected a torch.optim.Optimizer second")
+        self._ranks.agree(_signature(model), _describe_difference)
+        model.to(self.storage)
+        self.module, self.optimizer, self.scheduler = model, optimizer, scheduler
+        embeddings = find_embeddings(model)
+        if embeddings:
+            self.embedder = Embedder(embeddings, self._row_tables(), optimizer)
+        prepared: list[Any] = list(self._spread(model, optimizer))
+        if loader is not None:
+            prepared.append(self.prepare_loader(loader, prefetch=True))
+        if scheduler is not None:
+            prepared.append(scheduler)
+        found = [part for part in prepared if part is not None]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
+        """Return a loader that yields this rank's part of the data, on the strategy's device.
+
+        With ``shard=False`` every rank gets all of it. `prefetch` is for the training loader: the rows that embeddings
+        will need are fetched one batch ahead.
+        """
+        return Loader(loader, self, shard=shard and self.shards_data, trains=prefetch)
+
+    @abstractmethod
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Return the model and the optimizer that the loop is to use; the model is on the device."""
+
+    @abstractmethod
+    def _row_tables(self) -> RowTables:
+        """Return where the rows of embeddings live."""
+
+    # In the loop.
+
+    def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which ``backward()`` only adds to the gradients: nothing is sent, ``step()`` comes later.
+
+        ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` around forward and backward sends with every fourth.
+        """
+        return contextlib.nullcontext() if is_last else self.no_sync()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which ``backward()`` only adds to this rank's gradients."""
+        return contextlib.nullcontext()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients as ``torch.nn.utils.clip_grad_norm_``, of the whole batch of all ranks; return their norm.
+
+        Call it between ``backward()`` and ``optimizer.step()``. Embeddings' rows are not clipped.
+        """
+        assert self.module is not None, "prepare() comes first"
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+
+    def epoch(self, num_batches: int | None) -> AbstractContextManager[None]:
+        """Return a context that the training loader's iteration runs in; `num_batches` is this rank's, if known."""
+        return contextlib.nullcontext()
+
+    def _ran_out(self) -> None:
+        """Know that the training loader has ended by itself; :meth:`epoch` is still open."""
+
+    # Together.
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """Return `value` over all ranks, on each: a number, a tensor, or a dictionary of them (for metrics).
+
+        `op` is ``mean``, ``sum``, ``min`` or ``max``. Numbers come back as float, tensors as tensors of their kind.
+        """
+        if op not in ("mean", "sum", "min", "max"):
+            raise UsageError(f"reduce(op={op!r}): expected mean, sum, min or max")
+        if isinstance(value, Mapping):
+            return {key: self.reduce(value[key], op) for key in sorted(value)}
+        if isinstance(value, torch.Tensor):
+            if self._ranks.group is None:
+                return value.clone()
+            wide = value.detach().to("cpu", torch.float64, copy=True)
+            return self._ranks.group.all_reduce(wide, op).to(value.device, value.dtype)
+        if self._ranks.group is None:
+            return float(value)
+        return float(self._ranks.group.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._ranks.barrier()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print, on rank 0 only."""
+        if self.is_main:
+            print(*values, **options, flush=True)
+
+    # Keeping.
+
+    def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
+        """Write a checkpoint; every rank calls it, rank 0 writes, all wait. Loads under any strategy and world size.
+
+        It has the model, the optimizer's and the scheduler's state, the embeddings' tables, and `extra` (what JSON can
+        hold: the epoch, for instance). A checkpoint that was there is replaced, whole or not at all.
+        """
+        from paceline.torch.strategies.checkpoints import save
+
+        save(self, directory, extra)
+
+    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Load a checkpoint that any strategy has saved, and return its `extra`; every rank calls it after `prepare`.
+
+        Raises ModelError for one that is missing, damaged, or of another model.
+        """
+        from paceline.torch.strategies.checkpoints import load
+
+        return load(self, directory)
+
+    def _gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+        """Return torch's own optimizer state, by the parameter's number; every rank calls it, rank 0's counts."""
+        assert self.optimizer is not None
+        state: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
+        return state
+
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
+        """Take an optimizer state as :meth:`_gather_optimizer_state` returns it; every rank has it."""
+        assert self.optimizer is not None
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+    def _gather_values(self) -> None:  # noqa: B027
+        """See that the module on rank 0 holds the current values; every rank calls it."""
+
+    def _scatter_values(self) -> None:  # noqa: B027
+        """Take the module's values, which are the same on every rank, for the current ones; every rank calls it."""
+
+    # The end.
+
+    def close(self) -> None:
+        """Leave the other ranks and the servers. Idempotent."""
+        if self.embedder is not None:
+            self.embedder.close()
+        self._ranks.close()
+
+    def __enter__(self) -> Strategy:
+        """Return itself; it is closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
+
+
+def choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.device:
+    """Return the device of a rank: the one wanted, else the CUDA device of its number, else the CPU.
+
+    Raises UsageError for CUDA where there is none.
+    """
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is None:
+        return torch.device("cuda", local_rank % num_cuda) if num_cuda else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise UsageError(f"device={wanted!r}: {error}") from None
+    if device.type != "cuda":
+        return device
+    if not num_cuda:
+        raise UsageError(f"device={str(wanted)!r} was asked for, and there is no CUDA device here: leave it out")
+    device = torch.device("cuda", local_rank % num_cuda) if device.index is None else device
+    if device.index >= num_cuda:
+        raise UsageError(f"device={str(wanted)!r} was asked for, and there are {num_cuda} CUDA devices here")
+    return device
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that are trained, embeddings' anchors (which hold nothing) aside."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            yield name, parameter
+
+
+def _signature(model: nn.Module) -> list[list[Any]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors]
+
+
+def _describe_difference(rank: int, theirs: list[list[Any]], first: list[list[Any]]) -> str:
+    def show(found: list[list[Any]], position: int) -> str:
+        if position >= len(found):
+            return "nothing"
+        name, shape, dtype = found[position]
+        return f"{name!r} ({dtype} {shape})"
+
+    position = next((i for i, (a, b) in enumerate(zip(theirs, first, strict=False)) if a != b), None)
+    position = min(len(theirs), len(first)) if position is None else position
+    return (
+        f"rank {rank} has another model than rank 0: {show(theirs, position)} where rank 0 has "
+        f"{show(first, position)}; build the same model on every rank"
+    )
+
+
+def warn(text: str) -> None:
+    """Say something to the user on standard error, once, where no exception is due."""
+    print(f"paceline: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,109 @@
+"""Embeddings on servers, asynchronously; all other parameters by all-reduce."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.ps import Client
+from paceline.torch.embeddings import RowTables, ServerTables
+from paceline.torch.strategies._cluster import connect_workers
+from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT
+from paceline.torch.strategies.all_reduce import AllReduce
+from paceline.torch.strategies.base import warn
+
+
+class Hybrid(AllReduce):
+    """One process per device: the rows of embeddings live on servers, the dense part is averaged by all-reduce.
+
+    The default for models with Paceline's embeddings. An ``optimizer.step()`` sends the gradients of this rank's rows and
+    ends its iteration; the rows of the next batch are asked for while this one is computed. What the servers do with the
+    gradients is up to the cluster's consistency: under ``bounded:4``, which ``paceline run`` takes by default, each rank's
+    are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
+
+    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`. A model without embeddings is trained as
+    under that, and standard error says so.
+
+    Raises UsageError where there are no servers: start the program with ``paceline run --strategy hybrid``.
+
+    Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
+    Clusters", OSDI'20, for why both; Lian et al., "Persia", KDD'22, for asynchronous embeddings beside a synchronous
+    dense part.
+    """
+
+    name: ClassVar[str] = "hybrid"
+
+    def __init__(self, *, device: torch.device | str | None = None, seed: int = 0, **options: Any) -> None:
+        super().__init__(device=device, seed=seed, **options)
+        try:
+            self._client: Client | None = connect_workers(self.name, self.rank, options.get("timeout", DEFAULT_TIMEOUT))
+        except BaseException:
+            super().close()
+            raise
+        self._takes_part = True
+        atexit.register(self._leave)
+
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        embedder, self.embedder = self.embedder, None  # all-reduce is for the others
+        if embedder is None:
+            if self.is_main:
+                warn("strategy hybrid: this model has no embeddings of paceline.torch, the servers have nothing to do")
+            self._leave()
+        spread = super()._spread(model, optimizer)
+        if embedder is not None:
+            embedder.step_with(optimizer, self._tick)
+            self.embedder = embedder
+        return spread
+
+    def _row_tables(self) -> RowTables:
+        assert self._client is not None, "prepare() comes before close()"
+        return ServerTables(self._client)
+
+    def _tick(self) -> None:
+        if self._client is not None and self._takes_part:
+            self._client.tick()
+
+    @contextmanager
+    def epoch(self, num_batches: int | None) -> Iterator[None]:
+        """See :meth:`Strategy.epoch`. A rank takes part in the servers' iterations while it has batches.
+
+        So nobody waits for one that has run out, evaluates or writes a checkpoint.
+        """
+        if self._client is not None:
+            if not self._takes_part:
+                self._client.join()
+                self._takes_part = True
+            self.barrier()  # the first iteration of the epoch is the same one for all
+        try:
+            with super().epoch(num_batches):
+                yield
+        finally:
+            self._retire()
+
+    def _ran_out(self) -> None:
+        self._retire()
+        super()._ran_out()
+
+    def _retire(self) -> None:
+        if self._client is not None and self._takes_part:
+            self._takes_part = False
+            self._client.retire()
+
+    def _leave(self) -> None:
+        atexit.unregister(self._leave)
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def close(self) -> None:
+        """See :meth:`Strategy.close`."""
+        try:
+            super().close()
+        finally:
+            self._leave()

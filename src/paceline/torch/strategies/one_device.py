@@ -1,0 +1,43 @@
+"""One process, one device: a plain PyTorch loop."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.torch.embeddings import LocalTables, RowTables
+from paceline.torch.strategies._ranks import Ranks
+from paceline.torch.strategies.base import Strategy
+
+
+def only_rank(name: str) -> Ranks:
+    """Return the ranks of a strategy that is one process. Raises UsageError if a launcher has started several."""
+    size = environment().world_size or 1
+    if size > 1:
+        raise UsageError(
+            f"strategy {name} is one process, {size} were started: choose all-reduce, parameter-server or hybrid, or "
+            "start one"
+        )
+    return Ranks()
+
+
+class OneDevice(Strategy):
+    """The loop as it is, on one device; embeddings' rows are in this process. What the others are compared with."""
+
+    name: ClassVar[str] = "one-device"
+
+    def __init__(self, *, device: torch.device | str | None = None, seed: int = 0) -> None:
+        super().__init__(only_rank(self.name), device=device, seed=seed)
+
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        if self.embedder is not None:
+            self.embedder.step_with(optimizer)
+        return model, optimizer
+
+    def _row_tables(self) -> RowTables:
+        return LocalTables()

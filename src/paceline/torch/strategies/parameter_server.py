@@ -1,0 +1,360 @@
+"""Parameters on servers: gradients go there while backward runs, values come back while the next forward does.
+
+What the servers do with the gradients of several workers, the cluster's consistency says (``paceline run
+--consistency``): under ``sequential`` they are averaged and applied once, with the result of one process on the joined
+batch; under ``bounded:N`` and ``eventual`` each is applied when it arrives.
+
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI'14; the order of the pulls
+after Hashemi et al., "TicTac", and Jayarajan et al., "Priority-based Parameter Propagation", both MLSys'19.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.protocol import Sequential
+from paceline.torch.embeddings import RowTables, ServerTables
+from paceline.torch.strategies._cluster import connect_workers
+from paceline.torch.strategies._dense_tables import Bucket, DenseTables, Slot, broadcast_tensors, lay_out
+from paceline.torch.strategies._push_pull import PushPull
+from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies._server_optimizer import ServerOptimizer
+from paceline.torch.strategies._staging import Staging
+from paceline.torch.strategies._waiting import make_wait
+from paceline.torch.strategies.base import Strategy
+
+_NAMED = 5
+
+
+class ParameterServer(Strategy):
+    """One process per device; parameters and optimizer state live on servers, which do the updates.
+
+    Every parameter that the optimizer has lies on the servers as float32, in a table per parameter group, updated by
+    the rule that does as the optimizer does. ``backward()`` sends gradients in buckets of `bucket_mb` MiB as they come
+    (a large parameter from its own memory), ``optimizer.step()`` the rest; then the values come back, the first layers'
+    first, and forward waits for just those that it has reached. Any other access to ``module.weight``,
+    ``parameters()`` or ``state_dict()`` waits too; references to parameters that a program keeps elsewhere do not.
+    Values change on the servers alone: what a program writes into parameters after :meth:`prepare` is overwritten.
+
+    Buffers (the statistics of BatchNorm, say) are rank 0's at the start, each rank's own in training, and rank 0's in a
+    checkpoint. Ranks may have different numbers of batches: one that has run out is waited for no more until its next
+    epoch.
+
+    `overlap=False` sends everything in ``optimizer.step()``. That is needed where ``backward()`` runs several times per
+    step, or gradients are changed or clipped before it, and also happens by itself if the first iteration does so.
+    `unused` says what becomes of a parameter without a gradient: an ``"error"``, or it is ``"skip"``: it counts as a
+    gradient of zero where other ranks have one, and where none has it stays as it is, as with torch's optimizers.
+    `timeout` is how long anything is waited for.
+
+    Raises UsageError where there are no servers: start the program with ``paceline run --strategy parameter-server``.
+    """
+
+    name: ClassVar[str] = "parameter-server"
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        bucket_mb: float = 4.0,
+        overlap: bool = True,
+        unused: Literal["error", "skip"] = "error",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        if not 0 < bucket_mb <= 512:
+            raise UsageError(f"ParameterServer(bucket_mb={bucket_mb!r}): expected more than 0 and at most 512 MiB")
+        if unused not in ("error", "skip"):
+            raise UsageError(f"ParameterServer(unused={unused!r}): expected 'error' or 'skip'")
+        ranks = Ranks.meet(timeout)
+        try:
+            super().__init__(ranks, device=device, seed=seed)
+            self.takes_uneven = True
+            self.client = connect_workers(self.name, ranks.rank, timeout)
+        except BaseException:
+            ranks.close()
+            raise
+        self._bucket_bytes = int(bucket_mb * (1 << 20))
+        self._skips_unused = unused == "skip"
+        self._overlaps: bool | None = None if overlap else False  # None: the first iteration will show
+        self._holds = False  # within no_sync()
+        self._is_uneven: bool | None = None
+        self._has_retired = False
+        self._slots: list[Slot] = []
+        self._buckets: list[Bucket] = []  # in the model's order
+        self._of_parameter: dict[nn.Parameter, Slot] = {}
+        self._tables: DenseTables | None = None
+        self._push_pull: PushPull | None = None
+        self._undo: list[Callable[[], None]] = []
+        atexit.register(self._end, at_once=True)
+
+    @property
+    def _is_sequential(self) -> bool:
+        return isinstance(self.client.consistency, Sequential)
+
+    # Getting ready.
+
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        groups: list[list[Slot]] = []
+        if optimizer is not None:
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            groups = lay_out(optimizer, names, self._bucket_bytes)
+        order = {parameter: position for position, parameter in enumerate(model.parameters())}
+        self._slots = [slot for slots in groups for slot in slots]
+        self._slots.sort(key=lambda slot: order.get(slot.parameter, len(order)))
+        self._buckets = list(dict.fromkeys(bucket for slot in self._slots for bucket in slot.buckets))
+        self._of_parameter = {slot.parameter: slot for slot in self._slots}
+        others = [*(each for each in model.parameters() if each not in self._of_parameter), *model.buffers()]
+        broadcast_tensors(self._ranks, others)
+        if optimizer is None:
+            return model, None
+        self._tables = DenseTables(self.client, self._ranks, optimizer, groups, "dense")
+        if self._slots:
+            self._start(model, optimizer)
+        return model, ServerOptimizer(optimizer, self._step, self._scatter_optimizer_state)
+
+    def _start(self, model: nn.Module, optimizer: Optimizer) -> None:
+        assert self._tables is not None
+        self._tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in self._slots})
+        for slot in self._slots:
+            optimizer.state.pop(slot.parameter, None)  # it is the servers' now
+            handle = slot.parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
+            self._undo.append(handle.remove)
+        # The sum of the workers' gradients is made their mean, if the servers do not do so already.
+        adds_up = isinstance(self.client.consistency, Sequential) and self.client.consistency.aggregate == "sum"
+        staging = Staging(self.device, 1.0 / self.world_size if adds_up else 1.0)
+        self._push_pull = PushPull(self.client, self._tables, staging, self.rank)
+        self._undo.append(make_wait(model, self._wait_for))
+        self._push_pull.pull(self._buckets)
+        self._wait_all()
+
+    def _row_tables(self) -> RowTables:
+        return ServerTables(self.client)
+
+    # In the loop.
+
+    def _gradient_came(self, parameter: nn.Parameter) -> None:
+        """Count what backward has done with a parameter; push the buckets that are complete."""
+        if self._holds:
+            return
+        slot = self._of_parameter[parameter]
+        slot.num_backward += 1
+        if slot.num_backward > 1:
+            if self._overlaps:
+                raise UsageError(
+                    f"rank {self.rank}: backward() has reached parameter {slot.name!r} a second time before "
+                    "optimizer.step(), and its gradient was sent the first time: have all but the last run within "
+                    "strategy.accumulate(), or make the strategy with overlap=False"
+                )
+            self._overlaps = False
+        if not self._overlaps:
+            return
+        assert self._push_pull is not None
+        for bucket in slot.buckets:
+            bucket.num_missing -= 1
+            if not bucket.num_missing:
+                self._push_pull.push(bucket)
+
+    def _step(self) -> None:
+        """End the iteration: what ``optimizer.step()`` does."""
+        assert self._tables is not None
+        self._check_parameters()
+        # Its values read, this worker is at the iteration on every server: all of the one before is applied, and
+        # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
+        # for exactly this iteration; elsewhere for what arrives from now on.
+        self._wait_all()
+        if self.is_main:
+            self._tables.follow_rules()
+        if self.embedder is not None:
+            self.embedder.step()
+        if self._push_pull is None:
+            self.client.tick()
+        else:
+            for bucket in self._buckets:
+                if not bucket.was_pushed:
+                    self._push_pull.push(bucket)
+            self._push_pull.end_iteration(self._buckets)
+        if self.embedder is not None:
+            self.embedder.ticked()
+        self._tables.num_steps += 1
+        for bucket in self._buckets:
+            bucket.begin()
+        for slot in self._slots:
+            slot.num_backward = 0
+        if self._overlaps is None:
+            self._overlaps = True
+
+    def _check_parameters(self) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel() and parameter not in self._of_parameter:
+                    raise UsageError(
+                        f"rank {self.rank}: a parameter of shape {list(parameter.shape)} has a gradient, and was "
+                        "frozen, or not the optimizer's, when prepare() was called: settle what is trained before"
+                    )
+        for slot in self._slots:
+            slot.check_unchanged(self.rank)
+        if self._skips_unused:
+            return
+        unused = [slot.name for slot in self._slots if slot.parameter.grad is None]
+        if unused:
+            more = f" and {len(unused) - _NAMED} more" if unused[_NAMED:] else ""
+            named = ", ".join(map(repr, unused[:_NAMED])) + more
+            raise UsageError(
+                f"rank {self.rank}: no gradient for {named}: the loss of this iteration does not depend on them, or "
+                "backward() was not called; if that is meant, make the strategy with ParameterServer(unused='skip'), "
+                "else take them out of the model"
+            )
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        before, self._holds = self._holds, True
+        try:
+            yield
+        finally:
+            self._holds = before
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which ``backward()`` only adds to this rank's gradients, and nothing is sent."""
+        return self._holding()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See :meth:`Strategy.clip_grad_norm_`. Under sequential consistency the norm is that of the whole batch.
+
+        Under bounded delay and eventual consistency it is that of this rank's own gradients, which are applied by
+        themselves. Raises UsageError if it is not called in the first iteration, unless the strategy has overlap=False:
+        the gradients are gone by then.
+        """
+        if self._overlaps:
+            raise UsageError(
+                f"rank {self.rank}: clip_grad_norm_() comes when gradients were sent during backward(): call it from "
+                "the first iteration on, or make the strategy with overlap=False"
+            )
+        self._overlaps = False
+        if self._is_sequential and self.world_size > 1:
+            if self._is_uneven:
+                raise UsageError(
+                    f"rank {self.rank}: clip_grad_norm_() of the whole batch needs all ranks, and they have unequal "
+                    "numbers of batches: give the ranks equally many"
+                )
+            self._average_gradients()
+        return super().clip_grad_norm_(max_norm, norm_type)
+
+    def _average_gradients(self) -> None:
+        """Make the gradients the mean over all ranks, on each; the servers' mean of equal ones changes nothing."""
+        group = self._ranks.group
+        assert group is not None
+        there = group.all_reduce(torch.tensor([slot.parameter.grad is not None for slot in self._slots]).int(), "max")
+        for slot, is_there in zip(self._slots, there.tolist(), strict=True):
+            if not is_there:
+                continue
+            parameter = slot.parameter
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dense = grad.to_dense() if grad.layout is not torch.strided else grad
+            parameter.grad = group.all_reduce(dense.detach().to("cpu", torch.float32), "mean").to(grad)
+
+    @contextmanager
+    def epoch(self, num_batches: int | None) -> Iterator[None]:
+        """Return a context for an epoch. Under sequential consistency all begin it together."""
+        # Ranks in step lose nothing by meeting here; others do, and so they compare once. One that is back must not
+        # count before the others have ended their epoch, nor the others train before it is back.
+        if self._is_sequential or self._is_uneven is None:
+            counts = self._ranks.exchange(num_batches)
+            self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
+        has_retired, self._has_retired = self._has_retired, False
+        if has_retired:
+            self.client.join()
+            if self._push_pull is not None:  # the others have trained on
+                self._push_pull.pull(self._buckets)
+                self._wait_all()
+            if self._is_sequential:
+                self.barrier()
+        yield
+
+    def _ran_out(self) -> None:
+        """Leave the iterations until the next epoch, unless all ranks end with the same one."""
+        if self._is_uneven and not self._has_retired:
+            self._wait_all()
+            self.client.retire()
+            self._has_retired = True
+
+    # Values that are on their way.
+
+    def _wait_for(self, parameter: nn.Parameter) -> None:
+        push_pull = self._push_pull
+        if push_pull is None or (push_pull.is_current and self.device.type == "cpu"):
+            return
+        slot = self._of_parameter.get(parameter)
+        if slot is not None:
+            for bucket in slot.buckets:
+                push_pull.wait(bucket)
+
+    def _wait_all(self) -> None:
+        if self._push_pull is not None:
+            for bucket in self._buckets:
+                self._push_pull.wait(bucket)
+
+    # Keeping.
+
+    def _gather_values(self) -> None:
+        if self._push_pull is not None:
+            self._wait_all()
+            self.barrier()  # every rank's last push is acknowledged, and so is in what is read now
+            self._push_pull.pull(self._buckets)
+            self._wait_all()
+
+    def _scatter_values(self) -> None:
+        if self._push_pull is not None:
+            assert self._tables is not None
+            self._tables.write(None)
+            self._push_pull.pull(self._buckets)
+            self._wait_all()
+
+    def _gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+        self._wait_all()
+        self.barrier()
+        return self._tables.read_state() if self._tables is not None and self.is_main else {}
+
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
+        if self._push_pull is not None:
+            assert self._tables is not None
+            self._wait_all()
+            if self.is_main:
+                self._tables.follow_rules()
+            self._tables.write(state)
+
+    # The end.
+
+    def close(self) -> None:
+        """See :meth:`Strategy.close`. Values that are on their way arrive first."""
+        self._end(at_once=False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(at_once=kind is not None)
+
+    def _end(self, *, at_once: bool) -> None:
+        atexit.unregister(self._end)
+        push_pull, self._push_pull = self._push_pull, None
+        try:
+            if push_pull is not None:
+                push_pull.close(at_once=at_once)
+            for undo in self._undo:
+                undo()
+        finally:
+            self._undo = []
+            try:
+                super().close()
+            finally:
+                self.client.close()

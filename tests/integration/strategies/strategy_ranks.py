@@ -1,0 +1,43 @@
+"""One rank of the tests: carries out every check of a module, and writes what came of each.
+
+    python strategy_ranks.py MODULE FOLDER
+
+The environment says who it is, as torchrun's does, and the parent serves the store. A check is a function
+``check_*(rank, size)`` that all ranks call, one after the other, each a training of its own; ``last_*`` come last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def main(module: str, folder: Path) -> None:
+    """Carry out the checks."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    checks: dict[str, Callable[[int, int], None]] = vars(importlib.import_module(module))
+    with (folder / f"rank {rank}").open("w") as report:
+        for number, name in enumerate(name for name in list(checks) if name.startswith(("check_", "last_"))):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # its own part of the store
+            said = ""
+            try:
+                checks[name](rank, size)
+                assert not dist.is_initialized(), "torch.distributed was left initialized"
+            except BaseException:
+                said = traceback.format_exc()
+            print(json.dumps([name, said]), file=report, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

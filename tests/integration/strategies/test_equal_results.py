@@ -1,0 +1,145 @@
+"""The promise of all strategies: one training loop, one result.
+
+The ranks of the strategies with several processes run this file as a program; importing torch takes seconds, so two
+processes serve all of them, one strategy after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+import paceline
+from paceline.protocol import Sequential
+from paceline.torch.strategies import strategy
+
+SIZE = 2
+STEPS = 20
+ROWS = 6
+PATIENCE_S = 90
+ONE_PROCESS: list[tuple[str, dict[str, Any]]] = [
+    ("mirrored", {"replicas": 2}),
+    ("mirrored", {"replicas": 5}),
+    ("central-storage", {"replicas": 2}),
+]
+SEVERAL = ["all-reduce", "parameter-server, 1 server", "parameter-server, 2 servers"]
+
+
+def momentum(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+OPTIMIZERS: list[Callable[[Iterator[nn.Parameter]], Optimizer]] = [momentum, adam]
+
+
+def train(
+    name: str,
+    make_optimizer: Callable[[Iterator[nn.Parameter]], Optimizer],
+    rank: int = 0,
+    size: int = 1,
+    **options: Any,
+) -> torch.Tensor:
+    """Return all parameters after training on this rank's share of each batch: the same loop under every strategy."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 64), nn.Tanh(), nn.Linear(64, 5)
+    )
+    generator = torch.Generator().manual_seed(2)
+    with strategy(name, device="cpu", **options) as chosen:
+        assert chosen.world_size == size
+        prepared, optimizer = chosen.prepare(model, make_optimizer(model.parameters()))
+        for _ in range(STEPS):
+            x = torch.randn(SIZE * ROWS, 1, 8, 8, generator=generator).chunk(size)[rank]
+            y = torch.randint(0, 5, (SIZE * ROWS,), generator=generator).chunk(size)[rank]
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(prepared(x), y)
+            loss.backward()
+            optimizer.step()
+        chosen._gather_values()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def ranks_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
+    """What each rank's model was after each strategy, by ``strategy, optimizer``."""
+    folder = tmp_path_factory.mktemp("ranks")
+    consistency = Sequential(aggregate="mean")
+    with (
+        paceline.local_cluster(servers=1, workers=SIZE, consistency=consistency) as one,
+        paceline.local_cluster(servers=2, workers=SIZE, consistency=consistency) as two,
+    ):
+        clusters = {cluster.scheduler: cluster.token for cluster in (one, two)}
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        surroundings = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
+            "WORLD_SIZE": str(SIZE),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "equal-results",
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "error", __file__, folder, json.dumps(clusters)],
+                env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(SIZE)
+        ]
+        try:
+            errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(SIZE)]
+
+
+@pytest.mark.xdist_group("equal_results")
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
+def test_every_strategy_gives_the_result_of_one_device(
+    make_optimizer: Callable[[Iterator[nn.Parameter]], Optimizer], ranks_results: list[dict[str, list[float]]]
+) -> None:
+    expected = train("one-device", make_optimizer)
+    found = {f"{name} {options}": train(name, make_optimizer, **options) for name, options in ONE_PROCESS}
+    for rank, results in enumerate(ranks_results):
+        for name in SEVERAL:
+            found[f"{name}, rank {rank}"] = torch.tensor(results[f"{name}, {make_optimizer.__name__}"])
+    distances = {name: float((values - expected).abs().max()) for name, values in found.items()}
+    assert max(distances.values()) < 1e-5, distances
+
+
+def main(folder: Path, clusters: dict[str, str]) -> None:
+    """Be one rank: train under the strategies with several processes, and write the values of each."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    results: dict[str, list[float]] = {}
+    surroundings: list[tuple[str, str]] = [("", ""), *clusters.items()]
+    for name, (scheduler, token) in zip(SEVERAL, surroundings, strict=True):
+        os.environ["PACELINE_SCHEDULER"], os.environ["PACELINE_TOKEN"] = scheduler, token
+        for make_optimizer in OPTIMIZERS:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(results))  # each meets in its own part of the store
+            values = train(name.split(",")[0], make_optimizer, rank, SIZE)
+            results[f"{name}, {make_optimizer.__name__}"] = values.tolist()
+    (folder / f"rank{rank}").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,271 @@
+"""Replicas in one process: the results of one device, what a model may do, and what is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.errors import UsageError
+from paceline.torch.embeddings import Embedding
+from paceline.torch.strategies import CentralStorage, Mirrored, OneDevice, Strategy
+from paceline.torch.strategies._replicas import ReplicaValues
+from paceline.torch.strategies.central_storage import Fetched
+
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+class CopyingMirrored(Mirrored):
+    """As on several devices: each replica has copies of its own."""
+
+    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+        super()._replica_values(optimizer)
+        self._mirrors._copies_all = True
+        return self._mirrors
+
+
+class CopyingStorage(CentralStorage):
+    """As with the storage on another device than the replicas."""
+
+    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+        return Fetched(self.devices, self.storage, copies_all=True)
+
+
+STRATEGIES = [Mirrored, CentralStorage, CopyingMirrored, CopyingStorage]
+
+
+@pytest.fixture(autouse=True)
+def _ended_threads() -> Iterator[None]:
+    started: list[Strategy] = []
+    original = Strategy.__init__
+
+    def noting(self: Strategy, *args: Any, **kwargs: Any) -> None:
+        started.append(self)
+        original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Strategy, "__init__", noting)
+        yield
+    for strategy in started:
+        strategy.close()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 16), nn.Tanh(), nn.Linear(16, 5)
+    )
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(30, 1, 8, 8, generator=generator), torch.randint(0, 5, (30,), generator=generator))
+        for _ in range(20)
+    ]
+
+
+def train(strategy: Strategy, make_optimizer: MakeOptimizer) -> torch.Tensor:
+    module = model()
+    prepared, optimizer = strategy.prepare(module, make_optimizer(module.parameters()))
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(prepared(x.to(strategy.device)), y.to(strategy.device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in module.parameters()])
+
+
+def momentum(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+def test_results_are_those_of_one_device(make_optimizer: MakeOptimizer) -> None:
+    expected = train(OneDevice(device="cpu"), make_optimizer)
+    for kind in STRATEGIES:
+        found = train(kind(replicas=4, device="cpu"), make_optimizer)
+        assert (found - expected).abs().max() < 1e-5, kind
+    assert torch.equal(found, train(kind(replicas=4, device="cpu"), make_optimizer)), "not deterministic"
+
+
+@pytest.mark.parametrize("kind", [CopyingMirrored, CopyingStorage])
+def test_copies_see_values_that_are_loaded(kind: type[Strategy]) -> None:
+    strategy = kind(replicas=2, device="cpu")  # type: ignore[call-arg]
+    module = nn.Linear(3, 2)
+    prepared = strategy.prepare(module)
+    x = torch.rand(4, 3)
+    prepared(x)
+    module.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
+    assert torch.allclose(prepared(x), x.sum(1, keepdim=True).expand(4, 2))
+    with torch.no_grad():
+        module.weight.data = torch.zeros(2, 3)
+    assert torch.equal(prepared(x), torch.zeros(4, 2))
+
+
+class Everything(nn.Module):
+    """Nested arguments and outputs, a loss as a number, buffers, state, a frozen and a tied parameter, a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3)
+        self.rnn = nn.GRU(3, 3, batch_first=True)
+        self.calls = 0
+        self.act = self.activate
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.tied(x))
+
+    def forward(self, batch: dict[str, Any], *, scale: float = 1.0) -> dict[str, Any]:
+        self.calls += 1
+        x, y = batch["x"]
+        hidden = self.frozen(self.act(self.first(x)))
+        steps, _ = self.rnn(hidden.unsqueeze(1))
+        return {"out": (steps.squeeze(1) * scale, None), "loss": ((hidden - y) ** 2).mean(), "norm": self.norm(x)}
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_model_may_do_what_models_do(kind: type[Strategy]) -> None:
+    torch.manual_seed(0)
+    module = Everything()
+    reference = Everything()
+    reference.load_state_dict(module.state_dict())
+    prepared = kind(replicas=2, device="cpu").prepare(module)  # type: ignore[call-arg]
+    x, y = torch.randn(8, 3, requires_grad=True), torch.randn(8, 3)
+    x_alone = x.detach().clone().requires_grad_()
+    found = prepared({"x": (x, y)}, scale=2.0)
+    alone = reference({"x": (x_alone, y)}, scale=2.0)
+    assert torch.allclose(found["out"][0], alone["out"][0], atol=1e-6)
+    assert found["out"][1] is None
+    assert found["loss"].shape == (2,)
+    (found["loss"].mean() + found["out"][0].square().sum()).backward()
+    (alone["loss"] + alone["out"][0].square().sum()).backward()
+    assert x.grad is not None
+    assert x_alone.grad is not None
+    assert torch.allclose(x.grad, x_alone.grad, atol=1e-5)
+    for (name, parameter), other in zip(module.named_parameters(), reference.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is not None and other.grad is not None:
+            assert torch.allclose(parameter.grad, other.grad, atol=1e-5), name
+    # What is kept is replica 0's, with the first half of the batch.
+    assert module.calls == 1
+    kept = nn.BatchNorm1d(3)
+    kept(x[:4])
+    assert torch.allclose(module.norm.running_mean, kept.running_mean)  # type: ignore[arg-type]
+    assert module.norm.num_batches_tracked == 1
+    prepared.eval()
+    with torch.no_grad():
+        evaluated = prepared({"x": (x, y)})
+    assert torch.allclose(evaluated["norm"], module.norm(x), atol=1e-6)
+    assert not evaluated["norm"].requires_grad
+    assert not module.norm.training
+    with torch.inference_mode():
+        assert torch.equal(prepared({"x": (x, y)})["norm"], evaluated["norm"])
+
+
+def test_hooks_autocast_accumulation_and_clipping() -> None:
+    module = nn.Linear(4, 2)
+    strategy = Mirrored(replicas=2, device="cpu")
+    prepared, _ = strategy.prepare(module, momentum(module.parameters()))
+    seen: list[int] = []
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(1))  # type: ignore[no-untyped-call]
+    module.register_forward_hook(lambda m, args, out: out * 2)
+    x = torch.rand(6, 4)
+    assert torch.allclose(prepared(x), functional.linear(x, module.weight, module.bias) * 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert prepared(x).dtype == torch.bfloat16
+    for is_last in (False, True):
+        with strategy.accumulate(is_last):
+            prepared(x).sum().backward()
+    assert seen == [1, 1]
+    assert module.weight.grad is not None
+    assert torch.allclose(module.weight.grad, 4 * x.sum(0).expand(2, 4))
+    norm = strategy.clip_grad_norm_(1.0)
+    assert norm > 1
+    assert abs(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]) - 1) < 1e-4
+
+
+def test_loader_is_whole_and_a_small_batch_uses_fewer_replicas() -> None:
+    rows: list[int] = []
+
+    class Noting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows.append(len(x))
+            return x
+
+    data = TensorDataset(torch.arange(13.0).view(13, 1))
+    prepared, loader = Mirrored(replicas=4, device="cpu").prepare(Noting(), None, DataLoader(data, batch_size=10))
+    assert [prepared(x).flatten().tolist() for (x,) in loader] == [list(range(10)), [10, 11, 12]]
+    assert sorted(rows[:4]) == [1, 3, 3, 3]
+    assert rows[4:] == [1, 1, 1]
+
+
+def test_retain_graph_and_what_is_not_supported() -> None:
+    module = nn.Linear(2, 2)
+    prepared = Mirrored(replicas=2, device="cpu").prepare(module)
+    out = prepared(torch.ones(4, 2)).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert module.bias.grad is not None
+    assert module.bias.grad.tolist() == [8, 8]
+    with pytest.raises(UsageError, match=r"a second time.*retain_graph=True"):
+        out.backward()
+    with pytest.raises(UsageError, match="no gradients of gradients"):
+        prepared(torch.ones(4, 2)).sum().backward(create_graph=True)
+
+
+def test_an_error_names_the_replica_and_keeps_its_type() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if 7 in x:
+                raise KeyError("no seven")
+            return x
+
+    prepared = Mirrored(replicas=3, device="cpu").prepare(Failing())
+    with pytest.raises(KeyError, match="replica 2 of 3 on cpu: no seven"):
+        prepared(torch.arange(9.0))
+    assert prepared(torch.arange(6.0)).tolist() == list(range(6))
+
+
+def test_embeddings_record_the_lookups_of_all_replicas() -> None:
+    keys = torch.tensor([[5, 7], [7, 9], [5, 5], [2**60, 9]])
+
+    def rows_after(strategy: Strategy) -> torch.Tensor:
+        module = nn.Sequential(Embedding(4, name="rows"), nn.Flatten())
+        prepared, optimizer = strategy.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            prepared(keys).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            found: torch.Tensor = prepared(keys)
+        return found
+
+    expected = rows_after(OneDevice(device="cpu"))
+    assert not torch.allclose(expected, rows_after(OneDevice(device="cpu")) * 0)
+    for kind in STRATEGIES:
+        assert torch.allclose(rows_after(kind(replicas=2, device="cpu")), expected, atol=1e-6), kind
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [Mirrored, CentralStorage, CopyingMirrored])
+def test_on_one_cuda_device(kind: type[Mirrored | CentralStorage]) -> None:
+    expected = train(OneDevice(device="cpu"), momentum)
+    for devices in (["cuda:0"], ["cuda:0", "cuda:0"]):
+        found = train(kind(devices=devices), momentum)
+        assert (found - expected).abs().max() < 1e-3, devices

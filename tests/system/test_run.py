@@ -1,0 +1,254 @@
+"""``paceline run``: what ranks are told, what is shown of them, and that nothing of them is left, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .running import MARK, Commands, Running, our_processes, wait_until
+
+_TELL = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+         "PACELINE_ROLE", "PACELINE_STRATEGY", "PACELINE_TOKEN", "PACELINE_SCHEDULER", "OMP_NUM_THREADS")
+told = {name: os.environ.get(name) for name in names}
+print(json.dumps({**told, "argv": sys.argv, "path": sys.path[0], "name": __name__, "torch": "torch" in sys.modules}))
+"""
+_WAIT = """
+import os, subprocess, sys, time
+if os.environ.get("CHILD"):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("waits", os.getpid(), flush=True)
+time.sleep(600)
+"""
+_CONNECT = """
+import os
+import numpy as np
+import paceline
+with paceline.connect(rank=int(os.environ["RANK"]), timeout_s=20) as client:
+    table = client.dense_table("net", size=4, update=paceline.SGD(lr=1.0))
+    table.push(np.full(4, client.rank + 1.0, np.float32))
+    client.tick()
+    print(client.consistency, table.pull().tolist(), flush=True)
+"""
+_FAIL = """
+import os, sys
+import numpy as np
+from paceline import collectives
+group = collectives.init()
+group.all_reduce(np.ones(3, np.float32))
+if group.rank == 1:
+    raise ValueError("the bad one")
+group.barrier()
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return "script.py"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def two_free_ports() -> int:
+    """Return a port that is free, and the next one is too."""
+    while True:
+        port = free_port()
+        try:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port + 1))
+            return port
+        except OSError:
+            continue
+
+
+def wait_pids(running: Running, count: int) -> list[int]:
+    """Return the ids of the ranks, once all wait."""
+    found = [running.wait_line(f"[rank {rank}] waits") for rank in range(count)]
+    return [int(line.split()[-1]) for line in found]
+
+
+def processes_left(paceline: Commands) -> list[psutil.Process]:
+    return our_processes(paceline.environment[MARK])
+
+
+def test_ranks_are_told_who_they_are(paceline: Commands, tmp_path: Path) -> None:
+    arguments = ["--epochs", "3", "-h", "--", "--nproc_per_node"]
+    finished = paceline.succeed("run", "--nproc_per_node", "2", "--threads=3", script(tmp_path, _TELL), *arguments)
+    lines = sorted(finished.out.splitlines())
+    assert [line[:9] for line in lines] == ["[rank 0] ", "[rank 1] "]
+    told = [json.loads(line[9:]) for line in lines]
+    for rank, each in enumerate(told):
+        assert each.pop("RANK") == each.pop("LOCAL_RANK") == str(rank)
+        assert each["argv"] == ["script.py", *arguments]
+        assert (each["name"], each["torch"], each["GROUP_RANK"]) == ("__main__", False, "0")
+        assert (each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"], each["OMP_NUM_THREADS"]) == ("2", "2", "3")
+        assert (each["PACELINE_ROLE"], each["PACELINE_STRATEGY"]) == ("worker", "all-reduce")
+        assert each["PACELINE_SCHEDULER"] is None
+        assert each["PACELINE_TOKEN"]
+        assert each["path"] == str(tmp_path)
+    assert told[0] == told[1]  # they meet
+
+
+def test_one_rank_writes_as_it_would_alone(paceline: Commands, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("import sys; print(__name__, sys.argv[1:]); sys.exit(7)")
+    finished = paceline.run("run", "-m", "package.module", "--x")
+    assert (finished.status, finished.out, finished.err) == (7, "__main__ ['--x']\n", "")
+
+
+def test_lines_are_whole_and_logs_are_complete(paceline: Commands, tmp_path: Path) -> None:
+    text = """
+import os, sys, time
+rank = os.environ["RANK"]
+for i in range(300):
+    sys.stdout.write(rank * 40); sys.stdout.write(f" line {i}\\n")
+sys.stderr.buffer.write(b"bar 1\\rbar 2\\rbar 3\\n\\xff\\xfe last")
+sys.stderr.flush()
+"""
+    command = [sys.executable, "-m", "paceline", "run", "--nproc-per-node", "2", "--log-dir", "a/logs"]
+    finished = subprocess.run(
+        [*command, script(tmp_path, text)], env=paceline.environment, cwd=tmp_path, capture_output=True, check=True
+    )
+    for rank in ("0", "1"):
+        own = [line for line in finished.stdout.decode().splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert own == [f"[rank {rank}] {rank * 40} line {i}" for i in range(300)]
+        assert f"[rank {rank}] bar 3\n".encode() in finished.stderr
+        assert f"[rank {rank}] ".encode() + b"\xff\xfe last\n" in finished.stderr
+        logs = tmp_path / "a" / "logs"
+        assert (logs / f"rank{rank}.stdout").read_text() == "".join(f"{rank * 40} line {i}\n" for i in range(300))
+        assert (logs / f"rank{rank}.stderr").read_bytes() == b"bar 1\rbar 2\rbar 3\n\xff\xfe last"
+    assert finished.stdout.count(b"\n") == 600
+
+
+def test_the_traceback_of_the_rank_to_blame_comes_first_and_last(paceline: Commands, tmp_path: Path) -> None:
+    finished = paceline.run("run", "--nproc-per-node", "3", "--log-dir", "logs", script(tmp_path, _FAIL))
+    assert finished.status == 1
+    lines = finished.err.splitlines()
+    assert lines[0] == "[rank 1] Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: the bad one"
+    assert finished.err.count("ValueError: the bad one") == 2
+    assert "RankLostError" not in finished.err
+    assert re.search(
+        r"paceline run: rank 1 of 3 failed with exit status 1 after [\d.]+ s; the others were ended", finished.err
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_ends_the_others(paceline: Commands, tmp_path: Path, number: int) -> None:
+    running = paceline.start("run", "--nproc-per-node", "2", script(tmp_path, _WAIT))
+    pids = wait_pids(running, 2)
+    since = time.monotonic()
+    os.kill(pids[1], number)
+    finished = running.wait()
+    assert time.monotonic() - since < 3.0
+    assert finished.status == 128 + number
+    assert f"rank 1 of 2 was killed by {signal.Signals(number).name}" in finished.err
+    assert processes_left(paceline) == []
+
+
+def test_interrupted_it_ends_everything_and_a_second_time_at_once(paceline: Commands, tmp_path: Path) -> None:
+    paceline.environment["CHILD"] = "1"
+    stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True))" + _WAIT.replace(
+        "time.sleep(600)\n", "while True: time.sleep(600)\n"
+    )
+    for text, numbers, status in ((_WAIT, [signal.SIGINT], 130), (stubborn, [signal.SIGTERM, signal.SIGINT], 143)):
+        running = paceline.start("run", "--nproc-per-node", "2", script(tmp_path, text))
+        wait_pids(running, 2)
+        for turn, number in enumerate(numbers):
+            if turn:
+                running.wait_line("[rank 0] told")
+                running.wait_line("[rank 1] told")
+            running.signal(number)
+        finished = running.wait(10.0)
+        assert finished.status == status, finished
+        assert "[rank 0] waits" in finished.out
+        wait_until(lambda: processes_left(paceline) == [], "processes are left")
+
+
+def test_a_killed_launcher_leaves_nothing(paceline: Commands, tmp_path: Path) -> None:
+    paceline.environment["CHILD"] = "1"
+    running = paceline.start("run", "--nproc-per-node", "2", "--strategy", "hybrid", script(tmp_path, _WAIT))
+    wait_pids(running, 2)
+    assert len(processes_left(paceline)) >= 1 + 2 + 2 + 2  # it, ranks, their children, scheduler and server
+    running.kill()
+    wait_until(lambda: processes_left(paceline) == [], "processes are left", 8.0)
+
+
+def test_a_server_strategy_gives_the_ranks_their_servers(paceline: Commands, tmp_path: Path) -> None:
+    command = ["run", "--nproc-per-node", "2", "--strategy", "parameter-server", "--servers", "2"]
+    finished = paceline.succeed(*command, script(tmp_path, _CONNECT))
+    expected = "sequential:mean [-1.5, -1.5, -1.5, -1.5]"
+    assert sorted(finished.out.splitlines()) == [f"[rank {rank}] {expected}" for rank in range(2)]
+
+
+def test_a_lost_server_is_named(paceline: Commands, tmp_path: Path) -> None:
+    running = paceline.start("run", "--nproc-per-node", "2", "--strategy", "hybrid", script(tmp_path, _WAIT))
+    wait_pids(running, 2)
+    server = next(
+        each for each in processes_left(paceline) if any('"role": "server"' in word for word in each.cmdline())
+    )
+    server.kill()
+    finished = running.wait(10.0)
+    assert finished.status == 1
+    assert (
+        finished.err
+        == "paceline run: server 0 was killed by SIGKILL; the ranks cannot go on without it, and were ended\n"
+    )
+
+
+def test_a_static_cluster(paceline: Commands, tmp_path: Path) -> None:
+    paceline.environment["PACELINE_TOKEN"] = "a token for tests"
+    first, second, third = (f"127.0.0.1:{free_port()}" for _ in range(3))
+    (tmp_path / "cluster.json").write_text(json.dumps({"server": [first], "worker": [second, third]}))
+    here = ["run", "--cluster", "cluster.json", "--strategy", "parameter-server", "--consistency", "eventual", "--job"]
+    name = script(tmp_path, _CONNECT)
+    processes = [paceline.start(*here, "worker", "--index", str(index), name) for index in range(2)]
+    processes.append(paceline.start(*here, "server", "--index", "0"))
+    *workers, server = [process.wait() for process in processes]
+    for index, finished in enumerate(workers):
+        assert finished.status == 0, finished
+        assert finished.out.startswith(f"[rank {index}] eventual [-")
+    assert server.status == 0, server
+
+
+def test_two_nodes(paceline: Commands, tmp_path: Path) -> None:
+    paceline.environment["PACELINE_TOKEN"] = "a token for tests"
+    command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]
+    command += ["--strategy", "parameter-server", "--servers", "2", "--node-rank"]
+    name = script(tmp_path, _CONNECT)
+    nodes = [paceline.start(*command, str(node), name) for node in (1, 0)]
+    for node, running in zip((0, 1), reversed(nodes), strict=True):
+        finished = running.wait()
+        assert (finished.status, finished.err) == (0, ""), finished
+        assert finished.out == f"[rank {node}] sequential:mean [-1.5, -1.5, -1.5, -1.5]\n"
+
+
+def test_launchers_of_others_start_a_script_as_it_is(paceline: Commands, tmp_path: Path) -> None:
+    """It finds out by itself who it is."""
+    text = "from paceline import collectives; import numpy as np; group = collectives.init()\n"
+    text += (
+        "print(f'{group.rank} of {group.size}: {group.all_reduce(np.ones(1))}\\n', end='', flush=True); group.close()\n"
+    )
+    arguments = ["--standalone", "--nproc-per-node", "2", script(tmp_path, text)]
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *arguments],
+        env={**paceline.environment, "TMPDIR": str(tmp_path)},  # it leaves a folder there
+        cwd=tmp_path, capture_output=True, text=True, timeout=60.0, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(finished.stdout.splitlines()) == ["0 of 2: [2.]", "1 of 2: [2.]"]

@@ -1,0 +1,171 @@
+"""Whole lines of pieces; which rank is to blame; when tracebacks are shown."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch._run_blame import (
+    Failure,
+    Recent,
+    Tracebacks,
+    choose_culprit,
+    describe_failure,
+    exit_status,
+    is_consequence,
+    last_words,
+)
+from paceline.launch._run_output import LineSplitter, label
+
+_START = b"Traceback (most recent call last):"
+_FRAME = [b'  File "x.py", line 1, in <module>', b"    f()"]
+
+
+def traceback(error: bytes) -> list[bytes]:
+    return [_START, *_FRAME, error]
+
+
+OWN = traceback(b"ValueError: bad")
+LOST = traceback(b"paceline.errors.RankLostError: rank 1 is gone")
+
+
+def feed(shown: Tracebacks, rank: int, lines: list[bytes], now: float) -> list[bytes]:
+    return [line for each in lines for line in shown.feed(rank, each, now)]
+
+
+class TestLines:
+    @given(st.binary(max_size=200).map(lambda data: data.replace(b"\r", b"")), st.lists(st.integers(0, 200)))
+    def test_however_it_is_cut_nothing_is_lost(self, data: bytes, cuts: list[int]) -> None:
+        splitter, lines = LineSplitter(), []
+        places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+        for start, end in itertools.pairwise(places):
+            lines += splitter.feed(data[start:end])
+        lines += splitter.flush()
+        assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in lines)
+        assert b"".join(lines) == (data if not data or data.endswith(b"\n") else data + b"\n")
+
+    def test_of_a_progress_bar_the_last_state_counts(self) -> None:
+        splitter = LineSplitter()
+        assert splitter.feed(b"\r10%") == []
+        assert splitter.glimpse() == [b"10%\n"]
+        assert splitter.glimpse() == []  # it has not moved
+        assert splitter.feed(b"\r50%\r") == []
+        assert splitter.glimpse() == [b"50%\n"]
+        assert splitter.feed(b"100%\nnext\r\n") == [b"100%\n", b"next\n"]
+        assert splitter.feed(b"\r100%") == []
+        assert splitter.glimpse() == [b"100%\n"]
+        assert splitter.feed(b"\n") == []  # shown already
+        assert splitter.feed(b"bar\r   \r\nplain\n\n") == [b"plain\n", b"\n"]
+
+    def test_a_line_without_end_does_not_fill_the_memory(self) -> None:
+        splitter = LineSplitter()
+        lines = splitter.feed(b"x" * (3 << 20))
+        assert sum(map(len, lines)) >= 2 << 20
+        bar = LineSplitter()
+        for _ in range(100):
+            bar.feed(b"\r" + b"#" * 100_000)
+        assert bar.glimpse() == [b"#" * 100_000 + b"\n"]
+
+    def test_labels(self) -> None:
+        assert label(3, coloured=False) == b"[rank 3] "
+        assert label(0, coloured=True) != label(1, coloured=True)
+
+
+class TestBlame:
+    def test_the_first_that_failed_by_itself(self) -> None:
+        lost, own = Failure(0, 1, tuple(LOST)), Failure(1, 1, tuple(OWN))
+        assert choose_culprit([lost, own]) is own
+        assert choose_culprit([lost]) is None
+        assert choose_culprit([Failure(2, -9, tuple(LOST)), own]).rank == 2  # type: ignore[union-attr]
+        assert choose_culprit([Failure(2, 3, ()), own]).rank == 2  # type: ignore[union-attr]
+
+    def test_consequences(self) -> None:
+        for text in (
+            b"paceline.torch._errors.BackendRankLostError: rank 1 is gone",
+            b"GroupClosedError: x",
+            b"paceline.errors.ConnectionLostError: x",
+            b"RuntimeError: [/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+        ):
+            assert is_consequence(Failure(0, 1, tuple(traceback(text)))), text
+        for text in (b"paceline.errors.MismatchError: x", b"KeyError: 'RankLostError'", b"MyRankLostError: x"):
+            assert not is_consequence(Failure(0, 1, tuple(traceback(text)))), text
+
+    def test_of_a_chain_the_first_counts(self) -> None:
+        chain = [b"", b"During handling of the above exception, another exception occurred:", b""]
+        assert is_consequence(Failure(0, 1, tuple(LOST + chain + OWN)))
+        assert not is_consequence(Failure(0, 1, tuple(OWN + chain + LOST)))
+        assert not is_consequence(Failure(0, 1, (*LOST, b"went on", *OWN)))
+        assert last_words([b"before", *OWN, *chain, *LOST, b"after"]) == [*OWN, *chain, *LOST, b"after"]
+        assert last_words([*LOST, b"went on", *OWN]) == OWN
+
+    def test_what_is_said_in_the_end(self) -> None:
+        told = describe_failure(Failure(1, 1, tuple(OWN)), world_size=4, seconds=12.3, num_held=7, log_dir=None)
+        assert told.startswith(
+            b"paceline run: rank 1 of 4 failed with exit status 1 after 12 s; the others were ended; 7"
+        )
+        assert told.endswith(b"What it said last:\n" + b"\n".join(OWN) + b"\n")
+        told = describe_failure(Failure(1, -11, ()), world_size=2, seconds=1.0, num_held=0, log_dir=None)
+        assert b"was killed by SIGSEGV after 1.0 s" in told
+        assert (exit_status(-9), exit_status(3)) == (137, 3)
+
+    def test_long_last_words_are_shortened(self) -> None:
+        words = last_words([_START, *_FRAME * 100, b"ValueError: deep"])
+        assert len(words) < 70
+        assert (words[0], words[-1]) == (_START, b"ValueError: deep")
+
+    def test_only_so_much_is_kept(self) -> None:
+        recent = Recent()
+        for number in range(10_000):
+            recent.add(b"%d" % number + b"x" * 10_000 + b"\n")
+        assert sum(map(len, recent.lines())) < 2 << 20
+        assert recent.lines()[-1].startswith(b"9999x")
+
+
+class TestTracebacks:
+    def test_the_first_is_shown_whole_and_others_are_held(self) -> None:
+        shown = Tracebacks()
+        assert feed(shown, 0, OWN[:-1], 0.0) == []
+        assert feed(shown, 1, [b"a warning"], 0.0) == [b"a warning"]
+        assert feed(shown, 1, OWN, 0.0) == OWN  # complete before the other one
+        assert feed(shown, 0, OWN[-1:], 0.1) == []
+        assert shown.blame(1) == []
+        assert feed(shown, 0, [b"more"], 0.2) == []
+        assert shown.finish() == []
+        assert shown.num_dropped == len(OWN) + 1
+
+    def test_a_consequence_waits_for_its_cause(self) -> None:
+        shown = Tracebacks()
+        assert feed(shown, 0, LOST, 0.0) == []
+        assert feed(shown, 1, OWN, 0.5) == OWN
+        assert shown.overdue(0.6) == []
+        shown.blame(1)
+        assert shown.due() is None
+        assert (shown.finish(), shown.num_dropped) == ([], len(LOST))
+
+    def test_a_consequence_without_a_cause_is_shown(self) -> None:
+        shown = Tracebacks()
+        feed(shown, 0, LOST, 0.0)
+        assert shown.blame(0) == LOST
+        shown = Tracebacks()
+        feed(shown, 0, LOST, 0.0)
+        due = shown.due()
+        assert due is not None
+        assert shown.overdue(due) == [(0, LOST)]
+
+    def test_what_a_program_logs_and_survives_is_shown(self) -> None:
+        shown = Tracebacks()
+        assert feed(shown, 0, [*OWN, b"next"], 0.0) == [*OWN, b"next"]
+        assert feed(shown, 1, [*OWN, b"next"], 0.1) == []
+        due = shown.due()
+        assert due is not None
+        assert shown.overdue(due) == [(1, [*OWN, b"next"])]
+        assert feed(shown, 1, [b"later"], due) == [b"later"]
+
+    def test_one_that_never_ends_is_shown(self) -> None:
+        shown = Tracebacks()
+        feed(shown, 0, [_START, b"  only this"], 0.0)
+        assert shown.overdue(10.0) == [(0, [_START, b"  only this"])]
+        feed(shown, 0, [_START], 20.0)
+        assert shown.finish() == [(0, [_START])]

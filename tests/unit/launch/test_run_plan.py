@@ -1,0 +1,94 @@
+"""Who is started where and told what; clusters by description."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch._run_cluster_file import parse_cluster
+from paceline.launch._run_plan import lay_out_node, lay_out_worker, plan_ranks, servers_of_node
+from paceline.protocol import choose_strategy
+
+_ALL_REDUCE = choose_strategy("all-reduce", processes=6)
+
+
+def test_a_node_of_several() -> None:
+    layout = lay_out_node(nproc_per_node=2, nnodes=3, node_rank=1, master_addr="10.0.0.1", master_port=None)
+    inherited = {
+        "HOME": "/h", "RANK": "9", "PACELINE_SCHEDULER": "x", "PACELINE_REPLICAS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_RANK": "1", "PACELINE_CACHE_DIR": "/c",
+    }  # fmt: skip
+    plans = plan_ranks(layout, _ALL_REDUCE, inherited, token="t", scheduler=None, threads=None, cores=8)
+    assert [plan.rank for plan in plans] == [2, 3]
+    assert plans[1].environment == {
+        "HOME": "/h", "PACELINE_CACHE_DIR": "/c", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+        "PACELINE_ROLE": "worker", "PACELINE_STRATEGY": "all-reduce", "PACELINE_TOKEN": "t", "OMP_NUM_THREADS": "4",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nproc", "own", "threads", "told"),
+    [(2, None, None, "4"), (16, None, None, "1"), (2, "3", None, "3"), (2, "3", 5, "5"), (1, None, None, None)],
+)
+def test_threads(nproc: int, own: str | None, threads: int | None, told: str | None) -> None:
+    layout = lay_out_node(nproc_per_node=nproc, nnodes=1, node_rank=0, master_addr=None, master_port=None)
+    inherited = {} if own is None else {"OMP_NUM_THREADS": own}
+    plans = plan_ranks(layout, _ALL_REDUCE, inherited, token="t", scheduler=None, threads=threads, cores=8)
+    assert {plan.environment.get("OMP_NUM_THREADS") for plan in plans} == {told}
+
+
+def test_servers_and_replicas_are_told() -> None:
+    layout = lay_out_node(nproc_per_node=1, nnodes=1, node_rank=0, master_addr=None, master_port=None)
+    choice = choose_strategy("mirrored", processes=1, replicas=3)
+    (plan,) = plan_ranks(layout, choice, {}, token="t", scheduler="tcp://h:1", threads=None, cores=8)
+    assert plan.environment["PACELINE_REPLICAS"] == "3"
+    assert plan.environment["PACELINE_SCHEDULER"] == "tcp://h:1"
+
+
+def test_servers_are_dealt_round_robin() -> None:
+    assert [servers_of_node(5, 3, node) for node in range(3)] == [(0, 3), (1, 4), (2,)]
+    assert servers_of_node(1, 2, 1) == ()
+
+
+def test_a_described_cluster() -> None:
+    text = '{"server": ["a:1", "[::1]:2"], "worker": ["a:3", "b:3", "a:4"]}'
+    cluster = parse_cluster(text, "c.json")
+    assert [place.netloc for place in cluster.servers] == ["a:1", "[::1]:2"]
+    layout = lay_out_worker(cluster, 2)
+    assert (layout.ranks, layout.local_ranks, layout.local_world_size, layout.world_size) == ((2,), (1,), 2, 3)
+    assert (layout.master_addr, layout.master_port) == ("a", 3)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ([], "holds list"),
+        ({}, "has no worker"),
+        ({"server": ["a:1"]}, "has no worker"),
+        ({"ps": ["a:1"], "worker": ["a:2"]}, '"ps" is "server" here'),
+        ({"cluster": {"worker": ["a:2"]}, "task": {}}, 'give what is under "cluster"'),
+        ({"workers": ["a:2"]}, "has a job 'workers'"),
+        ({"worker": "a:2"}, "a list of addresses was expected"),
+        ({"worker": {"0": "a:2"}}, "a list of addresses was expected"),
+        ({"worker": ["a"]}, "has 'a' for worker 0: expected host:port"),
+        ({"worker": ["a:1", "b:0"]}, "has 'b:0' for worker 1"),
+        ({"worker": ["a:99999"]}, "has 'a:99999' for worker 0"),
+        ({"worker": ["unix:///x"]}, "expected host:port"),
+        ({"worker": [3]}, "has 3 for worker 0"),
+        ({"server": ["a:1"], "worker": ["b:1", "a:1"]}, "has the address a:1 twice, for server 0 and worker 1"),
+    ],
+)
+def test_what_is_wrong_with_a_description_is_said(found: Any, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_cluster(json.dumps(found), "c.json")
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("c.json ")
+
+
+def test_no_json() -> None:
+    with pytest.raises(UsageError, match=r"^c\.json is no JSON"):
+        parse_cluster("{server: []}", "c.json")

@@ -1,0 +1,401 @@
+"""Embeddings beside torch's own: lookups, gradients, updates, and rows that are asked for ahead of time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import NonFiniteError, UsageError
+from paceline.ps import Constant, Normal, Zeros, from_fields
+from paceline.ps.rules import RULES
+from paceline.ps.sparse_store import Keys
+from paceline.torch.embeddings import (
+    Embedder,
+    Embedding,
+    EmbeddingBag,
+    LocalTables,
+    ReplicatedTables,
+    RowTable,
+    find_embeddings,
+)
+from paceline.torch.embeddings.tables import LocalTable, RowTicket
+from paceline.torch.strategies.base import choose_device
+
+NUM_KEYS = 10
+DIM = 4
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def prepared(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Embedder:
+    embedder = Embedder(find_embeddings(module), LocalTables(), optimizer)
+    embedder.step_with(optimizer)
+    return embedder
+
+
+def pair(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Embedding, nn.Embedding, list[torch.optim.Optimizer]]:
+    """Return an embedding of ours and torch's with the same rows, each with its optimizer."""
+    ours = Embedding(DIM, seed=7)
+    optimizer = make(ours.parameters())
+    prepared(ours, optimizer)
+    theirs = nn.Embedding(NUM_KEYS, DIM)
+    with torch.no_grad():
+        theirs.weight.copy_(ours(torch.arange(NUM_KEYS)))
+    return ours, theirs, [optimizer, make(theirs.parameters())]
+
+
+def batches(count: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, NUM_KEYS, (6, 3), generator=generator) for _ in range(count)]
+
+
+def loss_of(rows: torch.Tensor) -> torch.Tensor:
+    return (rows * torch.linspace(-1, 1, DIM)).square().sum() + rows.sum()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_as_torch_embedding(name: str) -> None:
+    ours, theirs, optimizers = pair(OPTIMIZERS[name])
+    for keys in batches():
+        for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(module(keys)).backward()
+            optimizer.step()
+        torch.testing.assert_close(ours(torch.arange(NUM_KEYS)), theirs.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("form", ["rows", "offsets", "weights", "weights and offsets"])
+def test_training_as_torch_embedding_bag(mode: str, form: str) -> None:
+    ours, theirs = EmbeddingBag(DIM, mode=mode, seed=2), nn.EmbeddingBag(NUM_KEYS, DIM, mode=mode)
+    optimizer, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (ours, theirs))
+    prepared(ours, optimizer)
+    with torch.no_grad():
+        theirs.weight.copy_(ours(torch.arange(NUM_KEYS).unsqueeze(1)))
+    for keys in batches(3):
+        arguments: list[Any] = [keys, None, None]
+        if "offsets" in form:
+            arguments = [keys.flatten(), torch.tensor([0, 4, 4, 9]), None]
+        if "weights" in form:
+            arguments[2] = torch.rand(arguments[0].shape).requires_grad_()
+            if mode != "sum":
+                with pytest.raises(UsageError, match="per_sample_weights are for mode sum only"):
+                    ours(*arguments)
+                return
+        found = []
+        for module, each in ((ours, optimizer), (theirs, other)):
+            each.zero_grad()
+            loss_of(module(*arguments)).backward()
+            each.step()
+            if "weights" in form:
+                found.append(arguments[2].grad)
+                arguments[2].grad = None
+        if found:
+            torch.testing.assert_close(found[0], found[1])
+        torch.testing.assert_close(ours(torch.arange(NUM_KEYS).unsqueeze(1)), theirs.weight)
+
+
+def test_empty_bags_and_no_keys() -> None:
+    bag, embedding = EmbeddingBag(DIM, mode="sum"), Embedding(DIM)
+    prepared(bag)
+    prepared(embedding)
+    assert bag(torch.empty(3, 0, dtype=torch.int64)).tolist() == [[0.0] * DIM] * 3
+    assert embedding(torch.empty(0, 5, dtype=torch.int64)).shape == (0, 5, DIM)
+
+
+def test_any_64_bits_are_a_key() -> None:
+    embedding = Embedding(DIM)
+    prepared(embedding)
+    keys = torch.tensor([-1, 2**63 - 1, 0])
+    unsigned = torch.from_numpy(np.array([2**64 - 1, 2**63 - 1, 0], np.uint64))
+    rows = embedding(keys)
+    assert len({tuple(row) for row in rows.tolist()}) == 3
+    assert torch.equal(rows, embedding(unsigned))
+    assert torch.equal(embedding(unsigned.reshape(3, 1)), rows.unsqueeze(1))
+    assert torch.equal(embedding(torch.stack([keys, keys + 5]).t()[:, 0]), rows)  # strided
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_and_accumulation(set_to_none: bool) -> None:
+    """Gradients add up over backward passes and lookups, stay after a step, and go with zero_grad(): as in torch."""
+    ours, theirs, optimizers = pair(OPTIMIZERS["sgd"])
+    first, second, third, fourth, fifth = batches()
+    for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+        loss_of(module(first)).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        (loss_of(module(second)) + loss_of(module(third))).backward()
+        loss_of(module(fourth)).backward()
+        optimizer.step()
+        loss_of(module(fifth)).backward()  # on top of those before
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # nothing to apply
+        with torch.no_grad():
+            loss_of(module(first))
+        optimizer.zero_grad()
+        module.eval()
+        loss_of(module(first))  # no backward
+        optimizer.step()
+    torch.testing.assert_close(ours(torch.arange(NUM_KEYS)), theirs.weight)
+
+
+def test_a_module_in_two_places_and_two_modules_of_a_table() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = Embedding(DIM, name="shared")
+            self.same = self.one
+            self.other = Embedding(DIM, name="shared")
+
+        def forward(self, keys: torch.Tensor) -> torch.Tensor:
+            rows: torch.Tensor = self.one(keys) + self.same(keys) + self.other(keys)
+            return rows
+
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    embedder = prepared(model, optimizer)
+    assert list(embedder.tables) == ["shared"]
+    keys = torch.tensor([1, 2, 1])
+    before = model.one(torch.tensor([1, 2])).detach()
+    model(keys).sum().backward()
+    optimizer.step()
+    after = model.other(torch.tensor([1, 2])).detach()
+    torch.testing.assert_close(before - after, torch.tensor([[0.6] * DIM, [0.3] * DIM]))
+    model.other.dim = 3
+    with pytest.raises(UsageError, match="two embeddings of the name 'shared'"):
+        prepared(model, optimizer)
+
+
+def test_rule_follows_the_optimizer_and_its_scheduler() -> None:
+    model = nn.ModuleDict({"a": Embedding(1, initializer=Zeros()), "b": Embedding(1, update=paceline.SGD(lr=2.0))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, nesterov=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    embedder = prepared(model, optimizer)
+    rules = [from_fields(RULES, embedder.tables[name].spec.update) for name in ("a", "b")]
+    assert rules == [paceline.Momentum(lr=1.0, momentum=0.5, nesterov=True), paceline.SGD(lr=2.0)]
+    optimizer.load_state_dict(optimizer.state_dict())  # puts other groups in the place of the old ones
+    dense = nn.Parameter(torch.zeros(1))
+    theirs = torch.optim.SGD([dense], lr=1.0, momentum=0.5, nesterov=True)
+    theirs_scheduler = torch.optim.lr_scheduler.ExponentialLR(theirs, 0.5)
+    for _ in range(3):
+        for loss, each, schedule in (
+            (model["a"](torch.tensor([9])).sum(), optimizer, scheduler),
+            (dense.sum(), theirs, theirs_scheduler),
+        ):
+            each.zero_grad()
+            loss.backward()
+            each.step()
+            schedule.step()
+    torch.testing.assert_close(model["a"](torch.tensor([9])).detach(), dense.detach().unsqueeze(0))
+    assert embedder.tables["b"].spec.update["lr"] == 2.0
+
+
+def test_what_is_wrong_is_said() -> None:
+    embedding = Embedding(DIM, name="ads")
+    with pytest.raises(UsageError, match=r"'ads' has no table yet.*strategy.prepare"):
+        embedding(torch.tensor([1]))
+    with pytest.raises(UsageError, match="never be updated"):
+        prepared(embedding, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    with pytest.raises(UsageError, match="LBFGS"):
+        prepared(embedding, torch.optim.LBFGS(embedding.parameters()))
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    embedder = prepared(embedding, optimizer)
+    with pytest.raises(UsageError, match="keys of an embedding are float32"):
+        embedding(torch.ones(2))
+    with pytest.raises(UsageError, match="was called with a list"):
+        embedding([1])
+    (embedding(torch.tensor([1])) * float("nan")).sum().backward()
+    with pytest.raises(NonFiniteError, match="'ads'"):
+        optimizer.step()
+    assert len(embedder.tables["ads"]) == 0
+    with pytest.raises(UsageError, match="expected one of sum, mean, max"):
+        EmbeddingBag(DIM, mode="median")
+    with pytest.raises(UsageError, match="1 to 65536"):
+        Embedding(0)
+
+
+def test_copies() -> None:
+    """A copy of a model in use has the same rows; one of a model that is not prepared has none yet."""
+    embedding = Embedding(DIM)
+    assert copy.deepcopy(embedding)._link is not embedding._link
+    prepared(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1))
+    other = copy.deepcopy(embedding)
+    keys = torch.tensor([3, 4])
+    assert torch.equal(other(keys), embedding(keys))
+
+
+def test_items_write_clear() -> None:
+    embedding = Embedding(2, initializer=Constant(value=1.0))
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.5)
+    table = prepared(embedding, optimizer).tables["embedding"]
+    embedding(torch.tensor([5, 6])).sum().backward()
+    optimizer.step()
+    kept = [(keys.copy(), records.copy()) for keys, records in table.items()]
+    after = embedding(torch.tensor([5, 6, 7])).detach()
+    table.clear()
+    assert len(table) == 0
+    assert embedding(torch.tensor([5, 6, 7])).unique().tolist() == [1.0]
+    for keys, records in kept:
+        assert records.shape == (len(keys), 4)  # value and sum of squares
+        table.write(keys, records)
+    assert torch.equal(embedding(torch.tensor([5, 6, 7])).detach(), after)
+
+
+# Rows asked for ahead of time.
+
+
+class CountedTable(LocalTable):
+    """Rows as of the time at which they were asked for, and a count of requests for each purpose."""
+
+    def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
+        self.requests.append((ahead, len(keys)))
+        return super().fetch(keys, ahead=ahead)
+
+    requests: list[tuple[bool, int]]
+
+
+class CountedTables(LocalTables):
+    def __init__(self, lead: int) -> None:
+        self.lead = lead
+        self.made: list[CountedTable] = []
+
+    def table(self, *settings: Any) -> CountedTable:
+        plain = super().table(*settings)
+        table = CountedTable(plain.spec, settings[2], settings[3])
+        table.requests = []
+        self.made.append(table)
+        return table
+
+
+class Clicks(nn.Module):
+    """Keys are the columns from the second on of one tensor, and all of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = Embedding(DIM)
+        self.wide = EmbeddingBag(1, mode="sum", initializer=Normal(std=0.1))
+        self.linear = nn.Linear(DIM, 1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = self.linear(self.deep(batch["x"][:, 2:]).sum(1)) + self.wide(batch["keys"])
+        return logits
+
+
+def train(tables: LocalTables, *, changes: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Clicks()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    embedder = Embedder(find_embeddings(model), tables, optimizer)
+    embedder.step_with(optimizer, tick=lambda: None)
+    generator, widths = torch.Generator().manual_seed(1), {"x": 5, "keys": 3}
+    data = [
+        {name: torch.randint(0, 30, (5 - number // 7, width), generator=generator) for name, width in widths.items()}
+        for number in range(8)
+    ]
+    outputs = []
+    for number, batch in enumerate(data):
+        embedder.begin(batch)
+        embedder.prefetch(data[number + 1] if number + 1 < len(data) else None)
+        if changes:
+            batch["x"] += number
+            batch["keys"][0] = 77
+        optimizer.zero_grad()
+        output = model(batch)
+        output.square().sum().backward()
+        optimizer.step()
+        outputs.append(output.detach())
+    return outputs
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_prefetched_rows_are_those_of_the_keys(changes: bool) -> None:
+    """Also if the batch was changed in place after its rows were asked for."""
+    tables = CountedTables(lead=0)
+    for found, expected in zip(train(tables, changes=changes), train(LocalTables(), changes=changes), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    num_requests = sum(len(table.requests) for table in tables.made)
+    # One request per batch and table if all were foreseen, and none of those that were was in vain.
+    assert num_requests == 16 if not changes else num_requests > 16
+
+
+def test_prefetching_an_iteration_ahead() -> None:
+    tables = CountedTables(lead=1)
+    train(tables)
+    for table in tables.made:
+        # Keys are learned from the first batch, while the second's rows could have been asked for.
+        assert sorted(ahead for ahead, _ in table.requests) == [False, False, *[True] * 6]
+
+
+def test_replicated_tables_are_those_of_one_process() -> None:
+    from paceline.collectives import Group
+    from paceline.testing import run_ranks
+
+    rule = paceline.Adagrad(lr=0.1)
+    generator = np.random.default_rng(0)
+    steps = [
+        [
+            (np.unique(generator.integers(0, 9, 6)).astype(np.uint64), generator.normal(size=(9, 3)).astype(np.float32))
+            for _ in range(3)
+        ]
+        for _ in range(4)
+    ]
+
+    def work(group: Group) -> tuple[Any, Any]:
+        tables = ReplicatedTables(group)
+        wide, deep = (tables.table(name, 3, rule, Normal(std=1.0), 0) for name in ("wide", "deep"))
+        for number, step in enumerate(steps):
+            keys, grads = step[group.rank]
+            if number == 3 and group.rank == 1:
+                tables.push([])  # it has run out of data
+                continue
+            tables.push([(deep, keys, grads[: len(keys)])])
+        assert len(wide) == 0
+        rows = deep.fetch(np.arange(9, dtype=np.uint64)).result()
+        try:
+            tables.push([(wide, np.ones(1, np.uint64), np.full((1, 3), np.nan if group.rank else 1, np.float32))])
+        except NonFiniteError as error:
+            return rows, str(error)
+        return rows, None
+
+    found = run_ranks(3, work)
+    assert all(np.array_equal(rows, found[0][0]) for rows, _ in found)
+    assert all("rank 1" in str(error) for _, error in found)  # each of them knows, nobody waits
+    whole: RowTable = LocalTables().table("deep", 3, rule, Normal(std=1.0), 0)
+    assert isinstance(whole, LocalTable)
+    for number, step in enumerate(steps):
+        summed = np.zeros((9, 3), np.float32)
+        there = np.zeros(9, bool)
+        for rank, (keys, grads) in enumerate(step):
+            if (number, rank) != (3, 1):
+                summed[keys] += grads[: len(keys)] / 3
+                there[keys] = True
+        whole.apply(np.flatnonzero(there).astype(np.uint64), summed[there])
+    expected = whole.fetch(np.arange(9, dtype=np.uint64)).result()
+    np.testing.assert_allclose(found[0][0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_on_a_cuda_device() -> None:
+    ours, theirs, _ = pair(OPTIMIZERS["sgd"])
+    device = choose_device("cuda", 0)
+    ours, theirs = ours.to(device), theirs.to(device)
+    optimizer, other = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (ours, theirs))
+    prepared(ours, optimizer)
+    for keys in batches():
+        for module, each in ((ours, optimizer), (theirs, other)):
+            each.zero_grad()
+            rows = module(keys.to(device))
+            assert rows.device == device
+            (rows.square().sum() + rows.sum()).backward()
+            each.step()
+    torch.testing.assert_close(ours(torch.arange(NUM_KEYS, device=device)), theirs.weight)

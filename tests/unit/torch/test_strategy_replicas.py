@@ -1,0 +1,103 @@
+"""The parts of the strategies with replicas: how a batch is split, what is joined, and where replicas are."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.torch.strategies import CentralStorage, Mirrored
+from paceline.torch.strategies._replica_strategy import replica_devices
+from paceline.torch.strategies._replica_threads import ReplicaThreads
+from paceline.torch.strategies._splitting import check_outputs, gather, scatter, split
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("rows", "replicas", "expected"),
+    [(30, 8, [4, 4, 4, 4, 4, 4, 4, 2]), (10, 8, [2, 2, 2, 2, 2]), (3, 8, [1, 1, 1]), (7, 1, [7])],
+)
+def test_a_batch_is_split_as_chunk_does(rows: int, replicas: int, expected: list[int]) -> None:
+    x = torch.arange(rows * 2.0).view(rows, 2)
+    factor = torch.tensor(3.0)
+    parts = split([x, "name", factor], replicas)
+    assert [len(part[0]) for part in parts] == expected
+    assert all(part[1] == "name" and part[2] is factor for part in parts)
+    assert torch.equal(gather([part[0] for part in parts], CPU), x)
+
+
+def test_gather_and_scatter_are_inverse() -> None:
+    for parts in ([torch.rand(4, 3), torch.rand(2, 3)], [torch.tensor(1.0), torch.tensor(2.0)]):
+        back = scatter(gather(parts, CPU), parts)
+        assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
+
+
+def test_outputs_that_do_not_fit_are_told() -> None:
+    check_outputs([[torch.rand(8, 3), None, "a"], [torch.rand(4, 3), None, "a"]], [4, 2])  # rows by time steps
+    with pytest.raises(UsageError, match=r"shape \(2, 4, 8\) for 4 examples.*must be the batch"):
+        check_outputs([[torch.rand(2, 4, 8)], [torch.rand(2, 2, 8)]], [4, 2])
+    with pytest.raises(UsageError, match="do not fit together"):
+        check_outputs([[torch.rand(4)], [None]], [4, 2])
+    with pytest.raises(UsageError, match="returned 4, 2, which cannot be put together"):
+        check_outputs([[4], [2]], [4, 2])
+    with pytest.raises(UsageError, match=r"which cannot be put together: return tensors"):
+        check_outputs([[threading.Lock()]], [4])
+
+
+def test_batches_that_cannot_be_split_are_told() -> None:
+    with pytest.raises(UsageError, match=r"shapes \(30, 2\), \(29,\).*first dimension"):
+        split([torch.rand(30, 2), torch.rand(29)], 2)
+    with pytest.raises(UsageError, match="batch of 0 examples"):
+        split([torch.rand(0, 2)], 2)
+
+
+def test_where_replicas_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert replica_devices("mirrored", 3, None, "cpu") == (CPU,) * 3
+    assert replica_devices("mirrored", None, ["cpu", "cpu"], None) == (CPU,) * 2
+    monkeypatch.setenv("PACELINE_REPLICAS", "5")
+    assert replica_devices("mirrored", None, None, "cpu") == (CPU,) * 5
+    monkeypatch.setenv("PACELINE_REPLICAS", "0")
+    with pytest.raises(UsageError, match="PACELINE_REPLICAS=0: expected a whole number from 1 up"):
+        Mirrored(device="cpu")
+    monkeypatch.delenv("PACELINE_REPLICAS")
+    assert 1 <= len(replica_devices("mirrored", None, None, "cpu")) <= 4
+    with pytest.raises(UsageError, match="strategy central-storage: replicas=0: expected"):
+        CentralStorage(replicas=0)
+    with pytest.raises(UsageError, match=r"devices=\[\]: expected a list"):
+        Mirrored(devices=[])
+    with pytest.raises(UsageError, match="give the devices alone"):
+        Mirrored(devices=["cpu"], replicas=2)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="there is no CUDA device here"):
+            Mirrored(devices=["cpu", "cuda:0"])
+
+
+def test_threads_share_the_cores_and_the_callers_keep_theirs() -> None:
+    before = torch.get_num_threads()
+    threads = ReplicaThreads([CPU] * 2)
+    torch.set_num_threads(4)
+    try:
+        assert threads.run(lambda _: torch.get_num_threads(), 2) == [2, 2]
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+        threads.close()
+
+
+def test_threads_are_in_the_callers_state() -> None:
+    threads = ReplicaThreads([CPU] * 2)
+
+    def state(_: int) -> tuple[bool, torch.dtype, bool]:
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_inference_mode_enabled()
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert threads.run(state, 2) == [(True, torch.float16, False)] * 2
+    with torch.inference_mode():
+        assert [found[2] for found in threads.run(state, 2)] == [True, True]
+    assert [found[0] for found in threads.run(state, 2)] == [False, False]
+    assert threads.run(lambda _: torch.is_grad_enabled(), 2, grad=True) == [True, True]
+    threads.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("paceline-replica")]

@@ -1,0 +1,128 @@
+"""Update rules made from torch's optimizers do what these do; their states move both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.protocol import NUM_BUCKETS
+from paceline.ps import SparseStore
+from paceline.ps.messages import TableSpec
+from paceline.ps.rules import Zeros, to_fields
+from paceline.ps.tables import DensePart, Selection
+from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch
+
+Make = Callable[[Iterable[Tensor]], Optimizer]
+SIZE = 777
+
+KNOWN: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd with decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "sgd, lr a tensor": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.99), weight_decay=0.01),
+    "adam, foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def make_part(optimizer: Optimizer, size: int = SIZE) -> DensePart:
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    spec = TableSpec(name="p", kind="dense", size=size, update=to_fields(rule), initializer=to_fields(Zeros()))
+    return DensePart(spec, range(NUM_BUCKETS))
+
+
+def records(part: DensePart) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.concatenate([part.read_bucket(bucket)[1] for bucket in range(NUM_BUCKETS)])
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_rule_does_what_torch_does_and_takes_over_its_state(name: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(SIZE, generator=generator))
+    optimizer = KNOWN[name]([parameter])
+    rule = rule_of(optimizer, optimizer.param_groups[0])
+    keys = np.arange(SIZE, dtype=np.uint64)
+
+    def start(part: DensePart) -> None:
+        planes = state_from_torch(rule, optimizer.state.get(parameter, {}), SIZE)
+        part.write_records(keys, np.column_stack([parameter.detach().numpy(), planes.T]).astype(np.float32))
+
+    def train(part: DensePart, steps: int) -> None:
+        for _ in range(steps):
+            parameter.grad = torch.randn(SIZE, generator=generator)
+            part.push(Selection(None, 0, SIZE), parameter.grad.numpy())
+            optimizer.step()
+
+    part = make_part(optimizer)
+    start(part)
+    train(part, 20)
+    values = np.empty(SIZE, np.float32)
+    part.pull(Selection(None, 0, SIZE), values)
+    np.testing.assert_allclose(values, parameter.detach().numpy(), atol=2e-6)
+    state = state_to_torch(rule, records(part)[:, 1:].T, (SIZE,), num_steps=20)
+    theirs = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
+    assert state.keys() == theirs.keys()
+    for key, value in theirs.items():
+        torch.testing.assert_close(state[key], value, atol=1e-5, rtol=1e-5)
+
+    part = make_part(optimizer)  # as a table that is loaded from torch's checkpoint
+    start(part)
+    train(part, 20)
+    part.pull(Selection(None, 0, SIZE), values)
+    np.testing.assert_allclose(values, parameter.detach().numpy(), atol=2e-6)
+
+
+def test_rules_serve_rows_too() -> None:
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(4))], lr=0.1)
+    store = SparseStore(dim=4, rule=rule_of(optimizer, optimizer.param_groups[0]))
+    store.push(np.array([7], np.uint64), np.ones(4, np.float32))
+    assert len(store) == 1
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class OwnName(torch.optim.SGD):
+    """Torch's step under another name."""
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "dampening": (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, dampening=0.5), "SGD has dampening=0.5"),
+    "maximize": (lambda p: torch.optim.Adam(p, maximize=True), "Adam has maximize=True"),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "AdamW has amsgrad=True"),
+    "lr_decay": (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), "Adagrad has lr_decay=0.1"),
+    "centered": (lambda p: torch.optim.RMSprop(p, centered=True), "RMSprop has centered=True"),
+    "momentum": (lambda p: torch.optim.RMSprop(p, momentum=0.9), "RMSprop has momentum=0.9"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS has no update rule"),
+    "NAdam": (torch.optim.NAdam, "NAdam has no update rule"),
+    "own step": (lambda p: OwnStep(p, lr=1.0), "OwnStep has a step of its own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_without_a_rule_is_named(name: str) -> None:
+    make, message = REFUSED[name]
+    optimizer = make([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(UsageError, match=message) as caught:
+        rule_of(optimizer, optimizer.param_groups[0])
+    assert "all-reduce" in str(caught.value)
+    assert "SGD, Adagrad, RMSprop, Adam and AdamW" in str(caught.value)
+
+
+def test_a_subclass_with_torchs_step_has_torchs_rule() -> None:
+    optimizer = OwnName([torch.nn.Parameter(torch.zeros(3))], lr=0.5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step
+    assert num_planes(rule_of(optimizer, optimizer.param_groups[0])) == 0
