@@ -2,20 +2,21 @@
 
     python benchmarks/wide_deep.py --data /path/to/criteo/train.tsv.gz [--runs 3] [--batch-size 256] [--json]
 
-The same model everywhere: 26 categories as keys, 13 integers as standardized logarithms; embeddings of dimension 16 and
-1, a perceptron of 64 and 32, Adagrad; 2 workers and 1 server, processes of one thread each. The first 80% of the rows are
-trained on in one pass, the rest are for the AUC. Data are parsed beforehand. The contenders take turns; medians over the
-runs are quoted. Examples/s are counted from the eleventh step of every rank on, until all have ended.
+The same model everywhere: 26 categories as keys, 13 integers as standardized logarithms; embeddings of dimension 16
+and 1, a perceptron of 64 and 32, Adagrad; 2 workers and 1 server, processes of one thread each. The first 80% of the
+rows are trained on in one pass, the rest are for the AUC. Data are parsed beforehand. The contenders take turns; the
+medians of their runs are quoted. Examples/s are counted from the eleventh step of every rank on, until all have ended.
 
-The peer is the pattern of PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework": a server
-process holds the embeddings (rows numbered beforehand, sparse gradients), trainers call its forward, and distributed
-autograd and DistributedOptimizer update it; the dense part is in DistributedDataParallel on Gloo.
+The peer is the pattern of PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework": a
+server process holds the embeddings (rows numbered beforehand, sparse gradients), trainers call its forward, and
+distributed autograd and DistributedOptimizer update it; the dense part is in DistributedDataParallel on Gloo.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import importlib
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -228,7 +230,8 @@ class RemoteRows(nn.Module):
 
 
 def run_rpc(rank: int, task: Task) -> None:
-    import torch.distributed.autograd as dist_autograd
+    dist_autograd: Any = importlib.import_module("torch.distributed.autograd")
+
     from torch.distributed import rpc
     from torch.distributed.optim import DistributedOptimizer
 
@@ -238,7 +241,7 @@ def run_rpc(rank: int, task: Task) -> None:
     name = "server" if rank == NUM_WORKERS else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=NUM_WORKERS + 1, rpc_backend_options=options)
     if rank < NUM_WORKERS:
-        store = dist.FileStore(str(task.folder / "store"), NUM_WORKERS)
+        store = FileStore(str(task.folder / "store"), NUM_WORKERS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_WORKERS)
         rows = None
         if rank == 0:

@@ -11,7 +11,7 @@ import pytest
 
 from .running import Commands, parse_json
 
-COMMANDS = ["train", "predict", "scheduler", "server", "worker", "doctor", "bench ps"]
+COMMANDS = ["train", "predict", "run", "scheduler", "server", "worker", "doctor", "bench ps", "bench collectives"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -19,8 +19,9 @@ Importing this also registers ``paceline`` as a backend of ``torch.distributed``
 [1.0, 1.0]
 >>> dist.destroy_process_group()
 
-DistributedDataParallel, ``fully_shard``, device meshes, functional collectives and objects go through it. Tensors on the
-CPU go by Paceline's collectives; CUDA tensors by an NCCL group of the same ranks, which is made when the first one comes.
+DistributedDataParallel, ``fully_shard``, device meshes, functional collectives and objects go through it. Tensors on
+the CPU go by Paceline's collectives; CUDA tensors by an NCCL group of the same ranks, which is made when the first one
+comes.
 """
 
 try:

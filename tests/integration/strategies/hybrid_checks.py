@@ -104,9 +104,7 @@ def check_unequal_numbers_of_batches(rank: int, size: int) -> None:
         weights = strategy.reduce(model.dense.weight, "max") - strategy.reduce(model.dense.weight, "min")
         assert not weights.any()
         assert not torch.equal(model.deep(torch.tensor([3])), before)
-        with_one_rank_more = torch.tensor([[4, 4, 4]])
         if rank == 0:  # outside an epoch nobody waits for the others
-            torch.autograd.backward(model(with_one_rank_more).sum())
             model.deep(torch.tensor([4]))
         strategy.barrier()
 
@@ -122,13 +120,12 @@ def check_a_model_without_embeddings(rank: int, size: int) -> None:
     assert said.getvalue().count("has no embeddings") == (rank == 0)
 
 
-def check_tables_that_differ_between_ranks(rank: int, size: int) -> None:
+def check_embeddings_that_differ_between_ranks(rank: int, size: int) -> None:
     with Hybrid() as strategy:
         model = nn.ModuleDict({"a": Embedding(4, name="differs", seed=rank), "b": nn.Linear(1, 1)})
+        said = ""
         try:
             strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            said = ""
         except UsageError as error:
             said = str(error)
-        told = strategy._ranks.exchange(said)
-        assert any("differs" in text for text in told), told
+        assert "rank 1 has another model than rank 0: 'a' (rows of" in said, said

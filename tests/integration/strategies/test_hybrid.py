@@ -30,12 +30,12 @@ _CHECKS = [
 ]
 
 
-def start(cluster: LocalCluster, store: torch.distributed.TCPStore, folder: Path) -> list[subprocess.Popen[str]]:
+def start(cluster: LocalCluster, port: int, folder: Path) -> list[subprocess.Popen[str]]:
     surroundings = {
         **os.environ,
         "WORLD_SIZE": str(_SIZE),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": "hybrid",
         "PACELINE_SCHEDULER": cluster.scheduler,
@@ -55,7 +55,7 @@ def start(cluster: LocalCluster, store: torch.distributed.TCPStore, folder: Path
 def test_hybrid(tmp_path: Path) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with paceline.local_cluster(servers=1, workers=_SIZE, consistency=Sequential(aggregate="mean")) as cluster:
-        ranks = start(cluster, store, tmp_path)
+        ranks = start(cluster, store.port, tmp_path)
         try:
             for rank in ranks:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -41,6 +41,15 @@ STRATEGIES = [Mirrored, CentralStorage, CopyingMirrored, CopyingStorage]
 
 
 @pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads inside an operator wait for one another where other tests keep the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def _ended_threads() -> Iterator[None]:
     started: list[Strategy] = []
     original = Strategy.__init__
@@ -77,7 +86,7 @@ def train(strategy: Strategy, make_optimizer: MakeOptimizer) -> torch.Tensor:
     for x, y in batches():
         optimizer.zero_grad()
         loss = functional.cross_entropy(prepared(x.to(strategy.device)), y.to(strategy.device))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return torch.cat([parameter.detach().cpu().flatten() for parameter in module.parameters()])
 
@@ -182,7 +191,7 @@ def test_hooks_autocast_accumulation_and_clipping() -> None:
     strategy = Mirrored(replicas=2, device="cpu")
     prepared, _ = strategy.prepare(module, momentum(module.parameters()))
     seen: list[int] = []
-    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(1))  # type: ignore[no-untyped-call]
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(1))
     module.register_forward_hook(lambda m, args, out: out * 2)
     x = torch.rand(6, 4)
     assert torch.allclose(prepared(x), functional.linear(x, module.weight, module.bias) * 2)

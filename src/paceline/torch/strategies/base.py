@@ -157,7 +157,7 @@ class Strategy(ABC):
         """Return a context that the training loader's iteration runs in; `num_batches` is this rank's, if known."""
         return contextlib.nullcontext()
 
-    def _ran_out(self) -> None:
+    def _ran_out(self) -> None:  # noqa: B027 (a hook, which most leave empty)
         """Know that the training loader has ended by itself; :meth:`epoch` is still open."""
 
     # Together.
@@ -279,7 +279,12 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _signature(model: nn.Module) -> list[list[Any]]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors]
+    described = [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors]
+    rows = [
+        [name, [each.dim], f"rows of {each.initializer}, seed={each.seed}, update={each.update}"]
+        for name, each in find_embeddings(model).items()
+    ]
+    return described + rows
 
 
 def _describe_difference(rank: int, theirs: list[list[Any]], first: list[list[Any]]) -> str:

@@ -22,13 +22,13 @@ from paceline.torch.strategies.base import warn
 class Hybrid(AllReduce):
     """One process per device: the rows of embeddings live on servers, the dense part is averaged by all-reduce.
 
-    The default for models with Paceline's embeddings. An ``optimizer.step()`` sends the gradients of this rank's rows and
-    ends its iteration; the rows of the next batch are asked for while this one is computed. What the servers do with the
-    gradients is up to the cluster's consistency: under ``bounded:4``, which ``paceline run`` takes by default, each rank's
-    are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
+    The default for models with Paceline's embeddings. An ``optimizer.step()`` sends the gradients of this rank's rows
+    and ends its iteration; the rows of the next batch are asked for while this one is computed. What servers do with
+    the gradients is up to the cluster's consistency: under ``bounded:4``, which ``paceline run`` takes by default, each
+    rank's are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
 
-    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`. A model without embeddings is trained as
-    under that, and standard error says so.
+    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`. A model without embeddings is trained
+    as under that, and standard error says so.
 
     Raises UsageError where there are no servers: start the program with ``paceline run --strategy hybrid``.
 
