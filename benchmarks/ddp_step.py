@@ -83,7 +83,7 @@ def run_rank(rank: int, num_ranks: int, num_rounds: int, folder: str) -> None:
 
 def measure(num_ranks: int, num_rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(run_rank, (num_ranks, num_rounds, folder), nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        spawn(run_rank, (num_ranks, num_rounds, folder), nprocs=num_ranks)
         found = json.loads(Path(folder, "found.json").read_text())
     medians = {backend: statistics.median(seconds) for backend, (seconds, _) in found.items()}
     pairs = zip(*(losses for _, losses in found.values()), strict=True)

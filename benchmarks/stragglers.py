@@ -40,7 +40,7 @@ def is_slow(rank: int, step: int, who: str) -> bool:
 def work(options: argparse.Namespace) -> None:
     """Be one worker; rank 0 prints the result."""
     import torch
-    from mnist import count_right, make_model, read_split  # examples/mnist.py
+    from mnist import count_right, make_model, read_split  # type: ignore[import-not-found]  # examples/mnist.py
     from torch.nn import functional
 
     import paceline.torch as pt

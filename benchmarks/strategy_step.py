@@ -116,7 +116,7 @@ def several_ranks(names: list[str], num_rounds: int) -> dict[str, Any]:
             consistency = paceline.Sequential(aggregate="mean")
             cluster = stack.enter_context(paceline.local_cluster(workers=NUM_RANKS, consistency=consistency))
             os.environ.update(PACELINE_SCHEDULER=cluster.scheduler, PACELINE_TOKEN=cluster.token)
-        spawn(run_rank, (names, num_rounds, folder), nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]
+        spawn(run_rank, (names, num_rounds, folder), nprocs=NUM_RANKS)
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
         return found
 

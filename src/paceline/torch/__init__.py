@@ -44,8 +44,8 @@ from paceline.torch.strategies import (
 )
 
 __all__ = [
-    "BACKEND",
     "AllReduce",
+    "BACKEND",
     "CentralStorage",
     "Embedding",
     "EmbeddingBag",

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from paceline.collectives import Group, init
 from paceline.environment import environment
@@ -45,7 +46,7 @@ class Ranks:
             if backend is None:
                 return cls()
             ranks = cls()
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
             ranks._owns_torch = True
             return ranks
         owns_torch = False

@@ -37,7 +37,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     if chosen not in _CLASSES:
         raise UsageError(f"there is no strategy {chosen!r}: expected one of {', '.join(STRATEGIES)}")
     try:
-        return _CLASSES[chosen](**options)  # type: ignore[arg-type]
+        return _CLASSES[chosen](**options)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
