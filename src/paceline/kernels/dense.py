@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .initializers import initial_value
+from .initializers import initial_row
 from .jit import njit
 from .rules import INITIAL_A, INITIAL_B, start_state, update_record
 
@@ -17,7 +17,7 @@ def dense_start(rule, record, size, start, stop, first_key, kind, seed, paramete
     """
     for j in range(start, stop):
         key = np.uint64(first_key + j - start)
-        record[j] = initial_value(kind, seed, key, 0, parameters[INITIAL_A], parameters[INITIAL_B])
+        initial_row(kind, seed, key, record, j, 1, parameters[INITIAL_A], parameters[INITIAL_B])
     start_state(rule, record, len(record), size, start, stop, parameters)
 
 

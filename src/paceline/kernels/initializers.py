@@ -18,7 +18,6 @@ ZEROS, CONSTANT, UNIFORM, NORMAL = range(4)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S11 = np.uint64(11)
 _STEP = 1.0 / (1 << 53)
-_U1 = np.uint64(1)
 
 
 @njit(cache=True, nogil=True)
@@ -29,15 +28,21 @@ def _uniform(seed, key, counter):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def initial_value(kind, seed, key, element, a, b):  # type: ignore[no-untyped-def]
-    """Return one element's initial value (float32): kind ZEROS, CONSTANT(a), UNIFORM[a, b], NORMAL(a, b²)."""
-    if kind == ZEROS:
-        return np.float32(0)
-    if kind == CONSTANT:
-        return np.float32(a)
-    counter = np.uint64(element) * np.uint64(2)
-    first = _uniform(seed, key, counter)
+def initial_row(kind, seed, key, out, at, dim, a, b):  # type: ignore[no-untyped-def]
+    """Write a row's initial values (float32) to ``out[at : at + dim]``.
+
+    `kind` is ZEROS, CONSTANT(a), UNIFORM[a, b] or NORMAL(a, b²), whose elements come in pairs (Box and Muller, 1958).
+    """
     if kind == UNIFORM:
-        return np.float32(a + (b - a) * first)
-    second = _uniform(seed, key, counter + _U1)  # Box and Muller, 1958
-    return np.float32(a + b * np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * np.pi * second))
+        for j in range(dim):
+            out[at + j] = np.float32(a + (b - a) * _uniform(seed, key, np.uint64(2 * j)))
+    elif kind == NORMAL:
+        for j in range(0, dim, 2):
+            radius = b * np.sqrt(-2.0 * np.log(_uniform(seed, key, np.uint64(j))))
+            angle = 2.0 * np.pi * _uniform(seed, key, np.uint64(j + 1))
+            out[at + j] = np.float32(a + radius * np.cos(angle))
+            if j + 1 < dim:
+                out[at + j + 1] = np.float32(a + radius * np.sin(angle))
+    else:
+        for j in range(dim):
+            out[at + j] = np.float32(a) if kind == CONSTANT else np.float32(0)

@@ -69,12 +69,13 @@ def initial_values(kind: int, seed: int, keys: Keys, dim: int, a: float, b: floa
         return np.zeros(shape, np.float32)
     if kind == CONSTANT:
         return np.full(shape, a, np.float32)
-    counters = 2 * np.arange(dim, dtype=np.uint64)
-    first = _uniform(seed, keys[:, None], counters)
     if kind == UNIFORM:
-        return (a + (b - a) * first).astype(np.float32)
-    second = _uniform(seed, keys[:, None], counters + _word(1))
-    return (a + b * np.sqrt(-2.0 * np.log(first)) * np.cos(2.0 * np.pi * second)).astype(np.float32)
+        return (a + (b - a) * _uniform(seed, keys[:, None], 2 * np.arange(dim, dtype=np.uint64))).astype(np.float32)
+    pairs = np.arange(0, dim, 2, dtype=np.uint64)
+    radius = b * np.sqrt(-2.0 * np.log(_uniform(seed, keys[:, None], pairs)))
+    angle = 2.0 * np.pi * _uniform(seed, keys[:, None], pairs + _word(1))
+    both = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=2).reshape(len(keys), -1)
+    return (a + both[:, :dim]).astype(np.float32)
 
 
 def _uniform(seed: int, keys: Keys, counters: Keys) -> Doubles:

@@ -27,7 +27,7 @@ from .index import (
     row_of_entry,
     take_slot,
 )
-from .initializers import initial_value
+from .initializers import initial_row
 from .jit import njit
 from .memory import float_pointer, prefetch, store_u32
 from .rules import FTRL, INITIAL_A, INITIAL_B, SGD, start_state, update_record
@@ -65,8 +65,7 @@ def _find_rows(directory, layout, keys, start, stop, rows, lines, prefetch_words
 @njit(cache=True, nogil=True)
 def _initial_row(layout, parameters, key, out, at):  # type: ignore[no-untyped-def]
     kind, seed = layout[INITIALIZER], np.uint64(layout[SEED])
-    for j in range(layout[DIM]):
-        out[at + j] = initial_value(kind, seed, key, j, parameters[INITIAL_A], parameters[INITIAL_B])
+    initial_row(kind, seed, key, out, at, layout[DIM], parameters[INITIAL_A], parameters[INITIAL_B])
 
 
 @njit(cache=True, nogil=True, forceinline=True)

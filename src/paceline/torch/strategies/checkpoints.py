@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
+import numpy as np
 import torch
 from torch import nn
 
 from paceline.errors import ModelError, PacelineError, UsageError
+from paceline.ps import SGD
+from paceline.ps.messages import TableSpec
 from paceline.ps.saving import SavedModel, read_model, save_model
+from paceline.torch.strategies._json import from_json, like, to_json
+from paceline.torch.update_rules import rule_of
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy
@@ -31,22 +35,21 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
     module, optimizer = _prepared(strategy, "save"), strategy.optimizer
     strategy._gather_values()
     state = strategy._gather_optimizer_state() if optimizer is not None else {}
-    strategy.barrier()  # nobody changes the tables any more
+    _settle_rows(strategy)
 
     def write() -> None:
         tables = strategy.embedder.tables.values() if strategy.embedder is not None else ()
         tensors = {"model": _encode(_state_of(module))}
-        description: dict[str, Any] = {"kind": KIND, "extra": extra}
+        description: dict[str, Any] = {"kind": KIND, "extra": to_json(extra, "extra")}
         if optimizer is not None:
             names = _names(module, optimizer)
-            groups = [
-                {**_plain(group), "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)
-            ]
+            groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
             flat, numbers = _flatten(state, [name for own in names for name in own])
             tensors["optimizer"] = _encode(flat)
-            description["optimizer"] = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+            kept = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+            description["optimizer"] = to_json(kept, "optimizer")
         if strategy.scheduler is not None:
-            description["scheduler"] = _plain(strategy.scheduler.state_dict())
+            description["scheduler"] = to_json(strategy.scheduler.state_dict(), "scheduler")
         save_model(directory, ((table.spec, table.items()) for table in tables), description, tensors)
 
     _together(strategy, write if strategy.is_main else _nothing)
@@ -55,10 +58,9 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
 def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any]:
     """See :meth:`Strategy.load`."""
     module, optimizer = _prepared(strategy, "load"), strategy.optimizer
-    saved, values, state = _together(strategy, lambda: _read(strategy, module, directory))
-    description = saved.manifest.model
+    saved, description, values, state = _together(strategy, lambda: _read(strategy, module, directory))
     strategy._gather_values()  # nothing is under way
-    strategy.barrier()
+    _settle_rows(strategy)
     with torch.no_grad():
         own = _state_of(module)
         for name, value in values.items():
@@ -66,10 +68,10 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
     strategy._scatter_values()
     if optimizer is not None and "optimizer" in description:
         for group, kept in zip(optimizer.param_groups, description["optimizer"]["groups"], strict=True):
-            group.update({key: _like(group.get(key), value) for key, value in kept.items() if key != "params"})
+            group.update({key: like(group.get(key), value) for key, value in kept.items() if key != "params"})
         strategy._scatter_optimizer_state(state)
     if strategy.scheduler is not None and "scheduler" in description:
-        strategy.scheduler.load_state_dict(description["scheduler"])
+        strategy.scheduler.load_state_dict(like(strategy.scheduler.state_dict(), description["scheduler"]))
     if strategy.embedder is not None:
         _together(strategy, lambda: _load_tables(strategy, saved))
     extra: dict[str, Any] = description.get("extra", {})
@@ -89,12 +91,14 @@ def _nothing() -> None:
 def _together(strategy: Strategy, action: Callable[[], _Result]) -> _Result:
     """Do something on every rank; what fails on one is raised on all."""
     result: list[_Result] = []
-    failure: PacelineError | None = None
+    failure: Exception | None = None
+    said: str | None = None
     try:
         result.append(action())
-    except PacelineError as error:
+    except Exception as error:
         failure = error
-    failures = strategy._ranks.exchange(None if failure is None else str(failure))
+        said = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    failures = strategy._ranks.exchange(said)
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):
@@ -103,16 +107,28 @@ def _together(strategy: Strategy, action: Callable[[], _Result]) -> _Result:
     return result[0]
 
 
+def _settle_rows(strategy: Strategy) -> None:
+    """Wait until what every rank has done to the rows of embeddings is done."""
+    if strategy.embedder is not None:
+        for table in strategy.embedder.tables.values():
+            len(table)  # servers answer a rank in the order of its requests, so that its updates come first
+    strategy.barrier()
+
+
 # The model.
 
 
 def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by name; embeddings' anchors, which hold nothing, aside."""
-    return {
-        name: tensor.detach()
-        for name, tensor in module.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and tensor.numel()
-    }
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(
+                f"the model's {name!r} is of type {type(tensor).__name__}: a checkpoint holds tensors only"
+            )
+        if tensor.numel():
+            state[name] = tensor.detach()
+    return state
 
 
 def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
@@ -124,39 +140,33 @@ def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
 
 def _read(
     strategy: Strategy, module: nn.Module, directory: str | os.PathLike[str]
-) -> tuple[SavedModel, dict[str, torch.Tensor], dict[int, dict[str, Any]]]:
-    """Read a checkpoint, and see that it is of this model and this optimizer."""
-    from safetensors.torch import load as decode
-
+) -> tuple[SavedModel, dict[str, Any], dict[str, torch.Tensor], dict[int, dict[str, Any]]]:
+    """Read a checkpoint, and see that it is of this model and this optimizer: nothing is changed yet."""
     saved = read_model(directory)
-    description = saved.manifest.model
+    description: dict[str, Any] = saved.manifest.model
     if description.get("kind") != KIND:
         raise ModelError(f"{directory} holds tables and no checkpoint of a PyTorch model: load it with client.load()")
-    values = decode(saved.read(saved.manifest.tensors["model"]))
+    description = from_json(description)
+    values = _decode(saved, "model")
     _check_same({name: _shape(tensor) for name, tensor in values.items()}, _state_of(module), directory)
-    tables = {table.spec.name for table in saved.manifest.tables}
-    wanted = set(strategy.embedder.tables) if strategy.embedder is not None else set()
-    if tables != wanted:
-        raise ModelError(
-            f"the checkpoint in {directory} has the embeddings {sorted(tables)}, this model has {sorted(wanted)}: "
-            "build the model that was saved"
-        )
+    _check_tables(strategy, saved)
     state: dict[int, dict[str, Any]] = {}
     kept = description.get("optimizer")
     if strategy.optimizer is not None and kept is not None:
-        if kept["class"] != type(strategy.optimizer).__name__:
-            raise ModelError(
-                f"the checkpoint in {directory} was saved with {kept['class']}, this program has "
-                f"{type(strategy.optimizer).__name__}: make the same optimizer"
-            )
         groups = _names(module, strategy.optimizer)
-        if groups != [group["params"] for group in kept["groups"]]:
-            raise ModelError(
-                f"the checkpoint in {directory} has other parameter groups than this optimizer: make the same groups"
-            )
-        flat = decode(saved.read(saved.manifest.tensors["optimizer"]))
-        state = _unflatten(flat, kept["numbers"], [name for group in groups for name in group])
-    return saved, values, state
+        _check_optimizer(strategy.optimizer, groups, kept, directory)
+        names = [name for group in groups for name in group]
+        state = _unflatten(_decode(saved, "optimizer"), kept["numbers"], names)
+    return saved, description, values, state
+
+
+def _decode(saved: SavedModel, what: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load as decode
+
+    file = saved.manifest.tensors.get(what)
+    if file is None:
+        raise ModelError(f"{saved.directory} is damaged: its manifest names no file of the {what}'s tensors")
+    return decode(saved.read(file))
 
 
 def _shape(tensor: torch.Tensor) -> str:
@@ -174,6 +184,37 @@ def _check_same(found: dict[str, str], own: dict[str, torch.Tensor], directory: 
 
 
 # The optimizer.
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, names: list[list[str]], kept: dict[str, Any], directory: str | os.PathLike[str]
+) -> None:
+    """See that a checkpoint's optimizer is of the class, the groups and, in each, the rule of this one."""
+    own = type(optimizer).__name__
+    if kept["class"] != own:
+        raise ModelError(
+            f"the checkpoint in {directory} was saved with {kept['class']}, this program has {own}: make the same "
+            "optimizer"
+        )
+    if names != [group["params"] for group in kept["groups"]]:
+        raise ModelError(
+            f"the checkpoint in {directory} has other parameter groups than this optimizer: make the same groups"
+        )
+    for number, (group, other) in enumerate(zip(optimizer.param_groups, kept["groups"], strict=True)):
+        ours, theirs = _rule_name(optimizer, group), _rule_name(optimizer, {**group, **like(group, other)})
+        if ours != theirs:
+            raise ModelError(
+                f"the checkpoint in {directory} was saved with {own} that did {theirs} in parameter group {number}, "
+                f"this program's does {ours}: make the same optimizer, with the same options"
+            )
+
+
+def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
+    """Return what update rule an optimizer is, which decides what state it has."""
+    try:
+        return type(rule_of(optimizer, group)).__name__
+    except UsageError:
+        return "what no rule of the servers does"
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -212,44 +253,44 @@ def _unflatten(
     return state
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a dictionary can be written as JSON, tensors as numbers; parameters and functions aside."""
-    return dict(_plain_items(values))
-
-
-def _plain_items(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if key == "params":
-            continue
-        plain = value.tolist() if isinstance(value, torch.Tensor) else value
-        try:
-            msgspec.json.encode(plain)
-        except (TypeError, ValueError):
-            continue
-        yield key, plain
-
-
-def _like(own: Any, value: Any) -> Any:
-    """Return a hyperparameter in the form that the optimizer has it: a tensor, a tuple, or as it is."""
-    if isinstance(own, torch.Tensor):
-        return torch.as_tensor(value, dtype=own.dtype, device=own.device)
-    return tuple(value) if isinstance(own, tuple) else value
-
-
 # The embeddings.
+
+
+def _check_tables(strategy: Strategy, saved: SavedModel) -> None:
+    """See that a checkpoint's tables are those of this model's embeddings."""
+    own = strategy.embedder.tables if strategy.embedder is not None else {}
+    there = {table.spec.name: table.spec for table in saved.manifest.tables}
+    if there.keys() != own.keys():
+        raise ModelError(
+            f"the checkpoint in {saved.directory} has the embeddings {sorted(there)}, this model has {sorted(own)}: "
+            "build the model that was saved"
+        )
+    for name, table in own.items():
+        ours, theirs = table.spec, there[name]
+        if strategy.optimizer is None and _is_stateless(ours):
+            theirs = theirs.with_update(ours.update)  # rows are only read, whatever has updated them
+        if _nature(theirs) != _nature(ours):
+            raise ModelError(
+                f"the checkpoint in {saved.directory} has embedding {name!r} as {there[name]}, this model has it as "
+                f"{ours}: build the model that was saved, with the same optimizer"
+            )
+
+
+def _nature(spec: TableSpec) -> tuple[Any, ...]:
+    return spec.dim, spec.update["kind"], spec.initializer, spec.seed
+
+
+def _is_stateless(spec: TableSpec) -> bool:
+    return bool(spec.update["kind"] == SGD.__name__)
 
 
 def _load_tables(strategy: Strategy, saved: SavedModel) -> None:
     assert strategy.embedder is not None
     for table in saved.manifest.tables:
         own = strategy.embedder.tables[table.spec.name]
-        if (own.spec.dim, own.spec.update["kind"]) != (table.spec.dim, table.spec.update["kind"]):
-            raise ModelError(
-                f"embedding {table.spec.name!r} was saved as {table.spec}, here it is {own.spec}: build the model that "
-                "was saved, with the same optimizer"
-            )
         if own.is_shared and not strategy.is_main:
             continue  # rank 0 writes for all
         own.clear()
         for keys, records in saved.records(table):
-            own.write(keys, records)
+            values = np.ascontiguousarray(records[:, : own.spec.dim]) if _is_stateless(own.spec) else records
+            own.write(keys, values)

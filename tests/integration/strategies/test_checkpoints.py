@@ -1,0 +1,407 @@
+"""What is saved under one strategy and number of ranks is loaded under any other, and training goes on as if alone.
+
+The ranks of the strategies with several processes run this file as a program, once: importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
+
+import paceline
+from paceline.errors import ModelError, PacelineError, UsageError
+from paceline.protocol import Sequential
+from paceline.torch import Embedding, EmbeddingBag
+from paceline.torch.strategies import strategy
+from paceline.torch.strategies.base import Strategy
+
+SIZE = 2
+BEFORE, AFTER = 5, 4
+GENERATOR = torch.Generator().manual_seed(3)
+KEYS = torch.randint(-8, 8, (BEFORE + AFTER, 2 * 6, 3), generator=GENERATOR)
+TARGETS = KEYS.sum(2, keepdim=True).sin()
+EVERY_KEY = torch.arange(-8, 8)
+ONE_PROCESS: dict[str, dict[str, Any]] = {"one-device": {}, "mirrored": {"replicas": 2}}
+SEVERAL = ("all-reduce", "parameter-server", "hybrid")
+PATIENCE_S = 90.0
+
+
+class Net(nn.Module):
+    """Rows, tied weights, a parameter that is frozen, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.deep = Embedding(4)
+        self.wide = EmbeddingBag(1, mode="sum", initializer=paceline.Constant(value=0.5))
+        self.first = nn.Linear(12, 12)
+        self.tied = nn.Linear(12, 12)
+        self.tied.weight = self.first.weight
+        self.last = nn.Linear(12, 1)
+        self.last.bias.requires_grad = False
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, keys: Tensor) -> Tensor:
+        hidden = torch.tanh(self.tied(torch.tanh(self.first(self.deep(keys).flatten(1)))))
+        logits: Tensor = self.last(hidden) * self.scale + self.wide(keys[:, 1:])
+        return logits
+
+
+def adam(model: Net) -> Optimizer:
+    rows = [*model.deep.parameters(), *model.wide.parameters()]
+    dense = [model.first.weight, model.first.bias, model.tied.bias, model.last.weight]
+    return torch.optim.Adam([{"params": dense}, {"params": rows, "lr": 0.05}], lr=0.01, betas=(0.8, 0.99))
+
+
+def prepared(chosen: Strategy, make: Callable[[Net], Optimizer] = adam) -> tuple[Net, Any, Any, Any]:
+    """Return the model as it was given, what the loop is to call, the optimizer and the scheduler."""
+    net = Net()
+    optimizer = make(net)
+    # Its milestones have numbers for keys: one before the checkpoint, one after.
+    scheduler = MultiStepLR(optimizer, [BEFORE - 2, BEFORE + 2], 0.5)
+    return net, *chosen.prepare(net, optimizer, scheduler=scheduler)
+
+
+def train(chosen: Strategy, parts: tuple[Net, Any, Any, Any], steps: range) -> None:
+    """Train on this rank's share of each batch: the same loop under every strategy."""
+    _, model, optimizer, scheduler = parts
+    for step in steps:
+        keys, targets = (all_of_it[step].chunk(chosen.world_size)[chosen.rank] for all_of_it in (KEYS, TARGETS))
+        optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(model(keys), targets))
+        optimizer.step()
+        scheduler.step()
+
+
+def values_of(chosen: Strategy, net: Net) -> list[Tensor]:
+    """Return the parameters, the buffer, and the rows of all keys, on every rank the same."""
+    chosen._gather_values()
+    chosen.barrier()
+    with torch.no_grad():
+        rows = [net.deep(EVERY_KEY), net.wide(EVERY_KEY.unsqueeze(1))]
+    chosen.barrier()
+    return [value.detach().clone() for value in (*net.state_dict().values(), *rows) if value.numel()]
+
+
+def save(name: str, folder: Path, **options: Any) -> None:
+    with strategy(name, device="cpu", **options) as chosen:
+        parts = prepared(chosen)
+        train(chosen, parts, range(BEFORE))
+        parts[0].scale.fill_(1.25 if chosen.is_main else 7.0)  # rank 0's counts
+        chosen.save(folder, epoch=3, best=math.inf, names=("a", "b"))
+
+
+def load(name: str, folder: Path, **options: Any) -> list[Tensor]:
+    """Return what a training that has begun differently is after loading and some steps more."""
+    with strategy(name, device="cpu", **options) as chosen:
+        parts = prepared(chosen)
+        train(chosen, parts, range(BEFORE, BEFORE + 1))
+        assert chosen.load(folder) == {"epoch": 3, "best": math.inf, "names": ["a", "b"]}
+        train(chosen, parts, range(BEFORE, BEFORE + AFTER))
+        return values_of(chosen, parts[0])
+
+
+def uninterrupted() -> list[Tensor]:
+    with strategy("one-device", device="cpu") as chosen:
+        parts = prepared(chosen)
+        train(chosen, parts, range(BEFORE))
+        parts[0].scale.fill_(1.25)
+        train(chosen, parts, range(BEFORE, BEFORE + AFTER))
+        return values_of(chosen, parts[0])
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+# The ranks.
+
+
+def main(folder: Path, clusters: dict[str, list[list[str]]]) -> None:
+    """Be one rank: save under every strategy with several processes, then load all checkpoints under each."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    expected = [torch.tensor(values) for values in json.loads((folder / "expected").read_text())]
+    number = 0
+
+    def meet(name: str) -> None:
+        """Have the next strategy meet in its own part of the store, and on servers of its own."""
+        nonlocal number
+        number += 1
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        if name in clusters:
+            os.environ["PACELINE_SCHEDULER"], os.environ["PACELINE_TOKEN"] = clusters[name][0]
+
+    for name in SEVERAL:
+        meet(name)
+        save(name, folder / name)
+    distances = {}
+    for name in SEVERAL:
+        for saved in (*ONE_PROCESS, *SEVERAL):
+            meet(name)
+            distances[f"{saved} under {name}"] = distance(load(name, folder / saved), expected)
+    meet("all-reduce")
+    said = check_failures(rank, folder)
+    (folder / f"rank {rank}").write_text(json.dumps([distances, said]))
+
+
+def check_failures(rank: int, folder: Path) -> list[str]:
+    """Return what each failure on one rank says on this one; afterwards all still works."""
+    said = []
+    with strategy("all-reduce", device="cpu") as chosen:
+        prepared(chosen)
+        (folder / f"taken {rank}").mkdir()
+        (folder / f"taken {rank}" / "notes").touch()
+        failures: list[Callable[[], object]] = [
+            lambda: chosen.load(folder / ("nothing" if rank == 1 else "one-device")),
+            lambda: chosen.save(folder / f"taken {rank}"),
+            lambda: chosen.save(folder / "new", thing=object()),
+        ]
+        for fail in failures:
+            try:
+                fail()
+            except PacelineError as error:
+                said.append(str(error))
+            chosen.barrier()
+        chosen.load(folder / "one-device")
+    return said
+
+
+@pytest.mark.timeout(180)
+def test_every_strategy_loads_what_every_other_has_saved(tmp_path: Path, one_thread: None) -> None:
+    expected = uninterrupted()
+    (tmp_path / "expected").write_text(json.dumps([value.tolist() for value in expected]))
+    for name, options in ONE_PROCESS.items():
+        save(name, tmp_path / name, **options)
+    consistency = Sequential(aggregate="mean")
+    with (
+        paceline.local_cluster(servers=2, workers=SIZE, consistency=consistency) as one,
+        paceline.local_cluster(servers=1, workers=SIZE, consistency=consistency) as other,
+    ):
+        clusters = {
+            name: [[cluster.scheduler, cluster.token]]
+            for name, cluster in (("parameter-server", one), ("hybrid", other))
+        }
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        surroundings = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
+            "WORLD_SIZE": str(SIZE),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "checkpoints",
+        }
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "error", __file__, tmp_path, json.dumps(clusters)],
+                env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(SIZE)
+        ]
+        try:
+            errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)
+    reports = [json.loads((tmp_path / f"rank {rank}").read_text()) for rank in range(SIZE)]
+    distances = {f"{what}, rank {rank}": found for rank in range(SIZE) for what, found in reports[rank][0].items()}
+    for name, options in ONE_PROCESS.items():
+        for saved in (*ONE_PROCESS, *SEVERAL):
+            distances[f"{saved} under {name}"] = distance(load(name, tmp_path / saved, **options), expected)
+    assert len(distances) == SIZE * 3 * 5 + 2 * 5
+    assert max(distances.values()) < 1e-5, distances
+
+    failures = [reports[rank][1] for rank in range(SIZE)]
+    assert [len(said) for said in failures] == [3, 3], failures
+    for said, (first, second) in zip(
+        ["nothing holds no model", "taken 0: it holds other files", "cannot save extra['thing'], of type object"],
+        [(failures[0][number], failures[1][number]) for number in range(3)],
+        strict=True,
+    ):
+        assert said in first
+        assert said in second
+    assert failures[0][0].startswith("rank 1: ")
+    assert failures[1][1].startswith("rank 0: ")
+    assert not (tmp_path / "new").exists()
+
+
+# One process.
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    """Threads inside an operator wait for one another where other tests keep the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A checkpoint of Net."""
+    save("one-device", tmp_path / "kept")
+    return tmp_path / "kept"
+
+
+def sgd(net: Net) -> Optimizer:
+    return torch.optim.SGD(adam(net).param_groups, lr=0.01)
+
+
+def other_groups(net: Net) -> Optimizer:
+    return torch.optim.Adam([each for each in net.parameters() if each.requires_grad], lr=0.01)
+
+
+def amsgrad(net: Net) -> Optimizer:
+    optimizer = adam(net)
+    optimizer.param_groups[0]["amsgrad"] = True
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (other_groups, "has other parameter groups than this optimizer"),
+        (amsgrad, "was saved with Adam that did Adam in parameter group 0, this program's does what no rule"),
+    ],
+)
+def test_another_optimizer(kept: Path, make: Callable[[Net], Optimizer], said: str) -> None:
+    with strategy("one-device", device="cpu") as chosen:
+        prepared(chosen, make)
+        with pytest.raises(ModelError, match=said):
+            chosen.load(kept)
+
+
+def test_another_optimizers_class_and_rule(tmp_path: Path) -> None:
+    def with_momentum(momentum: float) -> tuple[Strategy, Optimizer]:
+        chosen, model = strategy("one-device", device="cpu"), nn.Linear(2, 1)
+        return chosen, chosen.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))[1]
+
+    chosen, optimizer = with_momentum(0.9)
+    chosen.save(tmp_path / "a")
+    with pytest.raises(ModelError, match="was saved with SGD that did Momentum in parameter group 0"):
+        with_momentum(0.0)[0].load(tmp_path / "a")
+    chosen, optimizer = with_momentum(0.5)
+    chosen.load(tmp_path / "a")
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    model = nn.Linear(2, 1)
+    with strategy("one-device", device="cpu") as other:
+        other.prepare(model, torch.optim.Adagrad(model.parameters()))
+        with pytest.raises(ModelError, match=r"was saved with SGD, this program has Adagrad: make the same"):
+            other.load(tmp_path / "a")
+
+
+def test_another_model(kept: Path) -> None:
+    def said_by(model: nn.Module) -> str:
+        with strategy("one-device", device="cpu") as chosen:
+            chosen.prepare(model)
+            before = [value.clone() for value in model.state_dict().values()]
+            with pytest.raises(ModelError) as failure:
+                chosen.load(kept)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
+        return str(failure.value)
+
+    wider, without, initialized = Net(), Net(), Net()
+    wider.last = nn.Linear(12, 2)
+    assert "'last.bias' is float32 [1] in it and float32 [2] here" in said_by(wider)
+    without.wide = nn.Identity()  # type: ignore[assignment]
+    assert "has the embeddings ['deep', 'wide'], this model has ['deep']" in said_by(without)
+    initialized.deep = Embedding(4, seed=1)
+    assert "embedding 'deep' as sparse(dim=4, Adam(lr=0.025, " in said_by(initialized)
+
+
+def test_rows_are_loaded_to_be_read_only(kept: Path) -> None:
+    """Without an optimizer tables have no state."""
+    with strategy("one-device", device="cpu") as chosen, torch.no_grad():
+        net = Net()
+        chosen.prepare(net)
+        chosen.load(kept)
+        read = net(KEYS[0])
+    with strategy("one-device", device="cpu") as chosen, torch.no_grad():
+        parts = prepared(chosen)
+        chosen.load(kept)
+        assert torch.equal(parts[0](KEYS[0]), read)
+
+
+def test_what_is_no_checkpoint(kept: Path, tmp_path: Path) -> None:
+    chosen = strategy("one-device", device="cpu")
+    with pytest.raises(UsageError, match=r"load\(\) comes after prepare\(\)"):
+        chosen.load(kept)
+    with pytest.raises(UsageError, match=r"save\(\) comes after prepare\(\)"):
+        chosen.save(kept)
+    prepared(chosen)
+    with pytest.raises(ModelError, match=r"elsewhere holds no model: there is no manifest\.json in it"):
+        chosen.load(tmp_path / "elsewhere")
+    with paceline.local_cluster(servers=1) as cluster, cluster.connect() as client:
+        client.sparse_table("w", dim=1, update=paceline.SGD(lr=0.1))
+        client.save(tmp_path / "tables")
+    with pytest.raises(ModelError, match=r"holds tables and no checkpoint .*client\.load\(\)"):
+        chosen.load(tmp_path / "tables")
+    for path in sorted(kept.glob("*.safetensors")):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ModelError, match=rf"{path.name} is damaged"):
+            chosen.load(kept)
+        path.unlink()
+        with pytest.raises(ModelError, match=rf"cannot read .*{path.name}, a part of the model"):
+            chosen.load(kept)
+        path.write_bytes(content)
+    assert chosen.load(kept)["epoch"] == 3
+
+
+def test_schedulers_go_on(tmp_path: Path) -> None:
+    """Whatever their state is made of: infinity, counters, schedulers in one another; tensors for rates."""
+    makers: list[Callable[[Optimizer], Any]] = [
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=1),
+        lambda optimizer: MultiStepLR(optimizer, [2, 4, 5, 5]),
+        lambda optimizer: SequentialLR(
+            optimizer, [MultiStepLR(optimizer, [1, 3]), CosineAnnealingLR(optimizer, 5)], [4]
+        ),
+    ]
+
+    def step(parts: Any) -> float:
+        _, optimizer, scheduler = parts
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+        return float(optimizer.param_groups[0]["lr"])
+
+    for number, make in enumerate(makers):
+        rates: list[list[float]] = []
+        for num_before in (0, 3):
+            model = nn.Linear(1, 1)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+            chosen = strategy("one-device", device="cpu")
+            parts = chosen.prepare(model, optimizer, scheduler=make(optimizer))
+            if num_before:
+                chosen.load(tmp_path / str(number))
+                assert isinstance(parts[1].param_groups[0]["lr"], Tensor)
+                assert parts[1].param_groups[0]["betas"] == (0.9, 0.999)
+            else:
+                for _ in range(3):
+                    step(parts)
+                chosen.save(tmp_path / str(number))
+            rates.append([step(parts) for _ in range(5)])
+        assert rates[0] == rates[1]
+        assert len(set(rates[0])) > 1, "nothing was scheduled"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
