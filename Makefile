@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 
 .PHONY: demo test check bench clean
 
-demo: .venv/.core
+demo: .venv/.demo
 	$(BIN)/python examples/demo.py
 
 test: .venv/.dev
@@ -25,9 +25,13 @@ bench: .venv/.dev .venv/.bench
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-# The two kinds of installation, as stamps: what `make demo` needs, and what developers need.
+# The kinds of installation, as stamps: the package alone, with what `make demo` needs, and with what developers need.
 .venv/.core: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) -e .
+	touch $@
+
+.venv/.demo: .venv/.core
+	$(PIP) -e '.[demo]'
 	touch $@
 
 .venv/.dev: .venv/.core

@@ -24,6 +24,7 @@ import socket
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,8 @@ def run_rpc(rank: int, task: Task) -> None:
     dist_autograd: Any = importlib.import_module("torch.distributed.autograd")
 
     from torch.distributed import rpc
+
+    warnings.filterwarnings("ignore", module="torch")  # what torch says of its own older parts
     from torch.distributed.optim import DistributedOptimizer
 
     torch.set_num_threads(1)

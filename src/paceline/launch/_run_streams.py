@@ -51,6 +51,7 @@ class Stream:
         self.rank, self.pipe, self.is_error = rank, pipe, is_error
         self.recent = Recent()
         self._screen, self._log, self._tracebacks, self._clock = screen, log, tracebacks, clock
+        self._torch_prefix = b"[rank%d]: " % rank
         self._splitter = LineSplitter()
         os.set_blocking(pipe, False)
 
@@ -90,6 +91,8 @@ class Stream:
             return
         now, shown = self._clock(), []
         for line in lines:
+            # torch.distributed puts it before the lines of tracebacks, which would not be known as such.
+            line = line.removeprefix(self._torch_prefix)
             self.recent.add(line)
             shown += self._tracebacks.feed(self.rank, line, now)
         self._screen.write(self.rank, shown, is_error=True)

@@ -5,7 +5,7 @@ The only room that knows rich. It imports nothing of Paceline's machinery: whoev
 """
 
 from paceline.observe.progress import RateMeter, Snapshot, TrainingProgress
-from paceline.observe.table import ResultRow, format_bytes, format_rate, results_table
+from paceline.observe.table import ResultRow, format_bytes, format_rate, results_table, strategies_table
 
 __all__ = [
     "RateMeter",
@@ -15,4 +15,5 @@ __all__ = [
     "format_bytes",
     "format_rate",
     "results_table",
+    "strategies_table",
 ]

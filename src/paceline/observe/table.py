@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -84,11 +84,34 @@ def results_table(rows: Iterable[ResultRow], title: str | None = None) -> Table:
         "best AUC": [_fixed(run.best_auc, 4) for run in runs],
         "staleness": [_staleness(run) for run in runs],
     }
+    return _make_table(cells, title)
+
+
+def strategies_table(results: Mapping[str, Mapping[str, float]], title: str | None = None) -> Table:
+    """A table for a rich console, one line a strategy.
+
+    `results` has, by the strategy's name, what a script says at its end with ``--json``: ``seconds`` of training,
+    ``examples_per_s`` and ``accuracy`` from 0 to 1; what is not there is left out.
+    """
+    runs = [(name, results[name].get) for name in results]
+    rates = [(name, get("examples_per_s")) for name, get in runs]
+    cells = {
+        "strategy": [name for name, _ in runs],
+        "seconds": [_fixed(get("seconds"), 1) for _, get in runs],
+        "examples/s": [_NONE if rate is None else format_rate(rate).removesuffix("/s") for _, rate in rates],
+        "test accuracy": [_NONE if (found := get("accuracy")) is None else f"{found:.1%}" for _, get in runs],
+    }
+    return _make_table(cells, title)
+
+
+def _make_table(cells: dict[str, list[str]], title: str | None) -> Table:
+    """Names in the first column, figures in the others; those without any are left out."""
     shown = {name: column for name, column in cells.items() if any(cell != _NONE for cell in column)}
     table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    first = next(iter(cells))
     for name in shown or cells:
         # On a narrow terminal the names are folded, and no figure loses a digit.
-        if name == "consistency":
+        if name == first:
             table.add_column(name, overflow="fold")
         else:
             table.add_column(_HEADERS.get(name, name), justify="right", no_wrap=True)

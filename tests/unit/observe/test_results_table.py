@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from paceline.observe import ResultRow, format_bytes, format_rate, results_table
+from paceline.observe import ResultRow, format_bytes, format_rate, results_table, strategies_table
 from paceline.observe.table import format_count, format_duration
 
 
@@ -93,3 +93,19 @@ def test_columns_that_no_run_fills_are_left_out() -> None:
 
 def test_an_empty_table_still_has_its_headers() -> None:
     assert "consistency" in rendered()
+
+
+def test_strategies() -> None:
+    results = {
+        "one-device": {"seconds": 1.25, "examples_per_s": 12_340.0, "accuracy": 0.9733},
+        "parameter-server": {"seconds": 0.5, "examples_per_s": 30_000.0},
+    }
+    console = Console(file=io.StringIO(), width=60)
+    console.print(strategies_table(results))
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[0] == ["strategy", "seconds", "examples/s", "test", "accuracy"]
+    assert lines[2:4] == [
+        ["one-device", "1.2", "12.3k", "97.3%"],
+        ["parameter-server", "0.5", "30.0k", "-"],
+    ]

@@ -399,3 +399,19 @@ def test_rows_on_a_cuda_device() -> None:
             (rows.square().sum() + rows.sum()).backward()
             each.step()
     torch.testing.assert_close(ours(torch.arange(NUM_KEYS, device=device)), theirs.weight)
+
+
+def test_rows_that_were_fetched_ahead_are_forgotten_when_the_tables_are_written() -> None:
+    module = Embedding(DIM, seed=7)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    embedder = Embedder(find_embeddings(module), CountedTables(lead=1), optimizer)
+    first, second = batches(2)
+    embedder.begin(first)
+    module(first)
+    embedder.prefetch(second)
+    (table,) = embedder.tables.values()
+    keys = np.unique(second.numpy()).astype(np.uint64)
+    table.write(keys, np.full((len(keys), DIM), 5, np.float32))
+    embedder.forget()
+    embedder.begin(second)
+    assert bool((module(second) == 5).all())

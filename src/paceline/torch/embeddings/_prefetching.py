@@ -86,6 +86,11 @@ class Prefetcher:
         if batch is not None:
             self._ask(batch)
 
+    def forget(self) -> None:
+        """Drop the rows that are on their way: the tables have been written to since they were asked for."""
+        self._deferred = None
+        self._fetched.clear()
+
     def find(self, source: RowSource, keys: torch.Tensor, flat: Keys) -> tuple[DistinctKeys, Floats] | None:
         """Return the rows of a lookup if they were asked for; else learn from it, if it is of the current batch."""
         waiting = self._fetched.get(source, [])

@@ -116,6 +116,11 @@ class Embedder:
         if self._prefetcher is not None and batch is not None:
             self._prefetcher.prefetch(batch)
 
+    def forget(self) -> None:
+        """Drop rows that were fetched ahead: the tables have been written to since."""
+        if self._prefetcher is not None:
+            self._prefetcher.forget()
+
     def close(self) -> None:
         """Let go of the optimizer and of the tables. Idempotent."""
         hook, self._hook = self._hook, None

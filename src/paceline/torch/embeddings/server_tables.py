@@ -76,7 +76,9 @@ class ServerTables(RowTables):
     def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> ServerTable:
         """See :meth:`RowTables.table`. Raises TableMismatchError if another rank has said otherwise."""
         declared = self._client.sparse_table(name, dim=dim, update=rule, initializer=initializer, seed=seed)
-        return ServerTable(self._client, declared)
+        table = ServerTable(self._client, declared)
+        table.set_update(rule)  # a cluster may have the table from an earlier training, with another rate
+        return table
 
     def push(self, pushes: Sequence[Push]) -> None:
         """See :meth:`RowTables.push`; waits for nothing, and averages as the cluster's consistency says."""

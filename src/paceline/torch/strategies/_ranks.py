@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,11 +12,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from paceline.collectives import Group, init
-from paceline.environment import environment
+from paceline.environment import Environment, environment
 from paceline.errors import UsageError
 from paceline.torch._registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+_JOBS = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
+"""What mpirun and Slurm tell all ranks of one program, and no other."""
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # below those that systems give out by themselves
 
 
 class Ranks:
@@ -51,14 +56,20 @@ class Ranks:
             return ranks
         owns_torch = False
         if backend is not None and not dist.is_initialized():
-            dist.init_process_group(backend, rank=told.rank or 0, world_size=told.world_size or 1, timeout=timeout)
+            dist.init_process_group(
+                backend,
+                init_method=f"tcp://{_place(told)}" if _is_placeless(told) else None,
+                rank=told.rank or 0,
+                world_size=told.world_size or 1,
+                timeout=timeout,
+            )
             owns_torch = True
         if dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
             store = dist.distributed_c10d._get_default_store()
             group = join_through(store, rank, size, "strategy", timeout)
         else:
-            group = init(timeout=timeout)
+            group = init(address=_place(told) if _is_placeless(told) else None, timeout=timeout)
             rank, size = group.rank, group.size
         ranks = cls(rank, size, _or(told.local_rank, rank), _or(told.local_world_size, size), group)
         ranks._owns_torch = owns_torch
@@ -91,6 +102,31 @@ class Ranks:
         if self._owns_torch and dist.is_initialized():
             self._owns_torch = False
             dist.destroy_process_group()
+
+
+def _is_placeless(told: Environment) -> bool:
+    """Whether the launcher has started several ranks, and said nothing about where they meet, as mpirun does."""
+    return (told.world_size or 1) > 1 and not (told.master_addr and told.master_port)
+
+
+def _place(told: Environment) -> str:
+    """Return where the ranks of mpirun or srun meet, ``host:port``: the port is made of the job's number.
+
+    Raises UsageError if the launcher did not say enough.
+    """
+    host, port = told.master_addr, told.master_port
+    if host is None and told.local_world_size == told.world_size:
+        host = "127.0.0.1"
+    job = [os.environ[name] for name in _JOBS if os.environ.get(name)]
+    if port is None and job:
+        port = _FIRST_PORT + zlib.crc32("/".join(job).encode()) % _NUM_PORTS
+    if host is None or not port:
+        missing = " and ".join(name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value)
+        raise UsageError(
+            f"rank {told.rank} of {told.world_size}: the launcher did not say where the ranks meet: set {missing}, the "
+            "same on every rank (the host of rank 0, and a free port on it)"
+        )
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _or(value: int | None, other: int) -> int:

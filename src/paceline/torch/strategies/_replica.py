@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,16 +56,32 @@ def without_gradient(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def raise_for_unused(model: nn.Module, optimizer: Optimizer, rank: int) -> None:
-    """Have every ``optimizer.step()`` raise UsageError if a parameter has no gradient: reduction would wait for it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+def raise_for_unused(model: nn.Module, optimizer: Optimizer, rank: int, leave: Callable[[], None]) -> None:
+    """Have every ``optimizer.step()`` raise UsageError if a parameter has no gradient: reduction would wait for it.
+
+    `leave` is called before: the other ranks, which do wait, learn by it that this one will not come.
+    """
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad and each.numel()}
 
     def check(*_: Any) -> None:
-        for parameter in trained:
+        for parameter in trained.values():
             if parameter.grad is None and parameter.requires_grad:
+                leave()
+                raise_for_replaced(model, trained, rank)
                 raise UsageError(describe_unused(rank, list(without_gradient(model))))
 
     optimizer.register_step_pre_hook(check)
+
+
+def raise_for_replaced(model: nn.Module, prepared: Mapping[str, nn.Parameter], rank: int) -> None:
+    """Raise UsageError if the model has another parameter now under one of the names of those that were `prepared`."""
+    now = dict(model.named_parameters())
+    for name, parameter in prepared.items():
+        if name in now and now[name] is not parameter:
+            raise UsageError(
+                f"rank {rank}: parameter {name!r} was replaced by another one after prepare(), and the optimizer still "
+                "has the first: make such changes before, or write into the parameter (weight.copy_(...))"
+            )
 
 
 def describe_unused(rank: int, names: list[str]) -> str:

@@ -100,7 +100,7 @@ class AllReduce(Strategy):
             return model, optimizer
         self._replica = self._wrap(model)
         if optimizer is not None and not (self._find_unused_parameters or self._static_graph):
-            raise_for_unused(model, optimizer, self.rank)
+            raise_for_unused(model, optimizer, self.rank, self._ranks.close)
         return self._replica, optimizer
 
     def _wrap(self, model: nn.Module) -> Replica:

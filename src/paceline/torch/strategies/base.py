@@ -259,14 +259,19 @@ def choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.d
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise UsageError(f"device={wanted!r}: {error}") from None
+        raise UsageError(f"local rank {local_rank}: device={wanted!r}: {error}") from None
     if device.type != "cuda":
         return device
     if not num_cuda:
-        raise UsageError(f"device={str(wanted)!r} was asked for, and there is no CUDA device here: leave it out")
+        raise UsageError(
+            f"local rank {local_rank}: device={str(wanted)!r} was asked for, and there is no CUDA device here: leave "
+            "it out"
+        )
     device = torch.device("cuda", local_rank % num_cuda) if device.index is None else device
     if device.index >= num_cuda:
-        raise UsageError(f"device={str(wanted)!r} was asked for, and there are {num_cuda} CUDA devices here")
+        raise UsageError(
+            f"local rank {local_rank}: device={str(wanted)!r} was asked for, and there are {num_cuda} CUDA devices here"
+        )
     return device
 
 

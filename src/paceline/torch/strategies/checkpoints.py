@@ -68,11 +68,12 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
     strategy._scatter_values()
     if optimizer is not None and "optimizer" in description:
         for group, kept in zip(optimizer.param_groups, description["optimizer"]["groups"], strict=True):
-            group.update({key: like(group.get(key), value) for key, value in kept.items() if key != "params"})
+            group.update(_options(group, kept))
         strategy._scatter_optimizer_state(state)
     if strategy.scheduler is not None and "scheduler" in description:
         strategy.scheduler.load_state_dict(like(strategy.scheduler.state_dict(), description["scheduler"]))
     if strategy.embedder is not None:
+        strategy.embedder.forget()
         _together(strategy, lambda: _load_tables(strategy, saved))
     extra: dict[str, Any] = description.get("extra", {})
     return extra
@@ -201,12 +202,17 @@ def _check_optimizer(
             f"the checkpoint in {directory} has other parameter groups than this optimizer: make the same groups"
         )
     for number, (group, other) in enumerate(zip(optimizer.param_groups, kept["groups"], strict=True)):
-        ours, theirs = _rule_name(optimizer, group), _rule_name(optimizer, {**group, **like(group, other)})
+        ours, theirs = _rule_name(optimizer, group), _rule_name(optimizer, {**group, **_options(group, other)})
         if ours != theirs:
             raise ModelError(
                 f"the checkpoint in {directory} was saved with {own} that did {theirs} in parameter group {number}, "
                 f"this program's does {ours}: make the same optimizer, with the same options"
             )
+
+
+def _options(group: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's options as saved, each in the form that it has in the group."""
+    return {key: like(group.get(key), value) for key, value in kept.items() if key != "params"}
 
 
 def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ after Hashemi et al., "TicTac", and Jayarajan et al., "Priority-based Parameter 
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -21,13 +22,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.protocol import Sequential
 from paceline.torch.embeddings import RowTables, ServerTables
 from paceline.torch.strategies._cluster import connect_workers
 from paceline.torch.strategies._dense_tables import Bucket, DenseTables, Slot, broadcast_tensors, lay_out
 from paceline.torch.strategies._push_pull import PushPull
 from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies._replica import raise_for_replaced
 from paceline.torch.strategies._server_optimizer import ServerOptimizer
 from paceline.torch.strategies._staging import Staging
 from paceline.torch.strategies._waiting import make_wait
@@ -89,6 +91,7 @@ class ParameterServer(Strategy):
         self._holds = False  # within no_sync()
         self._is_uneven: bool | None = None
         self._has_retired = False
+        self._num_epochs = 0
         self._slots: list[Slot] = []
         self._buckets: list[Bucket] = []  # in the model's order
         self._of_parameter: dict[nn.Parameter, Slot] = {}
@@ -186,12 +189,15 @@ class ParameterServer(Strategy):
         if self.embedder is not None:
             self.embedder.ticked()
         self._tables.num_steps += 1
+        self._begin_iteration()
+        if self._overlaps is None:
+            self._overlaps = True
+
+    def _begin_iteration(self) -> None:
         for bucket in self._buckets:
             bucket.begin()
         for slot in self._slots:
             slot.num_backward = 0
-        if self._overlaps is None:
-            self._overlaps = True
 
     def _check_parameters(self) -> None:
         assert self.optimizer is not None
@@ -208,6 +214,8 @@ class ParameterServer(Strategy):
             return
         unused = [slot.name for slot in self._slots if slot.parameter.grad is None]
         if unused:
+            assert self.module is not None
+            raise_for_replaced(self.module, {slot.name: slot.parameter for slot in self._slots}, self.rank)
             more = f" and {len(unused) - _NAMED} more" if unused[_NAMED:] else ""
             named = ", ".join(map(repr, unused[:_NAMED])) + more
             raise UsageError(
@@ -268,18 +276,40 @@ class ParameterServer(Strategy):
         """Return a context for an epoch. Under sequential consistency all begin it together."""
         # Ranks in step lose nothing by meeting here; others do, and so they compare once. One that is back must not
         # count before the others have ended their epoch, nor the others train before it is back.
-        if self._is_sequential or self._is_uneven is None:
-            counts = self._ranks.exchange(num_batches)
-            self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
         has_retired, self._has_retired = self._has_retired, False
+        any_retired = has_retired
+        if self._is_sequential or self._is_uneven is None:
+            told = self._ranks.exchange([num_batches, has_retired])
+            counts = [count for count, _ in told]
+            self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
+            any_retired = any(retired for _, retired in told)
         if has_retired:
             self.client.join()
             if self._push_pull is not None:  # the others have trained on
                 self._push_pull.pull(self._buckets)
                 self._wait_all()
-            if self._is_sequential:
-                self.barrier()
-        yield
+        if any_retired and self._is_sequential:
+            self.barrier()
+        self._num_epochs = number = self._num_epochs + 1
+        try:
+            yield
+        except GeneratorExit:  # the loop was left by `break`; the others may go on
+            if number == self._num_epochs:
+                self._leave_epoch()
+            raise
+
+    def _leave_epoch(self) -> None:
+        """Leave the iterations before the data have ended; what was pushed without a step is dropped."""
+        push_pull = self._push_pull
+        if self.world_size == 1 or self._has_retired or push_pull is None:
+            return
+        with contextlib.suppress(PacelineError):  # nobody could catch it here; the next call to the servers raises it
+            if any(slot.num_backward for slot in self._slots):
+                push_pull.pull(self._buckets)  # comes after the pushes that are under way
+            self._wait_all()
+            self.client.retire()
+            self._has_retired = True
+            self._begin_iteration()
 
     def _ran_out(self) -> None:
         """Leave the iterations until the next epoch, unless all ranks end with the same one."""

@@ -1,0 +1,118 @@
+"""The examples for PyTorch, in small, as a person runs them: one file, several strategies."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .running import Commands, parse_json
+
+torch = pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def checked(text: str, *fields: str) -> dict[str, Any]:
+    """Return the one object that an example prints."""
+    found = parse_json(text)
+    assert found.keys() == {*fields, "seconds", "examples_per_s"}
+    assert 0.0 < found["seconds"] < 60.0
+    assert found["examples_per_s"] > 0.0
+    return found
+
+
+@pytest.fixture
+def run_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run an example without a launcher, in this process: each other costs seconds to import torch."""
+    for name in ("RANK", "WORLD_SIZE", "PACELINE_STRATEGY", "PACELINE_SCHEDULER"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(script: str, *arguments: str | Path) -> None:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+    yield run
+    torch.set_num_threads(before)
+
+
+def run_under(
+    paceline: Commands, strategy: str, launch: tuple[str, ...], script: str, *arguments: str | Path, field: str
+) -> dict[str, Any]:
+    """Run an example under a strategy; return what rank 0 prints."""
+    # Where torch caches what it compiles, it makes a folder when it is imported.
+    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(paceline.folder / "cache")
+    options = ("--strategy", strategy, "--threads", "1", *launch)
+    finished = paceline.succeed("run", *options, EXAMPLES / script, "--json", *arguments)
+    assert finished.err == ""
+    return checked(finished.out.removeprefix("[rank 0] "), *field.split())
+
+
+def test_mnist(
+    paceline: Commands,
+    run_alone: Any,
+    real_data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = ("--data", real_data / "mnist", "--model", "mlp", "--limit", "2000", "--epochs", "2", "--save")
+    run_alone("mnist.py", *arguments, tmp_path / "alone", "--batch-size", "64", "--json")
+    alone = checked(capsys.readouterr().out, "accuracy")
+    assert alone["accuracy"] > 0.8
+    monkeypatch.setenv("PACELINE_STRATEGY", "mirrored")
+    monkeypatch.setenv("PACELINE_REPLICAS", "2")
+    run_alone("mnist.py", *arguments, tmp_path / "mirrored", "--batch-size", "64", "--json")
+    mirrored = checked(capsys.readouterr().out, "accuracy")
+    launch = ("--nproc-per-node", "2", "--servers", "1")
+    rest = (*arguments, tmp_path / "served", "--batch-size", "32")
+    served = run_under(paceline, "parameter-server", launch, "mnist.py", *rest, field="accuracy")
+    for found in (mirrored, served):
+        # The same batches: at most 4 images of 2,000 differ, as sums are made in another order.
+        assert found["accuracy"] == pytest.approx(alone["accuracy"], abs=0.002)
+    assert all((tmp_path / name / "manifest.json").exists() for name in ("alone", "mirrored", "served"))
+
+
+def test_click(paceline: Commands, run_alone: Any, real_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--data", real_data / "criteo" / "train.tsv.gz", "--limit", "12000", "--batch-size")
+    run_alone("click.py", *arguments, "512", "--json")
+    alone = checked(capsys.readouterr().out, "auc", "log_loss")
+    assert 0.6 < alone["auc"] < 0.8
+    assert 0.4 < alone["log_loss"] < 0.65
+    launch = ("--nproc-per-node", "2", "--servers", "1", "--consistency", "sequential")
+    found = run_under(paceline, "hybrid", launch, "click.py", *arguments, "256", field="auc log_loss")
+    # Two ranks' batches together are those of one process, in the file's order but for where it ends.
+    assert found["auc"] == pytest.approx(alone["auc"], abs=0.005)
+    assert found["log_loss"] == pytest.approx(alone["log_loss"], abs=0.005)
+
+
+def test_charlm(paceline: Commands, run_alone: Any, real_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = real_data / "text" / "tinyshakespeare.txt"
+    arguments = ("--data", text, "--limit", "60000", "--length", "32", "--batch-size")
+    run_alone("charlm.py", *arguments, "16", "--json")
+    alone = checked(capsys.readouterr().out, "loss")
+    assert 1.5 < alone["loss"] < 3.3  # nats; the logarithm of 60 characters is 4.1
+    found = run_under(paceline, "all-reduce", ("--nproc-per-node", "2"), "charlm.py", *arguments, "8", field="loss")
+    assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
+
+
+@pytest.mark.parametrize("script", ["mnist.py", "click.py", "charlm.py"])
+def test_data_that_are_not_there(run_alone: Any, script: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_alone(script, "--data", "nowhere")
+    said = ended.value.code  # text is printed, and the status is 1
+    assert isinstance(said, str)
+    assert said.startswith(f"{script}: ")
+    assert "nowhere" in said
+    assert "\n" not in said
+
+
+def test_digits(run_alone: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn, which has the images, is not installed: it is for the demo")
+    run_alone("digits.py", "--json")
+    assert checked(capsys.readouterr().out, "accuracy")["accuracy"] > 0.95
