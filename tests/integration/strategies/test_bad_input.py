@@ -20,8 +20,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline.torch as pt
 
+
+class Net(nn.ModuleList):
+    def forward(self, x, parts):
+        return sum(part(x).mean() for part in parts)
+
+
 strategy = pt.strategy(timeout=timedelta(seconds=20))
-model, rank = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)]), strategy.rank
+model, rank = Net([nn.Linear(4, 1), nn.Linear(4, 1)]), strategy.rank
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2)
 model, optimizer, loader = strategy.prepare(model, optimizer, loader)
@@ -35,7 +41,7 @@ for epoch in range(2):
         if sys.argv[1] == "replace" and rank == 1 and step == 2:
             strategy.module[0].weight = nn.Parameter(torch.zeros(1, 4))
         used = strategy.module if sys.argv[1] != "unused" or rank == 0 or step < 2 else strategy.module[:1]
-        CALL
+        model(x, used).backward()
         optimizer.step()
         num_steps += 1
 strategy.barrier()
@@ -45,13 +51,7 @@ print("steps", rank, num_steps, f"{strategy.reduce(float(model[0].weight.sum()),
 
 def start(folder: Path, strategy: str, case: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
-    # DistributedDataParallel wants its own forward.
-    body = SCRIPT.replace("CALL", "sum(part(x).mean() for part in used).backward()").replace(
-        "model, rank = nn.ModuleList([", "model, rank = Net(["
-    )
-    net = "class Net(nn.ModuleList):\n    def forward(self, x, parts):\n        return sum(p(x) for p in parts)\n\n"
-    body = body.replace("sum(part(x).mean() for part in used)", "model(x, used).mean()")
-    script.write_text(body.replace("strategy = pt", net + "strategy = pt", 1))
+    script.write_text(SCRIPT)
     return subprocess.run(
         [sys.executable, "-m", "paceline", "run", "--strategy", strategy, "--nproc-per-node", "2", str(script), case],
         capture_output=True,
