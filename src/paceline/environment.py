@@ -49,6 +49,8 @@ class Environment:
     """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself serves at ``MASTER_PORT``."""
     run_id: str | None = None
     """``TORCHELASTIC_RUN_ID`` and the number of restarts: tells programs apart."""
+    job: str | None = None
+    """What mpirun (``PMIX_NAMESPACE``) or Slurm (``SLURM_JOB_ID``, ``SLURM_STEP_ID``) tell all ranks of one program."""
     algorithm: str | None = None
     """``PACELINE_ALGORITHM``: the collective algorithm to take instead of the measured best."""
     strategy: str | None = None
@@ -70,6 +72,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     launcher = next((names for names in _LAUNCHERS if found.get(names[0])), _LAUNCHERS[0])
     rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in launcher)
     run_id = found.get("TORCHELASTIC_RUN_ID")
+    job = "/".join(found[name] for name in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID") if found.get(name))
     return Environment(
         role=found.get("PACELINE_ROLE") or None,
         scheduler=found.get("PACELINE_SCHEDULER") or None,
@@ -83,6 +86,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         master_port=_integer(found, "MASTER_PORT"),
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1"),
         run_id=f"{run_id}/{found.get('TORCHELASTIC_RESTART_COUNT', '0')}" if run_id else None,
+        job=job or None,
         algorithm=found.get("PACELINE_ALGORITHM") or None,
         strategy=found.get("PACELINE_STRATEGY") or None,
         replicas=_integer(found, "PACELINE_REPLICAS"),

@@ -34,13 +34,12 @@ SHARED, DIRECT = "shared", "direct"
 _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found} | {SHARED, DIRECT})
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
 """At these sizes both ways on one host are timed, so often."""
-_LARGE_BYTES: Final = 1 << 24
-_CLEARLY: Final = 0.8
-_ABOUT: Final = 1.1
-"""``direct`` is taken if it needs less than this part of the time of ``shared``, for little data and for much.
+_LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
+"""From these sizes on, ``direct`` is taken if it needs less than this part of the time of ``shared``.
 
 Virtual cores move while a program runs. Where they are close, ``direct`` is up to three times slower for little data
-and level for much; where they are far, level for little and faster by half for much (2 and 4 ranks, 1 to 100 MB).
+and level for much; where they are far, level for little and faster by half, or by four times, for much (2 and 4 ranks,
+1 to 100 MB). So what a moment's timing says counts the less the larger the data are.
 """
 _LEAST_S: Final = 0.05
 _MOST_BYTES: Final = 1 << 24
@@ -292,7 +291,7 @@ _TUNE: Final = Call("tune")
 
 
 def _faster(timed: dict[str, float], num_bytes: int) -> str:
-    limit = _ABOUT if num_bytes >= _LARGE_BYTES else _CLEARLY
+    limit = next(limit for size, limit in reversed(_LIMITS.items()) if size <= num_bytes)
     return DIRECT if timed[DIRECT] < limit * timed[SHARED] else SHARED
 
 

@@ -133,7 +133,7 @@ class World:
             if there and info.pid != os.getpid() and not is_alive(info.pid):
                 assert info.endpoint.unix is not None
                 folder = os.path.dirname(info.endpoint.unix.path)
-                if os.path.basename(folder).startswith("paceline-"):  # as bind_unix names them
+                if os.path.basename(folder).startswith("paceline-"):  # as bind_unix names them where they are files
                     with contextlib.suppress(OSError):
                         os.unlink(info.endpoint.unix.path)
                         os.rmdir(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -22,7 +23,10 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class Address(msgspec.Struct, frozen=True):
-    """``tcp://host:port``, ``unix:///path`` or, in tests, ``memory://name``."""
+    """``tcp://host:port``, ``unix:///path``, ``unix://@name`` or, in tests, ``memory://name``.
+
+    A name after ``@`` is in Linux's abstract namespace of sockets: there is no file, so none can be left behind.
+    """
 
     scheme: str
     host: str = ""
@@ -35,7 +39,7 @@ class Address(msgspec.Struct, frozen=True):
         scheme, found, rest = text.partition("://")
         if not found:
             scheme, rest = "tcp", text
-        if scheme == "unix" and rest.startswith("/"):
+        if scheme == "unix" and rest.startswith(("/", "@")):
             return cls("unix", path=rest)
         if scheme == "memory" and rest:
             return cls("memory", host=rest)
@@ -50,6 +54,16 @@ class Address(msgspec.Struct, frozen=True):
     def netloc(self) -> str:
         """``host:port``, IPv6 in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def unix_name(self) -> str:
+        """What ``bind`` and ``connect`` of a Unix socket take."""
+        return f"\0{self.path[1:]}" if self.is_abstract else self.path
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether this is a Unix socket without a file."""
+        return self.path.startswith("@")
 
     def __str__(self) -> str:
         if self.scheme == "unix":
@@ -71,7 +85,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         """Return the Unix socket if the node runs on this host and its path can be seen, else TCP."""
         if self.unix is None or self.host != (host_identity() if here is None else here):
             return self.tcp
-        return self.unix if os.path.exists(self.unix.path) else self.tcp
+        return self.unix if self.unix.is_abstract or os.path.exists(self.unix.path) else self.tcp
 
     def __str__(self) -> str:
         return str(self.tcp)
@@ -134,27 +148,35 @@ def _cannot_listen(where: str, error: OSError) -> str:
 
 
 def bind_unix() -> tuple[socket.socket, Address]:
-    """Return a listening Unix socket in a fresh directory that only this user can enter, and its address."""
-    folder = tempfile.mkdtemp(prefix="paceline-")  # made with mode 0700
-    if len(folder) > _MAX_UNIX_PATH - 2:  # sun_path ends at 104 bytes on macOS and 108 on Linux
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
-    path = f"{folder}/s"
+    """Return a listening Unix socket and its address.
+
+    On Linux it has an abstract name, elsewhere it is in a fresh directory that only this user can enter. Who may speak
+    is not decided by that, but by the token.
+    """
+    if sys.platform == "linux":
+        address = Address("unix", path=f"@paceline-{os.getpid()}-{secrets.token_hex(8)}")
+    else:
+        folder = tempfile.mkdtemp(prefix="paceline-")  # made with mode 0700
+        if len(folder) > _MAX_UNIX_PATH - 2:  # sun_path ends at 104 bytes on macOS and 108 on Linux
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
+        address = Address("unix", path=f"{folder}/s")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listening.bind(path)
+        listening.bind(address.unix_name)
         listening.listen(512)
         listening.setblocking(False)
     except OSError as error:
         listening.close()
-        shutil.rmtree(folder, ignore_errors=True)
-        raise AddressError(f"cannot listen on unix://{path}: {error.strerror or error}") from None
-    return listening, Address("unix", path=path)
+        remove_unix(address)
+        raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from None
+    return listening, address
 
 
 def remove_unix(address: Address) -> None:
-    """Remove the socket that :func:`bind_unix` made, and its directory."""
-    shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
+    """Remove the socket that :func:`bind_unix` made, and its directory, if it has one."""
+    if not address.is_abstract:
+        shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
 
 
 def announced_host(host: str) -> str:

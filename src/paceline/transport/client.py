@@ -35,7 +35,7 @@ def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> 
             connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connected.settimeout(timeout_s)
-                connected.connect(address.path)
+                connected.connect(address.unix_name)
             except BaseException:
                 connected.close()
                 raise

@@ -61,3 +61,9 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 
 def test_the_token_is_not_shown() -> None:
     assert "secret" not in repr(environment({"PACELINE_TOKEN": "secret", "RANK": "1"}))
+
+
+def test_what_tells_programs_of_one_host_apart() -> None:
+    assert environment({"PMIX_NAMESPACE": "prterun-1@1"}).job == "prterun-1@1"
+    assert environment({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}).job == "7/0"
+    assert environment({"SLURM_JOB_ID": ""}).job is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from paceline.errors import AddressError
 from paceline.transport import Address, Endpoint, host_identity
 from paceline.transport.addresses import announced_host, bind_unix, remove_unix
+from paceline.transport.client import open_socket
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,7 @@ from paceline.transport.addresses import announced_host, bind_unix, remove_unix
         ("[::1]:80", Address("tcp", "::1", 80), "tcp://[::1]:80"),
         ("tcp://[fe80::1]:80", Address("tcp", "fe80::1", 80), "tcp://[fe80::1]:80"),
         ("unix:///tmp/x/s", Address("unix", path="/tmp/x/s"), "unix:///tmp/x/s"),
+        ("unix://@x", Address("unix", path="@x"), "unix://@x"),
         ("memory://name", Address("memory", "name"), "memory://name"),
     ],
 )
@@ -60,7 +63,19 @@ def test_an_endpoint_knows_the_best_way(tmp_path: Path) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(endpoint), type=Endpoint) == endpoint
 
 
-def test_a_unix_socket_is_private_short_and_removed() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract names are Linux's")
+def test_a_unix_socket_has_no_file() -> None:
+    listening, address = bind_unix()
+    with listening, open_socket(address, 5.0):
+        assert address.is_abstract
+        assert Endpoint(Address("tcp", "10.0.0.1", 1), address, host_identity()).best() == address
+    remove_unix(address)
+    with pytest.raises(AddressError):
+        open_socket(address, 5.0)
+
+
+def test_a_unix_socket_is_private_short_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
     listening, address = bind_unix()
     with listening:
         folder = os.path.dirname(address.path)
@@ -74,6 +89,7 @@ def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pyte
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setattr("sys.platform", "darwin")
     listening, address = bind_unix()
     listening.close()
     assert len(address.path) < 100

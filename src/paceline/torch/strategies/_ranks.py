@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,8 +16,6 @@ from paceline.errors import UsageError
 from paceline.torch._registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
-_JOBS = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID")
-"""What mpirun and Slurm tell all ranks of one program, and no other."""
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below those that systems give out by themselves
 
 
@@ -117,9 +114,8 @@ def _place(told: Environment) -> str:
     host, port = told.master_addr, told.master_port
     if host is None and told.local_world_size == told.world_size:
         host = "127.0.0.1"
-    job = [os.environ[name] for name in _JOBS if os.environ.get(name)]
-    if port is None and job:
-        port = _FIRST_PORT + zlib.crc32("/".join(job).encode()) % _NUM_PORTS
+    if port is None and told.job:
+        port = _FIRST_PORT + zlib.crc32(told.job.encode()) % _NUM_PORTS
     if host is None or not port:
         missing = " and ".join(name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value)
         raise UsageError(
