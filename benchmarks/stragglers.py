@@ -50,7 +50,7 @@ def work(options: argparse.Namespace) -> None:
     strategy = pt.strategy()
     images, labels = read_split(options.data, "train", None)
     model = make_model("mlp")
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.5e-3)
     model, optimizer = strategy.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(strategy.rank)
     copies: list[tuple[float, dict[str, torch.Tensor]]] = []
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the four MNIST files")
     parser.add_argument("--consistency", nargs="+", default=["sequential", "bounded:4", "eventual"])
     parser.add_argument("--who", nargs="+", choices=("turns", "last"), default=["turns", "last"])
-    parser.add_argument("--steps", type=int, default=700, help="of each worker")
+    parser.add_argument("--steps", type=int, default=900, help="of each worker")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
