@@ -52,6 +52,14 @@ class ConnectionLostError(PeerError):
     """The connection to a peer broke, and could not be made again within the time allowed."""
 
 
+class ModelLostError(PeerError):
+    """More servers died than there were replicas of what they held; :attr:`resume_from` has its snapshots, if any."""
+
+    def __init__(self, message: str, resume_from: str | None = None) -> None:
+        super().__init__(message)
+        self.resume_from = resume_from
+
+
 class DeadlineError(PeerError):
     """A wait ended without an answer; the message names who was awaited, for what and how long."""
 

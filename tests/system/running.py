@@ -102,8 +102,11 @@ class Running:
         """The processes of a role that it started, by rank."""
         found = []
         for child in psutil.Process(self.process.pid).children():
-            options = json.loads(child.cmdline()[-1])
-            if options["role"] == role:
+            try:
+                options = json.loads(child.cmdline()[-1])
+            except (psutil.Error, IndexError, ValueError):
+                continue  # it has ended, or only begins
+            if isinstance(options, dict) and options["role"] == role:
                 found.append((options.get("rank", 0), child))
         return [child for _, child in sorted(found, key=lambda each: each[0])]
 

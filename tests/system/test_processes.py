@@ -108,19 +108,45 @@ def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click
     assert parse_json(finished.out)["examples"] == 25 * 12_000
 
 
-@pytest.mark.parametrize("role", ["server", "scheduler"])
-def test_a_killed_server_or_scheduler(
-    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, role: str
-) -> None:
+def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     running = start(paceline, click_log, *LONG, "--servers", "2", "--save", "model")
-    running.children(role)[-1].kill()
+    running.children("server")[-1].kill()
     finished = running.wait(10.0)
     assert finished.status == 1
     (sentence,) = sentences(finished.err)
-    assert sentence.startswith(
-        "paceline: server 1 was killed by SIGKILL" if role == "server" else "paceline: the scheduler"
-    )
+    assert sentence.startswith("paceline: server 1 was killed by SIGKILL")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("consistency", ["bounded:4", "sequential"])
+def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
+    """Another one takes its place, twice; each example counts once per epoch, as if nothing had been."""
+    running = start(
+        paceline, click_log, "--epochs", "25", "--eval", str(click_log[1]), "--json", "--consistency", consistency
+    )
+    (scheduler,) = running.children("scheduler")
+    scheduler.kill()
+    running.wait_line("another one has taken its place")
+    (scheduler,) = running.children("scheduler")
+    scheduler.kill()
+    finished = running.wait()
+    assert finished.status == 0, finished
+    result = parse_json(finished.out)
+    assert result["examples"] == 25 * 12_000
+    assert (result["lost_workers"], result["eval_examples"]) == (0, 4_000)
+    assert sentences(finished.err) == ["paceline: the scheduler died: another one has taken its place"] * 2
+
+
+def test_a_scheduler_that_dies_all_the_time(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    running = start(paceline, click_log, *LONG)
+    for _ in range(6):
+        wait_until(lambda: len(running.children("scheduler")) == 1, "no scheduler")
+        (scheduler,) = running.children("scheduler")
+        scheduler.kill()
+        scheduler.wait()
+    finished = running.wait(10.0)
+    assert finished.status == 1
+    assert "paceline: scheduler was killed by SIGKILL" in finished.err
 
 
 def test_a_failure_never_replaces_a_finished_model(

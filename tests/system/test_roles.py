@@ -116,6 +116,29 @@ def test_a_driver_that_dies_frees_the_workers(paceline: Commands, click_log: tup
     assert worker.wait().status in (0, 1)
 
 
+def test_a_scheduler_that_is_started_again(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+    scheduler, address = start_scheduler(paceline, "--workers", "2")
+    joining = ["--scheduler", address, "--token-file", "token"]
+    roles = [paceline.start("server", *joining), *(paceline.start("worker", *joining) for _ in range(2))]
+    for role in roles[1:]:
+        role.wait_line("joined the cluster")
+    training = paceline.start("train", click_log[0], "--epochs", "25", *joining, "--json")
+    training.wait_progress()
+    scheduler.kill()
+    again = ["scheduler", "--port", address.split(":")[1], "--token-file", "token", "--workers", "2"]
+    scheduler = paceline.start(*again)
+    scheduler.wait_line("listening on")
+    refused = paceline.run(*again)  # there is one already
+    assert (refused.status, len(refused.err.splitlines())) == (1, 1), refused
+    assert "in use" in refused.err
+    finished = training.wait()
+    assert finished.status == 0, finished
+    assert "paceline: the scheduler died: another one has taken its place" in finished.err
+    result = parse_json(finished.out)
+    assert (result["examples"], result["lost_workers"]) == (25 * 12_000, 0)
+    end(scheduler, *roles)
+
+
 def make_certificates(folder: Path) -> Callable[[str], list[str | Path]]:
     """Certificates for 127.0.0.1 of an authority of their own; return how to name them in a command."""
 

@@ -30,6 +30,10 @@ OptionalHeartbeatTimeout = Annotated[
     float | None,
     typer.Option(min=0.5, help="A process that gives no sign of life for so many seconds counts as dead; default 10."),
 ]
+Replicas = Annotated[int, typer.Option(min=0, help="How many servers may die without loss: copies of every row.")]
+OptionalReplicas = Annotated[
+    int | None, typer.Option(min=0, help="How many servers may die without loss: copies of every row; default 0.")
+]
 TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
 TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
 TLSCa = Annotated[Path | None, typer.Option("--tls-ca", help="Certificate that the others' are signed by (PEM).")]

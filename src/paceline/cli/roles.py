@@ -21,6 +21,7 @@ def scheduler(
     workers: Annotated[int, typer.Option(min=1, help="Workers that iterations wait for at the start.")] = 1,
     consistency: Annotated[str, typer.Option(help="sequential, bounded:N or eventual.")] = "bounded:4",
     stale: Annotated[str, typer.Option(help="Stale gradients: accept, drop:N or compensate:STRENGTH.")] = "accept",
+    replicas: options.Replicas = 0,
     heartbeat_timeout: options.HeartbeatTimeout = 10.0,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 7337,
@@ -46,6 +47,7 @@ def scheduler(
         num_workers=workers,
         consistency=parse_consistency(consistency),
         stale=parse_stale_policy(stale),
+        replicas=replicas,
         heartbeat_timeout_s=heartbeat_timeout,
         on_ready=lambda endpoint: typer.echo(f"paceline scheduler: listening on {endpoint}"),
     )
@@ -57,11 +59,14 @@ def server(
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 0,
     rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; the next free one if not given.")] = None,
+    join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
     tls_ca: options.TLSCa = None,
 ) -> None:
     """Run a parameter server until the cluster ends.
+
+    Ctrl-C or SIGTERM moves what it holds to the other servers before it goes; the second one ends it at once.
 
     Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
     """
@@ -72,6 +77,7 @@ def server(
         joining,
         address=_address(host, port),
         rank=rank,
+        extra=join,
         on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
     )
 

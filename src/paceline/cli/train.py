@@ -13,6 +13,7 @@ from . import options
 
 if TYPE_CHECKING:
     from paceline.launch.train import TrainResult
+    from paceline.launch.training_snapshots import SnapshotPlan
 
 
 def train(
@@ -40,6 +41,7 @@ def train(
     stale: Annotated[
         str | None, typer.Option(help="Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
     ] = None,
+    replicas: options.OptionalReplicas = None,
     update: Annotated[str, typer.Option(help="ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.")] = "ftrl",
     lr: Annotated[float | None, typer.Option(help="Learning rate (FTRL: alpha); default depends on --update.")] = None,
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
@@ -49,6 +51,22 @@ def train(
     cache: Annotated[
         Path | None, typer.Option(help="Directory to keep parsed data in, for later passes and later runs.")
     ] = None,
+    snapshot_every: Annotated[
+        str | None,
+        typer.Option(help="Take snapshots of the cluster while it trains: every 30s, 5m, 1h, or so many examples."),
+    ] = None,
+    snapshot_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory for snapshots, which all servers share; default: --resume's, or SAVE-snapshots."),
+    ] = None,
+    snapshots: Annotated[int, typer.Option(min=1, help="Snapshots to keep.")] = 3,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on from the newest whole snapshot in this directory, with the same data."),
+    ] = None,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="If more servers die than replicas, go on from the newest snapshot.")
+    ] = False,
     strict: options.Strict = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
@@ -82,8 +100,12 @@ def train(
         "--workers": workers,
         "--consistency": consistency,
         "--stale": stale,
+        "--replicas": replicas,
         "--heartbeat-timeout": heartbeat_timeout,
     }
+    plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots, save)
+    if auto_resume and (plan is None or scheduler is not None):
+        raise UsageError("--auto-resume needs --snapshot-every, and processes of its own (no --scheduler)")
     given = [name for name, value in own_cluster.items() if value is not None]
     if scheduler is not None and given:
         raise UsageError(f"{', '.join(given)}: the cluster of --scheduler has its own; give it to 'paceline scheduler'")
@@ -100,11 +122,15 @@ def train(
             save=save,
             cache=cache,
             strict=strict,
+            snapshots=plan,
+            resume=resume,
         ),
         servers=servers,
         workers=workers or max((os.cpu_count() or 2) - servers, 1),
         consistency=parse_consistency(consistency or "bounded:4"),
         stale=parse_stale_policy(stale or "accept"),
+        replicas=replicas or 0,
+        auto_resume=auto_resume,
         scheduler=scheduler,
         token=None if scheduler is None else options.find_token(token_file),
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
@@ -115,6 +141,20 @@ def train(
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
     else:
         _print(result, save)
+
+
+def _plan_snapshots(every: str | None, directory: Path | None, keep: int, save: Path | None) -> SnapshotPlan | None:
+    from paceline.errors import UsageError
+    from paceline.launch.training_snapshots import SnapshotPlan, parse_every
+
+    if every is None:
+        return None
+    seconds, examples = parse_every(every)
+    if directory is None:
+        if save is None:
+            raise UsageError("--snapshot-every: where? give --snapshot-dir DIR, or --save MODEL for MODEL-snapshots")
+        directory = save.with_name(f"{save.name}-snapshots")
+    return SnapshotPlan(directory=directory, seconds=seconds, examples=examples, keep=keep)
 
 
 def _print(result: TrainResult, save: Path | None) -> None:

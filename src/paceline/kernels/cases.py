@@ -197,6 +197,14 @@ def _dense_push(size: int, rule: int) -> Callable[[np.random.Generator], tuple[A
     return make
 
 
+def _dense_pull(size: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        start, stop = size // 5, size - size // 7
+        return _floats(generator, 2 * size), start, stop, np.zeros(stop - start + 8, np.float32), 3
+
+    return make
+
+
 def _dense_push_at(size: int, rule: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         positions = generator.integers(0, size, size).astype(np.int64)
@@ -234,6 +242,32 @@ def _buckets_of(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     return lambda generator: (random_keys(generator, count), np.zeros(count, np.uint16))
 
 
+def _bucket_words(count: int, num_buckets: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        keys = _keys_in(generator, count, num_buckets)
+        return keys, np.full(index.NUM_BUCKETS // 64, 7, np.uint64)
+
+    return make
+
+
+def _select(count: int, num_buckets: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        words = np.zeros(index.NUM_BUCKETS // 64, np.uint64)
+        reference.bucket_words(_keys_in(generator, 2000, num_buckets), words)
+        return random_keys(generator, count), words, np.zeros(count, np.int64)
+
+    return make
+
+
+def _keys_in(generator: np.random.Generator, count: int, num_buckets: int) -> Keys:
+    """Return keys of at most `num_buckets` buckets."""
+    buckets = generator.choice(index.NUM_BUCKETS, num_buckets, replace=False).astype(np.uint64)
+    hashes = (buckets[generator.integers(0, num_buckets, count)] << np.uint64(55)) | (
+        generator.integers(0, 1 << 55, count, dtype=np.uint64)
+    )
+    return reference.unmix(hashes)
+
+
 HYPER: Final[dict[int, tuple[float, ...]]] = {
     rules.SGD: (0.1, 0.01),
     rules.MOMENTUM: (0.1, 0.01, 0.9, 1.0),
@@ -261,6 +295,10 @@ def _array_cases() -> Iterator[ArrayCase]:
             make = _split(n, servers)
             yield ArrayCase(dedup.split, reference.split, f"{n} to {servers}", n, make, (2, 3))
         yield ArrayCase(index.buckets_of, reference.buckets_of, f"{n}", n, _buckets_of(n), (1,))
+        for buckets in (1, 200, index.NUM_BUCKETS):
+            label, words, some = f"{n} in {buckets} buckets", _bucket_words(n, buckets), _select(n, buckets)
+            yield ArrayCase(index.bucket_words, reference.bucket_words, label, n, words, (1,))
+            yield ArrayCase(dedup.select, reference.select, label, n, some, (2,))
         yield ArrayCase(sparse.all_finite, reference.all_finite, f"{n}", n, _all_finite(n), ())
         yield ArrayCase(csr.logistic, reference.logistic, f"{n}", n, _logistic(n), (2, 3), 1e-6)
     for n in (1, 8, 256, 4096):
@@ -276,6 +314,8 @@ def _array_cases() -> Iterator[ArrayCase]:
             yield ArrayCase(dense.dense_push, reference.dense_push, f"{name} {n}", n, make, (1,), 1e-6)
         make = _dense_push_at(1000, rule)
         yield ArrayCase(dense.dense_push_at, reference.dense_push_at, f"{name} 1000", 1000, make, (1,), 1e-6)
+    for n in (1, 1000, 1_000_000):
+        yield ArrayCase(dense.dense_pull, reference.dense_pull, f"{n}", n, _dense_pull(n), (3,))
     for kind, name in enumerate(("zeros", "constant", "uniform", "normal")):
         make = _dense_start(MIDDLE, kind)
         yield ArrayCase(dense.dense_start, reference.dense_start, name, MIDDLE, make, (1,), 1e-6)

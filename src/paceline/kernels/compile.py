@@ -22,14 +22,17 @@ KERNELS: tuple[Any, ...] = (
     csr.logistic,
     dedup.dedup,
     dedup.put_rows,
+    dedup.select,
     dedup.split,
     dedup.sum_rows,
     dedup.take_keys,
     dedup.take_rows,
+    dense.dense_pull,
     dense.dense_push,
     dense.dense_push_at,
     dense.dense_start,
     index.bucket_keys,
+    index.bucket_words,
     index.buckets_of,
     index.erase,
     index.rehash,
@@ -37,6 +40,7 @@ KERNELS: tuple[Any, ...] = (
     sparse.copy_records,
     sparse.gather,
     sparse.push,
+    sparse.read_records,
     sparse.write_records,
     *shared.KERNELS,
     *text.KERNELS,
@@ -76,10 +80,12 @@ def _compile_sparse() -> None:
     assert sparse.push(directory, layout, parameters, keys, floats, 0) == 0
     assert sparse.write_records(directory, layout, parameters, keys, floats, 0) == 0
     sparse.copy_records(rows, 1, floats)
+    sparse.read_records(directory, layout, keys, floats, np.zeros(1, np.uint8))
     sparse.all_finite(floats)
     index.erase(directory, layout, keys)
     index.bucket_keys(directory, layout, 0, keys, keys)
     index.buckets_of(keys, buckets)
+    index.bucket_words(keys, np.zeros(index.NUM_BUCKETS // 64, np.uint64))
     index.rehash(directory[0], 1 + index.TAIL_LINES, layout, 0, directory)
 
 
@@ -88,6 +94,7 @@ def _compile_dense() -> None:
     grads, positions = np.zeros(1, np.float32), np.zeros(1, np.int64)
     dense.dense_start(SGD, record, 1, 0, 1, 0, 0, np.uint64(0), parameters)
     dense.dense_push(SGD, record, 1, 0, 1, grads, 0, parameters)
+    dense.dense_pull(record, 0, 1, grads, 0)
     dense.dense_push_at(SGD, record, 1, positions, grads, parameters)
 
 
@@ -103,6 +110,7 @@ def _compile_batch() -> None:
     dedup.dedup(keys, scratch, taken, inverse)
     dedup.sum_rows(inverse, rows, 1, out)
     dedup.split(keys, owners, starts, order)
+    dedup.select(keys, np.zeros(index.NUM_BUCKETS // 64, np.uint64), order)
     dedup.take_keys(keys, order, taken)
     dedup.take_rows(rows, order, 1, out)
     dedup.put_rows(rows, order, 1, out)

@@ -1,4 +1,4 @@
-"""Distinct keys of a minibatch, and their split by server.
+"""Distinct keys of a minibatch, and their split by server and by bucket.
 
 `np.unique` sorts: 160,000 keys take it 66 to 83 ms on the machine where this takes 2.
 """
@@ -11,6 +11,7 @@ from .index import mix
 from .jit import njit
 
 _BUCKET_SHIFT = np.uint64(55)
+_WORD_SHIFT, _WORD_MASK, _U1 = np.uint64(6), np.uint64(63), np.uint64(1)
 _U32 = np.uint64(32)
 _LOW32 = np.uint64(0xFFFFFFFF)
 
@@ -81,6 +82,23 @@ def split(keys, owners, starts, order):  # type: ignore[no-untyped-def]
     for s in range(len(starts) - 1, 0, -1):
         starts[s] = starts[s - 1]
     starts[0] = 0
+
+
+@njit(cache=True, nogil=True)
+def select(keys, words, chosen):  # type: ignore[no-untyped-def]
+    """Write the positions of the keys whose bucket is in a set, in order; return how many there are.
+
+    `words` uint64 [8], the set as :func:`paceline.kernels.index.bucket_words` writes it; `chosen` int64 [n], of which
+    the place behind the last position is overwritten too.
+    """
+    count = np.int64(0)
+    for i in range(len(keys)):
+        bucket = mix(keys[i]) >> _BUCKET_SHIFT
+        chosen[count] = i  # to be overwritten where the key is not of the set: a branch takes 5.6 ns per key, this 1.3
+        count += np.int64((words[np.int64(bucket >> _WORD_SHIFT)] >> (bucket & _WORD_MASK)) & _U1)
+    if count < len(keys):
+        chosen[count] = 0
+    return count
 
 
 @njit(cache=True, nogil=True)

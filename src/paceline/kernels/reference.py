@@ -62,6 +62,13 @@ def buckets_of(keys: Keys, out: npt.NDArray[np.uint16]) -> None:
     out[:] = bucket_of(keys)
 
 
+def bucket_words(keys: Keys, out: Keys) -> None:
+    """Write the set of the keys' buckets as bits."""
+    there = np.zeros(NUM_BUCKETS, bool)
+    there[bucket_of(keys)] = True
+    out[:] = np.packbits(there, bitorder="little").view("<u8")
+
+
 def initial_values(kind: int, seed: int, keys: Keys, dim: int, a: float, b: float) -> Floats:
     """Return the initial values of rows (float32 [n, dim])."""
     shape = (len(keys), dim)
@@ -270,6 +277,11 @@ def dense_push_at(
         update_record(rule, record, size, position, position + 1, grads, i, parameters, True)
 
 
+def dense_pull(record: Floats, start: int, stop: int, out: Floats, at: int) -> None:
+    """Write the values of elements ``[start, stop)`` to ``out[at:]``."""
+    out[at : at + stop - start] = record[start:stop]
+
+
 def all_finite(array: Floats) -> bool:
     """Return whether an array holds neither NaN nor Inf."""
     return bool(np.isfinite(array).all())
@@ -297,6 +309,15 @@ def split(keys: Keys, owners: npt.NDArray[np.int32], starts: Integers, order: In
     owner = owners[bucket_of(keys)]
     order[:] = np.argsort(owner, kind="stable")
     starts[:] = np.searchsorted(owner[order], np.arange(len(starts)))
+
+
+def select(keys: Keys, words: Keys, chosen: Integers) -> int:
+    """Write the positions of the keys whose bucket is in a set, in order; return how many there are."""
+    there = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little").astype(bool)
+    found = np.flatnonzero(there[bucket_of(keys)])
+    chosen[: len(found)] = found
+    chosen[len(found) : len(found) + 1] = 0
+    return len(found)
 
 
 def take_keys(keys: Keys, order: Integers, out: Keys) -> None:

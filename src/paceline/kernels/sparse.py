@@ -226,6 +226,23 @@ def write_records(directory, layout, parameters, keys, records, first):  # type:
 
 
 @njit(cache=True, nogil=True)
+def read_records(directory, layout, keys, records, found):  # type: ignore[no-untyped-def]
+    """Write whole records of `keys` to `records` (float32 [n * row_words]); `found` (uint8 [n]) says which exist."""
+    words, num_keys = layout[ROW_WORDS], len(keys)
+    rows, lines = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
+    for start in range(0, num_keys, _BLOCK):
+        stop = min(num_keys, start + _BLOCK)
+        _find_rows(directory, layout, keys, start, stop, rows, lines, words)
+        for i in range(start, stop):
+            found[i] = 0
+            if rows[i - start] != _U0:
+                found[i] = 1
+                record = carray(float_pointer(rows[i - start]), words)
+                for j in range(words):
+                    records[i * words + j] = record[j]
+
+
+@njit(cache=True, nogil=True)
 def copy_records(rows, words, out):  # type: ignore[no-untyped-def]
     """Copy the records at addresses `rows` to `out` (float32 [n * words])."""
     for i in range(len(rows)):

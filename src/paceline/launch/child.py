@@ -36,6 +36,8 @@ def main() -> int:
     except ConnectionLostError:
         return 1  # the parent sees who is gone, and says so once for all
     except PacelineError as error:
+        if options.get("extra"):
+            return 1  # it came to take a dead server's place; the cluster may have ended meanwhile
         who = f"{options['role']} {options.get('rank', '')}".strip()
         print(f"paceline {who}: {error}", file=sys.stderr, flush=True)
         return 1
@@ -43,6 +45,13 @@ def main() -> int:
 
 
 def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None:
+    was_ready = False
+
+    def announce(endpoint: Endpoint) -> None:
+        nonlocal was_ready
+        was_ready = True
+        print(endpoint.tcp, flush=True)  # which another scheduler can have again; a Unix socket's name it cannot
+
     try:
         run_scheduler(
             token=token,
@@ -52,13 +61,16 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             num_workers=options["num_workers"],
             consistency=parse_consistency(options["consistency"]),
             stale=parse_stale_policy(options["stale"]),
+            replicas=options["replicas"],
             heartbeat_timeout_s=options["heartbeat_timeout_s"],
-            on_ready=_announce,
+            on_ready=announce,
             with_parent=True,
+            replaces=options["replaces"],
         )
     finally:
-        # The parent does so too, unless it was killed.
-        shutil.rmtree(options["scratch"], ignore_errors=True)
+        if was_ready:  # or else the parent may try again
+            # The parent does so too, unless it was killed.
+            shutil.rmtree(options["scratch"], ignore_errors=True)
 
 
 def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
@@ -69,7 +81,13 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
     joining = Joining(scheduler=scheduler, token=token, tls=tls)
     if options["role"] == "server":
         try:
-            run_server(joining, address=options["address"], rank=options["rank"], with_parent=True)
+            run_server(
+                joining,
+                address=options["address"],
+                rank=options["rank"],
+                extra=options.get("extra", False),
+                with_parent=True,
+            )
         finally:
             if "scratch" in options:  # no scheduler here that would see to it if the parent is killed
                 _remove_if_empty(options["scratch"])
@@ -95,10 +113,6 @@ def _read_line() -> str:
             return ""
         line += more
     return line.decode().strip()
-
-
-def _announce(endpoint: Endpoint) -> None:
-    print(endpoint.best(), flush=True)
 
 
 if __name__ == "__main__":

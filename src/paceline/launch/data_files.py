@@ -45,8 +45,13 @@ def total_size(files: Sequence[str | Path]) -> int:
     return sum(os.path.getsize(file) for file in files)
 
 
-def open_training_data(options: TrainOptions, num_workers: int, spare: Path | None) -> Dataset:
-    """Open the data, in shards that suit the number of workers; several passes are cached in `spare`, given room."""
+def open_training_data(
+    options: TrainOptions, num_workers: int, spare: Path | None, shard_bytes: int | None = None
+) -> Dataset:
+    """Open the data, in shards that suit the number of workers unless `shard_bytes` is given.
+
+    Several passes are cached in `spare`, given room.
+    """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(os.path.getsize(file) for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
@@ -55,7 +60,8 @@ def open_training_data(options: TrainOptions, num_workers: int, spare: Path | No
         packed = 8 if any(str(file).endswith(".gz") for file in dataset.files) else 1
         if disk.f_bavail * disk.f_frsize > _CACHE_SPARE * size * packed:
             cache = spare
-    shard_bytes = max(256 << 10, min(size // (16 * num_workers), 16 << 20))
+    if shard_bytes is None:
+        shard_bytes = max(256 << 10, min(size // (16 * num_workers), 16 << 20))
     format, columns = dataset.format, dataset.columns
     dataset.close()
     return open_dataset(options.data, format, columns, shard_bytes, options.strict, cache)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from paceline.ps import Client, SchedulerLink, messages
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 
 from .kernels import prepare_kernels
-from .roles import check_stale_policy
+from .roles import check_replicas, check_stale_policy
 
 # glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
 _MALLOC = {
@@ -32,6 +33,8 @@ _MALLOC = {
 _START_S = 60.0
 _END_S = 10.0
 _LOOPBACK = "127.0.0.1:0"
+_MAX_SERVERS = 100  # of one rank, one after the other
+_MAX_SCHEDULERS = 6  # the first, and five that take its place: what kills so many would kill the next one too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,8 @@ class LocalCluster:
     """A scheduler and servers as processes on this machine; connect as many clients as wanted, from any process.
 
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
+    A scheduler that dies is replaced by another one, which learns from the nodes what it knew.
+    With `replicas` every row is on so many more servers, and a server that dies is replaced too.
     With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
     machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
     """
@@ -64,6 +69,7 @@ class LocalCluster:
         workers: int = 1,
         consistency: Consistency | None = None,
         stale: StalePolicy | None = None,
+        replicas: int = 0,
         heartbeat_timeout_s: float = 10.0,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
@@ -73,12 +79,21 @@ class LocalCluster:
     ) -> None:
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
+        check_replicas(replicas, servers)
         self.consistency: Consistency = Eventual() if consistency is None else consistency
         stale = Accept() if stale is None else stale
         check_stale_policy(self.consistency, stale)
         self.token = make_token() if token is None else token
         self._tls = tls
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._scheduler_watch: threading.Thread | None = None
+        self._server_watches: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        self._is_closing = False
+        self.scheduler_restarts = 0
+        """How many schedulers have died and were replaced."""
+        self.server_restarts = 0
+        """How many servers have died and were replaced (with replicas only)."""
         prepare_kernels(on_compile)
         self.scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
         """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
@@ -87,7 +102,19 @@ class LocalCluster:
             announcing = None
             if share is None or share.runs_scheduler:
                 bind = _LOOPBACK if share is None else share.bind or share.scheduler
-                announcing = self._start_scheduler(bind, servers, workers, stale, heartbeat_timeout_s)
+                scheduling = {
+                    "role": "scheduler",
+                    "address": bind,
+                    "num_servers": servers,
+                    "num_workers": workers,
+                    "consistency": str(self.consistency),
+                    "stale": str(stale),
+                    "replicas": replicas,
+                    "heartbeat_timeout_s": heartbeat_timeout_s,
+                    "scratch": str(self.scratch),
+                    "replaces": False,
+                }
+                announcing = self._spawn("scheduler", scheduling, stdout=subprocess.PIPE)
             listening = dict.fromkeys(range(servers), _LOOPBACK) if share is None else share.servers
             for rank, address in listening.items():
                 options = {"role": "server", "rank": rank, "address": address}
@@ -99,6 +126,9 @@ class LocalCluster:
             patience_s = _START_S if share is None else share.patience_s
             if announcing is not None:
                 self.scheduler = self._hear_address(announcing)
+                if share is None:
+                    scheduling["address"] = self.scheduler.removeprefix("tcp://")
+                self._watch_scheduler(announcing, scheduling)
             else:
                 assert share is not None
                 wait_cluster(self.transport(), share.scheduler, patience_s, ready=False)
@@ -107,6 +137,10 @@ class LocalCluster:
                 if child is not announcing:
                     self._tell_address(child)
             wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
+            if replicas and share is None:
+                for name, child in list(self._children):
+                    if name.startswith("server"):
+                        self._watch_server(name, child)
         except BaseException:
             self.close()
             raise
@@ -124,19 +158,24 @@ class LocalCluster:
     def dead_children(self, role: str) -> list[tuple[str, int]]:
         """Return name and exit status of the processes of a role that have ended."""
         ended = []
-        for name, child in self._children:
-            status = child.poll()
-            if name.startswith(role) and status is not None:
+        for name, child in list(self._children):
+            # Nor is a process gone for as long as another one is to take its place.
+            watched = name == "scheduler" and self._scheduler_watch is not None and self._scheduler_watch.is_alive()
+            watched |= name.startswith("server") and bool(self._server_watches)
+            status = None if watched or not name.startswith(role) else child.poll()
+            if status is not None:
                 ended.append((name, status))
         return ended
 
     def wait_children(self) -> list[tuple[str, int]]:
         """Wait until every process of the cluster has ended by itself; return name and exit status of each."""
+        if self._scheduler_watch is not None:
+            self._scheduler_watch.join()
         return [(name, child.wait()) for name, child in self._children]
 
     def pids(self, role: str) -> list[int]:
         """Return the process ids of a role that live, by rank."""
-        return [child.pid for name, child in self._children if name.startswith(role) and child.poll() is None]
+        return [child.pid for name, child in list(self._children) if name.startswith(role) and child.poll() is None]
 
     def wait_workers(self, client: Client, count: int, timeout_s: float = _START_S) -> None:
         """Wait until `count` workers have joined. Raises PeerError if one ends before."""
@@ -157,6 +196,8 @@ class LocalCluster:
 
     def close(self) -> None:
         """End every process of the cluster. Idempotent."""
+        with self._starting:
+            self._is_closing = True
         # Workers hold nothing that is still wanted; to be told to end would be news to one that is stopped or stuck.
         self.end_workers()
         if any(child.poll() is None for _, child in self._children):
@@ -170,6 +211,10 @@ class LocalCluster:
                 child.kill()
                 child.wait()
             _close_pipe(child.stdout)
+        if self._scheduler_watch is not None:
+            self._scheduler_watch.join()
+        for watch in self._server_watches:
+            watch.join()
         self._children = []
         shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -192,23 +237,52 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    def _start_scheduler(
-        self, address: str, servers: int, workers: int, stale: StalePolicy, heartbeat_timeout_s: float
-    ) -> subprocess.Popen[bytes]:
-        return self._spawn(
-            "scheduler",
-            {
-                "role": "scheduler",
-                "address": address,
-                "num_servers": servers,
-                "num_workers": workers,
-                "consistency": str(self.consistency),
-                "stale": str(stale),
-                "heartbeat_timeout_s": heartbeat_timeout_s,
-                "scratch": str(self.scratch),
-            },
-            stdout=subprocess.PIPE,
+    def _watch_scheduler(self, scheduler: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
+        """Start another scheduler, at the same address, whenever one dies; in a thread."""
+
+        def watch(scheduler: subprocess.Popen[bytes]) -> None:
+            for _ in range(1, _MAX_SCHEDULERS):
+                if scheduler.wait() == 0:
+                    return  # the cluster has ended
+                with self._starting:
+                    if self._is_closing:
+                        return
+                    _close_pipe(scheduler.stdin)
+                    _close_pipe(scheduler.stdout)
+                    place = self._children.index(("scheduler", scheduler))
+                    scheduler = self._spawn("scheduler", {**options, "replaces": True}, stdout=subprocess.PIPE)
+                    self._children[place] = self._children.pop()
+                assert scheduler.stdout is not None
+                if scheduler.stdout.readline():
+                    self.scheduler_restarts += 1
+            scheduler.wait()
+
+        self._scheduler_watch = threading.Thread(
+            target=watch, args=(scheduler,), name="paceline-scheduler-watch", daemon=True
         )
+        self._scheduler_watch.start()
+
+    def _watch_server(self, name: str, server: subprocess.Popen[bytes]) -> None:
+        """Start another server whenever one dies, to be filled by those that live; in a thread."""
+
+        def watch(server: subprocess.Popen[bytes]) -> None:
+            for _ in range(_MAX_SERVERS):
+                if server.wait() == 0:
+                    return  # the cluster has ended
+                with self._starting:
+                    if self._is_closing:
+                        return
+                    _close_pipe(server.stdin)
+                    place = self._children.index((name, server))
+                    server = self._spawn(name, {"role": "server", "rank": None, "address": _LOOPBACK, "extra": True})
+                    self._children[place] = self._children.pop()
+                    self.server_restarts += 1
+                self._tell_address(server)
+            server.wait()
+
+        thread = threading.Thread(target=watch, args=(server,), name=f"paceline-{name}-watch", daemon=True)
+        self._server_watches.append(thread)
+        thread.start()
 
     def _hear_address(self, scheduler: subprocess.Popen[bytes]) -> str:
         assert scheduler.stdout is not None
@@ -300,20 +374,22 @@ def local_cluster(
     workers: int = 1,
     consistency: Consistency | None = None,
     stale: StalePolicy | None = None,
+    replicas: int = 0,
     heartbeat_timeout_s: float = 10.0,
     tls: TLS | None = None,
 ) -> LocalCluster:
     """Start a cluster on this machine: a context manager whose ``connect()`` gives a client.
 
     `servers` processes hold the tables; iterations count `workers` clients, under `consistency` (default
-    ``Eventual()``), with `stale` gradients treated as the policy says. A member that gives no sign of life for
-    `heartbeat_timeout_s` counts as dead.
+    ``Eventual()``), with `stale` gradients treated as the policy says. Every row is on `replicas` servers more than
+    one, and so many may die without loss. A member that gives no sign of life for `heartbeat_timeout_s` counts as dead.
     """
     return LocalCluster(
         servers=servers,
         workers=workers,
         consistency=consistency,
         stale=stale,
+        replicas=replicas,
         heartbeat_timeout_s=heartbeat_timeout_s,
         tls=tls,
     )

@@ -26,6 +26,7 @@ from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messag
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 
 _LINGER_S = 5.0
+_DRAIN_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,15 @@ def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:
         )
 
 
+def check_replicas(replicas: int, servers: int) -> None:
+    """Raise UsageError unless there are servers enough for so many replicas."""
+    if not 0 <= replicas < servers:
+        raise UsageError(
+            f"replicas={replicas} with {servers} server(s): a row is on one server and on so many others, so there "
+            f"must be at least {max(replicas, 0) + 1} servers"
+        )
+
+
 def run_scheduler(
     *,
     token: str,
@@ -59,11 +69,19 @@ def run_scheduler(
     num_workers: int,
     consistency: Consistency | None = None,
     stale: StalePolicy | None = None,
+    replicas: int = 0,
     heartbeat_timeout_s: float = 10.0,
     on_ready: Callable[[Endpoint], None],
     with_parent: bool = False,
+    replaces: bool = False,
 ) -> None:
-    """Be the scheduler until the cluster is told to end; `on_ready` is called with its addresses."""
+    """Be the scheduler until the cluster is told to end; `on_ready` is called with its addresses.
+
+    At the address of one that died, with its token and settings, it takes over its cluster; `replaces` says that there
+    is one to be taken over.
+    """
+
+    check_replicas(replicas, num_servers)
 
     async def serve(stop: asyncio.Event) -> None:
         scheduler = Scheduler(
@@ -71,7 +89,9 @@ def run_scheduler(
             num_workers=num_workers,
             consistency=Eventual() if consistency is None else consistency,
             stale=Accept() if stale is None else stale,
+            replicas=replicas,
             heartbeat_timeout_s=heartbeat_timeout_s,
+            replaces=replaces,
         )
         transport = SocketTransport(token, tls=tls)
         listener = await transport.serve(scheduler, Hello(role="scheduler", name="scheduler"), address=address)
@@ -95,17 +115,25 @@ def run_scheduler(
 
 
 def run_server(
-    joining: Joining, *, address: str = "127.0.0.1:0", rank: int | None = None, with_parent: bool = False,
-    on_ready: Callable[[int, Endpoint], None] | None = None,
+    joining: Joining, *, address: str = "127.0.0.1:0", rank: int | None = None, extra: bool = False,
+    with_parent: bool = False, on_ready: Callable[[int, Endpoint], None] | None = None,
 ) -> None:  # fmt: skip
-    """Be a parameter server until the cluster ends. Raises PeerError if the scheduler is lost or expels us."""
+    """Be a parameter server until the cluster ends.
+
+    An `extra` one joins a cluster that has all its servers. At SIGTERM its buckets move to the others before it goes; a
+    second one ends it at once. Raises PeerError if the scheduler is lost or expels us.
+    """
 
     async def serve(stop: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         failure: list[PacelineError] = []
         server: Server | None = None
 
+        ended = False
+
         def end(error: PacelineError | None) -> None:
+            nonlocal ended
+            ended = True
             if error is not None:
                 failure.append(error)
             stop.set()
@@ -122,10 +150,18 @@ def run_server(
         def lost(error: PacelineError) -> None:
             loop.call_soon_threadsafe(end, error)
 
+        def tables() -> list[messages.KnownTable]:
+            return [] if server is None else server.known_tables()
+
         transport, node = joining.transport(), make_node_name("server")
         link = await asyncio.to_thread(
             lambda: SchedulerLink(
-                transport, joining.scheduler, Hello(role="server", name=node), on_notice=heard, on_lost=lost
+                transport,
+                joining.scheduler,
+                Hello(role="server", name=node),
+                on_notice=heard,
+                on_lost=lost,
+                tables=tables,
             )
         )
         try:
@@ -134,17 +170,24 @@ def run_server(
                 consistency=parse_consistency(settings.consistency),
                 stale=parse_stale_policy(settings.stale),
                 expected_workers=settings.num_workers,
+                replicas=settings.replicas,
+                transport=transport,
+                on_filled=link.tell,
             )
             hello = Hello(role="server", rank=rank or 0, name=node)
             listener = await transport.serve(server, hello, address=address)
             try:
-                register = messages.Register(node=node, role="server", endpoint=listener.endpoint, rank=rank)
+                register = messages.Register(
+                    node=node, role="server", endpoint=listener.endpoint, rank=rank, extra=extra
+                )
                 welcome = await asyncio.to_thread(link.register, register)
-                server.rank = welcome.rank
+                server.joined(Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node))
                 server.members_changed(welcome.cluster)
                 if on_ready is not None:
                     on_ready(welcome.rank, listener.endpoint)
                 await stop.wait()
+                if not (ended or failure or with_parent):
+                    await _drain(link, stop)
             finally:
                 server.close()
                 await listener.close()
@@ -154,6 +197,16 @@ def run_server(
             raise failure[0]
 
     _run(serve, with_parent)
+
+
+async def _drain(link: SchedulerLink, stop: asyncio.Event) -> None:
+    """Wait until this server's buckets are on others, a second signal comes, or it takes too long."""
+    stop.clear()
+    try:
+        await asyncio.to_thread(link.tell, messages.Drain())
+        await asyncio.wait_for(stop.wait(), _DRAIN_S)
+    except (PacelineError, asyncio.TimeoutError):
+        pass  # who is left goes on without them
 
 
 def watch_parent(on_gone: Callable[[], None]) -> None:

@@ -17,10 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Columns, Dataset, open_dataset
-from paceline.errors import DataError, PacelineError, PeerError, TableMismatchError, UsageError
+from paceline.errors import (
+    DataError,
+    DeadlineError,
+    ModelLostError,
+    PacelineError,
+    PeerError,
+    TableMismatchError,
+    UsageError,
+)
 from paceline.models import jobs
 from paceline.models.metrics import Evaluation, evaluate
-from paceline.protocol import Consistency, Sequential
+from paceline.protocol import NUM_BUCKETS, Consistency, Sequential
 from paceline.ps import FTRL, Client, UpdateRule, messages, to_fields
 from paceline.ps.saving import MANIFEST
 from paceline.ps.staleness import HISTOGRAM_SIZE
@@ -29,8 +37,11 @@ from .bad_data import BadData, describe_bad_lines
 from .data_files import check_files, open_training_data, total_size
 from .interrupts import DeferredSignals
 from .local import LocalCluster, describe_status
+from .training_snapshots import Resumption, SnapshotPlan, TrainingSnapshots, describe_training
 
 _POLL_S = 0.05
+_ANSWER_S = 1.0
+_PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
 _DIVERGED_LOSS = 20.0  # nats; who always says 0.5 has 0.69
 _ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
 
@@ -59,6 +70,10 @@ class TrainOptions:
     """Directory that keeps parsed data for later passes; None: a temporary one, if there are several passes."""
     strict: bool = False
     """Whether the first malformed line ends the training."""
+    snapshots: SnapshotPlan | None = None
+    """Whether, when and where snapshots are taken."""
+    resume: str | Path | None = None
+    """Directory of snapshots, whose newest whole one is gone on from."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,9 @@ class Training:
         self._span = (0.0, 1.0)
         self._signals = DeferredSignals()
         self._alone_since: float | None = None
+        self._reconnections = client.link.reconnections
+        self._resumption: Resumption | None = None
+        self._snapshots = None if options.snapshots is None else TrainingSnapshots(client, options.snapshots, warn)
 
     def run(self) -> TrainResult:
         """Train, save, evaluate. On Ctrl-C or a failure in mid-training the model so far is saved, if it was to be.
@@ -156,7 +174,11 @@ class Training:
         """
         with self._signals:
             options, spare = self._options, None if self._processes is None else self._processes.scratch
-            dataset = open_training_data(options, self._num_workers, spare)
+            if options.resume is not None:
+                self._resumption = Resumption.find(options.resume, self._warn)
+            before = 0 if self._resumption is None else self._resumption.examples
+            shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
+            dataset = open_training_data(options, self._num_workers, spare, shard_bytes)
             train_share = 1.0
             if options.evaluation:
                 trained, evaluated = options.epochs * total_size(options.data), total_size(options.evaluation)
@@ -164,9 +186,13 @@ class Training:
             self._span = (0.0, train_share)
             staleness = ObservedStaleness(self._client)
             with dataset:
+                if self._resumption is not None:
+                    self._resume(self._resumption, dataset)
                 try:
                     state, reports = self._run_job("train", dataset, options.epochs)
                 except (KeyboardInterrupt, PacelineError) as error:
+                    if not isinstance(error, KeyboardInterrupt | ModelLostError):
+                        self._check_gone()  # which may be what is behind it
                     self._save_what_there_is(error)
                     raise
             statistics = self._client.statistics()
@@ -185,7 +211,7 @@ class Training:
         return TrainResult(
             examples=examples,
             seconds=state.seconds,
-            examples_per_s=examples / state.seconds if state.seconds else 0.0,
+            examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
             train_log_loss=state.progress.get("loss", 0.0) / examples,
             num_features=max(rows - 1, 0),  # the bias is no feature
             evaluation=evaluation,
@@ -194,6 +220,13 @@ class Training:
             lost_workers=self._lost,
             bytes=int(state.progress.get("bytes", 0)),
         )
+
+    def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
+        """Bring the cluster to where the snapshot was."""
+        resumption.check_data(dataset)
+        self._client.sparse_table(jobs.TABLE, dim=1, update=self._options.update)
+        resumption.load(self._client)
+        self._warn(resumption.describe())
 
     def save(self, directory: str | Path, *, finished: bool = True) -> None:
         """Save the model."""
@@ -257,19 +290,35 @@ class Training:
         self._format = dataset.format
         self._lost_before = self._lost
         strided = task == "train" and isinstance(consistency, Sequential)
+        resumed = self._resumption.account if task == "train" and self._resumption is not None else None
+        known = [None] * len(dataset.files) if resumed is None else resumed.files
         number = link.call(
             messages.PostJob(
                 description=jobs.encode(job),
-                files=tuple(dataset.num_shards(i) for i in range(len(dataset.files))),
+                files=tuple(dataset.num_shards(i) if size is None else size for i, size in enumerate(known)),
                 epochs=epochs,
                 assignment="strided" if strided else "first-come",
+                done=() if resumed is None else resumed.done,
+                progress={} if resumed is None else resumed.progress,
             ),
             int,
         )
+        if task == "train" and self._snapshots is not None:
+            examples = 0 if self._resumption is None else self._resumption.examples
+            training = describe_training(dataset, self._options, str(consistency))
+            self._snapshots.begin(number, training, examples)
+        try:
+            return self._watch_job(task, number)
+        finally:
+            if task == "train" and self._snapshots is not None:
+                self._snapshots.end()
+
+    def _watch_job(self, task: str, number: int) -> tuple[messages.JobState, list[tuple[dict[str, Any], bytes]]]:
+        """Watch a job to its end."""
         reports: list[tuple[dict[str, Any], bytes]] = []
         reported = 0.0
         while True:
-            state: messages.JobState = link.call(messages.JobStatus(job=number), messages.JobState)
+            state = self._ask_state(number)
             self._note_lost(task, state)
             self._take_reports(number, state.num_reports, reports)
             if state.failed is not None:
@@ -278,23 +327,47 @@ class Training:
                 self._report(task, state)
                 self._take_reports(number, 1 << 30, reports)
                 return state, reports
-            try:
-                self._signals.check()
-            except KeyboardInterrupt:
-                link.call(messages.JobFailed(job=number, error="PacelineError", message="the training was interrupted"))
-                raise
+            self._check_signals(number)
             self._check_alive(state)
+            if task == "train" and self._snapshots is not None:
+                self._snapshots.look(state)
             if time.monotonic() - reported >= 0.2:
                 reported = time.monotonic()
                 self._report(task, state)
             time.sleep(_POLL_S)
 
+    def _ask_state(self, number: int) -> messages.JobState:
+        """Ask how far a job is. That may take long, while the scheduler is replaced; what else happens is noticed."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                state: messages.JobState = self._client.link.call(
+                    messages.JobStatus(job=number), messages.JobState, timeout_s=_ANSWER_S
+                )
+                return state
+            except DeadlineError:
+                self._check_signals(number)
+                if self._processes is not None:
+                    self._check_gone()
+                if time.monotonic() > deadline:
+                    raise
+
+    def _check_signals(self, number: int) -> None:
+        try:
+            self._signals.check()
+        except KeyboardInterrupt:
+            interrupted = messages.JobFailed(job=number, error="PacelineError", message="the training was interrupted")
+            self._client.link.tell(interrupted)
+            raise
+
     def _take_reports(self, number: int, most: int, reports: list[tuple[dict[str, Any], bytes]]) -> None:
         for _ in range(most):
-            fields, body = self._client.link.call_with_body(messages.TakeReports(job=number))
-            if fields is None:
+            report, body = self._client.link.call_with_body(
+                messages.TakeReports(job=number), messages.TakenReport | None
+            )
+            if report is None:
                 return
-            reports.append((fields, bytes(body)))
+            reports.append((report.fields, bytes(body)))
 
     def _report(self, task: str, state: messages.JobState) -> None:
         done = state.done / state.total if state.total else None
@@ -317,20 +390,20 @@ class Training:
             self._warn(f"a worker died: {state.num_workers} go on, and its unfinished shards are read again ({task})")
 
     def _gone(self) -> str | None:
-        """Say which server, or that the scheduler, is gone."""
+        """Say that a server, and what it had, or the scheduler, is gone."""
         if self._processes is not None:
             dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
-            return f"{dead[0][0]} {describe_status(dead[0][1])}" if dead else None
-        there = {
-            member.rank for member in self._client.link.call(messages.GetMap(), messages.ClusterMap).of_role("server")
-        }
-        missing = sorted(set(self._client.server_ranks) - there)
-        return f"server {missing[0]} is gone" if missing else None
+            if dead:
+                return f"{dead[0][0]} {describe_status(dead[0][1])}"
+        cluster = self._client.link.cluster
+        lost = 0 if cluster is None else cluster.num_lost
+        return f"the servers of {lost} of {NUM_BUCKETS} buckets are gone" if lost else None
 
     def _check_alive(self, state: messages.JobState) -> None:
-        gone = self._gone()
-        if gone is not None:
-            raise PeerError(f"{gone}, and with it its part of the model: start again from the last saved one")
+        if self._client.link.reconnections > self._reconnections:
+            self._reconnections = self._client.link.reconnections
+            self._warn("the scheduler died: another one has taken its place")
+        self._check_gone()
         if self._processes is not None:
             if not self._processes.pids("worker"):
                 raise PeerError("all workers have died: nobody is left to train")
@@ -339,6 +412,20 @@ class Training:
         elif self._alone_since is None:
             self._alone_since = time.monotonic()
             self._warn("the cluster has no worker: this waits until there is one (see 'paceline worker --help')")
+
+    def _check_gone(self) -> None:
+        gone = self._gone()
+        if gone is not None:
+            what = (
+                "as were those that took its place"
+                if gone.startswith("scheduler")
+                else "and with it its part of the model"
+            )
+            if self._snapshots is None or self._snapshots.newest is None:
+                raise ModelLostError(f"{gone}, {what}: start again from the last saved one")
+            directory = str(self._snapshots.directory)
+            number = self._snapshots.newest.number
+            raise ModelLostError(f"{gone}, {what}: go on from snapshot {number} with --resume {directory}", directory)
 
     def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]]) -> BadData:
         found = [fields for fields, _ in reports if fields["kind"] == "data"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import deque
 from typing import Any
 
 from rich.console import Console
 
+from paceline.errors import ModelLostError
 from paceline.observe import RateMeter, Snapshot, TrainingProgress
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import Client, messages
@@ -29,44 +31,61 @@ def run_training(
     workers: int,
     consistency: Consistency,
     stale: StalePolicy,
+    replicas: int = 0,
+    auto_resume: bool = False,
     scheduler: str | None = None,
     token: str | None = None,
     tls: TLS | None = None,
     quiet: bool = False,
     heartbeat_timeout_s: float = 10.0,
 ) -> TrainResult:
-    """Train with a progress line; on the cluster of `scheduler`, or on processes that live as long as this call."""
+    """Train with a progress line; on the cluster of `scheduler`, or on processes that live as long as this call.
+
+    With `auto_resume` a training on own processes that loses a part of its model goes on, on new ones, from its newest
+    snapshot.
+    """
     console = Console(stderr=True)
     check_files(options)
-    with contextlib.ExitStack() as stack:
-        line = stack.enter_context(TrainingProgress(console, None, not quiet))
-        cluster: LocalCluster | None = None
-        if scheduler is not None:
-            assert token is not None
-            client = stack.enter_context(Client(SocketTransport(token, tls=tls), scheduler, observer=True))
-            workers = client.link.call(messages.GetSettings(), messages.Settings).num_workers
-        else:
-            cluster = LocalCluster(
-                servers=servers,
-                workers=workers,
-                consistency=consistency,
-                stale=stale,
-                tls=tls,
-                heartbeat_timeout_s=heartbeat_timeout_s,
-                on_compile=lambda text: console.print(text, highlight=False),
-                start_workers=True,
-            )
-            stack.enter_context(cluster)
-            client = stack.enter_context(cluster.connect(observer=True))
-            cluster.wait_workers(client, workers)
-        return Training(
-            options,
-            client,
-            num_workers=workers,
-            processes=cluster,
-            on_progress=_Display(line, client, options.epochs).show,
-            warn=lambda text: console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True),
-        ).run()
+
+    def warn(text: str) -> None:
+        console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def train_once() -> TrainResult:
+        nonlocal workers
+        with contextlib.ExitStack() as stack:
+            line = stack.enter_context(TrainingProgress(console, None, not quiet))
+            cluster: LocalCluster | None = None
+            if scheduler is not None:
+                assert token is not None
+                client = stack.enter_context(Client(SocketTransport(token, tls=tls), scheduler, observer=True))
+                workers = client.link.call(messages.GetSettings(), messages.Settings).num_workers
+            else:
+                cluster = LocalCluster(
+                    servers=servers,
+                    workers=workers,
+                    consistency=consistency,
+                    stale=stale,
+                    replicas=replicas,
+                    tls=tls,
+                    heartbeat_timeout_s=heartbeat_timeout_s,
+                    on_compile=lambda text: console.print(text, highlight=False),
+                    start_workers=True,
+                )
+                stack.enter_context(cluster)
+                client = stack.enter_context(cluster.connect(observer=True))
+                cluster.wait_workers(client, workers)
+            show = _Display(line, client, options.epochs).show
+            training = Training(options, client, num_workers=workers, processes=cluster, on_progress=show, warn=warn)
+            return training.run()
+
+    while True:
+        try:
+            return train_once()
+        except ModelLostError as error:
+            if not auto_resume or error.resume_from is None:
+                raise
+            warn(f"{error}: which it does by itself")
+            options = dataclasses.replace(options, resume=error.resume_from)
 
 
 class _Display:

@@ -8,7 +8,22 @@ are exported here. Events and instructions are spoken of within their module: ``
 The rules, with diagrams and what they do not promise, are in ``docs/protocol.md``.
 """
 
-from paceline.protocol import clocks, consistency, delivery, membership, placement, shards, strategies
+from paceline.protocol import (
+    buckets,
+    chains,
+    clocks,
+    consistency,
+    delivery,
+    iterations,
+    membership,
+    outbox,
+    placement,
+    replication,
+    shards,
+    strategies,
+)
+from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
+from paceline.protocol.chains import Chain, ChainGroup, Planner, chains_of, groups_of
 from paceline.protocol.clocks import Gate, VectorClock
 from paceline.protocol.consistency import (
     Accept,
@@ -23,26 +38,37 @@ from paceline.protocol.consistency import (
     parse_stale_policy,
 )
 from paceline.protocol.delivery import Delivery
+from paceline.protocol.iterations import Iterations
 from paceline.protocol.membership import Address, Member, Membership, Role
+from paceline.protocol.outbox import Outbox
 from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
+from paceline.protocol.replication import Replication
 from paceline.protocol.shards import ShardAccount, Shards
 from paceline.protocol.strategies import STRATEGIES, StrategyChoice, choose_strategy, is_one_process, needs_servers
 
 __all__ = [
+    "ALL",
     "Accept",
     "Address",
     "BoundedDelay",
+    "Buckets",
+    "Chain",
+    "ChainGroup",
     "Consistency",
     "DelayCompensate",
     "Delivery",
     "DropStale",
     "Eventual",
     "Gate",
+    "Iterations",
     "Member",
     "Membership",
     "Move",
     "NUM_BUCKETS",
+    "Outbox",
     "Placement",
+    "Planner",
+    "Replication",
     "Role",
     "STRATEGIES",
     "Sequential",
@@ -51,17 +77,26 @@ __all__ = [
     "StalePolicy",
     "StrategyChoice",
     "VectorClock",
+    "bucket_set",
+    "buckets",
+    "buckets_in",
+    "chains",
+    "chains_of",
     "choose_strategy",
     "clocks",
     "consistency",
     "delivery",
+    "groups_of",
     "is_one_process",
+    "iterations",
     "membership",
     "needs_servers",
+    "outbox",
     "parse_consistency",
     "parse_stale_policy",
     "place",
     "placement",
+    "replication",
     "shards",
     "strategies",
 ]

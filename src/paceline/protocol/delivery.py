@@ -1,8 +1,9 @@
 """Which push is new: the filter that makes delivery exactly once, however often a push is sent.
 
 A server holds one :class:`Delivery` and asks it before it applies a push. The sender numbers its pushes; each
-bucket remembers, per worker incarnation, the number of the last push applied. The filter of a bucket moves
-with the bucket's data, so a push that is sent again after a move is still known.
+bucket remembers, per incarnation of a sender, the number of the last push applied. The filter of a bucket
+travels with the bucket's data, so a push that is sent again after a move is still known. Sets of buckets are
+masks, see :mod:`paceline.protocol.buckets`.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.1 (vector clocks,
 one per key range) and 4.3 (consistent migration).
@@ -10,35 +11,10 @@ one per key range) and 4.3 (consistent migration).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections.abc import Iterable
 
 from paceline.errors import StaleEpochError, UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Fresh:
-    """Apply the whole push, then acknowledge it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Duplicate:
-    """Apply nothing, acknowledge the push: it was applied before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Apply the part of the push that falls into ``buckets`` (ascending), acknowledge it whole."""
-
-    buckets: tuple[int, ...]
-
-
-Verdict: TypeAlias = Fresh | Duplicate | Partial
-
-_FRESH: Final = Fresh()
-_DUPLICATE: Final = Duplicate()
-_NEVER: Final = -1  # below every sequence number
+from paceline.protocol.buckets import ALL, buckets_in
 
 
 class Delivery:
@@ -49,137 +25,151 @@ class Delivery:
     later push, or sends them on one ordered connection); an incarnation is never reused. Gaps are legal.
     """
 
-    def __init__(self, buckets: Iterable[int]) -> None:
-        self._buckets: set[int] = set(buckets)
-        # The last push applied to bucket b from incarnation i is _overrides[i].get(b, _floors[i]).
-        self._floors: dict[int, int] = {}
-        self._overrides: dict[int, dict[int, int]] = {}  # no empty inner dictionary: a miss is the fast path
-        self._forgotten: set[int] = set()
+    def __init__(self, buckets: int = ALL) -> None:
+        self._buckets = buckets
+        # Incarnation → its runs (last sequence, the buckets that have seen it), the highest sequence first. Runs
+        # are disjoint, none is empty, and no list is; a bucket in no run has seen nothing. The sender pushes to
+        # all buckets of a server, or of a chain, in turn: there are as many runs as there are such sets.
+        self._runs: dict[int, list[tuple[int, int]]] = {}
 
     @property
-    def buckets(self) -> frozenset[int]:
+    def buckets(self) -> int:
         """The buckets that this server holds."""
-        return frozenset(self._buckets)
+        return self._buckets
 
-    def admit(self, incarnation: int, sequence: int, buckets: Collection[int] | None = None) -> Verdict:
-        """Say what of a push is new, and remember it as applied.
+    def admit(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
+        """The buckets, of those given, for which a push is new; it is remembered as applied. 0: a duplicate.
 
-        ``buckets=None`` means all buckets of this server, as the push's sender knows them by the same epoch;
-        it takes O(1) unless buckets were moved here or pushed to singly. The push counts as delivered to all
-        of them, those included in which it has no key.
+        ``buckets=None`` means all buckets of this server. The push counts as delivered to all buckets given,
+        those included in which it has no key. O(1) if it is to all of them and newer than what any has seen.
 
         Raises:
-            StaleEpochError: a bucket named is not held here; nothing is remembered.
+            StaleEpochError: a bucket given is not held here; nothing is remembered.
         """
-        if buckets is not None:
-            return self._admit_some(incarnation, sequence, buckets)
-        if incarnation in self._overrides or incarnation in self._forgotten:
-            return self._admit_some(incarnation, sequence, self._buckets)
-        if sequence <= self._floors.get(incarnation, _NEVER):
-            return _DUPLICATE
-        self._floors[incarnation] = sequence
-        return _FRESH
+        held = self._buckets
+        if buckets is None or buckets == held:
+            runs = self._runs.get(incarnation)
+            if held and (runs is None or runs[0][0] < sequence):
+                self._runs[incarnation] = [(sequence, held)]
+                return held
+            buckets = held
+        new = self.missing(incarnation, sequence, buckets)
+        if new:
+            self._remember(incarnation, sequence, new)
+        return new
 
-    def _admit_some(self, incarnation: int, sequence: int, buckets: Collection[int]) -> Verdict:
-        if not self._buckets.issuperset(buckets):
-            alien = min(set(buckets) - self._buckets)
+    def missing(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
+        """The same answer as :meth:`admit`'s, and nothing is remembered.
+
+        Raises:
+            StaleEpochError: a bucket given is not held here.
+        """
+        if buckets is None:
+            buckets = self._buckets
+        alien = buckets & ~self._buckets
+        if alien:
             raise StaleEpochError(
-                f"Push {sequence} of incarnation {incarnation} names bucket {alien}, which this server "
-                "does not hold; nothing was applied. Fetch the current map and send the push again."
+                f"Push {sequence} of incarnation {incarnation} names bucket {next(buckets_in(alien))}, which this "
+                "server does not hold; nothing was applied. Fetch the current map and send the push again."
             )
-        # Rule 1: what a forgotten incarnation still has on the wire is not applied any more.
-        if incarnation in self._forgotten:
-            return _DUPLICATE
-        # Rule 2: a push is new to a bucket if its number exceeds the last one applied there.
-        floor = self._floors.setdefault(incarnation, _NEVER)
-        overrides = self._overrides.get(incarnation, {})
-        fresh = sorted({b for b in buckets if overrides.get(b, floor) < sequence})
-        if buckets is self._buckets and sequence > floor:
-            # All buckets reach at least this number: one floor says so, for those that are not ahead of it.
-            self._floors[incarnation] = sequence
-            overrides = {b: last for b, last in overrides.items() if last > sequence}
+        # Rule 1: a push is new to a bucket if its number exceeds the last one applied there.
+        for last, seen in self._runs.get(incarnation, ()):
+            if last < sequence:
+                break
+            buckets &= ~seen
+        return buckets
+
+    def _remember(self, incarnation: int, sequence: int, new: int) -> None:
+        """Raise the last push of buckets, all of which have seen less."""
+        runs = [(last, left) for last, seen in self._runs.get(incarnation, ()) if (left := seen & ~new)]
+        at = 0
+        while at < len(runs) and runs[at][0] > sequence:
+            at += 1
+        if at < len(runs) and runs[at][0] == sequence:
+            runs[at] = sequence, runs[at][1] | new
         else:
-            overrides = {**overrides, **dict.fromkeys(fresh, sequence)}
-        self._set_overrides(incarnation, overrides)
-        if len(fresh) == len(buckets) and fresh:
-            return _FRESH
-        return Partial(tuple(fresh)) if fresh else _DUPLICATE
+            runs.insert(at, (sequence, new))
+        self._runs[incarnation] = runs
 
     def last(self, incarnation: int, bucket: int) -> int | None:
         """The number of the last push of this incarnation applied to the bucket; None if there was none."""
-        last = self._overrides.get(incarnation, {}).get(bucket, self._floors.get(incarnation, _NEVER))
-        return None if last == _NEVER else last
+        for last, seen in self._runs.get(incarnation, ()):
+            if seen >> bucket & 1:
+                return last
+        return None
 
-    def export(self, bucket: int) -> dict[int, int]:
-        """The bucket's filter, incarnation → last number, to travel with its data.
+    def export(self, buckets: int) -> tuple[tuple[int, int, int], ...]:
+        """The filter of some buckets, to travel with their data: (incarnation, last sequence, its buckets).
 
-        The bucket stays until it is released; admit no push to it between export and release.
-
-        Raises:
-            UsageError: the bucket is not held here.
-        """
-        self._check_held(bucket)
-        lasts = ((incarnation, self.last(incarnation, bucket)) for incarnation in self._floors)
-        return {incarnation: last for incarnation, last in lasts if last is not None}
-
-    def adopt(self, bucket: int, state: Mapping[int, int]) -> None:
-        """Take over a bucket with the filter that its former server exported (empty for a new bucket).
+        The buckets stay until they are released.
 
         Raises:
-            UsageError: the bucket is held here already.
+            UsageError: a bucket is not held here.
         """
-        if bucket in self._buckets:
-            raise UsageError(f"Bucket {bucket} is held here already; adopting it again would lose its filter.")
-        self._buckets.add(bucket)
-        # Rule 3: a bucket's filter is what came with it, whatever this server's other buckets have seen.
-        for incarnation in (self._floors.keys() | state.keys()) - self._forgotten:
-            floor = self._floors.setdefault(incarnation, _NEVER)
-            last = state.get(incarnation, _NEVER)
-            if last != floor:
-                self._overrides.setdefault(incarnation, {})[bucket] = last
+        self._check_held(buckets)
+        return tuple(
+            (incarnation, last, part)
+            for incarnation in sorted(self._runs)
+            for last, seen in self._runs[incarnation]
+            if (part := seen & buckets)
+        )
 
-    def release(self, bucket: int) -> None:
-        """Drop a bucket, after its new server has adopted it.
+    def adopt(self, buckets: int, state: Iterable[tuple[int, int, int]]) -> None:
+        """Take over buckets with the filter that their former server exported (empty for new buckets).
+
+        What ``state`` says of other buckets is left aside; of two numbers for one bucket the higher holds.
 
         Raises:
-            UsageError: the bucket is not held here.
+            UsageError: a bucket is held here already; nothing has changed.
         """
-        self._check_held(bucket)
-        self._buckets.remove(bucket)
-        for incarnation in list(self._overrides):
-            overrides = {b: last for b, last in self._overrides[incarnation].items() if b != bucket}
-            self._set_overrides(incarnation, overrides)
+        twice = buckets & self._buckets
+        if twice:
+            raise UsageError(
+                f"Bucket {next(buckets_in(twice))} is held here already; adopting it again would lose its filter."
+            )
+        self._buckets |= buckets
+        # Rule 2: a bucket's filter is what came with it, whatever this server's other buckets have seen.
+        for incarnation, last, seen in state:
+            self.admit(incarnation, last, seen & buckets)
+
+    def release(self, buckets: int) -> None:
+        """Drop buckets and what they have seen.
+
+        Raises:
+            UsageError: a bucket is not held here; nothing has changed.
+        """
+        self._check_held(buckets)
+        self._buckets &= ~buckets
+        for incarnation, runs in list(self._runs.items()):
+            kept = [(last, left) for last, seen in runs if (left := seen & ~buckets)]
+            if kept:
+                self._runs[incarnation] = kept
+            else:
+                del self._runs[incarnation]
 
     def forget(self, incarnation: int) -> None:
-        """Free what is kept for an incarnation that is gone for good.
+        """Free what is kept for an incarnation that is gone for good, and nothing else.
 
-        One integer stays, so that a late copy of its pushes is still not applied here. It does not travel
-        with a bucket: forget an incarnation on all servers, or not before its connections are gone.
+        A late copy of one of its pushes would be new again: whoever forgets refuses what an incarnation that is
+        gone still sends, before it asks here (in a server, the gatekeeper does).
         """
-        self._floors.pop(incarnation, None)
-        self._overrides.pop(incarnation, None)
-        self._forgotten.add(incarnation)
+        self._runs.pop(incarnation, None)
 
-    def _set_overrides(self, incarnation: int, overrides: dict[int, int]) -> None:
-        floor = self._floors[incarnation]
-        overrides = {b: last for b, last in overrides.items() if last != floor}
-        if len(overrides) == len(self._buckets) and len(set(overrides.values())) == 1:
-            self._floors[incarnation] = overrides.popitem()[1]
-            overrides = {}
-        if overrides:
-            self._overrides[incarnation] = overrides
-        else:
-            self._overrides.pop(incarnation, None)
-
-    def _check_held(self, bucket: int) -> None:
-        if bucket not in self._buckets:
-            raise UsageError(f"Bucket {bucket} is not held here; it cannot be exported or released.")
+    def _check_held(self, buckets: int) -> None:
+        alien = buckets & ~self._buckets
+        if alien:
+            raise UsageError(f"Bucket {next(buckets_in(alien))} is not held here; it cannot be exported or released.")
 
     def validate(self) -> None:
         """Assert the invariants."""
-        assert self._overrides.keys() <= self._floors.keys()
-        assert not self._forgotten & self._floors.keys()
-        for incarnation, overrides in self._overrides.items():
-            assert overrides, "an empty dictionary would miss the fast path"
-            assert overrides.keys() <= self._buckets
-            assert self._floors[incarnation] not in overrides.values()
+        assert self._buckets >= 0
+        for runs in self._runs.values():
+            assert runs, "an empty list would break the fast path"
+            lasts = [last for last, _ in runs]
+            assert lasts == sorted(set(lasts), reverse=True), "runs are out of order or not merged"
+            seen_before = 0
+            for _, seen in runs:
+                assert seen > 0, "an empty run"
+                assert not seen & seen_before, "a bucket in two runs"
+                seen_before |= seen
+            assert not seen_before & ~self._buckets, "a run of buckets that are not held"

@@ -256,6 +256,19 @@ class Membership:
             case Clock(now_s):
                 return self._expire(now_s)
 
+    def readmit(self, member: Member, now_s: float) -> bool:
+        """Take in again an observer that a former scheduler had welcomed and that comes when all is rebuilt.
+
+        Observers are not on the map, so nobody knew that there was one to wait for. Return whether it is a member now:
+        not if another one has its name or rank.
+        """
+        taken = any(m.node == member.node or (m.role, m.rank) == (member.role, member.rank) for m in self.members)
+        if taken or member.role is not Role.OBSERVER or member.incarnation >= self._next_incarnation:
+            return False
+        self._members[member.node] = member
+        self._expiries_s[member.node] = now_s + self._timeout_s
+        return True
+
     def _register(self, event: Register) -> list[Instruction]:
         former = self._members.get(event.node)
         taken = {m.rank: m for m in self._members.values() if m.role is event.role and m is not former}

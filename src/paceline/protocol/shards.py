@@ -2,7 +2,8 @@
 
 The scheduler holds one :class:`Shards` per data set. A worker leases a shard, reads it, says that it is done;
 what a lost worker held is leased again. So each (epoch, file, shard) ends done exactly once, whoever dies,
-and a slow worker simply leases fewer.
+and a slow worker simply leases fewer. The scheduler may die too: a new one makes its :class:`Shards` from what the
+nodes know (:meth:`Shards.restore`).
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.5 (the task
 scheduler); leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
@@ -11,7 +12,7 @@ scheduler); leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -108,6 +109,9 @@ _OPEN: Final = 1
 _RETURNED: Final = 2
 _DONE: Final = 3
 
+_LEASE_GAP: Final = 1 << 20
+"""How far a restored pool skips ahead: more leases than can have been given with nobody left to tell."""
+
 
 class Shards:
     """The pool of shards, the open leases and the workers that wait.
@@ -156,6 +160,51 @@ class Shards:
         self._num_done = 0
         self._next_lease = 0
 
+    @classmethod
+    def restore(
+        cls,
+        files: Sequence[int | None],
+        epochs: int = 1,
+        assignment: Assignment = "first-come",
+        num_workers: int = 1,
+        *,
+        done: Iterable[tuple[int, int, int]] = (),
+        held: Iterable[Granted] = (),
+        last_lease: int = -1,
+        num_leases: Mapping[tuple[int, int, int], int] | None = None,
+    ) -> Shards:
+        """Make the pool anew after the scheduler died, from what the nodes know together.
+
+        Args:
+            files, epochs, assignment, num_workers: as of the former pool; `files` with the ends found since.
+            done: the shards, as (epoch, file, shard), that any node knows to be done; twice is as good as once.
+            held: the leases that live workers hold, as they were granted. Of two of one shard the later one counts.
+            last_lease: the highest number of a lease that any node remembers, done or not.
+            num_leases: how often shards were leased, as far as that is known; once where it is not.
+
+        What was leased to a worker that did not come back, or that never heard of it, is free again: a lease that is
+        in nobody's hands was never done. Lease numbers go on far above all that were given, so that what is still said
+        of the former ones is either of a lease in `held`, or of none.
+        """
+        self = cls(files, epochs, assignment, num_workers)
+        highest = last_lease
+        for key in done:
+            if self._exists(key) and self._state(key) != _DONE:
+                self._set_state(key, _DONE)
+                self._num_done += 1
+        for lease in sorted(held, key=lambda each: each.lease, reverse=True):
+            highest = max(highest, lease.lease)
+            key = (lease.epoch, lease.file, lease.shard)
+            if self._exists(key) and self._state(key) == _FREE:
+                self._set_state(key, _OPEN)
+                self._open[lease.lease] = lease.worker, key
+        for key, times in (num_leases or {}).items():
+            again = times - 1 if self._exists(key) and self._state(key) != _FREE else times
+            if again > 0:
+                self._leased_again[key] = again
+        self._next_lease = highest + _LEASE_GAP
+        return self
+
     @property
     def waiting(self) -> tuple[int, ...]:
         """The workers that were told to wait, the first first."""
@@ -186,6 +235,15 @@ class Shards:
             case Ended(file, num_shards):
                 self._end(file, num_shards)
                 return self._serve()
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """The number of shards of each file, as far as it is known by now."""
+        return tuple(self._sizes)
+
+    def shard_of(self, lease: int) -> tuple[int, int, int] | None:
+        """The (epoch, file, shard) of a lease that is open."""
+        return self._open[lease][1] if lease in self._open else None
 
     def progress(self) -> tuple[int, int | None]:
         """How many shards of all epochs are done, and of how many; None while a file's number is unknown."""
@@ -241,7 +299,11 @@ class Shards:
         while cursor.epoch < self._epochs:
             size = self._sizes[cursor.file]
             if size is None or cursor.shard < size:
-                return cursor.epoch, cursor.file, cursor.shard
+                key = cursor.epoch, cursor.file, cursor.shard
+                if self._state(key) == _FREE:
+                    return key
+                cursor.shard += self._stride  # only in a restored pool, whose cursors begin at the beginning
+                continue
             cursor.file += 1
             if cursor.file == len(self._sizes):
                 cursor.epoch, cursor.file = cursor.epoch + 1, 0
@@ -316,6 +378,14 @@ class Shards:
     def _is_past(self, key: _Key) -> bool:
         size = self._sizes[key[1]]
         return size is not None and key[2] >= size
+
+    def _exists(self, key: _Key) -> bool:
+        epoch, file, shard = key
+        return 0 <= epoch < self._epochs and 0 <= file < len(self._sizes) and shard >= 0 and not self._is_past(key)
+
+    def _state(self, key: _Key) -> int:
+        states = self._states.get(key[:2], b"")
+        return states[key[2]] if key[2] < len(states) else _FREE
 
     def _set_state(self, key: _Key, state: int) -> None:
         epoch, file, shard = key

@@ -71,31 +71,45 @@ class IterationBuffer:
 
 def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
     """Sum pushes in the order given, equal keys into one gradient, and apply the update rule once to each key."""
+    for selection, grads in _alike(part, pushes):
+        part.push_sum(selection, grads, factor)
+
+
+def sum_up(part: TablePart, pushes: Sequence[Push], factor: float) -> list[Push]:
+    """Return what :func:`apply_sum` applies, as pushes of keys or ranges that have nothing in common."""
+    found: list[Push] = []
+    for selection, grads in _alike(part, pushes):
+        total = grads[0]
+        for more in grads[1:]:
+            total = total + more
+        found.append((selection, total if factor == 1.0 else total * np.float32(factor)))
+    return found
+
+
+def _alike(part: TablePart, pushes: Sequence[Push]) -> list[tuple[Selection, list[Floats]]]:
+    """Return the pushes as selections that have nothing in common, each with the gradients to be summed in order."""
     ranges = _disjoint_ranges(pushes)
     if ranges is not None:
-        for same in ranges:
-            part.push_sum(same[0][0], [grads for _, grads in same], factor)
-        return
+        return [(same[0][0], [grads for _, grads in same]) for same in ranges]
     if len(pushes) == 1:
-        part.push_sum(pushes[0][0], [pushes[0][1]], factor)
-        return
+        return [(pushes[0][0], [pushes[0][1]])]
     keys = np.concatenate([part.keys_of(selection) for selection, _ in pushes])
     rows = np.concatenate([grads for _, grads in pushes])
     unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
     count = dedup(keys, np.empty(scratch_size(len(keys)), np.int32), unique, inverse)
     grads = np.empty(count * part.dim, np.float32)
     sum_rows(inverse, rows, part.dim, grads)
-    part.push_sum(Selection(unique[:count]), [grads], factor)
+    return [(Selection(unique[:count]), [grads])]
 
 
 def _disjoint_ranges(pushes: Sequence[Push]) -> list[list[Push]] | None:
     """Return the pushes by range, in the order given, if all are of ranges that are equal or have nothing in common."""
-    found: dict[tuple[int, int], list[Push]] = {}
+    found: dict[tuple[int, int, int], list[Push]] = {}
     for push in pushes:
         if push[0].keys is not None:
             return None
-        found.setdefault((push[0].start, push[0].stop), []).append(push)
-    bounds = sorted(found)
+        found.setdefault((push[0].start, push[0].stop, push[0].buckets or 0), []).append(push)
+    bounds = sorted(found, key=lambda each: each[:2])
     if any(after[0] < before[1] for before, after in pairwise(bounds)):
         return None
     return [found[each] for each in bounds]

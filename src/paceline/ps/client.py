@@ -7,25 +7,40 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from paceline.errors import PacelineError, UsageError
-from paceline.protocol import NUM_BUCKETS, Consistency, parse_consistency, place
+from paceline.errors import (
+    AddressError,
+    ConnectionLostError,
+    DeadlineError,
+    PacelineError,
+    StaleEpochError,
+    UsageError,
+)
+from paceline.protocol import Consistency, Sequential, parse_consistency
+from paceline.protocol.buckets import Buckets
 from paceline.ps import messages
-from paceline.ps.connection import ServerConnection
+from paceline.ps.connection import Pending, ServerConnection
+from paceline.ps.copies import Copies
 from paceline.ps.dense_table import DenseTable
 from paceline.ps.messages import TICK, TICKS, TableSpec
+from paceline.ps.resending import send_again
+from paceline.ps.routes import MapWatch, Routes, no_routes
 from paceline.ps.rules import Initializer, UpdateRule, Zeros, to_fields
 from paceline.ps.scheduler_link import SchedulerLink
 from paceline.ps.sparse_table import SparseTable
 from paceline.transport import Address, Endpoint, Hello, Transport
 
 MAX_NAME = 200
+_CONNECT_S = 1.0
+_Result = TypeVar("_Result")
 
 
 def make_node_name(role: str) -> str:
@@ -52,6 +67,7 @@ class Client:
         rank: int | None = None,
         timeout_s: float = 60.0,
         reconnect_s: float = 3.0,
+        scheduler_reconnect_s: float = 60.0,
         on_notice: Callable[[msgspec.Struct], None] | None = None,
     ) -> None:
         role = "observer" if observer else "worker"
@@ -59,36 +75,58 @@ class Client:
         self._lock = threading.RLock()
         self._connections: list[ServerConnection] = []
         self._tables: dict[str, SparseTable | DenseTable] = {}
+        self._specs: dict[int, TableSpec] = {}
         self._clock = 0
         self._sequence = 0
         self._counts = False
+        self._watch = MapWatch()
+        self._routes = no_routes()
+        self._failures: list[Pending] = []
+        self._copies = Copies()
+        self._gone_bytes = [0, 0]
+        self._is_closing = False
+        self._settling_lock = threading.Lock()
+        self._settling: threading.Thread | None = None
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._reconnect_s = reconnect_s
         node = make_node_name(role)
         self.link = SchedulerLink(
-            transport, scheduler, Hello(role=role, name=node), timeout_s=timeout_s, on_notice=on_notice
+            transport,
+            scheduler,
+            Hello(role=role, name=node),
+            timeout_s=timeout_s,
+            reconnect_s=scheduler_reconnect_s,
+            on_notice=on_notice,
+            on_lost=self._watch.fail,
+            on_map=self._take_map,
         )
         try:
             welcome = self.link.register(messages.Register(node=node, role=role, rank=rank))
             self.rank = welcome.rank
             self.incarnation = welcome.incarnation
             self.consistency: Consistency = parse_consistency(welcome.settings.consistency)
-            servers = self.link.wait_servers(timeout_s)
-            self.server_ranks = tuple(server.rank for server in servers)
-            hello = Hello(
+            self._keeps = welcome.settings.replicas > 0 and isinstance(self.consistency, Sequential)
+            self._hello = Hello(
                 role=role,
                 rank=self.rank,
                 incarnation=self.incarnation,
                 name=node,
                 extra={"timeout_ms": int(timeout_s * 1000)},
             )
-            for server in servers:
-                assert isinstance(server.endpoint, Endpoint)
-                connection = ServerConnection(
-                    transport, server.endpoint, hello, rank=server.rank, timeout_s=timeout_s, reconnect_s=reconnect_s
-                )
-                self._connections.append(connection)
-            self.placement = place(NUM_BUCKETS, self.server_ranks)
-            position = {rank: i for i, rank in enumerate(self.server_ranks)}
-            self.owners = np.array([position[self.placement.primary(b)] for b in range(NUM_BUCKETS)], np.int32)
+            self.link.wait_servers(timeout_s)
+            with self._lock:
+                self._routes = self._watch.wait_newer(0, timeout_s)
+                for server in self._routes.servers:
+                    connection = self._make_connection(server)
+                    try:
+                        connection.connect(min(timeout_s, _CONNECT_S if welcome.settings.replicas else 10.0))
+                    except (AddressError, ConnectionLostError, DeadlineError):
+                        if not welcome.settings.replicas:
+                            raise
+                        # It is dead or asleep: the next map says which, and whoever needs it tries again.
+                    connection.version = self._routes.version
+                    self._connections.append(connection)
             if not observer:
                 self.join()
         except BaseException:
@@ -110,9 +148,10 @@ class Client:
         """
         with self._lock:
             self.tick_flag()
-            for connection in self.connections:
+            connections = self.connections
+            for connection in connections:
                 connection.raise_failures()
-            for connection in self.connections:
+            for connection in connections:
                 connection.send(TICK, 0, 0, self._clock, 0, ())
             self._clock += 1
 
@@ -120,13 +159,14 @@ class Client:
         """Stop taking part in the iterations for now: nobody waits for this worker until it calls :meth:`join`.
 
         What it pushed without a tick is dropped under sequential consistency. Until then it reads and writes as an
-        observer does: at once.
+        observer does: at once. With replicas it waits until what it has pushed with a tick is safe.
         """
         with self._lock:
-            for connection in self.connections:
-                connection.drain()
-                connection.call(messages.Retire())
-            self._counts = False
+            self._drain()
+            if self._counts:
+                self._wait_durable()
+            self._take_part(False)
+            self.call_all(messages.Retire())
 
     def join(self) -> None:
         """Take part in the iterations (again), from the one at which the others are."""
@@ -135,19 +175,51 @@ class Client:
         with self._lock:
             clock = self._clock
             while True:  # servers may differ for a moment: the latest one counts
-                request = messages.JoinClock(rank=self.rank, clock=clock)
-                joins = [connection.call(request)[0] for connection in self.connections]
-                if all(joined == clock for joined in joins):
+                joins = self.call_all(messages.JoinClock(rank=self.rank, clock=clock))
+                # A server that has come meanwhile was told that we take no part.
+                if all(joined == clock for joined in joins) and not self._watch.is_unsettled:
                     break
                 clock = max(joins)
             self._clock = clock
-            self._counts = True
+            self._take_part(True)
+            for connection in self._connections:  # one that has not seen this map yet would wait for us when it does
+                connection.say_synced(clock, True, self.rank)
+
+    def _take_part(self, counts: bool) -> None:
+        self._counts = counts
+        for connection in self._connections:
+            connection.keeps = counts and self._keeps
+            if not counts:
+                connection.forget_synced()
+                connection.forget_kept({id(each) for each in connection.kept})
+
+    def _wait_durable(self) -> None:
+        """Wait until all that was pushed with a tick is on every server that shall have it."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            keeping = [each for each in self.connections if any(kept.clock < self._clock for kept in each.kept)]
+            if not keeping:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"server {keeping[0].rank} does not say within {self._timeout_s:g} s that the iterations before "
+                    f"{self._clock}, which this worker has ended, are complete and on its replicas"
+                )
+            keeping[0].wait_durable(self._clock)
 
     def flush(self) -> None:
         """Wait until every push is acknowledged; raise the first failure."""
         with self._lock:
-            for connection in self.connections:
-                connection.drain()
+            self._drain()
+
+    def _drain(self) -> None:
+        while True:
+            busy = next((connection for connection in self.connections if connection.is_busy), None)
+            if busy is None:
+                break
+            busy.receive_next()
+        for connection in self.connections:
+            connection.raise_failures()
 
     # Tables.
 
@@ -218,10 +290,10 @@ class Client:
             known = self._tables.get(spec.name)
             if known is not None:
                 return known
-            for connection in self.connections:
-                connection.call(messages.CreateTable(number=number, spec=spec, servers=self.server_ranks))
+            self.call_all(messages.CreateTable(number=number, spec=spec, servers=self.server_ranks))
             table = SparseTable(self, number, spec) if spec.kind == "sparse" else DenseTable(self, number, spec)
             self._tables[spec.name] = table
+            self._specs[number] = spec
             return table
 
     def tables(self) -> list[TableSpec]:
@@ -250,34 +322,51 @@ class Client:
     def statistics(self) -> list[messages.ServerStatistics]:
         """Return the statistics of every server, by rank."""
         with self._lock:
-            answers = [connection.call(messages.GetStatistics())[0] for connection in self.connections]
-        return [msgspec.convert({**answer}, messages.ServerStatistics) for answer in answers]
+            answers = self.call_all(messages.GetStatistics())
+            ranks = [connection.rank for connection in self._connections]
+        ordered = sorted(zip(ranks, answers, strict=True), key=lambda each: each[0])
+        return [msgspec.convert({**answer}, messages.ServerStatistics) for _, answer in ordered]
 
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received from and sent to the servers so far."""
         counts = [connection.byte_counts() for connection in self._connections]
-        return sum(count[0] for count in counts), sum(count[1] for count in counts)
+        received, sent = self._gone_bytes
+        return received + sum(count[0] for count in counts), sent + sum(count[1] for count in counts)
 
     def abort(self) -> None:
         """Give up what is in flight, in whatever thread: it raises there, and so does every call from now on.
 
         :meth:`close` is still to come, and has nothing to wait for.
         """
+        self._watch.fail(UsageError("this client was closed before the server's answer came"))
         for connection in self._connections:
             connection.abort()
 
     def close(self) -> None:
         """Finish what is in flight and leave the cluster. Idempotent."""
+        self._is_closing = True
         try:
             with self._lock:
                 for connection in self._connections:
-                    with contextlib.suppress(PacelineError):  # who wanted to know has waited or called flush()
-                        connection.drain()
+                    connection.patience_s = min(self._reconnect_s, self._timeout_s)
+                for _ in range(len(self._connections) + 1):  # one that is lost is no reason to give up the others
+                    try:
+                        self._drain()
+                        break
+                    except DeadlineError:
+                        break
+                    except PacelineError:  # who wanted to know has waited or called flush()
+                        pass
         finally:
             for connection in self._connections:
                 connection.close()
             self._connections = []
+            self._watch.fail(UsageError("this client is closed: connect again"))
             self.link.close()
+            with self._settling_lock:
+                settling = self._settling
+            if settling is not None and settling is not threading.current_thread():
+                settling.join(10.0)
 
     def __enter__(self) -> Client:
         """Return itself; the connection is closed at the end of the block."""
@@ -297,10 +386,60 @@ class Client:
 
     @property
     def connections(self) -> list[ServerConnection]:
-        """One per server, in the order of `server_ranks`."""
+        """One per server, those of `server_ranks` in that order first; by the newest map."""
+        if self._watch.is_unsettled:
+            self.settle()
         if not self._connections:
+            if self._routes.lost and not self._is_closing:
+                raise self._routes.loss()
             raise UsageError("this client is closed: connect again")
         return self._connections
+
+    @property
+    def server_ranks(self) -> tuple[int, ...]:
+        """The ranks of the servers that lead buckets, rising."""
+        return self._routes.server_ranks
+
+    @property
+    def owners(self) -> npt.NDArray[np.int32]:
+        """Bucket → position in `connections` of the server that leads it."""
+        return self._routes.owners
+
+    @property
+    def routes(self) -> Routes:
+        """The map that `connections` are of."""
+        return self._routes
+
+    def check_there(self, buckets: Buckets) -> None:
+        """Raise ConnectionLostError if some of these buckets are lost."""
+        if buckets & self._routes.lost:
+            raise self._routes.loss()
+
+    def call_all(self, message: msgspec.Struct) -> list[Any]:
+        """Send a control message to every server of the newest map; return the results, as `connections` are."""
+        results: dict[int, Any] = {}
+
+        def call_rest() -> list[Any]:
+            while True:
+                connections = self.connections
+                rest = [each for each in connections if each.incarnation not in results]
+                if not rest:
+                    return [results[each.incarnation] for each in connections]
+                results[rest[0].incarnation] = rest[0].call(message)[0]
+
+        with self._lock:
+            return self.retry(call_rest)
+
+    def retry(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function until no server says any more that the map is an old one; with the lock held."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            version = self._routes.version
+            try:
+                return function()
+            except StaleEpochError:
+                self._watch.wait_newer(version, deadline - time.monotonic())
+                self.settle()
 
     def tick_flag(self) -> int:
         """Return the flag of a push that ends the iteration. Raises UsageError if this client takes no part in them."""
@@ -314,6 +453,104 @@ class Client:
         self._sequence += 1
         return self._sequence
 
+    def last_sequence(self) -> int:
+        """Return the number of the last push, which pulls behind it bear."""
+        return self._sequence
+
     def ticked_by_push(self) -> None:
         """Note that a push ended the iteration."""
         self._clock += 1
+
+    # The map.
+
+    def settle(self) -> None:
+        """Work by the newest map: connect to its servers, and send again what is not answered.
+
+        Waits for one if a server says that there is one. Raises DeadlineError if it does not come.
+        """
+        with self._lock:
+            while not self._is_closing or self._connections:
+                self._watch.is_unsettled = False
+                newest = self._watch.newest
+                try:
+                    if newest is not None and newest.version > self._routes.version:
+                        self._change(newest)
+                    elif any(connection.is_stuck for connection in self._connections):
+                        self._watch.wait_newer(self._routes.version, self._patience_s())
+                    else:
+                        return
+                except BaseException:
+                    self._watch.is_unsettled = True
+                    raise
+
+    def _patience_s(self) -> float:
+        return min(self._reconnect_s, self._timeout_s) if self._is_closing else self._timeout_s
+
+    def _make_connection(self, server: messages.MemberInfo) -> ServerConnection:
+        assert isinstance(server.endpoint, Endpoint)
+        return ServerConnection(
+            self._transport,
+            server.endpoint,
+            self._hello,
+            rank=server.rank,
+            incarnation=server.incarnation,
+            timeout_s=self._timeout_s,
+            reconnect_s=self._reconnect_s,
+            watch=self._watch,
+            settle=self.settle,
+            failures=self._failures,
+            copies=self._copies,
+        )
+
+    def _change(self, routes: Routes) -> None:
+        """Send again what is not answered, by other routes. Waits for no server."""
+        before = self._connections
+        known = {connection.incarnation: connection for connection in before}
+        connections = []
+        for server in routes.servers:
+            connection = known.pop(server.incarnation, None)
+            if connection is None:
+                connection = self._make_connection(server)
+                connection.keeps = self._counts and self._keeps
+                with contextlib.suppress(PacelineError):  # whoever waits for it tries again
+                    connection.connect(min(self._timeout_s, _CONNECT_S))
+            connection.version = routes.version
+            connections.append(connection)
+        old, self._routes, self._connections = self._routes, routes, connections
+        after = {connection.incarnation: connection for connection in connections}
+        send_rest = send_again(old, routes, before, after, self._specs)
+        if self.role == "worker":
+            for connection in connections:
+                connection.say_synced(self._clock, self._counts, self.rank)
+        for connection in known.values():
+            received, sent = connection.byte_counts()
+            self._gone_bytes = [self._gone_bytes[0] + received, self._gone_bytes[1] + sent]
+            connection.close()
+        send_rest()
+
+    def _take_map(self, cluster: messages.ClusterMap) -> None:
+        """Take a map; in the thread of the line to the scheduler, or in that which registers."""
+        if not self._watch.take(cluster):
+            return
+        for connection in self._connections:
+            if not self._watch.has(connection.incarnation):
+                connection.wake()
+        if not self._connections or self._is_closing:
+            return
+        # Who is at work looks before every request; servers are not to wait for one who is busy elsewhere.
+        with self._settling_lock:
+            if self._settling is None:
+                self._settling = threading.Thread(target=self._settle_aside, name="paceline-settling", daemon=True)
+                self._settling.start()
+
+    def _settle_aside(self) -> None:
+        with self._lock:
+            with self._settling_lock:
+                self._settling = None
+            if self._is_closing:
+                return
+            with contextlib.suppress(PacelineError):  # who uses the client next is told
+                if self._watch.is_newer_than(self._routes.version):
+                    self.settle()
+                for connection in list(self._connections):
+                    connection.revive()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import UsageError
+from paceline.protocol.buckets import bucket_set
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
+from paceline.ps.ranges import bucket_width, clip_runs, range_buckets, runs_in
 from paceline.ps.sparse_store import Floats, Keys
 from paceline.ps.table_base import Table
-from paceline.ps.tables import bucket_width, clip_runs, owned_runs
 from paceline.ps.ticket import Parts, Ticket
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ class DenseTable(Table):
 
     def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
         super().__init__(client, number, spec)
-        self._runs = [owned_runs(spec.size, client.placement.owned(rank)) for rank in client.server_ranks]
+        self._runs: list[Sequence[tuple[int, int]]] = []  # of each server
+        self._runs_of = 0  # version of the map
         self._width = np.uint64(bucket_width(spec.size))
 
     @property
@@ -151,11 +154,15 @@ class DenseTable(Table):
         client = self._client
         values = out if inverse is None or out is None else np.empty(len(keys), np.float32)
         flags = client.tick_flag() if ticks else 0
-        sequence = client.next_sequence() if grads is not None else 0
-        owners = client.owners[(keys // self._width).astype(np.int64)]
+        sequence = client.next_sequence() if grads is not None else client.last_sequence()
+        connections = client.connections
+        buckets = (keys // self._width).astype(np.int64)
+        if client.routes.lost:
+            client.check_there(bucket_set(np.unique(buckets).tolist()))
+        owners = client.owners[buckets]
         sent: Parts = []
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
-        for i, connection in enumerate(client.connections):
+        for i, connection in enumerate(connections):
             chosen = np.flatnonzero(owners == i)
             if not len(chosen):
                 if ticks:
@@ -166,6 +173,7 @@ class DenseTable(Table):
                 parts.append(grads[chosen])
             own_out = None if values is None else np.empty(len(chosen), np.float32)
             pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            pending.is_private = True
             sent.append((connection, pending))
             if own_out is not None:
                 places.append((own_out, chosen))
@@ -182,16 +190,27 @@ class DenseTable(Table):
 
         return Ticket(client, sent, finish)
 
+    def _runs_now(self) -> list[Sequence[tuple[int, int]]]:
+        """The elements of each of the client's connections, as ranges."""
+        routes = self._client.routes
+        if self._runs_of != routes.version:
+            self._runs = [runs_in(self.size, led) for led in routes.leads]
+            self._runs_of = routes.version
+        return self._runs
+
     def _send_range(
         self, kind: int, start: int, stop: int, grads: Floats | None, out: Floats | None, ticks: bool
     ) -> Ticket:
         client = self._client
         flags = RANGE | (client.tick_flag() if ticks else 0)
-        sequence = client.next_sequence() if grads is not None else 0
+        sequence = client.next_sequence() if grads is not None else client.last_sequence()
         bounds = np.array([start, stop], np.uint64)
+        connections = client.connections
+        if client.routes.lost:
+            client.check_there(range_buckets(self.size, start, stop))
         sent: Parts = []
         places: list[tuple[Floats, list[tuple[int, int]]]] = []
-        for connection, runs in zip(client.connections, self._runs, strict=True):
+        for connection, runs in zip(connections, self._runs_now(), strict=True):
             own = clip_runs(runs, start, stop)
             length = sum(b - a for a, b in own)
             if not length:
@@ -204,6 +223,7 @@ class DenseTable(Table):
                 parts.append(grads if whole else np.concatenate([grads[a - start : b - start] for a, b in own]))
             own_out = None if out is None else out if whole else np.empty(length, np.float32)
             pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            pending.is_private = not whole
             sent.append((connection, pending))
             if own_out is not None and not whole:
                 places.append((own_out, own))

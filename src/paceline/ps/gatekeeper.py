@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from paceline.errors import DeadlineError, PeerError
+from paceline.errors import DeadlineError, PeerError, StaleEpochError
 from paceline.protocol import Consistency, Gate, Sequential, clocks
-from paceline.ps.aggregation import IterationBuffer, apply_sum
+from paceline.ps.aggregation import IterationBuffer
+from paceline.ps.messages import ClocksInfo, TableSpec
 from paceline.ps.server_tables import ServerTables
 from paceline.ps.tables import Selection
 from paceline.transport import Header, Peer
@@ -41,6 +42,11 @@ class HeldRead:
 class Gatekeeper:
     """Keeps the gate in front of `tables`; `answer` is called with a held read that may now be served.
 
+    `on_complete` is called with each iteration that is complete under sequential consistency, and who ticked it;
+    `may_read` says whether, the gate apart, values of an iteration may be read (a chain may not have all of it yet);
+    `first_clock` where a worker that joins begins at least; `on_begin` is called with the clock at which a server that
+    joins a running cluster begins.
+
     `gate`, `counted`, `ranks` and `buffer` are for the server to look at, in every frame; only the gatekeeper changes
     who is in them.
     """
@@ -50,10 +56,19 @@ class Gatekeeper:
         tables: ServerTables,
         consistency: Consistency,
         expected_workers: int,
+        *,
         answer: Callable[[HeldRead], None],
+        on_complete: Callable[[int, tuple[int, ...]], None],
+        may_read: Callable[[int], bool],
+        on_begin: Callable[[int], None],
+        first_clock: Callable[[], int],
     ) -> None:
         self._tables = tables
         self._answer = answer
+        self._on_complete = on_complete
+        self._may_read = may_read
+        self._on_begin = on_begin
+        self._first_clock = first_clock
         self.gate = Gate(consistency, expected_workers)
         self.ranks: dict[int, int] = {}
         """Incarnation → rank of workers that have joined the iterations."""
@@ -63,8 +78,11 @@ class Gatekeeper:
         """What was pushed for iterations that are not complete; None unless consistency is sequential."""
         if isinstance(consistency, Sequential):
             self.buffer = IterationBuffer(consistency.aggregate == "mean")
+        self.awaited: Callable[[], Collection[int]] = tuple
+        """Says which workers a takeover waits for."""
         self._gone: set[int] = set()  # incarnations that left or are dead: they never come back
         self._held: set[HeldRead] = set()
+        self._unsafe: list[HeldRead] = []  # of them, those whose gate is open
         self._expiry: asyncio.TimerHandle | None = None
 
     @property
@@ -74,6 +92,48 @@ class Gatekeeper:
 
     # Who takes part.
 
+    def clocks_info(self, tables: tuple[tuple[int, TableSpec, TableSpec], ...]) -> ClocksInfo:
+        """Return what a server that is being filled has to know of the workers."""
+        workers = tuple(
+            (worker, self.ranks[worker], clock, worker in self.counted)
+            for worker, clock in self.gate.clocks.items()
+            if worker in self.ranks
+        )
+        return ClocksInfo(tables, workers, self.gate.num_missing, self.gate.minimum)
+
+    def take_clocks(self, info: ClocksInfo) -> None:
+        """Begin where another server is: this one leads nothing yet."""
+        if not self.ranks:
+            self.gate = Gate(self.gate.consistency, info.num_missing, first_clock=info.minimum)
+            self._on_begin(info.minimum)
+        # Those who count first, the lowest first: the first who joins an empty gate says where it stands.
+        for worker, rank, clock, counts in sorted(info.workers, key=lambda each: (not each[3], each[2])):
+            if worker in self._gone or worker in self.ranks:
+                continue
+            self.ranks[worker] = rank
+            self._obey(self.gate.handle(clocks.Join(worker, clock)))
+            if counts:
+                self.counted.add(worker)
+            else:
+                self._obey(self.gate.handle(clocks.Finish(worker)))
+
+    def sync(self, peer: Peer, rank: int, clock: int, counts: bool) -> None:
+        """Take a worker's word for its clock, and for whether it takes part, after a change of the map."""
+        self.check_member(peer)
+        worker = peer.hello.incarnation
+        if worker not in self.gate.clocks:
+            if not counts:
+                return
+            self.ranks[worker] = rank
+            self.counted.add(worker)
+            self._obey(self.gate.handle(clocks.Join(worker, clock)))
+        elif counts and worker not in self.counted:
+            self.counted.add(worker)
+            self._obey(self.gate.handle(clocks.Resume(worker)))
+        self._obey(self.gate.handle(clocks.Tick(worker, clock)))
+        if not counts:
+            self.retire(worker)
+
     def join(self, peer: Peer, rank: int, clock: int) -> int:
         """Have a worker take part from iteration `clock` or later; return its clock. Raises as `check_member`."""
         self.check_member(peer)
@@ -81,7 +141,7 @@ class Gatekeeper:
         self.ranks[worker] = rank
         self.counted.add(worker)
         self._obey(self.gate.handle(clocks.Resume(worker)))
-        self._obey(self.gate.handle(clocks.Join(worker, clock)))
+        self._obey(self.gate.handle(clocks.Join(worker, max(clock, self._first_clock()))))
         return int(self.gate.clocks[worker])
 
     def retire(self, worker: int) -> None:
@@ -131,21 +191,12 @@ class Gatekeeper:
     def _obey(self, instructions: list[Any]) -> None:
         for instruction in instructions:
             if isinstance(instruction, clocks.Complete):
-                self._complete(instruction)
+                self._on_complete(instruction.iteration, instruction.workers)
             elif isinstance(instruction, clocks.Release):
                 held = instruction.ticket
                 assert isinstance(held, HeldRead)
                 if not held.expired:
                     self._release(held)
-
-    def _complete(self, instruction: clocks.Complete) -> None:
-        assert self.buffer is not None
-        tables, factor = self.buffer.complete(instruction.iteration, instruction.workers)
-        for number, pushes in sorted(tables.items()):
-            table = self._tables.by_number[number]
-            table.staleness.histogram[0] += len(pushes)  # by construction: nothing was applied since it began
-            apply_sum(table.part, pushes, factor)
-        self.buffer.recycle(tables)
 
     # Held reads.
 
@@ -156,6 +207,20 @@ class Gatekeeper:
         self._obey(self.gate.handle(clocks.Ask(peer.hello.incarnation, clock, held)))
         if self._expiry is None:
             self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_PERIOD_S, self._expire)
+
+    def look(self) -> None:
+        """Serve the reads that had to wait, their gate apart, and need not any more."""
+        waiting, self._unsafe = self._unsafe, []
+        for held in waiting:
+            if not held.expired:
+                self._release(held)
+
+    def refuse_held(self, error: StaleEpochError) -> None:
+        """Answer all held reads with this: who sent them asks again by the new map."""
+        for held in list(self._held):
+            self._drop(held)
+            held.peer.send_error(held.header, error)
+        self._unsafe = []
 
     def disconnected(self, peer: Peer) -> None:
         """Forget the reads that came on a connection: nobody hears an answer."""
@@ -168,6 +233,9 @@ class Gatekeeper:
             self._expiry.cancel()
 
     def _release(self, held: HeldRead) -> None:
+        if not self._may_read(held.clock):
+            self._unsafe.append(held)
+            return
         self._held.discard(held)
         try:
             self._answer(held)
@@ -190,6 +258,9 @@ class Gatekeeper:
 
     def _too_late(self, held: HeldRead) -> DeadlineError:
         late = [f"worker {self.ranks.get(worker, worker)}" for worker in self.gate.lagging(held.clock)]
+        late += [f"worker {self.ranks.get(worker, worker)}" for worker in self.awaited() if worker in self.ranks]
+        if not late and self.gate.is_open(held.clock) and not self._may_read(held.clock):
+            late.append("the servers that replicate this one")
         missing = self.gate.num_missing
         if missing:
             late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")

@@ -1,16 +1,25 @@
-"""The scheduler's side of a job: who reads which shard, how far it is, and what workers report."""
+"""The scheduler's side of a job: who reads which shard, how far it is, and what workers report.
+
+What becomes of shards and workers is news (:meth:`JobBoard.take_news`) that the nodes keep, so that a new scheduler can
+make the board again (:meth:`JobBoard.restore`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from paceline.protocol import Shards, shards
 from paceline.ps import messages
+from paceline.ps.account import Account
 from paceline.ps.messages import ALL_DONE, NOTHING_NOW, RESULT
+from paceline.ps.snapshot_messages import JobAccount, done_shards, shards_in
 from paceline.transport import Header, Peer
+
+_BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
 
 
 class JobBoard:
@@ -24,11 +33,13 @@ class JobBoard:
         self.number = number
         self.description = request.description
         self.failed: tuple[str, str] | None = None
-        self._shards = Shards(
+        self._num_workers = max(num_workers, 1)
+        self._shards = Shards.restore(
             request.files,
             epochs=request.epochs,
             assignment="strided" if request.assignment == "strided" else "first-come",
-            num_workers=max(num_workers, 1),
+            num_workers=self._num_workers,
+            done=shards_in(request.done),
         )
         strided = request.assignment == "strided"
         self._awaited = set(ranks) if strided else set()
@@ -38,16 +49,101 @@ class JobBoard:
         self._waits: set[int] = set()
         self._progress: dict[int, dict[str, float]] = {}
         self._settled: dict[int, dict[str, float]] = {}  # the counters of a rank at its last shard's end
-        self._reports: deque[tuple[dict[str, Any], bytes]] = deque()
-        self._unsettled: dict[int, list[tuple[dict[str, Any], bytes]]] = {}
+        # Incarnation → counters of the shards that are done.
+        self._of_done: dict[int, dict[str, float]] = {_BEFORE: request.progress}
+        if request.progress:
+            self._progress[_BEFORE] = request.progress
+        self._reports: deque[tuple[messages.TakenReport, bytes]] = deque()
+        self._unsettled: dict[int, list[tuple[messages.TakenReport, bytes]]] = {}
+        self._known_reports: set[tuple[int, int]] = set()
         self._started: float | None = None
         self._ended: float | None = None
         self._active: set[int] = set()
         self._lost = 0
         self._exhausted = False
+        self._new_done: list[tuple[int, int, int]] = []
+        self._new_ended: dict[int, int] = {}
+        self._new_settled: dict[int, dict[str, float]] = {}
+        self._is_news = True  # the job itself
         if strided:
-            for absent in set(range(num_workers)) - set(ranks):  # its stride is for the others, until it comes
-                self._obey(self._shards.handle(shards.Lost(absent)))
+            self._deal_out_absent(ranks)
+
+    @classmethod
+    def restore(
+        cls,
+        account: Account,
+        posters: messages.JobMemory,
+        memories: Mapping[int, tuple[int, messages.JobMemory]],
+        *,
+        dead: Mapping[int, int],
+        num_workers: int,
+    ) -> JobBoard:
+        """Make the board of a former scheduler anew.
+
+        `account` is what all nodes know together, `posters` what the poster does; `memories` are the live workers'
+        incarnations and what each knows, `dead` the incarnations of those that did not come back, both by rank.
+        `num_workers` counts if no node knows how many there were.
+        """
+        request = posters.posted
+        assert request is not None
+        board = cls(account.number, request, account.num_workers or num_workers, sorted(memories))
+        files = [account.ended.get(file, size) for file, size in enumerate(request.files)]
+        at_work = {rank: memory for rank, (_, memory) in memories.items() if memory.working}
+        held = [
+            shards.Granted(rank, lease.lease, lease.epoch, lease.file, lease.shard)
+            for rank, memory in at_work.items()
+            for lease in memory.leases
+        ]
+        done = [*account.done(), *shards_in(request.done)]
+        board._shards = Shards.restore(
+            files,
+            epochs=request.epochs,
+            assignment="strided" if request.assignment == "strided" else "first-come",
+            num_workers=board._num_workers,
+            done=done,
+            held=held,
+            last_lease=max((memory.last_lease for memory in at_work.values()), default=-1),
+        )
+        if request.assignment == "strided":
+            board._deal_out_absent(sorted(memories))
+        if done or held or posters.seconds:
+            board._awaited = set()
+            board._started = time.monotonic() - posters.seconds
+        board._active = set(at_work)
+        board._lost = account.lost
+        board.failed = account.failed
+        board._known_reports = set(posters.taken)
+        board._of_done.update(account.settled)
+        board._progress.update((incarnation, dict(counters)) for incarnation, counters in account.settled.items())
+        for rank, (incarnation, memory) in memories.items():
+            if incarnation in account.settled:
+                board._settled[rank] = dict(account.settled[incarnation])
+            board.note_progress(incarnation, memory.progress)
+        board._new_done, board._new_ended, board._new_settled = done, dict(account.ended), dict(account.settled)
+        for rank, incarnation in dead.items():
+            board._settled[rank] = account.settled.get(incarnation, {})
+            board.worker_lost(rank, incarnation)
+        return board
+
+    def _deal_out_absent(self, ranks: Sequence[int]) -> None:
+        """Give the strides of workers that are not there to the others, until they come."""
+        for absent in set(range(self._num_workers)) - set(ranks):
+            self._obey(self._shards.handle(shards.Lost(absent)))
+
+    def take_news(self) -> messages.JobNews | None:
+        """Return what is new since the last call, for the nodes to keep; None if nothing is."""
+        if not self._is_news:
+            return None
+        news = messages.JobNews(
+            job=self.number,
+            num_workers=self._num_workers,
+            done=tuple(self._new_done),
+            ended=self._new_ended,
+            settled=self._new_settled,
+            lost=self._lost,
+        )
+        self._is_news, self._new_done, self._new_ended, self._new_settled = False, [], {}, {}
+        return news
 
     def take_lease(self, peer: Peer, header: Header, rank: int, wait: bool) -> None:
         """Answer a worker that wants a shard; with `wait`, when there is one."""
@@ -76,19 +172,33 @@ class JobBoard:
             for asker, (peer, header, wait) in sorted(early.items()):
                 self.take_lease(peer, header, asker, wait)
 
-    def lease_done(self, rank: int, request: messages.LeaseDone) -> None:
+    def lease_done(self, rank: int, incarnation: int, request: messages.LeaseDone) -> None:
         """Note that a shard is done, and keep what its worker found in it."""
         self._settled[rank] = request.progress
-        self._reports.extend(self._unsettled.pop(rank, ()))
+        reports = self._unsettled.pop(rank, [])
+        shard = self._shards.shard_of(request.lease)
+        if shard is not None:
+            self._of_done[incarnation] = request.progress
+        if shard is not None and reports:
+            # If worker and scheduler die before the poster has what was found in the shard, it is to be read again:
+            # so that it is done becomes known with the report.
+            report, body = reports[-1]
+            reports[-1] = (msgspec.structs.replace(report, done=shard, settled=request.progress), body)
+        elif shard is not None:
+            self._note_done(shard, incarnation, request.progress)
+        self._reports.extend(reports)
         self._obey(self._shards.handle(shards.Done(rank, request.lease)))
 
     def file_ended(self, file: int, num_shards: int) -> None:
         """Note the number of shards of a file whose end has been read."""
         self._obey(self._shards.handle(shards.Ended(file, num_shards)))
+        self._is_news = True
+        self._new_ended[file] = num_shards
 
     def worker_lost(self, rank: int, incarnation: int) -> None:
         """Lease again what a worker held; what it did of it, and found in it, counts once, when it is done again."""
         self._lost += 1
+        self._is_news = True
         self._unsettled.pop(rank, None)
         self._progress[incarnation] = self._settled.get(rank, {})
         self.worker_left(rank)
@@ -129,16 +239,44 @@ class JobBoard:
         self.failed = self.failed or (error, message)
         self.end()
 
-    def add_report(self, rank: int, fields: dict[str, Any], body: bytes) -> None:
+    def add_report(self, rank: int, incarnation: int, request: messages.Report, body: bytes) -> None:
         """Keep a report for whoever posted the job; predictions, until the shard that they are of is done."""
-        if fields.get("kind") == "predictions":
-            self._unsettled.setdefault(rank, []).append((fields, body))
+        key = (incarnation, request.number)
+        if request.number:
+            if key in self._known_reports:
+                return  # its worker could not know that it had come
+            self._known_reports.add(key)
+        report = messages.TakenReport(fields=request.fields, incarnation=incarnation, number=request.number)
+        if request.fields.get("kind") == "predictions" and not request.settled:
+            self._unsettled.setdefault(rank, []).append((report, body))
         else:
-            self._reports.append((fields, body))
+            self._reports.append((report, body))
 
-    def take_report(self) -> tuple[dict[str, Any], bytes] | None:
+    def take_report(self) -> tuple[messages.TakenReport, bytes] | None:
         """Return the next report."""
-        return self._reports.popleft() if self._reports else None
+        if not self._reports:
+            return None
+        report, body = self._reports.popleft()
+        if report.done is not None:
+            self._note_done(report.done, report.incarnation, report.settled)
+        return report, body
+
+    def _note_done(self, shard: tuple[int, int, int], incarnation: int, progress: dict[str, float]) -> None:
+        """Have the nodes know that a shard is done, and its worker's counters then."""
+        self._is_news = True
+        self._new_done.append(shard)
+        known = self._new_settled.get(incarnation, {})
+        rising = {name: max(value, known.get(name, value)) for name, value in progress.items()}
+        self._new_settled[incarnation] = {**known, **rising}
+
+    def account(self) -> JobAccount:
+        """Return what is done: all that came of these shards is acknowledged by the servers."""
+        progress: dict[str, float] = {}
+        for counters in self._of_done.values():
+            for name, value in counters.items():
+                if name != "job":
+                    progress[name] = progress.get(name, 0.0) + value
+        return JobAccount(files=self._shards.sizes, done=done_shards(self._shards.report()), progress=progress)
 
     def state(self, num_workers: int) -> messages.JobState:
         """Return how far the job is."""

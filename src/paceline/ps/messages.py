@@ -11,6 +11,11 @@ from typing import Any, Final
 
 import msgspec
 
+from paceline.protocol.buckets import count, from_bytes
+from paceline.protocol.chains import ChainGroup
+from paceline.ps import snapshot_messages
+from paceline.ps.snapshot_messages import DoneShards
+from paceline.ps.snapshot_messages import GetAccount as GetAccount
 from paceline.transport import Endpoint
 
 # Kinds of frames.
@@ -23,6 +28,21 @@ VALUES: Final = 21
 CALL: Final = 24
 RESULT: Final = 25
 NOTICE: Final = 26
+SYNCED: Final = 27
+"""From a worker, behind all that it has sent again after a change of the map: epoch is the map's version, clock the
+worker's, sequence its rank, flags 1 if it takes part in the iterations. No answer."""
+
+# Kinds of frames between servers.
+FORWARD: Final = 32
+"""A push goes down a chain; meta is a :class:`ForwardInfo`, the body keys and gradients. Answered by FORWARDED."""
+FORWARDED: Final = 33
+STATE: Final = 34
+"""A bucket whole, for a server that is being filled; meta is a :class:`StateInfo`. Answered by STATE_TAKEN."""
+STATE_TAKEN: Final = 35
+READY: Final = 37
+"""Behind all that a member of a chain has forwarded to its primary: that was all. epoch is the map's version."""
+CLOCKS: Final = 36
+"""What a server that is being filled has to know of the tables and workers: meta is a :class:`ClocksInfo`."""
 
 # Flags of data frames.
 TICKS: Final = 1
@@ -72,6 +92,14 @@ class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Endpoint | None = None
 
 
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Buckets whose chains are equal: servers by incarnation, the buckets as 64 bytes."""
+
+    members: tuple[int, ...]
+    filling: int | None
+    buckets: bytes
+
+
 class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The members at one epoch. The scheduler sends it as a NOTICE on every change."""
 
@@ -79,6 +107,19 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     members: tuple[MemberInfo, ...]
     ready: bool
     """Whether all expected servers are there."""
+    version: int = 0
+    """The version of the chains; 0 while there are none."""
+    groups: tuple[GroupInfo, ...] = ()
+    """Which servers hold which buckets."""
+
+    @property
+    def num_lost(self) -> int:
+        """How many buckets were lost with all servers that had them."""
+        return sum(count(from_bytes(group.buckets)) for group in self.groups if not group.members)
+
+    def chain_groups(self) -> tuple[ChainGroup, ...]:
+        """Return the chains as the rules know them."""
+        return tuple(ChainGroup(group.members, group.filling, from_bytes(group.buckets)) for group in self.groups)
 
     def of_role(self, role: str) -> tuple[MemberInfo, ...]:
         """Return the members of a role, by rank."""
@@ -104,6 +145,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_servers: int
     num_workers: int
     """How many workers must have joined before the first iteration can complete."""
+    cluster: str = ""
+    """Tells this cluster from others that were at the scheduler's address before."""
+    replicas: int = 0
+    """How many servers may die without loss."""
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -113,6 +158,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     role: str
     endpoint: Endpoint | None = None
     rank: int | None = None
+    extra: bool = False
+    """Whether a server joins though all expected ones are there."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -123,6 +170,62 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     heartbeat_s: float
     settings: Settings
     cluster: ClusterMap
+
+
+class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A table's number, its spec as first declared, and as it is now that hyperparameters may have changed."""
+
+    number: int
+    declared: TableSpec
+    spec: TableSpec
+
+
+class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node knows of the latest job. All nodes' together are what the scheduler knew, or counts no more."""
+
+    number: int
+    num_workers: int = 0
+    """Strided: how many workers the shards are dealt to."""
+    done: tuple[tuple[int, int, bytes], ...] = ()
+    """Epoch, file and a byte for each of its shards: 1 where it is done."""
+    ended: dict[int, int] = {}
+    """The numbers of shards that reading has shown, by file."""
+    settled: dict[int, dict[str, float]] = {}
+    """The counters of each worker (by incarnation) at the end of its last shard."""
+    lost: int = 0
+    """How many workers have died."""
+    failed: tuple[str, str] | None = None
+    working: bool = False
+    """Whether this node is a worker that was given the job."""
+    leases: tuple[Lease, ...] = ()
+    """Those that this worker holds."""
+    last_lease: int = -1
+    progress: dict[str, float] = {}
+    """This worker's counters now."""
+    posted: PostJob | None = None
+    """The job itself, if this node has posted it."""
+    seconds: float = 0.0
+    """Since its beginning, as far as its poster knows."""
+    taken: tuple[tuple[int, int], ...] = ()
+    """The reports that its poster has: the worker's incarnation, the report's number."""
+
+
+class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A member comes back to a scheduler that may know nothing of it, and says what it knows; answered by Welcome.
+
+    Raises PeerError if the scheduler's cluster is another one, or has declared this member dead.
+    """
+
+    node: str
+    role: str
+    rank: int
+    incarnation: int
+    endpoint: Endpoint | None
+    settings: Settings
+    cluster: ClusterMap
+    """The last map that it has seen."""
+    tables: tuple[KnownTable, ...] = ()
+    job: JobMemory | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -162,6 +265,9 @@ class PostJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     files: tuple[int | None, ...]
     epochs: int
     assignment: str
+    done: tuple[DoneShards, ...] = ()
+    """What is done already, as a snapshot says; and the counters of that."""
+    progress: dict[str, float] = {}
 
 
 class GetJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -218,6 +324,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     job: int
     fields: dict[str, Any]
+    number: int = 0
+    """By which one that comes twice is known; the link counts them from 1."""
+    settled: bool = False
+    """Whether the shard that it is of is done."""
 
 
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -250,9 +360,21 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TakeReports(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Take the next report of a job; answered by its fields, or None; the report's body is the answer's."""
+    """Take the next report of a job; answered by TakenReport, or None; the report's body is the answer's."""
 
     job: int
+
+
+class TakenReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A report, and the incarnation of the worker that made it as its number `number`."""
+
+    fields: dict[str, Any]
+    incarnation: int
+    number: int
+    done: tuple[int, int, int] | None = None
+    """The shard that it is of (epoch, file, shard), if that is done by it: who takes the report keeps that too."""
+    settled: dict[str, float] = {}
+    """The worker's counters at that shard's end."""
 
 
 class EndCluster(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -269,6 +391,19 @@ class Expelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE from the scheduler: you were declared dead."""
 
     reason: str
+
+
+class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE from the scheduler to workers and the job's poster: what is new, so that it survives the scheduler."""
+
+    job: int
+    num_workers: int
+    done: tuple[tuple[int, int, int], ...] = ()
+    """Epoch, file and shard."""
+    ended: dict[int, int] = {}
+    settled: dict[int, dict[str, float]] = {}
+    """As in JobMemory, and told with the shards that the counters include."""
+    lost: int = 0
 
 
 # To a server.
@@ -325,6 +460,18 @@ class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answered by ServerStatistics."""
 
 
+class Filled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE from a server: the one behind it in a chain now has all of these buckets."""
+
+    version: int
+    target: int
+    buckets: bytes
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE from a server: it wants to leave, and does when its buckets are elsewhere (it then gets Ended)."""
+
+
 class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """One table on one server."""
 
@@ -348,15 +495,56 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests that wait at the gate now."""
 
 
+# Between servers.
+
+
+class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What of one table a frame between servers holds: keys, or a range of these buckets; then float32, padded."""
+
+    table: int
+    num_keys: int
+    num_floats: int
+    range: tuple[int, int, bytes] | None = None
+
+
+class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A push (or a write, or an erasure) that goes down a chain. Sequence, version and number are in the header."""
+
+    incarnation: int
+    operation: str
+    buckets: bytes
+    pieces: tuple[PieceInfo, ...]
+
+
+class StateInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A bucket: its filter, and a piece per table, whose floats are whole records."""
+
+    bucket: int
+    filter: tuple[tuple[int, int, bytes], ...]
+    pieces: tuple[PieceInfo, ...]
+
+
+class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
+    """The tables (number, as declared, as of now) and the workers (incarnation, rank, clock, whether it counts)."""
+
+    tables: tuple[tuple[int, TableSpec, TableSpec], ...]
+    workers: tuple[tuple[int, int, int, bool], ...]
+    num_missing: int
+    """How many of the expected workers have not joined yet."""
+    minimum: int
+    """The iteration that all have reached."""
+
+
 ToScheduler = (
-    GetMap | GetSettings | Register | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob | GetJob
-    | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
-    | EndCluster
+    GetMap | GetSettings | Register | Rejoin | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob
+    | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
+    | EndCluster | GetAccount | Filled | Drain
 )  # fmt: skip
 ToServer = (
     CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
+    | snapshot_messages.ToServer
 )  # fmt: skip
-FromScheduler = ClusterMap | Ended | Expelled
+FromScheduler = ClusterMap | Ended | Expelled | JobNews
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode

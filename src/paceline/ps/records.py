@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.kernels.dedup import split
 from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
+from paceline.ps.bucket_arrays import buckets_of_keys
 from paceline.ps.client import Client
 from paceline.ps.messages import TableSpec
+from paceline.ps.ranges import bucket_width
 from paceline.ps.sparse_store import Floats, Keys
-from paceline.ps.tables import bucket_width
 
 
 def read_records(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats]]:
@@ -25,26 +29,48 @@ def read_records(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats
     client.flush()
     for bucket in range(NUM_BUCKETS):
         with client.lock:
-            connection = client.connections[int(client.owners[bucket])]
-            rows, body = connection.call(messages.ReadBucket(table=handle.number, bucket=bucket))
+            rows, body = client.retry(partial(_read_bucket, client, handle.number, bucket))
         if rows:
             keys = np.frombuffer(body, np.uint64, rows)
             yield keys, np.frombuffer(body, np.float32, offset=8 * rows).reshape(rows, -1)
 
 
+def _read_bucket(client: Client, number: int, bucket: int) -> tuple[int, memoryview]:
+    connections = client.connections
+    client.check_there(1 << bucket)
+    return connections[int(client.owners[bucket])].call(messages.ReadBucket(table=number, bucket=bucket))
+
+
 def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) -> None:
     """Set whole records (float32 [n, words]) of `keys` (uint64 [n]), each on the server that has it, at once."""
     number = client.open_table(spec).number
+    rest = np.arange(len(keys))
+
+    def write_rest() -> None:
+        nonlocal rest
+        while len(rest):
+            connections = client.connections
+            order, starts = _by_server(client, spec, keys[rest])
+            first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
+            chosen = rest[order[starts[first] : starts[first + 1]]]
+            message = messages.WriteRecords(table=number, rows=len(chosen))
+            connections[first].call(message, (keys[chosen], records[chosen]))
+            rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
+
     with client.lock:
-        if spec.kind == "sparse":
-            order, starts = np.empty(len(keys), np.int64), np.empty(len(client.connections) + 1, np.int64)
-            split(keys, client.owners, starts, order)
-        else:
-            owners = client.owners[(keys // np.uint64(bucket_width(spec.size))).astype(np.int64)]
-            order = np.argsort(owners, kind="stable")
-            starts = np.searchsorted(owners[order], np.arange(len(client.connections) + 1))
-        for i, connection in enumerate(client.connections):
-            chosen = order[starts[i] : starts[i + 1]]
-            if len(chosen):
-                message = messages.WriteRecords(table=number, rows=len(chosen))
-                connection.call(message, (keys[chosen], records[chosen]))
+        client.retry(write_rest)
+
+
+def _by_server(client: Client, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return positions of keys grouped by server, and where each server's begin, as :func:`split` does."""
+    num_servers = len(client.connections)
+    if spec.kind == "sparse":
+        client.check_there(buckets_of_keys(keys) if client.routes.lost else 0)
+        order, starts = np.empty(len(keys), np.int64), np.empty(num_servers + 1, np.int64)
+        split(keys, client.owners, starts, order)
+        return order, starts
+    buckets = (keys // np.uint64(bucket_width(spec.size))).astype(np.int64)
+    client.check_there(bucket_set(np.unique(buckets).tolist()) if client.routes.lost else 0)
+    owners = client.owners[buckets]
+    order = np.argsort(owners, kind="stable")
+    return order, np.searchsorted(owners[order], np.arange(num_servers + 1))

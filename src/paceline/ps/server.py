@@ -8,61 +8,126 @@ are :mod:`paceline.protocol`'s; the tables and their kernels do the arithmetic.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from paceline.errors import ProtocolError, UsageError
-from paceline.protocol import (
-    NUM_BUCKETS,
-    Consistency,
-    DelayCompensate,
-    Delivery,
-    DropStale,
-    StalePolicy,
-    delivery,
-)
+from paceline.errors import ProtocolError, StaleEpochError, UsageError
+from paceline.protocol import Consistency, DelayCompensate, DropStale, StalePolicy
+from paceline.protocol.buckets import Buckets
+from paceline.protocol.iterations import Iterations, Sum, Takeover
+from paceline.protocol.replication import AGGREGATE
 from paceline.ps import messages
+from paceline.ps.aggregation import Push, apply_sum, sum_up
 from paceline.ps.gatekeeper import Gatekeeper, HeldRead, name_of
-from paceline.ps.messages import ACK, CALL, DROPPED, PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, VALUES
+from paceline.ps.messages import (
+    ACK,
+    CALL,
+    CLOCKS,
+    DROPPED,
+    FORWARD,
+    PULL,
+    PUSH,
+    PUSH_PULL,
+    RANGE,
+    READY,
+    RESULT,
+    STATE,
+    SYNCED,
+    TICK,
+    TICKS,
+    VALUES,
+)
+from paceline.ps.pushes import PUSH as PUSH_DOWN
+from paceline.ps.pushes import ChainPush, Piece, restrict
+from paceline.ps.replicator import Replicator
 from paceline.ps.server_control import ServerControl, Traffic
 from paceline.ps.server_tables import ServerTable, ServerTables
 from paceline.ps.sparse_store import Floats
 from paceline.ps.staleness import DelayCompensation
 from paceline.ps.tables import Selection, check_finite
-from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Handler, Header, Limits, Peer, padded
+from paceline.transport import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Handler,
+    Header,
+    Hello,
+    Limits,
+    Peer,
+    Transport,
+    padded,
+)
 
+_VERSIONED = frozenset((PULL, PUSH, PUSH_PULL, TICK, SYNCED, FORWARD, STATE, READY))
 _HEADER_FLOATS = HEADER_BYTES // 4
 _MAX_ANSWER_BYTES = Limits().max_frame_bytes
 _DROPPED_KEPT = 256  # as many pushes as a client has in flight at most
 
 
-class Server(Handler):
-    """The tables of one server and the gate in front of them.
+_Frame: TypeAlias = tuple[Peer, Header, bytes, bytearray]
 
-    Arguments: `rank` of the server; `consistency` and `stale`, the cluster's; `expected_workers`, how many must have
-    joined before the first iteration can complete.
+
+class Server(Handler):
+    """The tables of one server, its place in the chains, and the gate in front of them.
+
+    Arguments: `consistency` and `stale`, the cluster's; `expected_workers`, how many must have joined before the first
+    iteration can complete; `replicas`, how many servers may die without loss; `transport`, for connections to other
+    servers, which a lone one does not need; `on_filled`, called with what the scheduler must hear.
     """
 
     def __init__(
         self,
         *,
-        rank: int = 0,
         consistency: Consistency,
         stale: StalePolicy | None = None,
         expected_workers: int = 1,
+        replicas: int = 0,
+        transport: Transport | None = None,
+        on_filled: Callable[[messages.Filled], None] = lambda filled: None,
     ) -> None:
-        self._tables = ServerTables(rank)
-        self._gatekeeper = Gatekeeper(self._tables, consistency, expected_workers, self._answer_held)
-        self._gate = self._gatekeeper.gate
+        self._tables = ServerTables(0)
+        self._gatekeeper = Gatekeeper(
+            self._tables,
+            consistency,
+            expected_workers,
+            answer=self._answer_held,
+            on_begin=self._clocks_taken,
+            first_clock=self._first_clock,
+            on_complete=self._iteration_complete,
+            may_read=self._may_read,
+        )
+        self._gatekeeper.awaited = self._awaited
         self._counted = self._gatekeeper.counted
         self._ranks = self._gatekeeper.ranks
         self._buffer = self._gatekeeper.buffer
+        self._replicas = replicas
+        self._replicator = Replicator(
+            self._tables,
+            self._gatekeeper,
+            transport,
+            on_lead=self._leads,
+            on_done=self._push_done,
+            on_refused=self._push_refused,
+            on_filled=on_filled,
+        )
+        self._rules = self._replicator.rules
+        self._iterations: Iterations | None = None
+        self._takeover = Takeover()  # where there are no iterations
+        self._is_eventual = consistency.tau is None
         self._traffic = Traffic()
-        self._delivery = Delivery(range(NUM_BUCKETS))
         self._on_map: set[int] = set()
         self._epoch = -1
+        self._version = 0
+        self._has_joined = False
+        self._map_before: messages.ClusterMap | None = None  # one that came before the welcome
+        self._early: list[_Frame] = []  # those of a map that is not here yet
+        self._awaits_clocks = self._has_clocks = False
+        self._before_clocks: list[_Frame] = []  # workers' words to a server that does not know them yet
         self._replies: dict[Peer, np.ndarray[Any, np.dtype[np.float32]]] = {}
         self._drop_beyond: int | None = None
         self._dropped: dict[int, deque[int]] = {}  # worker → its last pushes that were dropped
@@ -71,17 +136,36 @@ class Server(Handler):
             self._drop_beyond = stale.beyond
         if isinstance(stale, DelayCompensate):
             self._compensation = DelayCompensation(stale.strength)
-        control = ServerControl(self._tables, self._gatekeeper, self._traffic)
-        self._kinds = {PULL: self._pull, PUSH: self._push, PUSH_PULL: self._push, TICK: self._tick, CALL: control.call}
+        control = ServerControl(self._tables, self._gatekeeper, self._replicator, self._traffic)
+        self._snapshots = control.snapshots
+        replicated = self._replicator.frame_received
+        self._kinds: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
+            PULL: self._pull, PUSH: self._push, PUSH_PULL: self._push, TICK: self._tick, CALL: control.call,
+            SYNCED: self._synced, READY: self._ready, FORWARD: replicated, STATE: replicated, CLOCKS: replicated,
+        }  # fmt: skip
 
     @property
     def rank(self) -> int:
-        """The server's rank; the scheduler's welcome tells it."""
+        """The server's rank."""
         return self._tables.rank
 
-    @rank.setter
-    def rank(self, rank: int) -> None:
-        self._tables.rank = rank
+    def joined(self, hello: Hello) -> None:
+        """Take note of rank and incarnation, which the scheduler's welcome tells; before the first map."""
+        self._tables.rank = hello.rank
+        self._replicator.joined(hello)
+        self._rules = self._replicator.rules
+        if self._buffer is not None:
+            self._iterations = Iterations(self._rules)
+        self._has_joined = True
+        if self._map_before is not None:
+            self.members_changed(self._map_before)
+
+    def known_tables(self) -> list[messages.KnownTable]:
+        """Return the tables that this server holds, for a scheduler that has to learn them; from any thread."""
+        return [
+            messages.KnownTable(number=number, declared=table.declared, spec=table.spec)
+            for number, table in list(self._tables.by_number.items())
+        ]
 
     # What the transport and the scheduler's link tell.
 
@@ -94,6 +178,10 @@ class Server(Handler):
         self._replies.pop(peer, None)
         self._traffic.disconnected(peer)
         self._gatekeeper.disconnected(peer)
+        self._replicator.disconnected(peer)
+        if self._early or self._before_clocks:
+            self._early = [frame for frame in self._early if frame[0] is not peer]
+            self._before_clocks = [frame for frame in self._before_clocks if frame[0] is not peer]
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """See :meth:`Handler.frame_received`."""
@@ -102,10 +190,27 @@ class Server(Handler):
             raise ProtocolError(
                 f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?"
             )
+        if not self._has_joined:
+            self._early.append((peer, header, bytes(meta), bytearray(body)))
+            return
+        if self._awaits_clocks and header.kind in (TICK, SYNCED, CALL) and peer.hello.role == "worker":
+            self._before_clocks.append((peer, header, bytes(meta), bytearray(body)))
+            return
+        if header.epoch != self._version and header.kind in _VERSIONED:
+            if header.epoch > self._version:
+                self._early.append((peer, header, bytes(meta), bytearray(body)))
+                return
+            if header.kind in (PULL, PUSH, PUSH_PULL, TICK):
+                raise self._stale()
+            if header.kind == SYNCED:  # what was sent before it was refused: it comes again by this map
+                return
         handle(peer, header, meta, body)
 
     def members_changed(self, cluster: messages.ClusterMap) -> None:
-        """Take the scheduler's new map: workers that are on it no more have left or are dead."""
+        """Take the scheduler's new map: workers that are on it no more have left or are dead; chains may be others."""
+        if not self._has_joined:
+            self._map_before = cluster
+            return
         if cluster.epoch < self._epoch:
             return  # overtaken by a newer one: a newcomer that is not on it has not left
         self._epoch = cluster.epoch
@@ -113,11 +218,31 @@ class Server(Handler):
         for gone in self._on_map - there:
             self.worker_left(gone)
         self._on_map = {member.incarnation for member in cluster.members if member.role == "worker"}
+        if cluster.version > self._version:
+            first, self._version = self._version == 0, cluster.version
+            # Who is not there from the beginning has to hear from the server that fills it where the workers are.
+            self._awaits_clocks |= first and cluster.version > 1 and not self._has_clocks
+            self._replicator.map_changed(cluster)
+            early, self._early = self._early, []
+            self._receive_again(early)
+
+    def _receive_again(self, frames: Sequence[_Frame]) -> None:
+        for peer, header, meta, body in frames:
+            try:
+                self.frame_received(peer, header, memoryview(meta), memoryview(body))
+            except Exception as error:
+                if header.kind != SYNCED:
+                    peer.send_error(header, error)
 
     def worker_left(self, incarnation: int) -> None:
         """Stop counting a worker that left or is dead; what it pushed for an unfinished iteration is dropped."""
-        self._delivery.forget(incarnation)
-        if not self._gatekeeper.leave(incarnation):
+        joined = self._gatekeeper.leave(incarnation)
+        if self._iterations is not None:
+            self._push_sums(self._iterations.left(incarnation))
+        else:
+            self._takeover.left(incarnation)
+            self._gatekeeper.look()
+        if not joined:
             return
         self._dropped.pop(incarnation, None)
         for table in self._tables.by_number.values():
@@ -126,8 +251,122 @@ class Server(Handler):
             self._compensation.forget(incarnation)
 
     def close(self) -> None:
-        """Stop the timer."""
+        """Stop the timer and a snapshot that is being taken, and close the connections to other servers."""
         self._gatekeeper.close()
+        self._snapshots.close()
+        self._replicator.close()
+
+    # Chains.
+
+    def _leads(self, buckets: Buckets, behind: frozenset[int]) -> None:
+        self._gatekeeper.refuse_held(self._stale())
+        workers = self._counted | self._on_map
+        if self._version == 1:  # nobody led anything before
+            workers = set()
+        if self._iterations is not None:
+            servers = behind if self._version > 1 else frozenset()
+            self._push_sums(self._iterations.lead(self._version, buckets, workers | servers))
+        else:
+            self._takeover.lead(self._version, buckets, workers)
+
+    def _stale(self) -> StaleEpochError:
+        return StaleEpochError(
+            f"the map of the cluster has changed (server {self.rank} has version {self._version}): the request was not "
+            "carried out; take the new map and send it again"
+        )
+
+    def _push_refused(self, push: ChainPush) -> None:
+        if push.peer is not None and push.header is not None:
+            push.peer.send_error(push.header, self._stale())
+
+    def _push_done(self, push: ChainPush) -> None:
+        """Answer a push that all servers of its chains have."""
+        peer, header = push.peer, push.header
+        if peer is None:
+            assert self._iterations is not None
+            self._iterations.acknowledged(push.sequence - 1)
+            self._gatekeeper.look()
+        elif header is not None and header.kind == CALL:
+            peer.send_frame(RESULT, request=header.request, meta=messages.encode(push.result))
+        elif header is not None and header.kind == PUSH:
+            self._acknowledge(peer, header, push.flags)
+        elif header is not None:
+            clock = header.clock + (1 if header.flags & TICKS else 0)
+            try:
+                self._read(peer, header, self._tables.find(header.table), push.pieces[0].selection, clock, push.flags)
+            except Exception as error:
+                peer.send_error(header, error)
+
+    def _synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        worker = peer.hello.incarnation
+        self._gatekeeper.sync(peer, header.sequence, header.clock, bool(header.flags & 1))
+        if self._iterations is not None:
+            self._push_sums(self._iterations.synced(worker, header.epoch))
+        else:
+            self._takeover.synced(worker, header.epoch, self._version)
+            self._gatekeeper.look()
+
+    def _ready(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        if self._iterations is not None:
+            self._push_sums(self._iterations.synced(peer.hello.incarnation, header.epoch))
+
+    def _clocks_taken(self, first_clock: int) -> None:
+        """Begin where another server is: this one was empty, and is being filled."""
+        if self._buffer is not None:
+            self._iterations = Iterations(self._rules, first_clock)
+        self._has_clocks, self._awaits_clocks = True, False
+        frames, self._before_clocks = self._before_clocks, []
+        asyncio.get_running_loop().call_soon(self._receive_again, frames)
+
+    # Iterations (sequential consistency).
+
+    def _may_read(self, clock: int) -> bool:
+        if self._iterations is not None:
+            return self._iterations.may_read(clock)
+        return self._takeover.is_over or self._is_eventual
+
+    def _awaited(self) -> Collection[int]:
+        return self._takeover.awaited if self._iterations is None else self._iterations.awaited
+
+    def _first_clock(self) -> int:
+        return 0 if self._iterations is None else self._iterations.first_clock
+
+    def _iteration_complete(self, iteration: int, workers: tuple[int, ...]) -> None:
+        if self._iterations is not None:
+            self._push_sums(self._iterations.complete(iteration, workers))
+            if not self._iterations.awaited:  # else it is not applied yet
+                self._snapshots.iteration_completed(iteration)
+
+    def _push_sums(self, sums: Sequence[Sum]) -> None:
+        """Apply what workers pushed in complete iterations, and send it down the chains."""
+        assert self._buffer is not None
+        for each in sums:
+            tables, factor = self._buffer.complete(each.iteration, each.workers)
+            if self._rules.has_successors or each.buckets != self._rules.primary:
+                pieces = self._sum_up(tables, factor, each.buckets)
+                self._replicator.push(ChainPush(PUSH_DOWN, AGGREGATE, each.iteration + 1, pieces), each.buckets)
+            else:
+                self._rules.admit(AGGREGATE, each.iteration + 1)
+                for number, pushes in sorted(tables.items()):
+                    table = self._tables.by_number[number]
+                    table.staleness.histogram[0] += len(pushes)  # nothing was applied since it began
+                    apply_sum(table.part, pushes, factor)
+                self._buffer.recycle(tables)
+                assert self._iterations is not None
+                self._iterations.acknowledged(each.iteration)
+            self._snapshots.iteration_completed(each.iteration)
+        self._gatekeeper.look()
+
+    def _sum_up(self, tables: Mapping[int, Sequence[Push]], factor: float, buckets: Buckets) -> list[Piece]:
+        pieces = []
+        for number, pushes in sorted(tables.items()):
+            table = self._tables.by_number[number]
+            table.staleness.histogram[0] += len(pushes)
+            for selection, grads in sum_up(table.part, pushes, factor):
+                piece = restrict(self._tables, Piece(number, selection, grads), buckets)
+                if piece is not None:
+                    pieces.append(piece)
+        return pieces
 
     # Data frames.
 
@@ -150,7 +389,7 @@ class Server(Handler):
         worker = peer.hello.incarnation
         if worker not in self._counted:
             self._gatekeeper.check_member(peer)
-        elif not self._gate.is_open(clock):
+        elif not self._gatekeeper.gate.is_open(clock) or not self._may_read(clock):
             table.part.num_values(selection)  # what is wrong with it is said now, and to the one who asked
             self._gatekeeper.hold(peer, header, selection, clock, flags)
             return
@@ -183,27 +422,94 @@ class Server(Handler):
                 self._compensation.pulled(worker, header.table, clock, selection, values)
         frame = memoryview(reply).cast("B")  # type: ignore[arg-type]
         HEADER.pack_into(
-            frame, 0, MAGIC, PROTOCOL_VERSION, VALUES, flags, header.table, header.request, header.epoch, clock,
-            header.sequence, 0, 4 * count,
+            frame, 0, MAGIC, PROTOCOL_VERSION, VALUES, flags, header.table, header.request, header.epoch,
+            self._answer_clock(clock), header.sequence, 0, 4 * count,
         )  # fmt: skip
         peer.send(frame[:size])
 
     def _push(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         table, flags, worker = self._tables.find(header.table), 0, peer.hello.incarnation
-        selection, grads = self._split_push(table, header, body)
+        whole, grads = self._split_push(table, header, body)
+        selection = whole
         check_finite(grads, name_of(peer), table.spec.name)
-        if type(self._delivery.admit(worker, header.sequence)) is not delivery.Duplicate:
-            flags = self._apply(worker, header, table, selection, grads)
+        counts = worker in self._counted
+        if not counts:
+            self._gatekeeper.check_member(peer)  # the filter has forgotten those that are gone
+        if counts and self._iterations is not None:
+            self._keep_for_iteration(peer, header, table, selection, grads)
+        elif self._rules.has_successors:
+            self._push_down(peer, header, table, selection, grads)
+            return
         else:
-            flags = self._flags_of_duplicate(peer, header)
-        clock = header.clock
-        if header.flags & TICKS:
-            clock += 1
-            self._gatekeeper.tick(worker, clock)
+            fresh = self._rules.admit(worker, header.sequence)
+            if fresh and fresh != self._rules.primary:
+                selection, grads = table.part.restrict(selection, grads, fresh)
+            if fresh:
+                flags = self._apply(worker, header, table, selection, grads)
+            else:  # it was applied, or dropped, when it came first
+                flags = self._flags_of_duplicate(worker, header)
+        clock = self._tick_of(worker, header)
         if header.kind == PUSH:
             self._acknowledge(peer, header, flags)
         else:
-            self._read(peer, header, table, selection, clock, flags)
+            self._read(peer, header, table, whole, clock, flags)
+
+    def _tick_of(self, worker: int, header: Header) -> int:
+        """Tick, if the push ends its iteration; return the clock of what may be read behind it."""
+        if not header.flags & TICKS:
+            return header.clock
+        self._gatekeeper.tick(worker, header.clock + 1)
+        return header.clock + 1
+
+    def _flags_of_duplicate(self, worker: int, header: Header) -> int:
+        return DROPPED if header.sequence in self._dropped.get(worker, ()) else 0
+
+    def _keep_for_iteration(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats
+    ) -> None:
+        """Keep a new push for the end of its iteration."""
+        assert self._iterations is not None
+        assert self._buffer is not None
+        worker, led = peer.hello.incarnation, self._rules.primary
+        buckets = table.part.buckets_of(selection) if self._replicas else led
+        fresh = self._iterations.admit(worker, header.sequence, header.clock, buckets)
+        if fresh:
+            table.pushes += 1
+            if fresh != buckets:
+                selection, grads = table.part.restrict(selection, grads, fresh)
+            self._buffer.add(header.clock, worker, self._ranks[worker], header.table, selection, grads)
+
+    def _push_down(self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats) -> None:
+        """Apply a push here, and answer it when the servers behind have it too."""
+        worker, clock = peer.hello.incarnation, header.clock
+        buckets = table.part.buckets_of(selection)
+        if worker in self._counted and self._rules.missing(worker, header.sequence, buckets):
+            dropped, grads = self._look_at_staleness(worker, header, table, selection, grads)
+            if dropped:
+                self._push_done(ChainPush(PUSH_DOWN, worker, 0, [Piece(header.table, selection, grads)], peer, header,
+                                          flags=DROPPED))  # fmt: skip
+                self._tick_of(worker, header)
+                return
+        table.pushes += 1
+        piece = Piece(header.table, selection.copy(), grads.copy())
+        flags = self._flags_of_duplicate(worker, header)
+        push = ChainPush(PUSH_DOWN, worker, header.sequence, [piece], peer, header, flags)
+        self._replicator.push(push, buckets)
+        table.staleness.applied(worker, clock)
+        self._tick_of(worker, header)
+
+    def _look_at_staleness(
+        self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats
+    ) -> tuple[bool, Floats]:
+        """Return whether a gradient is too stale, and what it is after compensation."""
+        staleness = table.staleness.observe(worker, header.clock)
+        if self._drop_beyond is not None and staleness > self._drop_beyond:
+            table.dropped += 1
+            self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
+            return True, grads
+        if self._compensation is not None and staleness:
+            grads = self._compensation.compensate(worker, header.table, header.clock, table.part, selection, grads)
+        return False, grads
 
     def _split_push(self, table: ServerTable, header: Header, body: memoryview) -> tuple[Selection, Floats]:
         part, at = table.part, 16
@@ -220,28 +526,15 @@ class Server(Handler):
         return selection, np.frombuffer(body, np.float32, offset=at)
 
     def _apply(self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats) -> int:
-        """Apply a new push, or keep it for the end of its iteration; return the flags of the answer."""
+        """Apply a new push; return the flags of the answer."""
         table.pushes += 1
-        in_iterations = worker in self._counted
-        if self._buffer is not None and in_iterations:
-            self._buffer.add(header.clock, worker, self._ranks[worker], header.table, selection, grads)
-            return 0
-        if in_iterations:
-            staleness = table.staleness.observe(worker, header.clock)
-            if self._drop_beyond is not None and staleness > self._drop_beyond:
-                table.dropped += 1
-                self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
+        if worker in self._counted:
+            dropped, grads = self._look_at_staleness(worker, header, table, selection, grads)
+            if dropped:
                 return DROPPED
-            if self._compensation is not None and staleness:
-                grads = self._compensation.compensate(worker, header.table, header.clock, table.part, selection, grads)
         table.part.push(selection, grads)
         table.staleness.applied(worker, header.clock)
         return 0
-
-    def _flags_of_duplicate(self, peer: Peer, header: Header) -> int:
-        """Return the flags of the answer to a push that was applied, or dropped, when it came first."""
-        self._gatekeeper.check_member(peer)
-        return DROPPED if header.sequence in self._dropped.get(peer.hello.incarnation, ()) else 0
 
     def _tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         self._gatekeeper.tick(peer.hello.incarnation, header.clock + 1)
@@ -250,10 +543,14 @@ class Server(Handler):
     def _acknowledge(self, peer: Peer, header: Header, flags: int) -> None:
         peer.send(
             HEADER.pack(
-                MAGIC, PROTOCOL_VERSION, ACK, flags, header.table, header.request, header.epoch, header.clock,
-                header.sequence, 0, 0,
+                MAGIC, PROTOCOL_VERSION, ACK, flags, header.table, header.request, header.epoch,
+                self._answer_clock(header.clock), header.sequence, 0, 0,
             )
         )  # fmt: skip
+
+    def _answer_clock(self, clock: int) -> int:
+        """Return the clock of an answer: under sequential consistency, how many iterations are complete and safe."""
+        return clock if self._iterations is None else self._iterations.durable
 
 
 def _range(table: ServerTable, body: memoryview) -> Selection:

@@ -12,14 +12,17 @@ import msgspec
 import numpy as np
 import psutil
 
-from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
-from paceline.protocol import NUM_BUCKETS, place
+from paceline.errors import PacelineError, ProtocolError, StaleEpochError, UsageError
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import Buckets
 from paceline.ps import messages
 from paceline.ps.gatekeeper import Gatekeeper
 from paceline.ps.messages import RESULT, TableStatistics
-from paceline.ps.rules import RULES, from_fields
-from paceline.ps.server_tables import ServerTable, ServerTables
-from paceline.ps.tables import make_part
+from paceline.ps.parts import Selection
+from paceline.ps.pushes import ERASE, WRITE, ChainPush, Piece
+from paceline.ps.replicator import Replicator
+from paceline.ps.server_snapshots import ServerSnapshots
+from paceline.ps.server_tables import ServerTables
 from paceline.transport import Header, Peer
 
 
@@ -51,20 +54,28 @@ class Traffic:
 class ServerControl:
     """Answers the control calls of one server."""
 
-    def __init__(self, tables: ServerTables, gatekeeper: Gatekeeper, traffic: Traffic) -> None:
+    def __init__(
+        self,
+        tables: ServerTables,
+        gatekeeper: Gatekeeper,
+        replicator: Replicator,
+        traffic: Traffic,
+    ) -> None:
         self._tables = tables
         self._gatekeeper = gatekeeper
+        self._replicator = replicator
         self._traffic = traffic
         self._calls: dict[type, Any] = {
             messages.CreateTable: self._create_table,
             messages.JoinClock: self._join_clock,
             messages.Retire: self._retire,
             messages.ReadBucket: self._read_bucket,
-            messages.WriteRecords: self._write_records,
             messages.SetUpdate: self._set_update,
-            messages.Erase: self._erase,
             messages.GetStatistics: self._get_statistics,
         }
+        self.snapshots = ServerSnapshots(tables, lambda: max(gatekeeper.gate.clocks.values(), default=0))
+        for message, answer in self.snapshots.calls.items():
+            self._calls[message] = lambda peer, request, body, answer=answer: answer(request)
 
     def call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Do as a CALL frame asks, and answer it."""
@@ -74,6 +85,9 @@ class ServerControl:
             raise ProtocolError(
                 f"server {self._tables.rank} got a control message that it cannot read: {error}"
             ) from None
+        if isinstance(request, messages.WriteRecords | messages.Erase):
+            self._push_down(peer, header, request, body)
+            return
         result = self._calls[type(request)](peer, request, body)
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer), body=parts)
@@ -85,11 +99,8 @@ class ServerControl:
             if request.spec not in (table.declared, table.spec):
                 raise PacelineError(f"server {rank} holds {table.spec} as table {request.number}, not {request.spec}")
             return
-        owned = place(NUM_BUCKETS, request.servers).owned(rank) if request.spec.kind == "dense" else ()
-        try:
-            self._tables.by_number[request.number] = ServerTable(request.spec, make_part(request.spec, owned))
-        except MemoryError:
-            raise PeerError(f"server {rank} has no memory for its part of {request.spec}") from None
+        self._tables.by_number[request.number] = self._replicator.new_table(request.spec)
+        self._replicator.tables_changed()
 
     def _join_clock(self, peer: Peer, request: messages.JoinClock, body: memoryview) -> int:
         return self._gatekeeper.join(peer, request.rank, request.clock)
@@ -102,28 +113,54 @@ class ServerControl:
     ) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
         if not 0 <= request.bucket < NUM_BUCKETS:
             raise UsageError(f"bucket {request.bucket}: they go from 0 to {NUM_BUCKETS - 1}")
+        self._check_led(1 << request.bucket)
         keys, records = self._tables.find(request.table).part.read_bucket(request.bucket)
         return len(keys), (keys, records)
 
-    def _write_records(self, peer: Peer, request: messages.WriteRecords, body: memoryview) -> None:
-        part = self._tables.find(request.table).part
-        if request.rows < 0 or len(body) != request.rows * (8 + 4 * part.record_words):
-            raise ProtocolError(
-                f"{request.rows} records of table {part.spec.name!r} ({part.spec}) came as {len(body)} bytes, expected "
-                f"8 and 4 * {part.record_words} for each"
+    def _check_led(self, buckets: Buckets) -> None:
+        if buckets & ~self._replicator.rules.primary:
+            raise StaleEpochError(
+                f"server {self._tables.rank} does not lead all of these buckets (any more): take the new map of the "
+                "cluster and ask again"
             )
-        keys = np.frombuffer(body, np.uint64, request.rows)
-        part.write_records(keys, np.frombuffer(body, np.float32, offset=8 * request.rows))
+
+    def _push_down(
+        self, peer: Peer, header: Header, request: messages.WriteRecords | messages.Erase, body: memoryview
+    ) -> None:
+        """Write or erase records here and on the servers behind; the answer waits for them."""
+        part = self._tables.find(request.table).part
+        if isinstance(request, messages.WriteRecords):
+            operation, rows = WRITE, request.rows
+            if rows < 0 or len(body) != rows * (8 + 4 * part.record_words):
+                raise ProtocolError(
+                    f"{rows} records of table {part.spec.name!r} ({part.spec}) came as {len(body)} bytes, expected 8 "
+                    f"and 4 * {part.record_words} for each"
+                )
+        else:
+            operation, rows = ERASE, len(body) // 8
+            if len(body) & 7:
+                raise ProtocolError(f"keys to erase are 8 bytes each, {len(body)} bytes were got")
+            if part.spec.kind == "dense":
+                part.erase(np.empty(0, np.uint64))  # raises
+        selection = Selection(np.frombuffer(body, np.uint64, rows).copy())
+        part.num_values(selection)
+        buckets = part.buckets_of(selection)
+        self._check_led(buckets)
+        floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
+        push = ChainPush(
+            operation,
+            self._replicator.incarnation,
+            self._replicator.next_sequence(),
+            [Piece(request.table, selection, floats)],
+            peer,
+            header,
+            result=0 if operation == ERASE else None,
+        )
+        self._replicator.push(push, buckets)
 
     def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
-        table = self._tables.find(request.table)
-        table.part.set_update(from_fields(RULES, request.update))
-        table.spec = table.spec.with_update(request.update)
-
-    def _erase(self, peer: Peer, request: messages.Erase, body: memoryview) -> int:
-        if len(body) & 7:
-            raise ProtocolError(f"keys to erase are 8 bytes each, {len(body)} bytes were got")
-        return self._tables.find(request.table).part.erase(np.frombuffer(body, np.uint64))
+        self._tables.find(request.table).set_update(request.update)
+        self._replicator.tables_changed()
 
     def _get_statistics(
         self, peer: Peer, request: messages.GetStatistics, body: memoryview
@@ -132,7 +169,7 @@ class ServerControl:
         return messages.ServerStatistics(
             tables={
                 table.spec.name: TableStatistics(
-                    rows=table.part.num_rows,
+                    rows=table.part.rows_in(table.part.primary),
                     num_bytes=table.part.num_bytes,
                     pushes=table.pushes,
                     pulls=table.pulls,

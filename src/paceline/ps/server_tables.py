@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paceline.errors import UsageError
 from paceline.ps.messages import TableSpec
+from paceline.ps.rules import RULES, from_fields
 from paceline.ps.staleness import StalenessRecord
 from paceline.ps.tables import TablePart
 
@@ -18,6 +21,11 @@ class ServerTable:
         self.part = part
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = 0
+
+    def set_update(self, update: dict[str, Any]) -> None:
+        """Take other hyperparameters of the same rule."""
+        self.part.set_update(from_fields(RULES, update))
+        self.spec = self.spec.with_update(update)
 
 
 class ServerTables:

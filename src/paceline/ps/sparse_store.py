@@ -96,17 +96,23 @@ class SparseStore:
 
         # All buckets share one empty line, with its header and tail, until their first row.
         self._directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
-        nothing, address = _aligned_zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
-        self._lines = [nothing] * index.NUM_BUCKETS
+        self._nothing, address = _aligned_zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
+        self._nowhere = address + _HEADER_LINES * index.LINE_BYTES
+        self._lines = [self._nothing] * index.NUM_BUCKETS
         self._rows: list[Pages | None] = [None] * index.NUM_BUCKETS
-        self._directory[index.LINES : index.ROWS : 2] = address + _HEADER_LINES * index.LINE_BYTES
+        self._directory[index.LINES : index.ROWS : 2] = self._nowhere
         self._directory[index.LINES + 1 : index.ROWS : 2] = 1
         self._directory[index.TAIL :] = index.TAIL_LINES
         self._grown = np.zeros_like(self._directory)  # where a growing bucket's new lines are filled
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return int(self._directory[index.COUNT : index.LIMIT].sum())
+        return int(self.counts.sum())
+
+    @property
+    def counts(self) -> npt.NDArray[np.uint64]:
+        """The number of rows of each bucket (uint64 [512]); a view."""
+        return self._directory[index.COUNT : index.LIMIT]
 
     @property
     def num_bytes(self) -> int:
@@ -144,6 +150,12 @@ class SparseStore:
                 return
             self._grow(self._bucket_of(keys[done]))
 
+    def read_records(self, keys: Keys) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """Return whole rows, state included (float32 [n, row_words]), and which exist; others are undefined."""
+        records, found = np.empty((len(keys), self.row_words), np.float32), np.empty(len(keys), np.uint8)
+        sparse.read_records(self._directory, self._layout, keys, records.reshape(-1), found)
+        return records, found.view(np.bool_)
+
     def erase(self, keys: Keys) -> int:
         """Erase the rows of `keys`, those that exist; return how many did."""
         return int(index.erase(self._directory, self._layout, keys))
@@ -154,6 +166,27 @@ class SparseStore:
         records = np.empty((len(keys), self.row_words), np.float32)
         sparse.copy_records(rows, self.row_words, records.reshape(-1))
         return keys, records
+
+    def drop_bucket(self, bucket: int) -> None:
+        """Forget one bucket's rows and give their memory back, however many there are."""
+        directory = self._directory
+        directory[2 * bucket], directory[2 * bucket + 1] = self._nowhere, 1
+        directory[index.TAIL + bucket] = index.TAIL_LINES
+        for section in (index.ROWS, index.COUNT, index.LIMIT, index.USED, index.FREE):
+            directory[section + bucket] = 0
+        self._lines[bucket] = self._nothing
+        self._rows[bucket] = None
+
+    def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
+        """Make `keys`, all of this bucket, and `records`, as :meth:`bucket` returns them, all that it holds.
+
+        Room is made once, before the first is written.
+        """
+        assert records.size == len(keys) * self.row_words
+        self.drop_bucket(bucket)
+        if len(keys):
+            self._resize(bucket, self._next_limit(bucket, len(keys)), index.TAIL_LINES)
+        self.write_records(keys, records)
 
     def items(self) -> Iterator[tuple[Keys, Floats]]:
         """Yield every non-empty bucket as :meth:`bucket` returns it."""
@@ -179,16 +212,25 @@ class SparseStore:
 
         Nothing changes if memory runs out on the way.
         """
-        directory, grown = self._directory, self._grown
+        directory = self._directory
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
-        num_lines, tail = int(directory[2 * bucket + 1]), int(directory[index.TAIL + bucket])
-        num_old = num_lines + tail
+        tail = int(directory[index.TAIL + bucket])
         if count >= limit:
-            limit = _next_limit(bucket, count, _GROWTH if self._inline else _WIDE_GROWTH)
+            self._resize(bucket, self._next_limit(bucket, count), tail)
+        else:
+            self._resize(bucket, limit, 2 * tail)
+
+    def _next_limit(self, bucket: int, count: int) -> int:
+        return _next_limit(bucket, count, _GROWTH if self._inline else _WIDE_GROWTH)
+
+    def _resize(self, bucket: int, limit: int, tail: int) -> None:
+        """Move one bucket to lines for `limit` rows with a tail of `tail` lines, or of more if it overflows."""
+        directory, grown = self._directory, self._grown
+        num_lines = int(directory[2 * bucket + 1])
+        num_old = num_lines + int(directory[index.TAIL + bucket])
+        if limit != directory[index.LIMIT + bucket]:
             num_lines = int(limit / (self._slots * self._fill)) + 1
             self._grow_rows(bucket, limit)
-        else:
-            tail *= 2
         while True:
             memory, address = _aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
             grown[2 * bucket] = address + _HEADER_LINES * index.LINE_BYTES

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
 from paceline.ps import messages
+from paceline.ps.bucket_arrays import buckets_of_keys
+from paceline.ps.connection import ServerConnection
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
 from paceline.ps.sparse_store import Floats, Keys
 from paceline.ps.table_base import Table
@@ -93,14 +95,28 @@ class SparseTable(Table):
         """Erase rows, so that they read as never pushed; return how many there were."""
         with self._client.lock:
             self._client.flush()
-            checked, erased = self._check_keys(keys), 0
-            order = np.empty(len(checked), np.int64)
-            starts = np.empty(len(self._client.connections) + 1, np.int64)
-            split(checked, self._client.owners, starts, order)
-            for i, connection in enumerate(self._client.connections):
-                own = checked[order[starts[i] : starts[i + 1]]]
-                erased += connection.call(messages.Erase(table=self._number), (own,))[0]
+            rest, erased = self._check_keys(keys), 0
+
+            def erase_rest() -> None:
+                nonlocal rest, erased
+                while len(rest):
+                    connections = self._client.connections
+                    self._check_there(rest)
+                    order = np.empty(len(rest), np.int64)
+                    starts = np.empty(len(connections) + 1, np.int64)
+                    split(rest, self._client.owners, starts, order)
+                    first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
+                    own = rest[order[starts[first] : starts[first + 1]]]
+                    erased += connections[first].call(messages.Erase(table=self._number), (own,))[0]
+                    rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
+
+            self._client.retry(erase_rest)
             return erased
+
+    def _check_there(self, keys: Keys) -> None:
+        """Raise ConnectionLostError if a key's bucket is lost."""
+        if self._client.routes.lost:
+            self._client.check_there(buckets_of_keys(keys))
 
     def __len__(self) -> int:
         """Return the number of rows on all servers."""
@@ -159,20 +175,23 @@ class SparseTable(Table):
         """Send a request for distinct keys to the servers that own them; `grads` and `out` are flat."""
         client = self._client
         connections = client.connections
+        if client.routes.lost:
+            self._check_there(keys)
         clock, flags = client.clock + ahead, client.tick_flag() if ticks else 0
-        sequence = client.next_sequence() if grads is not None else 0
+        sequence = client.next_sequence() if grads is not None else client.last_sequence()
         if len(connections) == 1:
             parts: Sequence[Any] = (keys,) if grads is None else (keys, grads)
             pending = connections[0].send(kind, self._number, flags, clock, sequence, parts, out)
             sent, finish = [(connections[0], pending)], None
         else:
-            sent, finish = self._send_split(kind, keys, grads, out, dim, flags, clock, sequence)
+            sent, finish = self._send_split(connections, kind, keys, grads, out, dim, flags, clock, sequence)
         if ticks:
             client.ticked_by_push()
         return Ticket(client, sent, finish)
 
     def _send_split(
         self,
+        connections: Sequence[ServerConnection],
         kind: int,
         keys: Keys,
         grads: Floats | None,
@@ -182,13 +201,12 @@ class SparseTable(Table):
         clock: int,
         sequence: int,
     ) -> tuple[Parts, Callable[[], None] | None]:
-        client = self._client
         order = np.empty(len(keys), np.int64)
-        starts = np.empty(len(client.connections) + 1, np.int64)
-        split(keys, client.owners, starts, order)
+        starts = np.empty(len(connections) + 1, np.int64)
+        split(keys, self._client.owners, starts, order)
         sent: Parts = []
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
-        for i, connection in enumerate(client.connections):
+        for i, connection in enumerate(connections):
             chosen = order[starts[i] : starts[i + 1]]
             if not len(chosen):
                 if flags:
@@ -206,6 +224,7 @@ class SparseTable(Table):
                 own_out = np.empty(len(chosen) * dim, np.float32)
                 places.append((own_out, chosen))
             pending = connection.send(kind, self._number, flags, clock, sequence, parts, own_out)
+            pending.is_private = True
             sent.append((connection, pending))
         if out is None:
             return sent, None

@@ -100,8 +100,9 @@ class DelayCompensation:
 
 def _values_then(part: TablePart, pulled: Selection, values: Floats, pushed: Selection) -> Floats:
     """Return the pulled values for the pushed keys, NaN for keys not pulled."""
-    if pulled.keys is None and pushed.keys is None and pulled.start <= pushed.start <= pushed.stop <= pulled.stop:
-        before = part.num_values(Selection(None, pulled.start, pushed.start))
+    are_ranges = pulled.keys is None and pushed.keys is None and pulled.buckets == pushed.buckets
+    if are_ranges and pulled.start <= pushed.start <= pushed.stop <= pulled.stop:
+        before = part.num_values(Selection(None, pulled.start, pushed.start, pulled.buckets))
         return values[before : before + part.num_values(pushed)]
     then, now = part.keys_of(pulled), part.keys_of(pushed)
     if np.array_equal(then, now):

@@ -48,8 +48,7 @@ class Table:
             raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
         with self._client.lock:
             fields = to_fields(update)
-            for connection in self._client.connections:
-                connection.call(messages.SetUpdate(table=self._number, update=fields))
+            self._client.call_all(messages.SetUpdate(table=self._number, update=fields))
             self._client.link.call(messages.NoteUpdate(table=self.name, update=fields))
             self.spec = self.spec.with_update(fields)
 

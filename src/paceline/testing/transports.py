@@ -22,6 +22,7 @@ from paceline.errors import (
     ProtocolError,
     StaleEpochError,
 )
+from paceline.testing._opened_checks import OPENED_CHECKS
 from paceline.testing._transport_setting import (
     ANSWER,
     CLOSE,
@@ -261,6 +262,7 @@ CHECKS: Mapping[str, Callable[[Setting], None]] = {
         check_deadlines,
         check_errors,
         check_refusals,
+        *OPENED_CHECKS,
     )
 }
 """The checks by name."""

@@ -3,8 +3,9 @@
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.authentication import Hello, make_token, read_token
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
-from paceline.transport.failures import error_meta, raise_error
-from paceline.transport.faulty import Fault, FaultPlan, FaultyTransport
+from paceline.transport.failures import error_meta, error_of, raise_error
+from paceline.transport.faults import Fault, FaultPlan
+from paceline.transport.faulty import FaultyTransport
 from paceline.transport.frames import (
     FIRST_APPLICATION_KIND,
     HEADER,
@@ -54,6 +55,7 @@ __all__ = [
     "Transport",
     "WritableBuffer",
     "error_meta",
+    "error_of",
     "frame_parts",
     "host_identity",
     "make_token",

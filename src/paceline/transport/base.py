@@ -1,7 +1,8 @@
 """What every transport offers: the server's view (Handler, Peer, Listener) and the client's (Channel).
 
 A server is one event loop: it calls a :class:`Handler` for every frame and never blocks. A client is a thread
-that blocks on a :class:`Channel`. :class:`Transport` makes both. Implementations: ``sockets``, ``memory``
+that blocks on a :class:`Channel`, or itself an event loop: then it opens a :class:`Peer`. :class:`Transport` makes
+all of them. Implementations: ``sockets``, ``memory``
 and, around either, ``faulty``; `paceline.testing.check_transport` says what each must do.
 """
 
@@ -35,10 +36,13 @@ class Frame(NamedTuple):
 
 
 class Peer(ABC):
-    """One client, as the server sees it. Not thread-safe: for the event loop's thread only."""
+    """The other end of a connection of an event loop: a client that connected, or a server that was opened.
+
+    Not thread-safe: for the event loop's thread only.
+    """
 
     hello: Hello
-    """What the client said of itself."""
+    """What the other end said of itself."""
     address: str
     """Where it is, for messages."""
 
@@ -70,16 +74,30 @@ class Peer(ABC):
 
     @abstractmethod
     def send_error(self, request: Header, error: Exception) -> None:
-        """Answer ``request`` with an ERROR frame; the client raises the same class."""
+        """Answer ``request`` with an ERROR frame; the client raises the same class.
+
+        UsageError on an opened connection: it is for the server to answer.
+        """
 
     @property
     @abstractmethod
     def write_backlog_bytes(self) -> int:
-        """How much of what was sent is still held here."""
+        """How much of what was sent is still held here.
+
+        For a client beyond ``Limits.max_backlog_bytes`` its requests are no longer read. An opened connection is
+        always read (or both ends could wait for each other), so there it is for the caller to send no more.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection after what was sent has gone out; ``disconnected`` follows. Idempotent."""
+        """Close the connection after what was sent has gone out; ``disconnected`` follows. Idempotent.
+
+        No more frames are received, and what is sent after it is lost.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Close the connection at once, what has not gone out is lost; ``disconnected`` follows. Idempotent."""
 
     @abstractmethod
     def statistics(self) -> Statistics:
@@ -87,9 +105,7 @@ class Peer(ABC):
 
 
 class Handler(ABC):
-    """What a server does with frames. All its methods are called in the event loop's thread and must not
-    block.
-    """
+    """What an event loop does with frames. All its methods are called in the loop's thread and must not block."""
 
     def connected(self, peer: Peer) -> None:  # noqa: B027  (to do nothing is a choice)
         """Take note of a client that has proved that it holds the token."""
@@ -99,11 +115,11 @@ class Handler(ABC):
         """Handle a frame. ``meta`` and ``body`` are valid only during the call: copy what is to be kept.
 
         An exception is sent back as an ERROR frame for this request (one that is no PacelineError is logged
-        too).
+        too). On an opened connection, where nobody waits for that, it is logged and closes the connection.
         """
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
-        """Forget a client. ``reason`` is ``None`` if the connection was closed between two frames."""
+        """Forget a peer. ``reason`` is ``None`` if the connection was closed between two frames, by either end."""
 
 
 class Channel(ABC):
@@ -205,7 +221,7 @@ class Listener(ABC):
 
 
 class Transport(ABC):
-    """Makes channels and listeners."""
+    """Makes channels, opened peers and listeners."""
 
     @abstractmethod
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
@@ -213,6 +229,21 @@ class Transport(ABC):
 
         Raises AddressError (nobody listens there), AuthenticationError, VersionError, DeadlineError,
         ConnectionLostError or ProtocolError.
+        """
+
+    @abstractmethod
+    async def open(
+        self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
+    ) -> Peer:
+        """Connect from inside an event loop, without blocking it, and prove who we are.
+
+        Every frame that the server sends goes to ``handler.frame_received``: its answers, and its ERROR frames too,
+        as frames of ``Kind.ERROR`` with the request's header (``error_of(meta)`` is the exception). The
+        connection's end, whoever closed it, goes once to ``handler.disconnected``; ``handler.connected`` is not
+        called. To who awaits this call directly, the handler is told nothing of the peer before it has the peer;
+        a connection that is lost until then is a failure of this call only.
+
+        ``timeout_s`` bounds reaching the server, and then its handshake. Raises as :meth:`connect`.
         """
 
     @abstractmethod

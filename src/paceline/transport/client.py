@@ -42,20 +42,25 @@ def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> 
         else:
             connected = socket.create_connection((address.host, address.port), timeout_s)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except socket.gaierror as error:
-        raise AddressError(f"cannot reach {address}: the host is not known ({error.strerror})") from None
-    except TimeoutError:
-        raise DeadlineError(f"cannot reach {address}: no answer within {timeout_s:g} s") from None
-    except (ConnectionRefusedError, FileNotFoundError):
-        raise AddressError(
-            f"cannot reach {address}: nobody listens there; check the address, and that the server was started"
-        ) from None
     except OSError as error:
-        raise AddressError(f"cannot reach {address}: {error.strerror or error}") from None
+        raise cannot_reach(address, error, timeout_s) from None
     if enlarge:
         enlarge_socket_buffers(connected)
     connected.settimeout(None)
     return connected
+
+
+def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressError | DeadlineError:
+    """Return the error for a socket that could not be connected."""
+    if isinstance(error, socket.gaierror):
+        return AddressError(f"cannot reach {address}: the host is not known ({error.strerror})")
+    if isinstance(error, TimeoutError):
+        return DeadlineError(f"cannot reach {address}: no answer within {timeout_s:g} s")
+    if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+        return AddressError(
+            f"cannot reach {address}: nobody listens there; check the address, and that the server was started"
+        )
+    return AddressError(f"cannot reach {address}: {error.strerror or error}")
 
 
 class _ClosedPoll:

@@ -35,16 +35,22 @@ def error_meta(error: Exception) -> bytes:
     return msgspec.msgpack.encode(failure)
 
 
-def raise_error(meta: bytes | memoryview) -> NoReturn:
-    """Raise the error that an ERROR or REFUSED frame carries, as its class of :mod:`paceline.errors`.
+def error_of(meta: bytes | memoryview) -> PacelineError:
+    """Return the error that an ERROR or REFUSED frame carries, as its class of :mod:`paceline.errors`.
 
-    A class that is not known here is raised as :class:`PeerError` with the name in its message.
+    One of a class that is not known here is a :class:`PeerError` with the name in its message, one that cannot be
+    read a :class:`ProtocolError`.
     """
     try:
         failure = _decoder.decode(meta)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"the peer sent an error report that cannot be read: {error}") from None
+        return ProtocolError(f"the peer sent an error report that cannot be read: {error}")
     kind = getattr(errors, failure.error, None)
     if isinstance(kind, type) and issubclass(kind, PacelineError):
-        raise kind(failure.message)
-    raise PeerError(f"{failure.error}: {failure.message}")
+        return kind(failure.message)
+    return PeerError(f"{failure.error}: {failure.message}")
+
+
+def raise_error(meta: bytes | memoryview) -> NoReturn:
+    """Raise :func:`error_of` the meta."""
+    raise error_of(meta)

@@ -1,85 +1,21 @@
 """A transport that fails on purpose, at a place given as (rank, step, kind), and says that it did.
 
-Wraps any other transport. The faults happen where the client sends; what the server sends is left alone, but
-``cut`` after a frame is, to the client, a lost answer.
+Wraps any other transport. The faults happen where the client sends, on a channel or (`faulty_peer`) on a peer that
+it opened; what the server sends is left alone, but ``cut`` after a frame is, to the client, a lost answer.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
-from paceline.errors import ConnectionLostError, ProtocolError, UsageError, VersionError
+from paceline.errors import ConnectionLostError, ProtocolError, VersionError
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.authentication import Hello
-from paceline.transport.base import Channel, Frame, Handler, Listener, Statistics, Transport
+from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
+from paceline.transport.faults import FaultPlan
+from paceline.transport.faulty_peer import FaultyHandler
 from paceline.transport.frames import Buffer, Header, WritableBuffer, frame_parts, unpack_header
-
-Action = Literal["drop", "delay", "duplicate", "cut"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """One failure, which happens once."""
-
-    action: Action
-    """drop: the frame does not go out. delay: it does, after ``delay_s``. duplicate: it goes out twice. cut:
-    the connection is closed.
-    """
-    rank: int
-    """The rank of the client that sends."""
-    step: int
-    """The how-many-th frame, from 0, that this rank sends, of this kind if one is given; reconnecting goes on
-    counting.
-    """
-    kind: int | None = None
-    """The kind of frame; ``None`` counts all."""
-    role: str = "worker"
-    """The role of the client."""
-    delay_s: float = 0.0
-    """For delay."""
-    when: Literal["before", "after"] = "before"
-    """For cut: before the frame goes out, or after it (the server gets it, the answer is lost)."""
-
-
-class FaultPlan:
-    """The faults to come, and those that came. Thread-safe; one plan may serve many channels."""
-
-    def __init__(self, faults: Iterable[Fault] = ()) -> None:
-        self._lock = threading.Lock()
-        self._waiting = list(faults)
-        self._num_sent: Counter[tuple[str, int, int | None]] = Counter()
-        self.fired: list[Fault] = []
-        """The faults that have happened, in their order."""
-
-    def add(self, fault: Fault) -> None:
-        """Plan one more."""
-        with self._lock:
-            self._waiting.append(fault)
-
-    def next_fault(self, hello: Hello, kind: int) -> Fault | None:
-        """Count a frame that is about to be sent, and return the fault that is to happen to it, if any."""
-        with self._lock:
-            steps: dict[int | None, int] = {}
-            for counted in (None, kind):
-                key = (hello.role, hello.rank, counted)
-                steps[counted] = self._num_sent[key]
-                self._num_sent[key] += 1
-            for index, fault in enumerate(self._waiting):
-                if (fault.role, fault.rank) == (hello.role, hello.rank) and steps.get(fault.kind) == fault.step:
-                    self.fired.append(self._waiting.pop(index))
-                    return fault
-            return None
-
-    def check_all_fired(self) -> None:
-        """Raise UsageError if a planned fault has not happened: the test has not tested what it says."""
-        with self._lock:
-            if self._waiting:
-                raise UsageError(f"these faults never happened: {self._waiting}; those did: {self.fired}")
 
 
 class FaultyTransport(Transport):
@@ -92,6 +28,13 @@ class FaultyTransport(Transport):
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
         """See :meth:`Transport.connect`; the handshake is left alone."""
         return FaultyChannel(self._inner.connect(target, hello, timeout_s=timeout_s), self.plan, hello)
+
+    async def open(
+        self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
+    ) -> Peer:
+        """See :meth:`Transport.open`; the handshake is left alone."""
+        faulty = FaultyHandler(handler, self.plan, hello)
+        return faulty.wrap(await self._inner.open(faulty, target, hello, timeout_s=timeout_s))
 
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True

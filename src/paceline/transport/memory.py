@@ -1,9 +1,10 @@
 """A transport without sockets, for tests: the same frames, handshake, limits and errors, in one process.
 
 The server's side is the very :class:`~paceline.transport.connection.Connection` of the sockets, on an asyncio
-transport that is made up here; the client's side is a :class:`~paceline.transport.channel.StreamChannel` on a
-queue of bytes. With ``direct=True`` the handler is called in the sender's thread before ``send`` returns, so
-that a test in one thread is deterministic; else it is called by the event loop that serves, as with sockets.
+transport that is made up here, and so is an opened peer; the blocking client's side is a
+:class:`~paceline.transport.channel.StreamChannel` on a queue of bytes. With ``direct=True`` handlers are called in
+the sender's thread before ``send`` returns (if it was not a handler that sent: when that has returned), so that a
+test in one thread is deterministic; else by the event loop that serves or that opened, as with sockets.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.errors import AddressError, UsageError
+from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.authentication import Hello, check_token
-from paceline.transport.base import Channel, Handler, Listener, Transport
+from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
-from paceline.transport.connection import Connection, Service
+from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
-from paceline.transport.handshake import greet
+from paceline.transport.handshake import Greeting, greet
+from paceline.transport.opening import OpenedConnection
+from paceline.transport.receiving import BufferPool
+
+Call = Callable[[Callable[[], None]], None]
+"""Runs a function in the thread of one end of a connection, after those that it was given before."""
 
 
 class MemoryTransport(Transport):
@@ -38,27 +45,47 @@ class MemoryTransport(Transport):
     ) -> None:
         self._token = check_token(token)
         self._limits = limits or Limits()
-        self._direct = direct
+        self._direct = _Direct() if direct else None
         self._handshake_timeout_s = handshake_timeout_s
         self._listeners: dict[str, _MemoryListener] = {}
         self._names = itertools.count()
 
     def with_token(self, token: str) -> MemoryTransport:
         """Return a transport that reaches the same listeners with another token."""
-        other = MemoryTransport(token, limits=self._limits, direct=self._direct)
+        other = MemoryTransport(token, limits=self._limits)
+        other._direct = self._direct
         other._listeners = self._listeners
         return other
 
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
         """See :meth:`Transport.connect`."""
+        listener = self._find(target)
+        channel = MemoryChannel(listener.endpoint.tcp, self._limits, listener)
+        greet(channel, self._token, hello, timeout_s)
+        return channel
+
+    async def open(
+        self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
+    ) -> Peer:
+        """See :meth:`Transport.open`. In direct mode a server's first words may come before the peer is returned."""
+        listener = self._find(target)
+        call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
+        pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
+        greeting = Greeting(listener.endpoint.tcp, self._token, hello)
+        connection = OpenedConnection(handler, self._limits, pool, greeting, call)
+        ours = _Pipe(connection, call, lambda data: theirs.receive(data))
+        theirs = _Pipe(AcceptedConnection(listener.service), listener.call, ours.receive)
+        ours.begin()
+        theirs.begin()
+        return await connection.wait_greeted(timeout_s)
+
+    def _find(self, target: Endpoint | Address | str) -> _MemoryListener:
         address = target.tcp if isinstance(target, Endpoint) else target
         address = Address.parse(address) if isinstance(address, str) else address
         listener = self._listeners.get(address.host)
         if listener is None:
             raise AddressError(f"cannot reach {address}: nobody listens there")
-        channel = MemoryChannel(address, self._limits, listener)
-        greet(channel, self._token, hello, timeout_s)
-        return channel
+        return listener
 
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
@@ -68,39 +95,24 @@ class MemoryTransport(Transport):
         wanted = Address.parse(chosen) if isinstance(chosen, str) else chosen
         if wanted.host in self._listeners:
             raise AddressError(f"cannot listen on {wanted}: the name is in use")
-        service = Service(handler, self._token, hello, self._limits, self._handshake_timeout_s)
-        loop = None if self._direct else asyncio.get_running_loop()
-        listener = _MemoryListener(wanted, service, loop, self._listeners)
+        call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
+        pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
+        service = Service(handler, self._token, hello, self._limits, self._handshake_timeout_s, pool)
+        listener = _MemoryListener(wanted, service, call, self._listeners)
         self._listeners[wanted.host] = listener
         return listener
 
 
-class _MemoryListener(Listener):
-    def __init__(
-        self,
-        address: Address,
-        service: Service,
-        loop: asyncio.AbstractEventLoop | None,
-        listeners: dict[str, _MemoryListener],
-    ) -> None:
-        self.endpoint = Endpoint(address, None, host_identity())
-        self.service = service
-        self._loop = loop
-        self._listeners = listeners
+class _Direct:
+    """Runs what all the ends of a direct transport have to do: one after the other, none within another."""
+
+    def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self._is_calling = False
 
-    @property
-    def num_connections(self) -> int:
-        return len(self.service.connections)
-
     def call(self, function: Callable[[], None]) -> None:
-        """Run in the loop or, in direct mode, here: one after the other, none within another."""
-        if self._loop is not None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(function)
-            return
+        """Run here, now or after what is being run."""
         with self._lock:
             self._calls.append(function)
             if self._is_calling:
@@ -112,6 +124,28 @@ class _MemoryListener(Listener):
             finally:
                 self._is_calling = False
 
+
+def _caller(loop: asyncio.AbstractEventLoop) -> Call:
+    """Return what runs functions in the loop."""
+
+    def call(function: Callable[[], None]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(function)
+
+    return call
+
+
+class _MemoryListener(Listener):
+    def __init__(self, address: Address, service: Service, call: Call, listeners: dict[str, _MemoryListener]) -> None:
+        self.endpoint = Endpoint(address, None, host_identity())
+        self.service = service
+        self.call = call
+        self._listeners = listeners
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.service.connections)
+
     async def close(self) -> None:
         self._listeners.pop(self.endpoint.tcp.host, None)
         for connection in list(self.service.connections):
@@ -121,24 +155,30 @@ class _MemoryListener(Listener):
 
 
 class _Pipe(asyncio.Transport):
-    """What a :class:`Connection` takes for its asyncio transport; made on the client's side."""
+    """What a :class:`Connection` takes for its asyncio transport; ``deliver`` takes what it writes, and its end."""
 
-    def __init__(self, listener: _MemoryListener, deliver: Callable[[bytes | None], None]) -> None:
+    def __init__(self, connection: Connection, call: Call, deliver: Callable[[bytes | None], None]) -> None:
         super().__init__()
-        self._listener = listener
+        self._connection = connection
+        self._call = call
         self._deliver = deliver
         self._is_closed = False
-        self.connection = Connection(listener.service)
-        listener.call(lambda: self.connection.connection_made(self))
 
-    def feed(self, data: bytes) -> None:
-        """Give the connection bytes, as a socket would."""
+    def begin(self) -> None:
+        """Tell the connection that it is there."""
+        self._call(lambda: self._connection.connection_made(self))
+
+    def receive(self, data: bytes | None) -> None:
+        """Take bytes from the other end, or its end; in any thread."""
+        self._call(self.close if data is None else lambda: self._feed(data))
+
+    def _feed(self, data: bytes) -> None:
         view = memoryview(data)
         while view and not self._is_closed:
-            buffer = self.connection.get_buffer(-1)
+            buffer = self._connection.get_buffer(-1)
             got = min(len(buffer), len(view))
             buffer[:got] = view[:got]
-            self.connection.buffer_updated(got)
+            self._connection.buffer_updated(got)
             view = view[got:]
 
     def write(self, data: Any) -> None:
@@ -149,7 +189,7 @@ class _Pipe(asyncio.Transport):
         if not self._is_closed:
             self._is_closed = True
             self._deliver(None)
-            self._listener.call(lambda: self.connection.connection_lost(None))
+            self._call(lambda: self._connection.connection_lost(None))
 
     def abort(self) -> None:
         self.close()
@@ -176,8 +216,8 @@ class MemoryChannel(StreamChannel):
         self._is_ended = False
         self._is_closed = False
         self._changed = threading.Condition()
-        self._listener = listener
-        self._pipe = _Pipe(listener, self._deliver)
+        self._pipe = _Pipe(AcceptedConnection(listener.service), listener.call, self._deliver)
+        self._pipe.begin()
 
     def _deliver(self, data: bytes | None) -> None:
         with self._changed:
@@ -195,7 +235,7 @@ class MemoryChannel(StreamChannel):
             )
         if self._is_ended or self._is_closed:
             raise self._lost()
-        self._listener.call(lambda: self._pipe.feed(data))
+        self._pipe.receive(data)
         return len(data)
 
     def _read(self, view: memoryview) -> int:
@@ -238,4 +278,4 @@ class MemoryChannel(StreamChannel):
                 return
             self._is_closed = True
             self._changed.notify_all()
-        self._listener.call(self._pipe.close)
+        self._pipe.receive(None)

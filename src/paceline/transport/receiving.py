@@ -1,8 +1,8 @@
-"""The server's receiving side: bytes are received where they will be read, and frames are handed out as
+"""The receiving side of an event loop: bytes are received where they will be read, and frames are handed out as
 views.
 
 One buffer per connection takes small frames, many per system call when they are pipelined. A frame that does
-not fit is received in place into a large buffer from a pool that all connections of a listener share, so that
+not fit is received in place into a large buffer from a pool that all connections of an event loop share, so that
 only its first part is copied and idle connections hold little memory.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -46,6 +47,11 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: list[memoryview] = []
 
+    @classmethod
+    def of_running_loop(cls) -> BufferPool:
+        """Return the pool that the connections of this thread's event loop share."""
+        return _pools.setdefault(asyncio.get_running_loop(), cls())
+
     def take(self, size: int) -> memoryview:
         """Return a buffer of at least ``size`` bytes."""
         for index, buffer in enumerate(self._free):
@@ -59,6 +65,9 @@ class BufferPool:
             self._free.append(buffer)
             self._free.sort(key=len)
             del self._free[:-_NUM_KEPT]
+
+
+_pools: WeakKeyDictionary[asyncio.AbstractEventLoop, BufferPool] = WeakKeyDictionary()
 
 
 class FrameReceiver(asyncio.BufferedProtocol, ABC):
@@ -89,10 +98,10 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
     def stream_failed(self, error: Exception) -> None:
         """Close the connection: what comes after cannot be understood."""
 
-    def allow_application(self, limits: Limits, deliver: Deliver) -> None:
-        """Go over from handshake frames to the application's."""
+    def allow_application(self, limits: Limits, deliver: Deliver, *, first_kind: int = FIRST_APPLICATION_KIND) -> None:
+        """Go over from handshake frames to the application's; kinds below ``first_kind`` are refused."""
         self._max_frame_bytes = limits.max_frame_bytes
-        self._first_kind = FIRST_APPLICATION_KIND
+        self._first_kind = first_kind
         self.deliver = deliver
 
     @property

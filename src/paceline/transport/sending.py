@@ -1,4 +1,4 @@
-"""The server's sending side: a peer on top of an asyncio transport, which never blocks and never copies large
+"""The sending side of an event loop: a peer on top of an asyncio transport, which never blocks and never copies large
 frames.
 
 asyncio before 3.12 copies what the socket does not take at once. So a large frame is written in chunks, the
@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+from paceline.errors import UsageError
 from paceline.transport.authentication import Hello
 from paceline.transport.base import Peer, Statistics
 from paceline.transport.failures import error_meta
@@ -31,7 +32,12 @@ class TransportPeer(Peer):
         hello: Hello,
         address: str,
         limits: Limits,
+        *,
+        is_opened: bool = False,
     ) -> None:
+        """``is_opened``: the connection was made by us. Then what waits to be sent does not stop the reading: both
+        ends would wait for each other if both stopped, and it is the accepting end that has to.
+        """
         self.hello = hello
         self.address = address
         self._transport = transport
@@ -43,6 +49,7 @@ class TransportPeer(Peer):
         self._is_paused = False
         self._is_closing = False
         self._reads = True
+        self._is_opened = is_opened
         self._bytes_sent = 0
         self._frames_sent = 0
 
@@ -93,6 +100,8 @@ class TransportPeer(Peer):
 
     def send_error(self, request: Header, error: Exception) -> None:
         """See :meth:`Peer.send_error`."""
+        if self._is_opened:
+            raise UsageError("only the end that accepted a connection answers with errors; send a frame that says it")
         self.send_frame(
             Kind.ERROR,
             table=request.table,
@@ -115,6 +124,12 @@ class TransportPeer(Peer):
             self._receiver.stop_receiving()
             if not self._waiting:
                 self._transport.close()
+
+    def abort(self) -> None:
+        """See :meth:`Peer.abort`."""
+        self._receiver.stop_receiving()
+        self.abandon()
+        self._transport.abort()
 
     def statistics(self) -> Statistics:
         """See :meth:`Peer.statistics`."""
@@ -142,7 +157,7 @@ class TransportPeer(Peer):
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         self._drain()
-        if self._waiting_bytes > self._max_backlog_bytes and self._reads:
+        if self._waiting_bytes > self._max_backlog_bytes and self._reads and not self._is_opened:
             self._reads = False
             self._transport.pause_reading()
 

@@ -8,6 +8,7 @@ import socket
 import ssl
 
 from paceline.errors import AddressError
+from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import (
     Address,
     Endpoint,
@@ -19,20 +20,22 @@ from paceline.transport.addresses import (
     remove_unix,
 )
 from paceline.transport.authentication import Hello, check_token
-from paceline.transport.base import Channel, Handler, Listener, Transport
+from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
-from paceline.transport.connection import Connection, Service
+from paceline.transport.dialing import dial, run_on
 from paceline.transport.frames import Limits
-from paceline.transport.handshake import greet
+from paceline.transport.handshake import Greeting, greet
+from paceline.transport.opening import OpenedConnection
+from paceline.transport.receiving import BufferPool
 from paceline.transport.tls import TLS
-from paceline.transport.tls_channel import TLSChannel, wrap_tls
+from paceline.transport.tls_channel import TLSChannel, client_not_trusted, wrap_tls
 
 _LINGER_S = 1.0
 
 
 class SocketTransport(Transport):
-    """Channels and listeners on TCP and Unix sockets."""
+    """Channels, opened peers and listeners on TCP and Unix sockets."""
 
     def __init__(
         self,
@@ -52,18 +55,26 @@ class SocketTransport(Transport):
 
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
         """See :meth:`Transport.connect`. Of an endpoint, the Unix socket is taken if it is on this host."""
+        first, *others = self._addresses(target)
+        try:
+            return self._connect(first, hello, timeout_s)
+        except AddressError:
+            if not others:
+                raise
+        return self._connect(others[0], hello, timeout_s)
+
+    def _addresses(self, target: Endpoint | Address | str) -> list[Address]:
+        """Return where to try, in order."""
         if isinstance(target, Endpoint):
-            address = target.tcp if self._tls is not None else target.best()
-            try:
-                return self._connect(address, hello, timeout_s)
-            except AddressError:
-                if address == target.tcp:
-                    raise
-            return self._connect(target.tcp, hello, timeout_s)
-        return self._connect(Address.parse(target) if isinstance(target, str) else target, hello, timeout_s)
+            best = target.tcp if self._tls is not None else target.best()
+            return [best] if best == target.tcp else [best, target.tcp]
+        return [Address.parse(target) if isinstance(target, str) else target]
+
+    def _context(self, address: Address) -> ssl.SSLContext | None:
+        return self._tls.client_context() if self._tls is not None and address.scheme == "tcp" else None
 
     def _connect(self, address: Address, hello: Hello, timeout_s: float) -> Channel:
-        context = self._tls.client_context() if self._tls is not None and address.scheme == "tcp" else None
+        context = self._context(address)
         connected = open_socket(address, timeout_s)
         channel: StreamChannel
         if context is not None:
@@ -74,13 +85,40 @@ class SocketTransport(Transport):
         greet(channel, self._token, hello, timeout_s)
         return channel
 
+    async def open(
+        self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
+    ) -> Peer:
+        """See :meth:`Transport.open`. The Unix socket is taken as by :meth:`connect`."""
+        first, *others = self._addresses(target)
+        try:
+            return await self._open(handler, first, hello, timeout_s)
+        except AddressError:
+            if not others:
+                raise
+        return await self._open(handler, others[0], hello, timeout_s)
+
+    async def _open(self, handler: Handler, address: Address, hello: Hello, timeout_s: float) -> Peer:
+        context = self._context(address)
+        loop = asyncio.get_running_loop()
+        connection = OpenedConnection(
+            handler,
+            self._limits,
+            BufferPool.of_running_loop(),
+            Greeting(address, self._token, hello),
+            loop.call_soon,
+            lost_early=client_not_trusted(address) if context is not None else None,
+        )
+        await run_on(await dial(address, timeout_s), connection, address, context, timeout_s)
+        return await connection.wait_greeted(timeout_s)
+
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
         """See :meth:`Transport.serve`. With TLS there is no Unix socket."""
         wanted = Address.parse(address or "127.0.0.1:0") if not isinstance(address, Address) else address
         context = self._tls.server_context() if self._tls is not None else None
-        service = Service(handler, self._token, hello, self._limits, self._handshake_timeout_s)
+        pool = BufferPool.of_running_loop()
+        service = Service(handler, self._token, hello, self._limits, self._handshake_timeout_s, pool)
         listening = bind_tcp(wanted)
         port = listening.getsockname()[1]
         bound = [listening]
@@ -104,7 +142,7 @@ async def _start(service: Service, listening: socket.socket, context: ssl.SSLCon
     loop = asyncio.get_running_loop()
     timeout_s = service.handshake_timeout_s if context is not None else None
     return await loop.create_server(
-        functools.partial(Connection, service),
+        functools.partial(AcceptedConnection, service),
         sock=listening,
         backlog=512,
         ssl=context,

@@ -63,12 +63,7 @@ class TLSChannel(StreamChannel):
         lost = self._lost(error)
         if self._frames_received:
             return lost
-        # With TLS 1.3 the client's handshake ends before the server has looked at its certificate. One that
-        # does not like it says so (asyncio's just closes) where a server's first frame is due.
-        return AuthenticationError(
-            f"the server at {self.address} closed the TLS connection before its first frame: most likely it "
-            "does not trust this process's certificate; give one of the cluster's authority (--tls-cert)"
-        )
+        return client_not_trusted(self.address)
 
     def _set_timeout(self, timeout_s: float) -> None:
         try:
@@ -94,19 +89,30 @@ def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address
     connected.settimeout(timeout_s)
     try:
         return context.wrap_socket(connected, server_hostname=address.host)
-    except TimeoutError:
-        raise DeadlineError(f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s") from None
-    except ssl.SSLError as error:
-        raise _not_trusted(address, error) from None
     except OSError as error:
-        raise ConnectionLostError(
-            f"the server at {address} closed the connection in the TLS handshake ({error})"
-        ) from None
+        raise no_tls(address, error, timeout_s) from None
     finally:
         connected.close()  # wrap_socket has detached it, or has failed
 
 
-def _not_trusted(address: Address, error: ssl.SSLError) -> AuthenticationError:
+def client_not_trusted(address: Address) -> AuthenticationError:
+    """Return the error for a TLS connection that ends where the server's first frame is due.
+
+    With TLS 1.3 the client's handshake ends before the server has looked at its certificate. One that does not
+    like it says so there (asyncio's just closes).
+    """
+    return AuthenticationError(
+        f"the server at {address} closed the TLS connection before its first frame: most likely it "
+        "does not trust this process's certificate; give one of the cluster's authority (--tls-cert)"
+    )
+
+
+def no_tls(address: Address, error: OSError, timeout_s: float) -> PeerError | DeadlineError:
+    """Return the error for a TLS handshake that failed."""
+    if isinstance(error, TimeoutError):
+        return DeadlineError(f"the server at {address} did not finish the TLS handshake in {timeout_s:g} s")
+    if not isinstance(error, ssl.SSLError):
+        return ConnectionLostError(f"the server at {address} closed the connection in the TLS handshake ({error})")
     detail = getattr(error, "verify_message", "") or error.reason or str(error)
     return AuthenticationError(
         f"no TLS connection to the server at {address}: {detail}; check that both ends have a certificate "

@@ -27,20 +27,29 @@ Floats = npt.NDArray[np.float32]
 class ServerNode:
     """One server: its handler in a thread, and its link to the scheduler."""
 
-    def __init__(self, cluster: Cluster, rank: int, stack: ExitStack) -> None:
-        self.server = Server(consistency=cluster.consistency, stale=cluster.stale, expected_workers=cluster.num_workers)
+    def __init__(self, cluster: Cluster, rank: int | None, stack: ExitStack, *, extra: bool = False) -> None:
+        self.server = Server(
+            consistency=cluster.consistency,
+            stale=cluster.stale,
+            expected_workers=cluster.num_workers,
+            replicas=cluster.replicas,
+            transport=cluster.transport,
+            on_filled=lambda filled: self.link.tell(filled),
+        )
         self.served: Served | None = None
         node = make_node_name("server")
         self.link = SchedulerLink(
             cluster.transport, cluster.scheduler_address, Hello(role="server", name=node), on_notice=self._heard
         )
         self._stack = stack.enter_context(ExitStack())
-        self.served = self._stack.enter_context(serve_in_thread(self.server, cluster.transport))
-        self._stack.callback(lambda: self.call(self.server.close))
+        self._serving = self._stack.enter_context(ExitStack())
+        served = self.served = self._serving.enter_context(serve_in_thread(self.server, cluster.transport))
+        self._serving.callback(lambda: served.call(self.server.close))
         self._stack.callback(self.link.close)
-        register = messages.Register(node=node, role="server", endpoint=self.served.endpoint, rank=rank)
+        register = messages.Register(node=node, role="server", endpoint=self.served.endpoint, rank=rank, extra=extra)
         welcome = self.link.register(register)
-        self.server.rank = welcome.rank
+        hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node)
+        self.call(lambda: self.server.joined(hello))
         self.call(lambda: self.server.members_changed(welcome.cluster))
 
     @property
@@ -59,6 +68,11 @@ class ServerNode:
         self._stack.close()
         self.served = None
 
+    def stop_serving(self) -> None:
+        """Be out of reach, though the scheduler hears from it."""
+        self.served = None
+        self._serving.close()
+
     def _heard(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.ClusterMap) and self.served is not None:
             self.served.loop.call_soon_threadsafe(self.server.members_changed, notice)
@@ -74,18 +88,22 @@ class Cluster:
         workers: int = 1,
         consistency: Consistency | None = None,
         stale: StalePolicy | None = None,
+        replicas: int = 0,
+        expected_servers: int | None = None,
         heartbeat_timeout_s: float = 30.0,
         transport: Transport | None = None,
     ) -> None:
         self.consistency: Consistency = Eventual() if consistency is None else consistency
         self.stale: StalePolicy = Accept() if stale is None else stale
         self.num_workers = workers
+        self.replicas = replicas
         self.transport = SocketTransport(TOKEN) if transport is None else transport
         self.scheduler = Scheduler(
-            num_servers=servers,
+            num_servers=servers if expected_servers is None else expected_servers,
             num_workers=workers,
             consistency=self.consistency,
             stale=self.stale,
+            replicas=replicas,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
         self._stack = ExitStack()

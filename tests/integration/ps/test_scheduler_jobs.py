@@ -192,11 +192,11 @@ def test_reports_come_with_their_bodies(cluster: Cluster, poster: SchedulerLink)
         )
     assert state(poster, number).num_reports == 3
     for index in range(3):
-        fields, body = poster.call_with_body(messages.TakeReports(job=number))
-        assert fields == {"index": index, "name": "é"}
+        report, body = poster.call_with_body(messages.TakeReports(job=number), messages.TakenReport)
+        assert report.fields == {"index": index, "name": "é"}
         assert bytes(body) == bytes([index]) * 1000 + b"!"
-    fields, body = poster.call_with_body(messages.TakeReports(job=number))
-    assert fields is None
+    report, body = poster.call_with_body(messages.TakeReports(job=number))
+    assert report is None
     assert len(body) == 0
 
 

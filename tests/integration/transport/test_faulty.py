@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Literal
 
 import pytest
 
 from paceline.errors import ConnectionLostError, DeadlineError, UsageError
 from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport, serve_in_thread
+from paceline.testing._opened_checks import Inbox
 from paceline.testing.transports import ECHO, SILENT
-from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport
+from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport, pack_header
 
 
 @pytest.fixture(params=["sockets", "memory"])
@@ -86,3 +89,98 @@ def test_other_roles_are_left_alone(inner: Transport) -> None:
         assert channel.receive_header(5).request == 2
         channel.close()
     assert [fault.role for fault in plan.fired] == ["server"]
+
+
+def test_faults_of_opened_peers(inner: Transport) -> None:
+    faults = [
+        Fault(action="drop", role="server", rank=1, step=0, kind=ECHO),
+        Fault(action="duplicate", role="server", rank=1, step=1, kind=ECHO),
+        Fault(action="delay", role="server", rank=1, step=4, delay_s=0.3),
+    ]
+    plan = FaultPlan(faults)
+    transport = FaultyTransport(inner, plan)
+
+    async def run() -> None:
+        inbox, others = Inbox(), Inbox()
+        peer = await transport.open(inbox, served.endpoint, Hello(role="server", rank=1))
+        other = await transport.open(others, served.endpoint, Hello(role="server", rank=0))
+        other.send_frame(ECHO)
+        await others.wait_frames(1)
+        peer.send_frame(SILENT)
+        peer.send_frame(ECHO, request=0)  # dropped
+        peer.send_frame(ECHO, request=1, body=b"twice")
+        frames = await inbox.wait_frames(2)
+        assert [(frame.header.request, bytes(frame.body)) for frame in frames] == [(1, b"twice")] * 2
+        peer.send(pack_header(ECHO, request=2))
+        start = time.monotonic()
+        peer.send(pack_header(ECHO, request=3))  # delayed, and so what follows it
+        peer.send_frame(ECHO, request=4, body=bytes(1000))
+        peer.send_frame(ECHO, request=5)
+        assert peer.write_backlog_bytes >= 3 * 40 + 1000
+        assert time.monotonic() - start < 0.25
+        assert [frame.header.request for frame in await inbox.wait_frames(4)] == [2, 3, 4, 5]
+        assert time.monotonic() - start >= 0.3
+        assert peer.write_backlog_bytes == 0
+        assert all(each is peer for each in inbox.peers)
+        peer.close()
+        other.close()
+        assert await inbox.wait_end() is None
+        await others.wait_end()
+
+    with serve_in_thread(EchoHandler(), transport) as served:
+        asyncio.run(run())
+    assert plan.fired == faults
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_opened_peers_are_cut(inner: Transport, when: Literal["before", "after"], delayed: bool) -> None:
+    plan = FaultPlan([Fault(action="cut", rank=0, step=2, when=when)])
+    if delayed:
+        plan.add(Fault(action="delay", rank=0, step=1, delay_s=0.02))
+    transport = FaultyTransport(inner, plan)
+    handler = EchoHandler()
+
+    async def run() -> None:
+        inbox = Inbox()
+        peer = await transport.open(inbox, served.endpoint, Hello(role="worker"))
+        for _ in range(5):
+            peer.send_frame(SILENT)
+        reason = await inbox.wait_end()
+        assert isinstance(reason, ConnectionLostError)
+        assert "was cut by" in str(reason)
+        assert inbox.ends[0][0] is peer
+        peer.send_frame(SILENT)
+        peer.close()
+
+    with serve_in_thread(handler, transport) as served:
+        asyncio.run(run())
+        handler.wait_until(lambda: len(handler.reasons) == 1)
+        assert handler.num_frames == (2 if when == "before" else 3)
+    plan.check_all_fired()
+
+
+def test_an_opened_peer_closed_while_a_frame_is_delayed_sends_it_first(inner: Transport) -> None:
+    plan = FaultPlan([Fault(action="delay", rank=0, step=0, delay_s=0.02)])
+    transport = FaultyTransport(inner, plan)
+    handler = EchoHandler()
+
+    async def run() -> None:
+        closed, aborted = Inbox(), Inbox()
+        peer = await transport.open(closed, served.endpoint, Hello(role="worker"))
+        peer.send_frame(SILENT)
+        peer.close()
+        assert await closed.wait_end() is None
+        handler.wait_until(lambda: handler.num_frames == 1)
+        plan.add(Fault(action="delay", rank=0, step=1, delay_s=0.02))
+        peer = await transport.open(aborted, served.endpoint, Hello(role="worker"))
+        peer.send_frame(SILENT)
+        peer.abort()
+        await aborted.wait_end()
+        await asyncio.sleep(0.04)
+
+    with serve_in_thread(handler, transport) as served:
+        asyncio.run(run())
+        handler.wait_until(lambda: len(handler.reasons) == 2)
+    assert handler.num_frames == 1
+    plan.check_all_fired()

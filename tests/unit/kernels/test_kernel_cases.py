@@ -81,6 +81,10 @@ def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
     store.pull(batch, found)
     twin.gather(batch, expected)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    whole, exists = store.read_records(batch)
+    assert exists.tolist() == [key in twin.rows for key in batch.tolist()]
+    for key, record in zip(batch[exists].tolist(), whole[exists], strict=True):
+        np.testing.assert_allclose(record, twin.rows[key], rtol=1e-6, atol=1e-6)
     for some_keys, records in store.items():
         for key, record in zip(some_keys.tolist(), records, strict=True):
             np.testing.assert_allclose(record, twin.rows.pop(key), rtol=1e-6, atol=1e-6)
@@ -90,6 +94,7 @@ def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
 def test_every_kernel_has_a_case() -> None:
     in_cases = {case.kernel.__name__ for case in ARRAY_CASES}
     through_the_store = {"gather", "push", "write_records", "copy_records", "erase", "bucket_keys", "rehash"}
+    through_the_store |= {"read_records"}
     texts = {"parse_criteo", "parse_libsvm", "hash_strings", "parse_floats"}  # test_text_kernels.py
     between_processes = {  # tests/integration/collectives
         *("publish_word", "read_word", "claim", "read_peer"),

@@ -15,8 +15,11 @@ from paceline.kernels import dedup, dense, jit
 from paceline.kernels.cases import ARRAY_CASES, parameters
 from paceline.kernels.compile import KERNELS, compile_kernels, is_compiled
 from paceline.kernels.sparse import all_finite
-from paceline.ps.rules import FTRL, Adam, Normal
+from paceline.protocol import ALL
+from paceline.ps.messages import TableSpec
+from paceline.ps.rules import FTRL, Adam, Normal, to_fields
 from paceline.ps.sparse_store import SparseStore
+from paceline.ps.tables import Selection, make_part
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to compile")  # type: ignore[attr-defined]
 
@@ -40,6 +43,19 @@ def test_real_use_adds_no_signatures() -> None:
         store.erase(keys[10:20])
         for some_keys, records in store.items():
             store.write_records(some_keys, records)
+
+    update, start = to_fields(Adam(lr=0.1)), to_fields(Normal())
+    for spec in (
+        TableSpec(name="d", kind="dense", size=3000, update=update, initializer=start),
+        TableSpec(name="s", kind="sparse", dim=2, update=update, initializer=start),
+    ):
+        part, grads = make_part(spec, ALL), np.ones(spec.dim * len(keys) + 3, np.float32)[3:]
+        for selection in (Selection(keys), Selection(None, 0, 3000)) if spec.kind == "dense" else (Selection(keys),):
+            part.push(*part.restrict(selection, grads, ALL >> 7))
+            part.pull(selection, grads)
+        part.load_bucket(9, *part.read_bucket(9))
+        part.drop(ALL >> 100)
+        part.hold(ALL)
 
     record, array = np.zeros(40, np.float32), parameters(Adam(lr=0.1).hyper)
     grads = np.ones(10, np.float32)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.protocol import ALL, Buckets, bucket_set
 from paceline.ps.aggregation import IterationBuffer, apply_sum
 from paceline.ps.messages import TableSpec
 from paceline.ps.rules import SGD, Adagrad, UpdateRule, Zeros, to_fields
 from paceline.ps.sparse_store import Floats
 from paceline.ps.tables import Selection, TablePart, make_part
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+
 
 def part_of(kind: str, *, update: UpdateRule | None = None, dim: int = 1, size: int = 0) -> TablePart:
     fields = to_fields(SGD(lr=1.0) if update is None else update)
     spec = TableSpec(name="w", kind=kind, dim=dim, size=size, update=fields, initializer=to_fields(Zeros()))
-    return make_part(spec, range(512))
+    return make_part(spec, ALL)
 
 
 def keys(*numbers: int) -> Selection:
@@ -118,9 +121,9 @@ def test_the_sum_has_one_order() -> None:
         assert read(part, keys(0)) == [0.0]
 
 
-@pytest.mark.parametrize("owned", [range(512), range(0, 512, 3)], ids=["whole", "in runs"])
+@pytest.mark.parametrize("owned", [ALL, bucket_set(range(0, 512, 3))], ids=["whole", "in runs"])
 @pytest.mark.parametrize("rule", [SGD(lr=0.5), Adagrad(lr=0.5)], ids=["SGD", "Adagrad"])
-def test_ranges_of_several_workers_are_summed_in_rank_order(rule: UpdateRule, owned: range) -> None:
+def test_ranges_of_several_workers_are_summed_in_rank_order(rule: UpdateRule, owned: Buckets) -> None:
     size = 100_000  # more than a block
     spec = TableSpec(name="w", kind="dense", size=size, update=to_fields(rule), initializer=to_fields(Zeros()))
     part, expected = make_part(spec, owned), make_part(spec, owned)
@@ -141,6 +144,14 @@ def test_ranges_that_overlap_are_summed_by_element() -> None:
     part = part_of("dense", size=6)
     apply_sum(part, [(Selection(None, 0, 4), floats(1, 1, 1, 1)), (Selection(None, 2, 6), floats(2, 2, 2, 2))], 1.0)
     assert read(part, Selection(None, 0, 6)) == [-1, -1, -3, -3, -2, -2]
+
+
+def test_equal_ranges_of_other_buckets_are_summed_by_element() -> None:
+    """A server that became primary of more buckets within an iteration has pushes of the same range, but longer."""
+    part = part_of("dense", size=512)
+    before, after = Selection(None, 0, 4, 0b0101), Selection(None, 0, 4, 0b1101)
+    apply_sum(part, [(before, floats(1, 1)), (after, floats(2, 3, 4))], 1.0)
+    assert read(part, Selection(None, 0, 5)) == [-3, 0, -4, -4, 0]
 
 
 def test_memory_of_an_iteration_serves_the_next() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.ps.pages import Pages
+from paceline.ps.pages import LazyFloats, Pages
 from paceline.ps.rules import Adagrad
 from paceline.ps.sparse_store import SparseStore
 
@@ -89,3 +91,34 @@ def test_nothing_changes_where_memory_is_out(monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_array_equal(after, before)
     store.push(more, ones)  # and there is memory again
     assert len(store) == 10_000
+
+
+def test_what_is_written_in_parts_only() -> None:
+    length = 1 << 22
+    lazy = LazyFloats(length, used=length // 2)
+    assert lazy.array.dtype == np.float32
+    assert len(lazy.array) == length
+    lazy.expect(0, length // 2)
+    lazy.array[: length // 2] = 1.0
+    assert not lazy.array[length // 2 :].any()
+    lazy.forget(1, length // 4 + 1)  # no whole pages at its ends
+    assert (lazy.array[0], lazy.array[length // 4 + 1]) == (1.0, 1.0)
+    assert (lazy.array[length // 4 + 1 : length // 2] == 1.0).all()
+    lazy.forget(5, 6)
+    assert lazy.array[length // 2 - 1] == 1.0
+
+
+def test_memory_that_no_machine_has_is_refused() -> None:
+    with pytest.raises(MemoryError):
+        LazyFloats(1 << 50, used=1 << 50)
+    with pytest.raises(MemoryError):
+        LazyFloats(1 << 70, used=1 << 70)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is reserved with its memory")
+def test_a_table_may_be_larger_than_the_memory_of_a_server() -> None:
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this system reserves memory for all that is mapped")
+    lazy = LazyFloats(1 << 40, used=10)
+    lazy.array[-1] = 2.0
+    assert (lazy.array[0], lazy.array[-1]) == (0.0, 2.0)

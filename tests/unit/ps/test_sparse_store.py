@@ -76,6 +76,22 @@ class Model:
         there = sum(self.rows.pop(key, None) is not None for key in keys.tolist())
         assert self.store.erase(keys) == there
 
+    def drop(self, keys: Keys) -> None:
+        """Drop the bucket of the first key."""
+        for bucket in reference.bucket_of(keys[:1]).tolist():
+            self.store.drop_bucket(bucket)
+            self.rows = {key: row for key, row in self.rows.items() if reference.bucket_of([key])[0] != bucket}
+            assert self.store.counts[bucket] == 0
+
+    def load(self, keys: Keys) -> None:
+        """Make those that share the first key's bucket all that it holds."""
+        self.drop(keys)
+        keys = keys[reference.bucket_of(keys) == reference.bucket_of(keys[:1])] if len(keys) else keys
+        words = self.store.row_words
+        records = np.full((len(keys), words), self.num_writes + 0.5, np.float32)
+        self.store.load_bucket(int(reference.bucket_of(keys)[0]) if len(keys) else 7, keys, records)
+        self.rows.update(zip(keys.tolist(), records, strict=True))
+
     def check(self, others: Keys) -> None:
         assert len(self.store) == len(self.rows)
         keys = np.array(list(self.rows), np.uint64)
@@ -123,7 +139,7 @@ KEY_SETS = st.lists(st.integers(0, len(SOME_KEYS) - 1), max_size=120).map(
 
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
 @settings(deadline=None, max_examples=40)
-@given(steps=st.lists(st.tuples(st.sampled_from(["write", "push", "erase"]), KEY_SETS), max_size=8))
+@given(steps=st.lists(st.tuples(st.sampled_from(["write", "push", "erase", "drop", "load"]), KEY_SETS), max_size=8))
 def test_any_history(dim: int, rule: UpdateRule, steps: list[tuple[str, Keys]]) -> None:
     model = Model(dim, rule)
     for step, keys in steps:
@@ -174,6 +190,55 @@ def test_a_full_tail_of_a_bucket_that_was_larger(dim: int, rule: UpdateRule) -> 
     model.check(many[:50])
     model.write(spread)
     model.check(few)
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+def test_a_dropped_bucket_gives_its_memory_back(dim: int, rule: UpdateRule) -> None:
+    store = SparseStore(dim=dim, rule=rule)
+    empty, keys = store.num_bytes, np.concatenate([crafted(3, 300, line=2**29), crafted(0, 300), SOME_KEYS[:3]])
+    for _ in range(3):
+        store.write_records(keys, np.ones(len(keys) * store.row_words, np.float32))
+        full = store.num_bytes
+        assert full > empty + 12 * len(keys)
+        store.drop_bucket(3)
+        assert store.num_bytes < full - 12 * 300
+        for bucket in range(NUM_BUCKETS):
+            store.drop_bucket(bucket)
+        assert (len(store), store.num_bytes) == (0, empty)
+        assert (pull(store, keys) == 0).all()
+        assert not list(store.items())
+
+
+@compiled_only
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+def test_a_loaded_bucket_is_the_copy_of_the_one_read(
+    dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, copy = SparseStore(dim=dim, rule=rule), SparseStore(dim=dim, rule=rule)
+    hashes = np.random.default_rng(8).integers(0, 1 << 55, 30_000, dtype=np.uint64) | np.uint64(5 << 55)
+    keys = reference.unmix(hashes)
+    store.push(keys, np.random.default_rng(9).standard_normal(len(keys) * dim).astype(np.float32))
+    copy.push(
+        keys[:10_000] ^ np.uint64(1), np.ones(10_000 * dim, np.float32)
+    )  # what it held before, here and elsewhere
+    elsewhere = int(len(copy) - copy.counts[5])
+    rehashed = []
+    rehash = index.rehash
+
+    def count_and_rehash(*arguments: object) -> object:
+        rehashed.append(arguments)
+        return rehash(*arguments)
+
+    monkeypatch.setattr(index, "rehash", count_and_rehash)
+    copy.load_bucket(5, *store.bucket(5))
+    assert len(rehashed) == 1  # room for all of it is made at once
+    assert (len(store), len(copy)) == (len(keys), len(keys) + elsewhere)
+    np.testing.assert_array_equal(pull(copy, keys), pull(store, keys))
+    copy.push(keys, np.ones(len(keys) * dim, np.float32))
+    store.push(keys, np.ones(len(keys) * dim, np.float32))
+    np.testing.assert_array_equal(pull(copy, keys), pull(store, keys))
+    copy.load_bucket(5, keys[:0], np.empty(0, np.float32))
+    assert len(copy) == elsewhere
 
 
 def test_a_key_that_stands_twice_is_updated_twice() -> None:

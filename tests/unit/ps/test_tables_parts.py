@@ -10,17 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.protocol import NUM_BUCKETS, place
+from paceline.protocol import ALL, NUM_BUCKETS, bucket_set, place
 from paceline.ps.messages import TableSpec
 from paceline.ps.rules import SGD, Adam, Constant, UpdateRule, Zeros, to_fields
 from paceline.ps.tables import Selection, TablePart, bucket_bounds, clip_runs, make_part, owned_runs
 
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+
 
 def dense(size: int, buckets: range | tuple[int, ...], update: UpdateRule | None = None) -> TablePart:
     fields = to_fields(SGD(lr=1.0) if update is None else update)
-    return make_part(
-        TableSpec(name="d", kind="dense", size=size, update=fields, initializer=to_fields(Zeros())), buckets
-    )
+    spec = TableSpec(name="d", kind="dense", size=size, update=fields, initializer=to_fields(Zeros()))
+    return make_part(spec, bucket_set(buckets))
 
 
 @given(size=st.integers(1, 5000), servers=st.integers(1, 4), start=st.integers(0, 5000), stop=st.integers(0, 5000))
@@ -86,7 +87,7 @@ def test_a_part_without_elements() -> None:
 def test_hyperparameters_may_change_and_the_rule_may_not() -> None:
     start = to_fields(Constant(value=1))
     spec = TableSpec(name="w", kind="sparse", update=to_fields(SGD(lr=1.0)), initializer=start)
-    part = make_part(spec, range(512))
+    part = make_part(spec, ALL)
     keys, ones = Selection(np.array([3], np.uint64)), np.ones(1, np.float32)
     part.push(keys, ones)
     part.set_update(SGD(lr=0.5))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.protocol import NUM_BUCKETS
+from paceline.protocol import ALL, NUM_BUCKETS
 from paceline.ps import SparseStore
 from paceline.ps.messages import TableSpec
 from paceline.ps.rules import Zeros, to_fields
@@ -39,7 +39,7 @@ KNOWN: dict[str, Make] = {
 def make_part(optimizer: Optimizer, size: int = SIZE) -> DensePart:
     rule = rule_of(optimizer, optimizer.param_groups[0])
     spec = TableSpec(name="p", kind="dense", size=size, update=to_fields(rule), initializer=to_fields(Zeros()))
-    return DensePart(spec, range(NUM_BUCKETS))
+    return DensePart(spec, ALL)
 
 
 def records(part: DensePart) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from paceline.errors import AuthenticationError, ConnectionLostError, UsageError
-from paceline.testing import EchoHandler
+from paceline.errors import AddressError, AuthenticationError, ConnectionLostError, UsageError
+from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport
 from paceline.testing.transports import CLOSE, ECHO, SILENT
-from paceline.transport import Hello, MemoryTransport
+from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer
 
 WORKER = Hello(role="worker", rank=2)
 
@@ -33,3 +33,64 @@ def test_direct_transport_needs_no_thread_and_no_loop() -> None:
     with pytest.raises(ConnectionLostError):
         channel.receive_header(1)
     asyncio.run(listener.close())
+
+
+class Chain(Handler):
+    """Passes on what it gets, and what comes back."""
+
+    def __init__(self) -> None:
+        self.onward: Peer | None = None
+        self.asked: Peer | None = None
+        self.story: list[str] = []
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        self.story.append(f"{header.kind} begins")
+        if peer is self.onward:
+            assert self.asked is not None
+            self.asked.send_frame(33, body=bytes(body))
+        else:
+            assert self.onward is not None
+            self.asked = peer
+            self.onward.send_frame(ECHO, body=bytes(body))
+        self.story.append(f"{header.kind} ends")
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        self.story.append(f"{peer.hello.role} is gone: {reason}")
+
+
+def test_direct_peers_need_no_loop_once_they_are_open() -> None:
+    transport = MemoryTransport("token", direct=True)
+    chain, echo = Chain(), EchoHandler()
+    asyncio.run(transport.serve(chain, Hello(role="first"), address="memory://first"))
+    listener = asyncio.run(transport.serve(echo, Hello(role="second"), address="memory://second"))
+    chain.onward = asyncio.run(transport.open(chain, "memory://second", Hello(role="first", rank=5)))
+    assert chain.onward.hello.role == "second"
+    assert [peer.hello.rank for peer in echo.peers] == [5]
+    channel = transport.connect("memory://first", WORKER)
+    channel.send_frame(ECHO, body=b"x" * 500_000)
+    assert chain.story == ["16 begins", "16 ends", "32 begins", "32 ends"]  # none within another
+    assert channel.poll(0)
+    assert channel.receive_frame(1).header.body_bytes == 500_000
+    for target, token, kind in (
+        ("memory://none", "token", AddressError),
+        ("memory://second", "no", AuthenticationError),
+    ):
+        with pytest.raises(kind):
+            asyncio.run(transport.with_token(token).open(Chain(), target, WORKER))
+    asyncio.run(listener.close())
+    assert chain.story[4:] == ["second is gone: None"]
+
+
+def test_direct_peers_have_faults_too() -> None:
+    plan = FaultPlan([Fault(action="delay", rank=2, step=0, delay_s=0.01), Fault(action="cut", rank=2, step=1)])
+    transport = FaultyTransport(MemoryTransport("token", direct=True), plan)
+    echo, chain = EchoHandler(), Chain()
+    asyncio.run(transport.serve(echo, Hello(role="server"), address="memory://here"))
+    peer = asyncio.run(transport.open(chain, "memory://here", WORKER))
+    peer.send_frame(SILENT)
+    assert echo.num_frames == 1
+    peer.send_frame(SILENT)
+    assert echo.num_frames == 1
+    assert len(chain.story) == 1
+    assert "was cut" in chain.story[0]
+    plan.check_all_fired()

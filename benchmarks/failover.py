@@ -1,0 +1,85 @@
+"""How long a cluster does not answer when one of its servers is killed: from the kill to the first pull of its rows.
+
+``python benchmarks/failover.py``: three servers, one replica; a client that pulls 10,000 keys of all servers again and
+again; one server is killed (SIGKILL), and another takes its place before the next kill. Prints the median and the
+slowest of the kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+
+import numpy as np
+
+import paceline
+from paceline.ps import Client, messages
+
+KEYS = 10_000
+
+
+class Puller(threading.Thread):
+    """Pulls the same keys for ever, and notes when each pull began and ended."""
+
+    def __init__(self, client: Client) -> None:
+        super().__init__(daemon=True)
+        self._table = client.sparse_table("rows", dim=16, update=paceline.Adagrad(lr=0.1))
+        self._keys = np.arange(KEYS, dtype=np.uint64)
+        self._table.push(self._keys, np.ones((KEYS, 16), np.float32)).wait()
+        self.pulls: list[tuple[float, float]] = []
+        self.is_over = False
+
+    def run(self) -> None:
+        """Pull."""
+        while not self.is_over:
+            began = time.monotonic()
+            self._table.pull(self._keys)
+            self.pulls.append((began, time.monotonic()))
+
+
+def wait_whole(client: Client, servers: int) -> None:
+    """Wait until every bucket has its replica, on so many servers."""
+    while True:
+        found: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
+        whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
+        if whole and len(found.of_role("server")) == servers:
+            return
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """Kill servers, and print how long it took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    options = parser.parse_args()
+    servers, chance, waits = 3, random.Random(1), []
+    with (
+        paceline.local_cluster(servers=servers, replicas=1) as cluster,
+        cluster.connect(observer=True) as watcher,
+        cluster.connect(observer=True) as client,
+    ):
+        puller = Puller(client)
+        puller.start()
+        for _ in range(options.kills):
+            wait_whole(watcher, servers)
+            time.sleep(0.2)
+            killed = time.monotonic()
+            os.kill(chance.choice(cluster.pids("server")), signal.SIGKILL)
+            while not puller.pulls or puller.pulls[-1][0] < killed:
+                time.sleep(0.001)
+            waits.append(next(ended for began, ended in puller.pulls if began > killed) - killed)
+        puller.is_over = True
+        puller.join()
+    print(
+        f"{options.kills} kills of one of {servers} servers: from the kill to the first pull that began behind it and "
+        f"was served, median {statistics.median(waits) * 1e3:.0f} ms, slowest {max(waits) * 1e3:.0f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What a snapshot of 10^7 rows costs: how long pushes wait meanwhile, how fast it is written, how soon it is read back.
+
+    python benchmarks/snapshots.py [--rows 10000000] [--dim 16] [--keys 2000] [--directory DIR] [--json]
+
+One server process, one worker that pushes without pause (Adagrad), each push awaited: `longest_ms` is the longest that
+one took while the snapshot was taken, `usual_longest_ms` the longest of three seconds without one. Beside the rate of
+writing stands the disk's floor: as many bytes, in files as large, written and synced by a plain loop in the same
+folder. Recovery is all from the directory's name to the last row in a new cluster of as many servers, checksums
+verified (twice: before anything is loaded, and by the server), the cluster's own start excluded. Then the same under
+sequential consistency, where rows are put aside before they change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paceline.launch.local import LocalCluster
+from paceline.protocol import Consistency, Eventual, Sequential
+from paceline.ps import Adagrad, Client, SparseTable
+from paceline.ps.snapshot_files import PART_BYTES, SnapshotManifest
+from paceline.ps.snapshots import SnapshotTaker, load_snapshot, read_newest
+
+_LOAD_KEYS = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    consistency: str
+    rows: int
+    dim: int
+    megabytes: float
+    snapshot_s: float
+    written_mb_per_s: float
+    floor_mb_per_s: float
+    usual_median_ms: float
+    usual_longest_ms: float
+    median_ms: float
+    p99_ms: float
+    longest_ms: float
+    incremental_megabytes: float
+    incremental_s: float
+    recovery_s: float
+    verify_s: float
+
+
+class Pushing(threading.Thread):
+    """A worker that pushes without pause; `times` are what each push took."""
+
+    def __init__(self, table: SparseTable, keys: np.ndarray, count: int, ticks: bool) -> None:
+        super().__init__(daemon=True)
+        self._table = table
+        self._keys = keys
+        self._count = count
+        self._ticks = ticks
+        self._ends = False
+        self.times: list[float] = []
+
+    def run(self) -> None:
+        random = np.random.default_rng(2)
+        grads = np.full((self._count, self._table.dim), 0.5, np.float32)
+        while not self._ends:
+            at = int(random.integers(0, len(self._keys) - self._count))
+            start = time.perf_counter()
+            self._table.push(self._keys[at : at + self._count], grads, tick=self._ticks, assume_unique=True).wait()
+            self.times.append(time.perf_counter() - start)
+
+    def end(self) -> None:
+        self._ends = True
+        self.join()
+
+
+def floor(directory: Path, num_bytes: int) -> float:
+    """Return the seconds that a plain loop takes to write as many bytes in files of a part's size, each synced."""
+    block = np.random.default_rng(3).integers(0, 256, PART_BYTES, dtype=np.uint8).tobytes()
+    folder = Path(tempfile.mkdtemp(dir=directory))
+    start = time.perf_counter()
+    for number in range(-(-num_bytes // len(block))):
+        with open(folder / str(number), "wb", buffering=0) as file:
+            file.write(block[: num_bytes - number * len(block)])
+            os.fsync(file.fileno())
+    taken = time.perf_counter() - start
+    shutil.rmtree(folder)
+    return taken
+
+
+def take(taker: SnapshotTaker) -> tuple[SnapshotManifest, float]:
+    start = time.perf_counter()
+    taker.begin()
+    while (manifest := taker.poll()) is None:
+        time.sleep(0.01)
+    return manifest, time.perf_counter() - start
+
+
+def size_of(directory: Path, number: int) -> int:
+    return sum(path.stat().st_size for path in (directory / f"snapshot-{number:06d}").glob("*.safetensors"))
+
+
+def fill(client: Client, rows: int, dim: int) -> tuple[SparseTable, np.ndarray]:
+    table = client.sparse_table("rows", dim=dim, update=Adagrad(lr=0.1))
+    keys = np.unique(np.random.default_rng(1).integers(0, 2**64, rows, np.uint64))
+    np.random.default_rng(4).shuffle(keys)
+    client.retire()
+    grads = np.random.default_rng(5).standard_normal((_LOAD_KEYS, dim), np.float32)
+    for at in range(0, len(keys), _LOAD_KEYS):
+        some = keys[at : at + _LOAD_KEYS]
+        table.push(some, grads[: len(some)], assume_unique=True).wait()
+    client.join()
+    return table, keys
+
+
+def measure(consistency: Consistency, rows: int, dim: int, count: int, directory: Path) -> Result:
+    with (
+        LocalCluster(servers=1, workers=1, consistency=consistency) as cluster,
+        cluster.connect() as client,
+        cluster.connect(observer=True) as observer,
+    ):
+        table, keys = fill(client, rows, dim)
+        ticks = isinstance(consistency, Sequential)
+        taker = SnapshotTaker(observer, directory)
+        usual = Pushing(table, keys, count, ticks)
+        usual.start()
+        time.sleep(3.0)
+        usual.end()
+        pushing = Pushing(table, keys, count, ticks)
+        pushing.start()
+        manifest, seconds = take(taker)
+        pushing.end()
+        written = size_of(directory, manifest.number)
+        # A few buckets change; the worker ends the iterations that a boundary waits for.
+        ending = Pushing(table, keys[:8], 4, ticks)
+        ending.start()
+        take(taker)  # what was pushed since its copy
+        incremental, incremental_s = take(taker)
+        ending.end()
+        incremental_bytes = size_of(directory, incremental.number)
+    floor_s = floor(directory, written)
+    with LocalCluster(servers=1, workers=1) as cluster, cluster.connect(observer=True) as client:
+        start = time.perf_counter()
+        snapshot = read_newest(directory)
+        verify_s = time.perf_counter() - start
+        load_snapshot(client, snapshot)
+        recovery_s = time.perf_counter() - start
+        found = client.statistics()[0].tables["rows"].rows
+        assert found == len(keys), (found, len(keys))
+    before, times = np.array(usual.times) * 1e3, np.array(pushing.times) * 1e3
+    return Result(
+        consistency=str(consistency),
+        rows=len(keys),
+        dim=dim,
+        megabytes=round(written / 1e6),
+        snapshot_s=round(seconds, 2),
+        written_mb_per_s=round(written / 1e6 / seconds),
+        floor_mb_per_s=round(written / 1e6 / floor_s),
+        usual_median_ms=round(float(np.median(before)), 2),
+        usual_longest_ms=round(float(before.max()), 1),
+        median_ms=round(float(np.median(times)), 2),
+        p99_ms=round(float(np.percentile(times, 99)), 1),
+        longest_ms=round(float(times.max()), 1),
+        incremental_megabytes=round(incremental_bytes / 1e6, 1),
+        incremental_s=round(incremental_s, 2),
+        recovery_s=round(recovery_s, 2),
+        verify_s=round(verify_s, 2),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--keys", type=int, default=2000, help="keys per push")
+    parser.add_argument("--directory", type=Path, help="where to write; a temporary folder in it is used")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    arguments = parser.parse_args()
+    for consistency in (Eventual(), Sequential()):
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+            result = measure(consistency, arguments.rows, arguments.dim, arguments.keys, Path(folder))
+        if arguments.json:
+            print(json.dumps(asdict(result)), flush=True)
+        else:
+            print("\n".join(f"{name:24} {value}" for name, value in asdict(result).items()) + "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

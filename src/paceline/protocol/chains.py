@@ -1,0 +1,286 @@
+"""Which servers hold a bucket, and in what order: the scheduler's planner of chains.
+
+For every bucket the planner keeps a :class:`Chain`: the servers that have all its data, the primary first, and at
+most one server behind them that is being filled. The scheduler's runtime feeds a :class:`Planner` who lives and what
+was filled, and publishes the chains when they have changed. A server is known by its incarnation: one that comes back
+is another one, with nothing in it. Its rank is only what :func:`~paceline.protocol.placement.place` hashes.
+
+Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability" (a server
+that fails leaves its chain, a new one is appended behind the tail); Lin et al. 2008 "PacificA: Replication in
+Log-Based Distributed Storage Systems" (one configuration manager with a version, apart from the data).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from paceline.errors import UsageError
+from paceline.protocol.buckets import buckets_in
+from paceline.protocol.placement import NUM_BUCKETS, place
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The servers of one bucket, by incarnation. Without members its data is lost."""
+
+    members: tuple[int, ...]
+    """Those that have all its data: the primary, then the replicas in order."""
+
+    filling: int | None = None
+    """The server behind the tail that is being filled, if any; never a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainGroup:
+    """Buckets (a mask) whose chains are equal; see :class:`Chain`. So do chains travel."""
+
+    members: tuple[int, ...]
+    filling: int | None
+    buckets: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Send everybody the new chains, which have this version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The last server with these buckets (a mask) died: their data is gone, and nobody will hold them again."""
+
+    buckets: int
+
+
+Instruction: TypeAlias = Changed | Lost
+
+_LOST: Final = Chain(())
+
+
+def groups_of(chains: Iterable[Chain]) -> tuple[ChainGroup, ...]:
+    """The chains of buckets 0, 1, … in groups of equal ones, in order of their first buckets."""
+    masks: dict[tuple[tuple[int, ...], int | None], int] = {}
+    bit = 1
+    for chain in chains:
+        key = chain.members, chain.filling
+        masks[key] = masks.get(key, 0) | bit
+        bit <<= 1
+    return tuple(ChainGroup(members, filling, buckets) for (members, filling), buckets in masks.items())
+
+
+def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
+    """The chains of buckets 0, 1, … that :func:`groups_of` put into groups; equal ones are one object.
+
+    Raises:
+        UsageError: a bucket is in two groups, or one below the highest is in none.
+    """
+    chains: dict[int, Chain] = {}
+    num_named = 0
+    for group in groups:
+        num_named += group.buckets.bit_count()
+        chain = Chain(group.members, group.filling)
+        chains.update(dict.fromkeys(buckets_in(group.buckets), chain))
+    if num_named != len(chains) or (chains and max(chains) + 1 != num_named):
+        raise UsageError(
+            f"Groups of chains name {num_named} buckets, {len(chains)} of them distinct, up to number "
+            f"{max(chains, default=-1)}: expected each bucket from 0 on in one group."
+        )
+    return tuple(chains[bucket] for bucket in range(num_named))
+
+
+class Planner:
+    """The chains of all buckets, and the version that rises when any of them changes.
+
+    Arguments: `num_buckets`; `replicas`, how many servers hold a bucket besides its primary, if there are so many.
+
+    A primary is always a server that had the bucket when tables were empty, or was filled since. A change moves what
+    placement says and no more. A bucket is lost only when all its members died; one that is filling does not count.
+    """
+
+    def __init__(self, num_buckets: int = NUM_BUCKETS, replicas: int = 0) -> None:
+        self._num_buckets = num_buckets
+        self._replicas = replicas
+        self._version = 0
+        self._chains: list[Chain] = []
+        self._living: frozenset[int] = frozenset()
+        self._wanted_of: dict[int, int] = {}  # the servers, incarnation → rank, that `_wanted` was made for
+        self._wanted: tuple[Chain, ...] = ()  # what placement says; empty if nobody is left to hold anything
+        self._filling_since: dict[int, int] = {}  # bucket → version in which its server began to be filled
+
+    @classmethod
+    def rebuild(
+        cls,
+        groups: Iterable[ChainGroup],
+        version: int,
+        servers: Mapping[int, int],
+        replicas: int,
+        leaving: Collection[int] = (),
+    ) -> tuple[Planner, list[Instruction]]:
+        """Go on after a restart of the scheduler, from the newest map that any node knows and the servers that live.
+
+        The chains get the next version, changed or not, since a newer one may have gone to nodes that are dead. A
+        fill that was under way goes on; its server reports again what it was filled with. Who is not among
+        ``servers`` is dead: wait for those on the map before.
+
+        Raises:
+            UsageError: the groups are empty or no map, the version is below 1, or two servers have one rank.
+        """
+        chains = chains_of(groups)
+        if not chains or version < 1:
+            raise UsageError("There is no map of chains to go on from: make a new planner and start it.")
+        self = cls(len(chains), replicas)
+        self._chains = list(chains)
+        self._version = version
+        instructions = self.servers_changed(servers, leaving)
+        if self._version == version:
+            self._version += 1
+            instructions.append(Changed(self._version))
+        return self, instructions
+
+    @property
+    def version(self) -> int:
+        """The number of the current chains; 0 before the first placement."""
+        return self._version
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        """The chain of each bucket; empty before the first placement."""
+        return tuple(self._chains)
+
+    @property
+    def groups(self) -> tuple[ChainGroup, ...]:
+        """The chains in groups of equal ones."""
+        return groups_of(self._chains)
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether buckets were placed, nobody is being filled, and all that is not lost is where it is wanted."""
+        if any(chain.filling is not None for chain in self._chains):
+            return False
+        pairs = zip(self._chains, self._wanted, strict=False)  # nothing is wanted while everybody leaves
+        return self._version > 0 and all(chain in (wanted, _LOST) for chain, wanted in pairs)
+
+    @property
+    def lost(self) -> int:
+        """The buckets whose data is gone."""
+        return sum(1 << bucket for bucket, chain in enumerate(self._chains) if not chain.members)
+
+    def holds(self, server: int) -> int:
+        """The buckets of whose chain a server is a part, as a member or being filled."""
+        held = 0
+        for group in self.groups:
+            if server == group.filling or server in group.members:
+                held |= group.buckets
+        return held
+
+    def start(self, servers: Mapping[int, int]) -> None:
+        """Place all buckets on these servers (incarnation → rank): their tables are empty, nobody needs filling.
+
+        Raises:
+            UsageError: it was started before, there is no server, or two have one rank.
+        """
+        if self._version:
+            raise UsageError("The buckets are placed already: a planner is started once.")
+        if not servers:
+            raise UsageError("No servers: there is nowhere to place the buckets. Start at least one server.")
+        self._want(servers)
+        self._living = frozenset(servers)
+        self._chains = list(self._wanted)
+        self._version = 1
+
+    def servers_changed(self, servers: Mapping[int, int], leaving: Collection[int] = ()) -> list[Instruction]:
+        """Take who lives now (incarnation → rank); return what to do, a Changed at most once and last.
+
+        Those that are leaving live, and shall hold nothing as soon as others do. Before the start nothing changes.
+
+        Raises:
+            UsageError: two servers have one rank; nothing has changed.
+        """
+        if not self._version:
+            return []
+        self._want({server: rank for server, rank in servers.items() if server not in leaving})
+        self._living = frozenset(servers)
+        return self._settle(range(self._num_buckets))
+
+    def filled(self, server: int, buckets: int, version: int | None = None) -> list[Instruction]:
+        """Take a server's word that it has all of these buckets now; return what to do.
+
+        A bucket that it is not being filled with (any more) is left aside. If ``version`` is given, the chains that
+        the server knew when it said so, then so is one that it was filled with, dropped and is filled with again
+        since: the word is of the first time.
+        """
+        news = []
+        for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
+            chain = self._chains[bucket]
+            if chain.filling != server:
+                continue
+            if version is not None and version < self._filling_since.get(bucket, 0):
+                continue
+            self._chains[bucket] = Chain((*chain.members, server))
+            self._filling_since.pop(bucket, None)
+            news.append(bucket)
+        return self._settle(news, changed=bool(news))
+
+    def _want(self, servers: Mapping[int, int]) -> None:
+        """Compute the chains that are wanted of these servers, unless they are the same as before."""
+        if servers == self._wanted_of:
+            return
+        by_rank = {rank: server for server, rank in servers.items()}
+        wanted: tuple[Chain, ...] = ()
+        if servers:
+            chains = place(self._num_buckets, list(servers.values()), self._replicas).chains
+            wanted = tuple(Chain(tuple([by_rank[rank] for rank in chain])) for chain in chains)
+        self._wanted_of, self._wanted = dict(servers), wanted
+
+    def _settle(self, buckets: Iterable[int], changed: bool = False) -> list[Instruction]:
+        """Bring the chains of some buckets as near to what is wanted as may be without a fill."""
+        lost = 0
+        for bucket in buckets:
+            before = self._chains[bucket]
+            after = self._next_chain(bucket, before)
+            if after == before:
+                continue
+            changed = True
+            self._chains[bucket] = after
+            if after.filling is None:
+                self._filling_since.pop(bucket, None)
+            elif after.filling != before.filling:
+                self._filling_since[bucket] = self._version + 1
+            if not after.members:
+                lost |= 1 << bucket
+        instructions: list[Instruction] = [Lost(lost)] if lost else []
+        if changed:
+            self._version += 1
+            instructions.append(Changed(self._version))
+        return instructions
+
+    def _next_chain(self, bucket: int, chain: Chain) -> Chain:
+        # Rule 1: a dead server leaves its chain at once; without a member there is nobody to fill from.
+        members = tuple([server for server in chain.members if server in self._living])
+        if not members:
+            return _LOST
+        filling = chain.filling if chain.filling in self._living else None
+        if not self._wanted:
+            return Chain(members, filling)  # everybody leaves: there is nowhere to go
+        # Rule 2: when all that are wanted are members, the chain is what placement says, and others drop out.
+        wanted = self._wanted[bucket]
+        missing = [server for server in wanted.members if server not in members]
+        if not missing:
+            return wanted
+        # Rule 3: until then members stay as they are, and those that are missing are filled one by one.
+        return Chain(members, filling if filling in missing else missing[0])
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert len(self._chains) == (self._num_buckets if self._version else 0)
+        assert len(self._wanted) == (self._num_buckets if self._wanted_of else 0)
+        for bucket, chain in enumerate(self._chains):
+            servers = (*chain.members, *(() if chain.filling is None else (chain.filling,)))
+            assert len(set(servers)) == len(servers), "a server twice in one chain"
+            assert self._living.issuperset(servers), "a dead server in a chain"
+            assert chain.members or chain.filling is None, "a server is filled from nowhere"
+            assert chain == self._next_chain(bucket, chain), "a rule was not applied"
+        assert all(self._chains[bucket].filling is not None for bucket in self._filling_since)

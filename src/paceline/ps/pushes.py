@@ -1,0 +1,157 @@
+"""Pushes on their way down a chain: what they consist of, in memory and on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import ProtocolError
+from paceline.kernels import index
+from paceline.protocol.buckets import ALL, Buckets, buckets_in, from_bytes, to_bytes
+from paceline.ps.bucket_arrays import to_flags
+from paceline.ps.messages import PieceInfo, TableSpec
+from paceline.ps.parts import Selection
+from paceline.ps.ranges import bucket_bounds, bucket_width, range_buckets
+from paceline.ps.server_tables import ServerTables
+from paceline.ps.sparse_store import Floats, Keys
+from paceline.transport import Header, Peer, padded
+
+PUSH = "push"
+WRITE = "write"
+ERASE = "erase"
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is done to one table: the keys, and their gradients or records (flat); none to erase."""
+
+    table: int
+    selection: Selection
+    floats: Floats
+
+
+@dataclass(eq=False, slots=True)
+class ChainPush:
+    """A push, write or erasure that a chain has not acknowledged; the token of the replication rules."""
+
+    operation: str
+    incarnation: int
+    sequence: int
+    pieces: Sequence[Piece]
+    peer: Peer | None = None
+    """Who awaits an answer: a client, or the server before this one; None for the sum of an iteration."""
+    header: Header | None = None
+    """The client's or the server's frame."""
+    flags: int = 0
+    """Of the answer."""
+    result: int | None = None
+
+
+def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | None:
+    """Return what of a piece falls into buckets; itself if all of it does, None if nothing.
+
+    Its other buckets need not be here any more.
+    """
+    if buckets == ALL:
+        return piece
+    spec, selection = tables.find(piece.table).spec, piece.selection
+    if selection.keys is None:
+        return _restrict_range(spec, piece, buckets)
+    chosen = np.flatnonzero(to_flags(buckets)[_bucket_numbers(spec, selection.keys)])
+    if len(chosen) == len(selection.keys):
+        return piece
+    if not len(chosen):
+        return None
+    rows = piece.floats.reshape(len(selection.keys), -1)[chosen].reshape(-1)
+    return Piece(piece.table, Selection(selection.keys[chosen]), rows)
+
+
+def _restrict_range(spec: TableSpec, piece: Piece, buckets: Buckets) -> Piece | None:
+    selection = piece.selection
+    assert selection.buckets is not None
+    of = selection.buckets & range_buckets(spec.size, selection.start, selection.stop)
+    if not of & ~buckets:
+        return piece
+    if not of & buckets:
+        return None
+    pieces, at = [], 0
+    # Bucket by bucket: those that lie side by side are one run, of which some may be chosen and others not.
+    for bucket in buckets_in(of):
+        first, last = bucket_bounds(spec.size, bucket)
+        length = min(last, selection.stop) - max(first, selection.start)
+        if buckets >> bucket & 1:
+            pieces.append(piece.floats[at : at + length])
+        at += length
+    chosen = Selection(None, selection.start, selection.stop, of & buckets)
+    return Piece(piece.table, chosen, pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+
+
+def _bucket_numbers(spec: TableSpec, keys: Keys) -> npt.NDArray[np.int64]:
+    if spec.kind == "dense":
+        return (keys // np.uint64(bucket_width(spec.size))).astype(np.int64)
+    numbers = np.empty(len(keys), np.uint16)
+    index.buckets_of(keys, numbers)
+    return numbers.astype(np.int64)
+
+
+def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
+    """Do to the tables of this server what a push says, for its keys in `buckets`."""
+    for whole in push.pieces:
+        piece = restrict(tables, whole, buckets)
+        if piece is None:
+            continue
+        part = tables.find(piece.table).part
+        keys = piece.selection.keys
+        if push.operation == PUSH:
+            part.num_values(piece.selection)  # finds the places of keys, and that they are here
+            part.push(piece.selection, piece.floats)
+        elif push.operation == WRITE:
+            assert keys is not None
+            part.write_records(keys, piece.floats)
+        else:
+            assert keys is not None
+            push.result = (push.result or 0) + part.erase(keys)
+
+
+def pack(pieces: Sequence[Piece]) -> tuple[tuple[PieceInfo, ...], list[Any]]:
+    """Return what describes pieces in a frame's meta, and the parts of its body, each a multiple of 8 bytes."""
+    infos: list[PieceInfo] = []
+    body: list[Any] = []
+    for piece in pieces:
+        selection = piece.selection
+        span = None
+        if selection.keys is None:
+            assert selection.buckets is not None
+            span = (selection.start, selection.stop, to_bytes(selection.buckets))
+        num_keys = 0 if selection.keys is None else len(selection.keys)
+        infos.append(PieceInfo(piece.table, num_keys, len(piece.floats), span))
+        if selection.keys is not None:
+            body.append(selection.keys)
+        if len(piece.floats):
+            body.append(piece.floats)
+            if len(piece.floats) % 2:
+                body.append(_PAD)
+    return tuple(infos), body
+
+
+_PAD = np.zeros(1, np.float32)
+
+
+def unpack(infos: Sequence[PieceInfo], body: memoryview) -> Iterator[Piece]:
+    """Yield the pieces of a frame as views of its body. Raises ProtocolError if the body is not as long as they say."""
+    expected = sum(8 * info.num_keys + padded(4 * info.num_floats) for info in infos)
+    if len(body) != expected:
+        raise ProtocolError(f"a frame between servers has a body of {len(body)} bytes, its pieces take {expected}")
+    at = 0
+    for info in infos:
+        if info.range is None:
+            selection = Selection(np.frombuffer(body, np.uint64, info.num_keys, at))
+            at += 8 * info.num_keys
+        else:
+            selection = Selection(None, info.range[0], info.range[1], from_bytes(info.range[2]))
+        yield Piece(info.table, selection, np.frombuffer(body, np.float32, info.num_floats, at))
+        at += padded(4 * info.num_floats)

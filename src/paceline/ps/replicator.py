@@ -1,0 +1,345 @@
+"""One server's part in chains, carried out: pushes forwarded and answered, buckets sent and received.
+
+The rules are :class:`paceline.protocol.replication.Replication`'s; the connections to the servers behind this one are
+:class:`~paceline.ps.chain_links.ChainLinks`. Whom it tells: the server, of what it leads now (`on_lead`), of pushes
+that the chain has (`on_done`) or that came under an old map (`on_refused`), and the scheduler, of filled buckets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.errors import PeerError, ProtocolError
+from paceline.protocol import replication
+from paceline.protocol.buckets import Buckets, from_bytes, to_bytes
+from paceline.protocol.replication import Replication
+from paceline.ps import messages
+from paceline.ps.chain_links import ChainLinks
+from paceline.ps.gatekeeper import Gatekeeper
+from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, READY, STATE, STATE_TAKEN
+from paceline.ps.parts import Selection
+from paceline.ps.pushes import ChainPush, Piece, apply, pack, restrict, unpack
+from paceline.ps.server_tables import ServerTable, ServerTables
+from paceline.ps.tables import make_part
+from paceline.transport import Endpoint, Header, Hello, Kind, Peer, Transport, error_of
+
+_MAX_FILL_BACKLOG_BYTES = 8 << 20
+_FILL_PAUSE_S = 0.002
+_logger = logging.getLogger("paceline.ps")
+
+_decode_forward = msgspec.msgpack.Decoder(messages.ForwardInfo).decode
+_decode_state = msgspec.msgpack.Decoder(messages.StateInfo).decode
+_decode_clocks = msgspec.msgpack.Decoder(messages.ClocksInfo).decode
+
+
+class _State:
+    """A bucket that came whole."""
+
+    __slots__ = ("number", "peer", "pieces")
+
+    def __init__(self, peer: Peer, number: int, pieces: list[Piece]) -> None:
+        self.peer = peer
+        self.number = number
+        self.pieces = pieces
+
+
+class Replicator:
+    """The chains of one server.
+
+    `transport` makes its connections to other servers; without one it can only be the last of every chain.
+    """
+
+    def __init__(
+        self,
+        tables: ServerTables,
+        gatekeeper: Gatekeeper,
+        transport: Transport | None,
+        *,
+        on_lead: Callable[[Buckets, frozenset[int]], None],
+        on_done: Callable[[ChainPush], None],
+        on_refused: Callable[[ChainPush], None],
+        on_filled: Callable[[messages.Filled], None],
+    ) -> None:
+        self._tables = tables
+        self._gatekeeper = gatekeeper
+        self._on_lead = on_lead
+        self._on_done = on_done
+        self._on_refused = on_refused
+        self._on_filled = on_filled
+        self._links: ChainLinks | None = None
+        if transport is not None:
+            self._links = ChainLinks(transport, on_up=self._link_up, on_down=self._link_down, on_frame=self._link_frame)
+        self._hello = Hello(role="server")
+        self._endpoints: dict[int, Endpoint] = {}
+        self._sources: dict[int, Peer] = {}  # the connection by which each server before this one sends
+        self._sequences = itertools.count(1)
+        self._fills: set[int] = set()  # servers to which a fill is under way
+        self.rules = Replication(0)
+
+    def joined(self, hello: Hello) -> None:
+        """Take note of who we are; before the first map."""
+        self._hello = hello
+        self.rules = Replication(hello.incarnation)
+
+    @property
+    def incarnation(self) -> int:
+        """This server's."""
+        return self._hello.incarnation
+
+    def close(self) -> None:
+        """Close the connections to other servers."""
+        if self._links is not None:
+            self._links.close()
+
+    # The map.
+
+    def map_changed(self, cluster: messages.ClusterMap) -> None:
+        """Take the chains of a newer map."""
+        self._endpoints = {
+            member.incarnation: member.endpoint
+            for member in cluster.members
+            if member.role == "server" and member.endpoint is not None
+        }
+        self._obey(self.rules.handle(replication.Change(cluster.version, cluster.chain_groups())))
+
+    def disconnected(self, peer: Peer) -> None:
+        """Forget a connection of a server before this one."""
+        if self._sources.get(peer.hello.incarnation) is peer:
+            del self._sources[peer.hello.incarnation]
+
+    # Pushes.
+
+    def push(self, push: ChainPush, buckets: Buckets) -> None:
+        """Apply a push of a client (or the sum of an iteration) here, and send it down the chains."""
+        event = replication.Push(push, push.incarnation, push.sequence, self.rules.version, buckets)
+        self._obey(self.rules.handle(event))
+
+    def next_sequence(self) -> int:
+        """Return a number for what this server itself sends down a chain in its own name."""
+        return next(self._sequences)
+
+    def _obey(self, instructions: list[replication.Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case replication.Apply(token, buckets):
+                    apply(self._tables, _as_push(token), buckets)
+                case replication.Forward(token, target, number, buckets):
+                    self._forward(_as_push(token), target, number, buckets)
+                case replication.Acknowledge(token):
+                    self._acknowledge(_as_push(token))
+                case replication.Refuse(token):
+                    self._on_refused(_as_push(token))
+                case replication.Load(token, bucket):
+                    assert isinstance(token, _State)
+                    self._load(token, bucket)
+                case replication.Drop(buckets):
+                    for table in self._tables.by_number.values():
+                        table.part.drop(buckets)
+                case replication.Hold(buckets):
+                    for table in self._tables.by_number.values():
+                        table.part.hold(buckets)
+                case replication.Lead(buckets, _, behind):
+                    for table in self._tables.by_number.values():
+                        table.part.set_primary(buckets)
+                    self._on_lead(buckets, behind)
+                case replication.Ready(target, version):
+                    peer = self._peer(target)
+                    if peer is not None:
+                        peer.send_frame(READY, epoch=version)
+                case replication.Links(targets):
+                    self._want(targets)
+                case replication.Report(version, target, buckets):
+                    self._on_filled(messages.Filled(version=version, target=target, buckets=to_bytes(buckets)))
+                case replication.Forget(token):
+                    if isinstance(token, ChainPush):
+                        self._forget(token)
+                case replication.Retry():
+                    pass  # the server itself keeps what is early
+
+    def _forget(self, push: ChainPush) -> None:
+        """Have a client that still waits ask again: it has the newer map by which the push came another time."""
+        if push.peer is not None and push.peer.hello.role != "server":
+            self._on_refused(push)
+
+    def _acknowledge(self, push: ChainPush) -> None:
+        if push.peer is not None and push.peer.hello.role == "server":
+            assert push.header is not None
+            push.peer.send_frame(FORWARDED, request=push.header.request)
+        else:
+            self._on_done(push)
+
+    # Sending to the servers behind.
+
+    def _want(self, targets: frozenset[int]) -> None:
+        if self._links is not None:
+            known: Mapping[int, Endpoint] = {
+                target: self._endpoints[target] for target in targets if target in self._endpoints
+            }
+            self._links.want(known, self._hello)
+            self._pump_all()
+
+    def _peer(self, target: int) -> Peer | None:
+        return None if self._links is None else self._links.peer(target)
+
+    def _forward(self, push: ChainPush, target: int, number: int, buckets: Buckets) -> None:
+        peer = self._peer(target)
+        if peer is None:
+            return  # it is forwarded again when there is a connection
+        pieces = [restrict(self._tables, piece, buckets) for piece in push.pieces]
+        infos, body = pack([piece for piece in pieces if piece is not None])
+        info = messages.ForwardInfo(push.incarnation, push.operation, to_bytes(buckets), infos)
+        peer.send_frame(
+            FORWARD,
+            request=number,
+            epoch=self.rules.version,
+            sequence=push.sequence,
+            meta=messages.encode(info),
+            body=body,
+        )
+
+    def _link_up(self, target: int) -> None:
+        self._send_clocks(target)
+        self._obey(self.rules.handle(replication.LinkUp(target)))
+        self._pump_soon(target)
+
+    def _link_down(self, target: int) -> None:
+        self._obey(self.rules.handle(replication.LinkDown(target)))
+
+    def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
+        if header.kind == FORWARDED:
+            self._obey(self.rules.handle(replication.Acknowledged(target, header.request)))
+            self._gatekeeper.look()  # a sum that this server has inherited may be safe now
+            self._pump_all()
+        elif header.kind == STATE_TAKEN:
+            self._obey(self.rules.handle(replication.Confirmed(target, header.request)))
+            self._pump_all()
+        elif header.kind == Kind.ERROR:
+            _logger.error("a server behind this one could not take a frame: %s", error_of(meta))
+
+    def tables_changed(self) -> None:
+        """Tell the servers behind this one of a new table, or of other hyperparameters."""
+        if self._links is not None:
+            for target in self._endpoints:
+                self._send_clocks(target)
+
+    def _send_clocks(self, target: int) -> None:
+        peer = self._peer(target)
+        if peer is not None:
+            tables = ((number, table.declared, table.spec) for number, table in self._tables.by_number.items())
+            peer.send_frame(CLOCKS, meta=messages.encode(self._gatekeeper.clocks_info(tuple(tables))))
+
+    # Filling.
+
+    def _pump_soon(self, target: int) -> None:
+        if target not in self._fills:
+            self._fills.add(target)
+            asyncio.get_running_loop().call_soon(self._pump, target)
+
+    def _pump_all(self) -> None:
+        for target in self.rules.filling:
+            self._pump_soon(target)
+
+    def _pump(self, target: int) -> None:
+        """Send the next bucket to a server that is being filled: one at a time, so that nobody waits long."""
+        self._fills.discard(target)
+        peer = self._peer(target)
+        if peer is None:
+            return
+        if peer.write_backlog_bytes > _MAX_FILL_BACKLOG_BYTES:
+            self._fills.add(target)
+            asyncio.get_running_loop().call_later(_FILL_PAUSE_S, self._pump, target)
+            return
+        fill = self.rules.next_fill(target)
+        if fill is None:
+            return
+        number, bucket, state = fill
+        pieces = []
+        for table_number, table in self._tables.by_number.items():
+            keys, records = table.part.read_bucket(bucket)
+            if len(keys):
+                pieces.append(Piece(table_number, Selection(keys), records.reshape(-1)))
+        infos, body = pack(pieces)
+        entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
+        info = messages.StateInfo(bucket, entries, infos)
+        peer.send_frame(STATE, request=number, epoch=self.rules.version, meta=messages.encode(info), body=body)
+        self._pump_soon(target)
+
+    # From other servers.
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Take a frame of a server before this one; its version is not above ours."""
+        source = peer.hello.incarnation
+        self._sources.setdefault(source, peer)
+        if header.kind == CLOCKS:
+            # The first frame of a connection, and of the newest: what an older one still holds is taken no more.
+            self._sources[source] = peer
+            self._take_clocks(_decode_clocks(meta))
+        elif self._sources[source] is peer:
+            if header.kind == FORWARD:
+                self._take_forward(peer, header, _decode_forward(meta), body)
+            else:
+                self._take_state(peer, header, _decode_state(meta), body)
+
+    def _take_forward(self, peer: Peer, header: Header, info: messages.ForwardInfo, body: memoryview) -> None:
+        if self.rules.has_successors:
+            body = memoryview(bytearray(body))  # it goes on
+        pieces = list(unpack(info.pieces, body))
+        push = ChainPush(info.operation, info.incarnation, header.sequence, pieces, peer, header)
+        event = replication.Forwarded(
+            push, peer.hello.incarnation, info.incarnation, header.sequence, header.epoch, from_bytes(info.buckets)
+        )
+        self._obey(self.rules.handle(event))
+
+    def _take_state(self, peer: Peer, header: Header, info: messages.StateInfo, body: memoryview) -> None:
+        state = tuple((incarnation, sequence, from_bytes(mask)) for incarnation, sequence, mask in info.filter)
+        token = _State(peer, header.request, list(unpack(info.pieces, body)))
+        event = replication.StateReceived(token, peer.hello.incarnation, header.epoch, info.bucket, state)
+        self._obey(self.rules.handle(event))
+
+    def _load(self, state: _State, bucket: int) -> None:
+        pieces = {piece.table: piece for piece in state.pieces}
+        for number, table in self._tables.by_number.items():
+            piece = pieces.get(number)
+            if piece is None:
+                table.part.load_bucket(bucket, _NO_KEYS, _NO_FLOATS.reshape(0, table.part.record_words))
+            else:
+                keys = piece.selection.keys
+                assert keys is not None
+                table.part.load_bucket(bucket, keys, piece.floats.reshape(len(keys), -1))
+        state.peer.send_frame(STATE_TAKEN, request=state.number)
+
+    def _take_clocks(self, info: messages.ClocksInfo) -> None:
+        for number, declared, spec in info.tables:
+            table = self._tables.by_number.get(number)
+            if table is None:
+                table = self._tables.by_number[number] = self.new_table(declared)
+            if table.spec != spec:
+                table.set_update(spec.update)
+        if not self.rules.primary:
+            self._gatekeeper.take_clocks(info)
+
+    def new_table(self, spec: messages.TableSpec) -> ServerTable:
+        """Return an empty table with the buckets that are here. Raises PeerError if there is no memory for it."""
+        try:
+            part = make_part(spec, self.rules.held)
+        except MemoryError:
+            raise PeerError(f"server {self._tables.rank} has no memory for its part of {spec}") from None
+        part.set_primary(self.rules.primary)
+        return ServerTable(spec, part)
+
+
+_NO_KEYS = np.empty(0, np.uint64)
+_NO_FLOATS = np.empty(0, np.float32)
+
+
+def _as_push(token: Any) -> ChainPush:
+    if not isinstance(token, ChainPush):
+        raise ProtocolError("a push was expected")
+    return token

@@ -1,0 +1,355 @@
+"""A server's side of snapshots: its buckets are copied between requests, and written and read by threads.
+
+One bucket is copied at a time, in the event loop, where nothing changes it meanwhile; then whoever has sent something
+is served, then the next one. At most `_WRITERS` parts are on their way to the disk: a slow disk slows the snapshot,
+never a push. Whom it talks to: a coordinator (:mod:`paceline.ps.snapshots`), by messages of `snapshot_messages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ModelError, PacelineError, UsageError
+from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
+from paceline.ps.server_tables import ServerTables
+from paceline.ps.snapshot_files import PART_BYTES, describe_failure, read_part, write_part
+from paceline.ps.snapshot_messages import (
+    DropSnapshot,
+    GetLoadState,
+    GetSnapshotState,
+    KeptBuckets,
+    LoadParts,
+    LoadState,
+    SnapshotBegun,
+    SnapshotPart,
+    SnapshotState,
+    TakeSnapshot,
+)
+from paceline.ps.snapshot_parts import Moment, copy_bucket, watch
+from paceline.ps.sparse_store import Floats, Keys
+
+_WRITERS = 2  # while one waits for the disk, the other one hashes and writes
+_PAUSE = 1.0  # after a bucket is copied, in the time that it took
+
+
+class _Taking:
+    """One snapshot on one server, from its beginning to the last part on the disk."""
+
+    def __init__(self, tables: ServerTables, request: TakeSnapshot) -> None:
+        self._tables = tables
+        self._request = request
+        self.number = request.number
+        self.begun = self.done = False
+        self.error = ""
+        self.parts: list[SnapshotPart] = []
+        self.kept: list[KeptBuckets] = []
+        self._given_up = False
+        self._moments: dict[int, Moment] = {}
+        self._todo: list[tuple[int, int]] = []  # table, bucket; the next one last
+        self._pieces: list[tuple[int, Keys, Floats]] = []  # of the part that is being gathered
+        self._table = -1  # which it is of
+        self._size = 0
+        self._num_parts = 0
+        self._num_writing = 0
+        self._stands_still = False
+        self._directory = Path(request.directory)
+        self._loop = asyncio.get_running_loop()
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-snapshot")
+
+    def begin(self) -> None:
+        """Begin: at the boundary, or at once."""
+        self.begun = True
+        mine = from_bytes(self._request.buckets)
+        todo = []
+        for number in self._request.tables:
+            part = watch(self._tables.find(number))
+            if strange := mine & ~part.held:
+                self._fail(f"bucket {next(buckets_in(strange))} does not lie on it (any more)")
+                return
+            rest = mine
+            for earlier in self._request.whole:
+                if kept := part.unchanged_since(earlier) & rest:
+                    self.kept.append(KeptBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
+                    rest &= ~kept
+            if self._request.boundary is not None and rest:
+                self._moments[number] = part.moment = Moment(part.part, rest)
+                part.note_written(self.number, rest)
+            todo += [(number, bucket) for bucket in buckets_in(rest)]
+        self._todo = todo[::-1]
+        try:
+            (self._directory / self._request.folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._fail(describe_failure(self._directory, error))
+            return
+        self._loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        """Copy one bucket; whoever waits is served before the next one."""
+        if self.error or self._given_up:
+            return
+        if self._size >= PART_BYTES or not self._todo or self._todo[-1][0] != self._table:
+            if self._pieces:
+                if self._num_writing == _WRITERS:
+                    self._stands_still = True
+                    return
+                self._write()
+            if not self._todo:
+                self._look_for_end()
+                return
+            self._table = self._todo[-1][0]
+        number, bucket = self._todo.pop()
+        start = time.perf_counter()
+        try:
+            keys, records = self._copy(number, bucket)
+        except (UsageError, MemoryError) as error:
+            self._fail(str(error) or "no memory for a copy of a bucket")
+            return
+        self._pieces.append((bucket, keys, records))
+        self._size += keys.nbytes + records.nbytes
+        # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
+        self._loop.call_later(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02), self._step)
+
+    def _copy(self, number: int, bucket: int) -> tuple[Keys, Floats]:
+        moment = self._moments.get(number)
+        if moment is not None:
+            keys, records = moment.read(bucket)
+            if not moment.waiting:
+                self._close_moment(number)
+            return keys, records
+        part = watch(self._tables.find(number))
+        if not part.held >> bucket & 1:
+            raise UsageError(f"bucket {bucket} does not lie on it any more")
+        keys, records = copy_bucket(part.part, bucket)
+        part.note_written(self.number, 1 << bucket)
+        return keys, records
+
+    def _close_moment(self, number: int) -> None:
+        moment, part = self._moments.pop(number), watch(self._tables.find(number))
+        if part.moment is moment:
+            part.moment = None
+
+    def _write(self) -> None:
+        pieces, self._pieces, self._size = self._pieces, [], 0
+        part = self._tables.find(self._table).part
+        file = f"{self._request.folder}/s{self._tables.rank}-t{self._table}-{self._num_parts:05d}.safetensors"
+        self._num_parts += 1
+        self._num_writing += 1
+        name, words = part.spec.name, part.record_words
+        future = self._pool.submit(write_part, self._directory, file, name, words, pieces)
+        future.add_done_callback(lambda done: _call_soon(self._loop, lambda: self._written(done)))
+
+    def _written(self, future: Future[SnapshotPart]) -> None:
+        self._num_writing -= 1
+        error = future.exception()
+        if error is None:
+            self.parts.append(future.result())
+        elif isinstance(error, OSError):
+            self._fail(describe_failure(self._directory, error))
+        else:
+            self._fail(f"{type(error).__name__}: {error}")
+        if self.error or self._given_up:
+            if not self._num_writing:
+                self._remove()
+        elif self._stands_still:
+            self._stands_still = False
+            self._step()
+        else:
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        if not self._todo and not self._pieces and not self._num_writing:
+            self.done = True
+            self._pool.shutdown(wait=False)
+
+    def _fail(self, error: str) -> None:
+        self.error = self.error or error
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Stop, and remove what was written."""
+        self._given_up = True
+        self._todo, self._pieces = [], []
+        for number in list(self._moments):
+            self._close_moment(number)
+        self._pool.shutdown(wait=False)
+        if not self._num_writing:
+            self._remove()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            for path in (self._directory / self._request.folder).glob(f"s{self._tables.rank}-t*.safetensors"):
+                path.unlink(missing_ok=True)
+            (self._directory / self._request.folder).rmdir()
+
+    def state(self) -> SnapshotState:
+        """Return how far it is."""
+        done = self.done
+        return SnapshotState(
+            done=done, error=self.error, parts=tuple(self.parts) if done else (), kept=tuple(self.kept) if done else ()
+        )
+
+
+class _Loading:
+    """Buckets on their way from parts on the disk into a table."""
+
+    def __init__(self, tables: ServerTables, request: LoadParts) -> None:
+        self._part = tables.find(request.table).part
+        self._directory = Path(request.directory)
+        held = self._part.held  # as the primary server or as a replica
+        wanted = [from_bytes(buckets) & held for buckets in request.buckets]
+        self._todo = [(part, mine) for part, mine in zip(request.parts, wanted, strict=True) if mine][::-1]
+        self._num_reading = 0
+        self._ready: list[tuple[int, Keys, Floats]] = []
+        self._loop = asyncio.get_running_loop()
+        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-loading")
+        self._is_setting = False
+        self.done = False
+        self.error = ""
+        self.rows = 0
+        self._read_on()
+
+    def _read_on(self) -> None:
+        while self._todo and self._num_reading < _WRITERS and len(self._ready) < 1024:
+            part, buckets = self._todo.pop()
+            self._num_reading += 1
+            future = self._pool.submit(_read_buckets, self._directory, part, buckets)
+            future.add_done_callback(lambda done: _call_soon(self._loop, lambda: self._has_read(done)))
+        if not self._todo and not self._num_reading and not self._ready:
+            self.done = True
+            self._pool.shutdown(wait=False)
+
+    def _has_read(self, future: Future[list[tuple[int, Keys, Floats]]]) -> None:
+        self._num_reading -= 1
+        error = future.exception()
+        if error is not None:
+            self.error = self.error or str(error)
+            self.give_up()
+            return
+        self._ready += future.result()
+        if not self._is_setting:
+            self._is_setting = True
+            self._set_next()
+
+    def _set_next(self) -> None:
+        """Set one bucket; whoever waits is served before the next one."""
+        if self.error:
+            return
+        if self._ready:
+            bucket, keys, records = self._ready.pop()
+            try:
+                self._part.load_bucket(bucket, keys, records)
+            except PacelineError as error:
+                self.error = str(error)
+                self.give_up()
+                return
+            self.rows += len(keys)
+            self._loop.call_soon(self._set_next)
+        else:
+            self._is_setting = False
+        if not self._ready:
+            self._read_on()
+
+    def give_up(self) -> None:
+        """Stop."""
+        self._todo, self._ready = [], []
+        self.error = self.error or "given up"
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _read_buckets(directory: Path, part: SnapshotPart, wanted: Buckets) -> list[tuple[int, Keys, Floats]]:
+    keys, records = read_part(directory, part)
+    found, at = [], 0
+    for bucket, rows in zip(part.buckets, part.rows, strict=True):
+        if wanted >> bucket & 1 and rows:
+            found.append((bucket, keys[at : at + rows], records[at : at + rows]))
+        at += rows
+    return found
+
+
+class ServerSnapshots:
+    """Takes snapshots of one server's tables, and loads them. `clock` tells the highest clock of a worker."""
+
+    def __init__(self, tables: ServerTables, clock: Callable[[], int]) -> None:
+        self._tables = tables
+        self._clock = clock
+        self._taking: _Taking | None = None
+        self._boundary: int | None = None
+        self._loading: _Loading | None = None
+        self.calls: dict[type, Callable[[Any], Any]] = {
+            TakeSnapshot: self.take,
+            GetSnapshotState: self.state,
+            DropSnapshot: self.drop,
+            LoadParts: self.load,
+            GetLoadState: self.load_state,
+        }
+        """What answers which message."""
+
+    def take(self, request: TakeSnapshot) -> SnapshotBegun:
+        """Begin a snapshot now, or say when: at an iteration that no worker has begun yet."""
+        for number in request.tables:
+            self._tables.find(number)
+        from_bytes(request.buckets)
+        clock = self._clock()
+        if request.boundary is not None and request.boundary <= clock:
+            return SnapshotBegun(begun=False, clock=clock)
+        if self._taking is not None and not self._taking.done:
+            self._taking.give_up()
+        self._taking = _Taking(self._tables, request)
+        self._boundary = request.boundary
+        if request.boundary is None:
+            self._taking.begin()
+        return SnapshotBegun(begun=True, clock=clock)
+
+    def iteration_completed(self, iteration: int) -> None:
+        """Take note that an iteration is complete and applied, and no later one is."""
+        if self._boundary is not None and iteration + 1 >= self._boundary:
+            self._boundary = None
+            if self._taking is not None and not self._taking.begun:
+                self._taking.begin()
+
+    def state(self, request: GetSnapshotState) -> SnapshotState:
+        """Return how far a snapshot is."""
+        if self._taking is None or self._taking.number != request.number:
+            raise UsageError(f"server {self._tables.rank} takes no snapshot {request.number}")
+        return self._taking.state()
+
+    def drop(self, request: DropSnapshot) -> None:
+        """Give up a snapshot."""
+        if self._taking is not None and self._taking.number == request.number:
+            self._taking.give_up()
+            self._taking, self._boundary = None, None
+
+    def load(self, request: LoadParts) -> bool:
+        """Begin to load; return False if the files are not seen here."""
+        directory = Path(request.directory)
+        if not all((directory / part.file).exists() for part in request.parts):
+            return False
+        if self._loading is not None and not self._loading.done:
+            self._loading.give_up()
+        self._loading = _Loading(self._tables, request)
+        return True
+
+    def load_state(self, request: GetLoadState) -> LoadState:
+        """Return how far the loading is."""
+        loading = self._loading
+        if loading is None:
+            raise ModelError(f"server {self._tables.rank} loads nothing")
+        return LoadState(done=loading.done, error=loading.error, rows=loading.rows)
+
+    def close(self) -> None:
+        """Stop what goes on."""
+        if self._taking is not None and not self._taking.done:
+            self._taking.give_up()
+        if self._loading is not None and not self._loading.done:
+            self._loading.give_up()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+        loop.call_soon_threadsafe(function)

@@ -1,0 +1,261 @@
+"""The files of snapshots: parts that servers write and read, and the manifest that makes a snapshot of them.
+
+A directory of snapshots holds a folder for each, ``snapshot-000123``. In it lie the parts that servers wrote for it,
+safetensors files of `keys` and `records` as in a saved model, bucket after bucket, and ``manifest.json``, which is
+written last: a folder without one is no snapshot. An incremental snapshot names parts of earlier folders for the
+buckets that have not changed since. Who decides what is written, and when, is :mod:`paceline.ps.snapshots`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.errors import ModelError
+from paceline.ps.messages import TableSpec
+from paceline.ps.saving import MANIFEST
+from paceline.ps.snapshot_messages import JobAccount, SnapshotPart
+from paceline.ps.sparse_store import Floats, Keys
+
+FORMAT = "paceline-snapshot"
+FORMAT_VERSION = 1
+PART_BYTES = 64 << 20
+"""A part is closed when it has so many bytes; one bucket never lies in two."""
+_MAX_BUFFERS = 512  # of one call; POSIX systems take 1024
+_FOLDER = re.compile(r"snapshot-(\d{6,})")
+
+
+class PartUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A part that a snapshot consists of, and which of its buckets are of this snapshot (others were superseded)."""
+
+    part: SnapshotPart
+    buckets: tuple[int, ...]
+
+
+class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of a snapshot: each of its buckets is used from exactly one part."""
+
+    spec: TableSpec
+    rows: int
+    num_buckets: int
+    uses: tuple[PartUse, ...]
+
+
+class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a snapshot consists of, what was done by then, and of what training it is."""
+
+    format: str
+    version: int
+    paceline: str
+    number: int
+    full: bool
+    iteration: int | None
+    """Sequential consistency: it is the state after so many iterations of that run. Else None: buckets, each consistent
+    in itself, were copied one after the other."""
+    tables: tuple[SnapshotTable, ...]
+    account: JobAccount | None = None
+    training: dict[str, Any] = {}
+
+
+class SnapshotWriteError(ModelError):
+    """A snapshot could not be written; the training does not depend on it."""
+
+
+def folder_name(number: int) -> str:
+    """Return the name of a snapshot's folder."""
+    return f"snapshot-{number:06d}"
+
+
+def numbers_in(directory: Path) -> list[int]:
+    """Return the numbers of the folders in a directory, whole snapshots or not, rising."""
+    try:
+        names = os.listdir(directory)
+    except OSError:  # whoever wants to read or write something there is told why it cannot
+        return []
+    return sorted(int(found[1]) for found in map(_FOLDER.fullmatch, names) if found)
+
+
+# Parts.
+
+
+def write_part(
+    directory: Path, file: str, table: str, words: int, pieces: Sequence[tuple[int, Keys, Floats]]
+) -> SnapshotPart:
+    """Write buckets, each with its keys and records, as one file, and see it onto the disk.
+
+    It is for a thread of its own: hashing and writing let others run meanwhile. Raises OSError.
+    """
+    # Not safetensors.numpy.save: it makes one string of all of it, and nobody else can run while it does.
+    rows = sum(len(keys) for _, keys, _ in pieces)
+    layout = {
+        "keys": {"dtype": "U64", "shape": [rows], "data_offsets": [0, 8 * rows]},
+        "records": {"dtype": "F32", "shape": [rows, words], "data_offsets": [8 * rows, (8 + 4 * words) * rows]},
+    }
+    head = json.dumps(layout, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    digest, size = hashlib.sha256(), 0
+    with open(directory / file, "wb", buffering=0) as out:
+        buffers = [memoryview(len(head).to_bytes(8, "little") + head)]
+        buffers += [memoryview(keys).cast("B") for _, keys, _ in pieces if len(keys)]  # type: ignore[arg-type]
+        buffers += [
+            memoryview(records.reshape(-1)).cast("B")  # type: ignore[arg-type]
+            for _, _, records in pieces
+            if records.size
+        ]
+        for buffer in buffers:
+            digest.update(buffer)
+            size += len(buffer)
+        _write_all(out.fileno(), buffers)
+        os.fsync(out.fileno())
+    return SnapshotPart(
+        file=file,
+        table=table,
+        buckets=tuple(bucket for bucket, _, _ in pieces),
+        rows=tuple(len(keys) for _, keys, _ in pieces),
+        words=words,
+        num_bytes=size,
+        sha256=digest.hexdigest(),
+    )
+
+
+def _write_all(file: int, buffers: list[memoryview]) -> None:
+    """Write buffers one behind the other, many in one call: each call is a wait for the interpreter's lock."""
+    while buffers:
+        written = os.writev(file, buffers[:_MAX_BUFFERS])
+        while buffers and written >= len(buffers[0]):
+            written -= len(buffers.pop(0))
+        if written:
+            buffers[0] = buffers[0][written:]
+
+
+def read_part(directory: Path, part: SnapshotPart) -> tuple[Keys, Floats]:
+    """Return the keys and records of a part, its checksum verified. Raises ModelError if it is damaged or not there."""
+    path = directory / part.file
+    data = np.empty(part.num_bytes, np.uint8)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == part.num_bytes:
+                view = memoryview(data)  # type: ignore[arg-type]
+                at = 0
+                while at < size:
+                    at += file.readinto(view[at:]) or size
+    except OSError as error:
+        raise ModelError(f"cannot read {path}, a part of a snapshot: {error.strerror or error}") from None
+    if size != part.num_bytes:
+        raise ModelError(
+            f"{path} is cut off or was changed: it has {size} bytes, the manifest says {part.num_bytes} "
+            f"(SHA-256 {part.sha256[:16]}…)"
+        )
+    found = hashlib.sha256(memoryview(data)).hexdigest()  # type: ignore[arg-type]
+    if found != part.sha256:
+        raise ModelError(f"{path} is damaged: its SHA-256 is {found[:16]}…, the manifest says {part.sha256[:16]}…")
+    rows = sum(part.rows)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    if start + rows * (8 + 4 * part.words) != part.num_bytes:
+        raise ModelError(f"{path} does not hold what the manifest says, {rows} rows of {part.words} float32")
+    keys = data[start : start + 8 * rows].view(np.uint64)
+    return keys, data[start + 8 * rows :].view(np.float32).reshape(rows, part.words)
+
+
+def check_part(directory: Path, part: SnapshotPart) -> None:
+    """Raise ModelError unless a part is there and whole."""
+    read_part(directory, part)
+
+
+# Manifests.
+
+
+def read_manifest(directory: Path, number: int) -> SnapshotManifest:
+    """Read a snapshot's manifest. Raises ModelError if there is none, or it cannot be read."""
+    path = directory / folder_name(number) / MANIFEST
+    try:
+        text = path.read_bytes()
+        head = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelError(f"{path.parent} is no whole snapshot: there is no {MANIFEST} in it") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}") from None
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise ModelError(f"{path} is no manifest of a snapshot")
+    if head.get("version") != FORMAT_VERSION:
+        raise ModelError(
+            f"{path} has format version {head.get('version')}, this Paceline reads {FORMAT_VERSION}: "
+            f"use Paceline {head.get('paceline')}, which wrote it"
+        )
+    digest = head.pop("sha256", None)
+    try:
+        manifest = msgspec.convert(head, SnapshotManifest)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from None
+    found = _digest(manifest)
+    if found != digest:
+        raise ModelError(f"{path} is damaged: its SHA-256 is {found[:16]}…, it says {str(digest)[:16]}…")
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: SnapshotManifest) -> None:
+    """Make a snapshot of what its folder holds: from now on it is there. Raises OSError."""
+    folder = directory / folder_name(manifest.number)
+    fields = {**msgspec.to_builtins(manifest), "sha256": _digest(manifest)}
+    aside = folder / f".{MANIFEST}.new"
+    with open(aside, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(fields), indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, folder / MANIFEST)
+    for each in (folder, directory):
+        _sync(each)
+
+
+def _digest(manifest: SnapshotManifest) -> str:
+    return hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Make renames last, where directories can be synced."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+# What goes.
+
+
+def remove_folder(directory: Path, number: int, kept: Iterable[str] = ()) -> None:
+    """Remove a snapshot: its manifest first, then its parts except those `kept`. What cannot be removed stays."""
+    folder, needed = directory / folder_name(number), set(kept)
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for path in list(folder.iterdir()):
+            if f"{folder.name}/{path.name}" not in needed:
+                path.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def files_of(manifests: Iterable[SnapshotManifest]) -> set[str]:
+    """Return the files that snapshots consist of."""
+    return {use.part.file for manifest in manifests for table in manifest.tables for use in table.uses}
+
+
+def describe_failure(directory: Path, error: OSError) -> str:
+    """Say why a snapshot could not be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left in {directory}"
+    return f"cannot write in {directory}: {error.strerror or error}"

@@ -1,0 +1,154 @@
+"""What a coordinator of snapshots and the servers say to each other; control messages like those of `messages`.
+
+A snapshot and a loading take seconds. They are begun by one call and asked after by another, so that no connection is
+held by one that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from paceline.protocol import ShardAccount
+from paceline.protocol.buckets import buckets_in
+
+
+class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One data file: the rows of some buckets, in this order. `keys` uint64 [rows], `records` float32 [rows, words]."""
+
+    file: str
+    """Within the directory of snapshots: ``snapshot-000123/name``."""
+    table: str
+    buckets: tuple[int, ...]
+    rows: tuple[int, ...]
+    """Of each bucket."""
+    words: int
+    """Of a record: values, then the update rule's state."""
+    num_bytes: int
+    sha256: str
+
+
+class DoneShards(msgspec.Struct, frozen=True, kw_only=True):
+    """The shards of one file that were done in one epoch: bit s of `shards` (little endian) stands for shard s."""
+
+    epoch: int
+    file: int
+    shards: bytes
+
+
+class JobAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done of a job at one moment: all pushes that came of the done shards are acknowledged."""
+
+    files: tuple[int | None, ...]
+    """Shards of each file, where known."""
+    done: tuple[DoneShards, ...]
+    progress: dict[str, float] = {}
+    """The workers' counters over the done shards: examples, loss, bytes."""
+
+
+def done_shards(accounts: Iterable[ShardAccount]) -> tuple[DoneShards, ...]:
+    """Return the shards that are done as they travel."""
+    masks: dict[tuple[int, int], int] = {}
+    for each in accounts:
+        if each.done:
+            at = each.epoch, each.file
+            masks[at] = masks.get(at, 0) | 1 << each.shard
+    return tuple(
+        DoneShards(epoch=epoch, file=file, shards=mask.to_bytes(-(-mask.bit_length() // 8), "little"))
+        for (epoch, file), mask in sorted(masks.items())
+    )
+
+
+def shards_in(done: Iterable[DoneShards]) -> Iterator[tuple[int, int, int]]:
+    """Yield epoch, file and shard of each that is done."""
+    for each in done:
+        for shard in buckets_in(int.from_bytes(each.shards, "little")):
+            yield each.epoch, each.file, shard
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write your buckets to `folder` of `directory`, beside serving. Answered by SnapshotBegun.
+
+    A bucket that has not changed since snapshot n, one of `whole`, is not written again. With `boundary` (sequential
+    consistency) what is written is the state after so many iterations.
+    """
+
+    number: int
+    directory: str
+    folder: str
+    tables: tuple[int, ...]
+    buckets: bytes
+    """The set of buckets that are this server's to write."""
+    whole: tuple[int, ...] = ()
+    boundary: int | None = None
+
+
+class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether it was (not if a worker may have ended iteration `boundary`), and the highest clock of a worker."""
+
+    begun: bool
+    clock: int
+
+
+class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask how far a snapshot is; answered by SnapshotState."""
+
+    number: int
+
+
+class KeptBuckets(msgspec.Struct, frozen=True, kw_only=True):
+    """Buckets of a table that are as snapshot `number` has them."""
+
+    table: int
+    number: int
+    buckets: bytes
+
+
+class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one server is. When it is `done`, `parts` are on the disk."""
+
+    done: bool
+    error: str
+    parts: tuple[SnapshotPart, ...]
+    kept: tuple[KeptBuckets, ...]
+
+
+class DropSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Give up a snapshot, if it is still being taken, and remove what was written of it."""
+
+    number: int
+
+
+class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read buckets of parts of a table from the disk, those that you hold, and set their rows.
+
+    Answered by whether the files are seen here at all; if so, GetLoadState tells the rest.
+    """
+
+    table: int
+    directory: str
+    parts: tuple[SnapshotPart, ...]
+    buckets: tuple[bytes, ...]
+    """Of each part, the set of buckets to set."""
+
+
+class GetLoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask how far a loading is; answered by LoadState."""
+
+
+class LoadState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one server is; an `error` is a ModelError's text."""
+
+    done: bool
+    error: str
+    rows: int
+
+
+class GetAccount(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask the scheduler what is done of a job; answered by JobAccount."""
+
+    job: int
+
+
+ToServer = TakeSnapshot | GetSnapshotState | DropSnapshot | LoadParts | GetLoadState

@@ -1,0 +1,12 @@
+"""Whole clusters of the protocol's machines on a virtual clock and network, from one seed.
+
+A :class:`Cluster` runs a scheduler, servers and workers as thin as the real ones around the same machines, lets drawn
+faults happen, and checks after every event what Paceline promises. ``python -m paceline.simulation`` runs many.
+"""
+
+from paceline.simulation.cluster import Cluster, Outcome, Settings
+from paceline.simulation.defects import Defect
+from paceline.simulation.faults import FOLLOWING, KINDS
+from paceline.simulation.oracle import Violation
+
+__all__ = ["FOLLOWING", "KINDS", "Cluster", "Defect", "Outcome", "Settings", "Violation"]

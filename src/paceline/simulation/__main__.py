@@ -1,0 +1,98 @@
+"""``python -m paceline.simulation``: many seeds, a table of the faults that fired, and how to replay what failed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from paceline.simulation.cluster import Cluster, Outcome
+from paceline.simulation.defects import Defect
+from paceline.simulation.faults import FOLLOWING, KINDS
+
+_CHUNK = 50
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run; return the exit status: 0, 1 if a guarantee did not hold, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.simulation", description=__doc__)
+    parser.add_argument("--seeds", default="0:1000", help="FIRST:END, or one seed (default: %(default)s)")
+    parser.add_argument("--faults", default=",".join(KINDS), help="kinds that may happen, by commas (default: all)")
+    parser.add_argument("--num-faults", type=int, help="how many are drawn for each seed (default: 0 to 8)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--trace", action="store_true", help="print every frame that arrives")
+    parser.add_argument("--may-lose", action="store_true", help="let more servers fail than chains can bear")
+    parser.add_argument("--defect", choices=[each.value for each in Defect], help="break a rule on purpose")
+    options = parser.parse_args(arguments)
+    first, _, end = options.seeds.partition(":")
+    faults = tuple(kind for kind in options.faults.split(",") if kind)
+    if not first.isdecimal() or (end and not end.isdecimal()):
+        parser.error(f"--seeds {options.seeds}: expected FIRST:END, such as 0:1000, or one number")
+    if unknown := [kind for kind in faults if kind not in KINDS]:
+        parser.error(f"--faults: {unknown[0]!r} is no kind of fault: expected some of {', '.join(KINDS)}")
+    seeds = range(int(first), int(end) if end else int(first) + 1)
+    began_s = time.perf_counter()
+    fired: Counter[str] = Counter()
+    failed: list[Outcome] = []
+    num_events = num_reads = num_pushes = num_lost = 0
+    for outcome in _outcomes(seeds, faults, options):
+        fired += outcome.fired
+        num_events += outcome.num_events
+        num_reads += outcome.num_reads
+        num_pushes += outcome.num_pushes
+        num_lost += bool(outcome.lost)
+        if outcome.violation is not None:
+            failed.append(outcome)
+            print(f"seed {outcome.seed}: {outcome.violation}\n  {replay(outcome.seed, faults, options)}", flush=True)
+    took_s = time.perf_counter() - began_s
+    print(f"{'fault':16} {'fired':>9}")
+    for kind in (*faults, *FOLLOWING):
+        print(f"{kind:16} {fired[kind]:9}")
+    print(f"{len(seeds)} seeds, {num_events} events, {num_pushes} pushes and {num_reads} reads checked")
+    print(f"{took_s:.1f} s: {len(seeds) / took_s * 60:.0f} seeds per minute")
+    if options.may_lose:
+        print(f"{num_lost} clusters lost buckets, as they must")
+    print(f"{len(failed)} violations")
+    return 1 if failed else 0
+
+
+def replay(seed: int, faults: tuple[str, ...], options: argparse.Namespace) -> str:
+    """The command that runs one seed again, with everything that happens."""
+    words = ["python -m paceline.simulation --trace --seeds", str(seed)]
+    if faults != KINDS:
+        words.append(f"--faults {','.join(faults)}" if faults else "--faults=")
+    if options.num_faults is not None:
+        words.append(f"--num-faults {options.num_faults}")
+    if options.may_lose:
+        words.append("--may-lose")
+    if options.defect:
+        words.append(f"--defect {options.defect}")
+    return " ".join(words)
+
+
+def _outcomes(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> Iterator[Outcome]:
+    chunks = [(seeds[at : at + _CHUNK], faults, options) for at in range(0, len(seeds), _CHUNK)]
+    if options.jobs == 1 or options.trace:
+        for chunk in chunks:
+            yield from _run(*chunk)
+        return
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for outcomes in pool.map(_run, *zip(*chunks, strict=True)):
+            yield from outcomes
+
+
+def _run(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> list[Outcome]:
+    defect = Defect(options.defect) if options.defect else None
+    trace = print if options.trace else None
+    number, may_lose = options.num_faults, options.may_lose
+    return [
+        Cluster(seed, defect=defect, faults=faults, num_faults=number, may_lose=may_lose, trace=trace).run()
+        for seed in seeds
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""One simulated cluster from one seed: its settings, its processes, its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from paceline.protocol.clocks import Gate
+from paceline.protocol.consistency import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.protocol.iterations import Iterations
+from paceline.protocol.replication import Replication
+from paceline.simulation.clock import Clock
+from paceline.simulation.defects import Defect, gate_type, iterations_type, replication_type
+from paceline.simulation.faults import KINDS, Faults
+from paceline.simulation.network import Network, Process
+from paceline.simulation.node import Node
+from paceline.simulation.oracle import Oracle, Violation
+from paceline.simulation.scheduler import Scheduler
+from paceline.simulation.server import Server
+from paceline.simulation.worker import Worker
+
+_DEEP_CHECK_EVENTS: Final = 250
+_PATIENCE_S: Final = 30.0
+"""How long, after the last fault, work may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a cluster is made of."""
+
+    num_servers: int
+    num_workers: int
+    replicas: int
+    consistency: Consistency
+    num_buckets: int
+    num_shards: int
+    epochs: int
+    iterations_per_shard: tuple[int, ...]
+    think_s: tuple[float, float]
+
+    @property
+    def all_buckets(self) -> int:
+        """Every bucket, as a mask."""
+        return (1 << self.num_buckets) - 1
+
+    @classmethod
+    def draw(cls, random: Random) -> Settings:
+        """Choose a small cluster."""
+        consistency: Consistency = random.choice(
+            (Sequential(), Sequential(), BoundedDelay(tau=0), BoundedDelay(tau=1), BoundedDelay(tau=3), Eventual())
+        )
+        num_servers = random.choice((2, 3, 3, 4))
+        return cls(
+            num_servers=num_servers,
+            num_workers=random.choice((2, 3)),
+            replicas=random.choice((1, 1, 1, 2)),
+            consistency=consistency,
+            num_buckets=random.choice((6, 8, 12)),
+            num_shards=random.choice((5, 8)),
+            epochs=random.choice((1, 2)),
+            iterations_per_shard=random.choice(((1,), (2,), (1, 2, 3))),
+            think_s=random.choice(((0.0, 0.05), (0.05, 0.2), (0.2, 0.3))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one seed."""
+
+    seed: int
+    violation: str | None
+    fired: Counter[str]
+    num_events: int
+    virtual_s: float
+    trace_hash: int
+    num_reads: int
+    num_pushes: int
+    lost: int
+
+
+class Lost(Exception):  # noqa: N818 - an end, not an error
+    """Buckets are gone, as they must be when too many servers fail."""
+
+
+class Cluster:
+    """The processes of one seed; :meth:`run` lets them live."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        defect: Defect | None = None,
+        trace: Callable[[str], None] | None = None,
+        settings: Settings | None = None,
+        faults: tuple[str, ...] = KINDS,
+        num_faults: int | None = None,
+        may_lose: bool = False,
+    ) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.settings = Settings.draw(self.random) if settings is None else settings
+        self.is_sequential = isinstance(self.settings.consistency, Sequential)
+        self.fired: Counter[str] = Counter()
+        self.clock = Clock()
+        self.network = Network(self.clock, self.random, self.fired)
+        self.trace = trace
+        if trace is not None:
+            self.network.trace = self.note
+        self.oracle = Oracle(self.settings.consistency.tau, self.is_sequential)
+        self.replication_type = replication_type(defect)
+        self.iterations_type = iterations_type(defect)
+        self.gate_type = gate_type(defect)
+        self.last_fault_s = 0.0
+        self.may_lose = may_lose
+        self.unhealthy_until_s: dict[str, float] = {}
+        self._number = 0
+        self.scheduler: Scheduler | None = Scheduler(self, follows=False)
+        for server in range(self.settings.num_servers):
+            self.start_server(f"s{server}")
+        for worker in range(self.settings.num_workers):
+            self.start_worker(f"w{worker}")
+        self._faults = Faults(self, faults, num_faults, may_lose=may_lose)
+
+    # What nodes ask for.
+
+    def make_replication(self, incarnation: int) -> Replication:
+        """A server's machine."""
+        return self.replication_type(incarnation)
+
+    def make_iterations(self, replication: Replication, first_clock: int) -> Iterations:
+        """A server's machine under sequential consistency."""
+        return self.iterations_type(replication, first_clock)
+
+    def make_gate(self, expected_workers: int, first_clock: int) -> Gate:
+        """A server's gate."""
+        return self.gate_type(self.settings.consistency, expected_workers, first_clock=first_clock)
+
+    def ended(self, node: Node) -> None:
+        """Note that a node stops by itself."""
+        self.note(f"{node.name} ends")
+        node.end()
+        if isinstance(node, Worker) and not self.workers and not self.is_done:
+            self.clock.after(0.05, self._replace, node.host)
+
+    def lost(self, buckets: int) -> None:
+        """Note that buckets are gone."""
+        self.oracle.lost |= buckets
+        if self.may_lose:
+            raise Lost
+        raise Violation(f"buckets {buckets:b} are lost, though enough servers lived")
+
+    def note(self, text: str) -> None:
+        """Say what happens, if anybody listens."""
+        if self.trace is not None:
+            self.trace(f"{self.clock.now_s:9.5f} {text}")
+
+    # Processes.
+
+    def start_server(self, host: str) -> Server:
+        """Start a server."""
+        self._number += 1
+        return Server(host, f"{host}.{self._number}", self)
+
+    def _replace(self, host: str) -> None:
+        self.start_worker(host)
+
+    def start_worker(self, host: str) -> Worker:
+        """Start a worker."""
+        self._number += 1
+        return Worker(host, f"{host}.{self._number}", self)
+
+    def crash(self, process: Process) -> None:
+        """Kill a process."""
+        self.note(f"{process.name} crashes")
+        if process is self.scheduler:
+            self.scheduler = None
+        process.end()
+
+    def restart_scheduler(self) -> None:
+        """Start a scheduler after the former one."""
+        if self.scheduler is None:
+            self.note("the scheduler is back")
+            self.scheduler = Scheduler(self, follows=True)
+
+    @property
+    def servers(self) -> list[Server]:
+        """The servers that live."""
+        return [process for process in self.network.processes.values() if isinstance(process, Server)]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that live."""
+        return [process for process in self.network.processes.values() if isinstance(process, Worker)]
+
+    def can_lose(self, doubtful: Collection[Server]) -> bool:
+        """Whether all these may fail: of each chain one member stays healthy, and no more than `replicas` do not.
+
+        A server that is being filled counts as one of the chain, for it may become a member before it is missed.
+        """
+        if self.scheduler is None or self.scheduler.is_rebuilding or not self.oracle.version:
+            return False
+        now_s = self.clock.now_s
+        healthy = {
+            server.incarnation
+            for server in self.servers
+            if server not in doubtful
+            and server.incarnation in self.oracle.members
+            and not server.is_leaving
+            and self.unhealthy_until_s.get(server.name, 0.0) < now_s
+        }
+        for group in self.oracle.groups:
+            chain = {*group.members, group.filling} - {None}
+            if healthy.isdisjoint(group.members) or len(chain - healthy) > self.settings.replicas:
+                return False
+        return True
+
+    # The end.
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every shard of every epoch is done."""
+        return len(self.oracle.done) == self.settings.num_shards * self.settings.epochs
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all work is done, and the servers have nothing left to do either."""
+        scheduler = self.scheduler
+        if scheduler is None or scheduler.is_rebuilding:
+            return False
+        if not self.is_done or self.workers:
+            return False
+        if not scheduler.planner.is_stable:
+            return False
+        return all(
+            server.incarnation in self.oracle.members
+            and server.replication.version == self.oracle.version
+            and not server.replication.num_pending
+            for server in self.servers
+        )
+
+    def check(self, *, at_end: bool = False) -> None:
+        """Look at everything."""
+        for server in self.servers:
+            server.validate()
+        if self.scheduler is not None and not self.scheduler.is_rebuilding:
+            self.scheduler.planner.validate()
+            self.scheduler.membership.validate()
+            self.scheduler.shards.validate()
+        of = {server.incarnation: server for server in self.servers if server.incarnation}
+        for group in self.oracle.groups:
+            for member in group.members:
+                holder = of.get(member)
+                if holder is None or holder.replication.version == 0:
+                    continue
+                for bucket in range(self.settings.num_buckets):
+                    if not group.buckets >> bucket & 1:
+                        continue
+                    data = holder.data.get(bucket)
+                    if data is None:
+                        raise Violation(f"{holder.name} is a member of the chain of bucket {bucket} and has it not")
+                    self.oracle.check_acknowledged(bucket, data, holder.name)
+                    first = of.get(group.members[0])
+                    if at_end and first is not None and first.data[bucket].marks != data.marks:
+                        raise Violation(
+                            f"{holder.name} has {data.marks} in bucket {bucket}, its primary {first.name} "
+                            f"{first.data[bucket].marks} (replicas are equal)"
+                        )
+
+    def run(self) -> Outcome:
+        """Live until all work is done, or something is wrong."""
+        violation = None
+        try:
+            self._run()
+        except Lost:
+            pass
+        except Violation as error:
+            violation = str(error)
+        except Exception as error:  # a machine that fails an assertion is as bad
+            if self.trace is not None:
+                raise
+            violation = f"{type(error).__name__}: {error}"
+        if violation is not None:
+            self.note(f"VIOLATION {violation}")
+        return Outcome(
+            self.seed,
+            violation,
+            self.fired,
+            self.clock.num_events,
+            self.clock.now_s,
+            self.clock.trace_hash,
+            self.oracle.num_reads,
+            self.oracle.num_pushes,
+            self.oracle.lost,
+        )
+
+    def _run(self) -> None:
+        clock = self.clock
+        check_at = _DEEP_CHECK_EVENTS
+        while clock.step():
+            if clock.num_events >= check_at:
+                check_at += _DEEP_CHECK_EVENTS
+                self.check()
+            if clock.num_events % 16 == 0:
+                if clock.now_s > self.last_fault_s and self.is_finished:
+                    break
+                if clock.now_s > self.last_fault_s + _PATIENCE_S:
+                    raise Violation(f"work is not done {_PATIENCE_S:g} s after the last fault (progress)")
+        self.check(at_end=True)

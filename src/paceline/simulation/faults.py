@@ -1,0 +1,230 @@
+"""What goes wrong in a simulated cluster, and when: drawn from the seed, counted when it happens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from paceline.simulation.network import Process
+from paceline.simulation.node import SCHEDULER
+from paceline.simulation.server import Server
+
+if TYPE_CHECKING:
+    from paceline.simulation.cluster import Cluster
+
+KINDS: Final = (
+    "cut",
+    "partition",
+    "crash-server",
+    "crash-worker",
+    "crash-scheduler",
+    "stop",
+    "slow",
+    "clock-jump",
+    "join-server",
+    "leave-server",
+    "join-worker",
+    "leave-worker",
+)
+"""The faults that are drawn. `restart` follows crashes; `drop`, `duplicate` and `reorder` follow from the others."""
+
+FOLLOWING: Final = ("restart", "drop", "duplicate", "reorder")
+
+_WEIGHTS: Final = (6, 3, 4, 2, 2, 3, 2, 2, 2, 2, 2, 1)
+_LONG_S: Final = 0.2
+"""A server that is silent for longer counts as one that may fail."""
+
+
+class Faults:
+    """The faults of one cluster: `number` of them, up to 8 if that is None.
+
+    With `may_lose`, more servers may fail than a chain can bear.
+    """
+
+    def __init__(
+        self, cluster: Cluster, kinds: tuple[str, ...] = KINDS, number: int | None = None, *, may_lose: bool = False
+    ) -> None:
+        self._cluster = cluster
+        self._may_lose = may_lose
+        self._num_hosts = 10
+        random = cluster.random
+        settings = cluster.settings
+        iterations = settings.num_shards * settings.epochs * sum(settings.iterations_per_shard)
+        iterations //= len(settings.iterations_per_shard) * settings.num_workers
+        window_s = 0.3 + 1.2 * iterations * (sum(settings.think_s) / 2 + 0.02)
+        weights = [_WEIGHTS[KINDS.index(kind)] for kind in kinds]
+        if number is None:
+            number = random.choice((0, 2, 4, 6, 8))
+        for _ in range(number if kinds else 0):
+            kind = random.choices(kinds, weights)[0]
+            time_s = 0.05 + window_s * random.random()
+            cluster.last_fault_s = max(cluster.last_fault_s, time_s)
+            cluster.clock.at(time_s, self._fire, kind)
+
+    def _fire(self, kind: str) -> None:
+        if not self._cluster.network.processes:
+            return
+        if getattr(self, "_" + kind.replace("-", "_"))():
+            self._cluster.fired[kind] += 1
+
+    def _lasts(self, until_s: float) -> None:
+        self._cluster.last_fault_s = max(self._cluster.last_fault_s, until_s)
+
+    def _may_fail(self, doubtful: list[Server], until_s: float) -> bool:
+        """Whether these servers may fail; if so, do not count on them until then."""
+        cluster = self._cluster
+        if not self._may_lose and doubtful and not cluster.can_lose(doubtful):
+            return False
+        for server in doubtful:
+            cluster.unhealthy_until_s[server.name] = max(until_s, cluster.unhealthy_until_s.get(server.name, 0.0))
+        return True
+
+    def _any(self) -> Process:
+        processes = self._cluster.network.processes
+        return processes[self._cluster.random.choice(sorted(processes))]
+
+    # The kinds.
+
+    def _cut(self) -> bool:
+        cluster = self._cluster
+        connections = [each for process in cluster.network.processes.values() for each in process.connections]
+        if not connections:
+            return False
+        connection = cluster.random.choice(connections)
+        cluster.note(f"cut {connection.ends[0].name} - {connection.ends[1].name}")
+        cluster.network.cut(connection)
+        return True
+
+    def _partition(self) -> bool:
+        cluster = self._cluster
+        names = sorted(cluster.network.processes)
+        island = cluster.random.sample(names, cluster.random.randint(1, max(1, len(names) // 2)))
+        duration_s = cluster.random.choice((0.05, 0.2, 0.8, 2.0))
+        until_s = cluster.clock.now_s + duration_s
+        if duration_s >= _LONG_S:
+            # Those that the scheduler does not hear may be declared dead.
+            beyond = set(names) - set(island) if SCHEDULER in island else set(island)
+            doubtful = [server for server in cluster.servers if server.name in beyond]
+            if SCHEDULER not in names or not self._may_fail(doubtful, until_s + 0.5):
+                return False
+        elif cluster.scheduler is None or cluster.scheduler.is_rebuilding:
+            return False
+        cluster.note(f"partition of {island} for {duration_s}")
+        cluster.network.part(island, duration_s)
+        self._lasts(until_s)
+        return True
+
+    def _crash_server(self) -> bool:
+        cluster = self._cluster
+        if not cluster.servers:
+            return False
+        server = cluster.random.choice(cluster.servers)
+        if not self._may_fail([server], 1e9):
+            return False
+        cluster.crash(server)
+        if cluster.random.random() < 0.8 or len(cluster.servers) < 2:
+            self._restart(server.host, is_server=True)
+        return True
+
+    def _crash_worker(self) -> bool:
+        cluster = self._cluster
+        if not cluster.workers:
+            return False
+        worker = cluster.random.choice(cluster.workers)
+        cluster.crash(worker)
+        if cluster.random.random() < 0.7 or not cluster.workers:
+            self._restart(worker.host, is_server=False)
+        return True
+
+    def _restart(self, host: str, *, is_server: bool) -> None:
+        cluster = self._cluster
+        delay_s = cluster.random.choice((0.02, 0.3, 1.0))
+        cluster.clock.after(delay_s, self._start, host, is_server)
+        self._lasts(cluster.clock.now_s + delay_s)
+
+    def _start(self, host: str, is_server: bool) -> None:
+        self._cluster.note(f"{host} restarts")
+        self._cluster.fired["restart"] += 1
+        if is_server:
+            self._cluster.start_server(host)
+        else:
+            self._cluster.start_worker(host)
+
+    def _crash_scheduler(self) -> bool:
+        cluster = self._cluster
+        scheduler = cluster.scheduler
+        if scheduler is None or scheduler.is_rebuilding:
+            return False
+        now_s = cluster.clock.now_s
+        doubtful = [each for each in cluster.servers if cluster.unhealthy_until_s.get(each.name, 0.0) >= now_s]
+        if not self._may_lose and not cluster.can_lose(doubtful):
+            return False
+        cluster.crash(scheduler)
+        delay_s = cluster.random.choice((0.05, 0.5, 1.5))
+        cluster.clock.after(delay_s, cluster.restart_scheduler)
+        self._lasts(now_s + delay_s + 1.0)
+        return True
+
+    def _stop(self) -> bool:
+        cluster = self._cluster
+        process = self._any()
+        duration_s = cluster.random.choice((0.05, 0.3, 0.9, 2.0))
+        if cluster.scheduler is None or cluster.scheduler.is_rebuilding:
+            return False
+        until_s = cluster.clock.now_s + duration_s
+        long = [process] if isinstance(process, Server) and duration_s >= _LONG_S else []
+        if not self._may_fail(long, until_s + 0.5):
+            return False
+        cluster.note(f"{process.name} stops for {duration_s}")
+        process.stopped_until_s = max(process.stopped_until_s, until_s)
+        self._lasts(until_s)
+        return True
+
+    def _slow(self) -> bool:
+        cluster = self._cluster
+        process = self._any()
+        process.slow_s = cluster.random.choice((0.005, 0.03))
+        duration_s = cluster.random.choice((0.1, 1.0))
+        cluster.note(f"{process.name} is slow for {duration_s}")
+        cluster.clock.after(duration_s, setattr, process, "slow_s", 0.0)
+        self._lasts(cluster.clock.now_s + duration_s)
+        return True
+
+    def _clock_jump(self) -> bool:
+        process = self._cluster.network.processes.get(SCHEDULER) or self._any()
+        if self._cluster.random.random() < 0.3:
+            process = self._any()
+        process.clock_offset_s += self._cluster.random.choice((-3600.0, -2.0, 2.0, 3600.0))
+        return True
+
+    def _join_server(self) -> bool:
+        if len(self._cluster.servers) > 5:
+            return False
+        self._num_hosts += 1
+        self._cluster.start_server(f"s{self._num_hosts}")
+        return True
+
+    def _leave_server(self) -> bool:
+        cluster = self._cluster
+        staying = [server for server in cluster.servers if server.member is not None and not server.is_leaving]
+        if len(staying) < 2:
+            return False
+        server = cluster.random.choice(staying)
+        if not self._may_lose and not cluster.can_lose([server]):
+            return False
+        server.leave()
+        return True
+
+    def _join_worker(self) -> bool:
+        if len(self._cluster.workers) > 4:
+            return False
+        self._num_hosts += 1
+        self._cluster.start_worker(f"w{self._num_hosts}")
+        return True
+
+    def _leave_worker(self) -> bool:
+        cluster = self._cluster
+        staying = [worker for worker in cluster.workers if worker.member is not None and not worker.is_leaving]
+        if len(staying) < 2:
+            return False
+        cluster.random.choice(staying).leave()
+        return True

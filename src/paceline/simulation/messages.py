@@ -1,0 +1,294 @@
+"""What travels between the processes of a simulated cluster.
+
+A value is what one push adds to one bucket: (bucket, index, number). The index counts the pushes of one worker to the
+bucket from 1 on; it belongs to the simulation, which checks by it that each is applied once, in order and with no gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+from paceline.protocol.chains import ChainGroup
+from paceline.protocol.membership import Member
+from paceline.protocol.replication import FilterState
+from paceline.protocol.shards import Granted
+
+Value: TypeAlias = tuple[int, int, int]
+Part: TypeAlias = tuple[int, tuple[Value, ...]]
+"""A worker's incarnation, and what it pushed."""
+
+Key: TypeAlias = tuple[int, int, int]
+"""Epoch, file and number of a shard."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """What is sent; `size` is in bytes."""
+
+    size: ClassVar[int] = 200
+
+
+# Between a node and the scheduler.
+
+
+@dataclass(slots=True)
+class RegisterNode(Frame):
+    """A new process wants to be a member."""
+
+    is_server: bool
+
+
+@dataclass(slots=True)
+class Map(Frame):
+    """Everything that the scheduler publishes. Who is not among `members`, up to incarnation `highest`, is gone."""
+
+    size: ClassVar[int] = 2000
+    epoch: int
+    members: tuple[Member, ...]
+    highest: int
+    version: int
+    groups: tuple[ChainGroup, ...]
+
+    def excludes(self, incarnation: int) -> bool:
+        """Whether it says that an incarnation is gone."""
+        return incarnation <= self.highest and all(member.incarnation != incarnation for member in self.members)
+
+
+@dataclass(slots=True)
+class Rejoin(Frame):
+    """A member is connected (again); the rest is for a scheduler that knows nothing."""
+
+    member: Member
+    map: Map | None
+    is_leaving: bool
+    held: tuple[Granted, ...]
+    done: frozenset[Key]
+
+
+@dataclass(slots=True)
+class Beat(Frame):
+    """A heartbeat."""
+
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Going(Frame):
+    """A server wants to be drained; a worker goes."""
+
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Welcomed(Frame):
+    """The node is this member."""
+
+    member: Member
+
+
+@dataclass(slots=True)
+class Thrown(Frame):
+    """The node is no member (any more)."""
+
+
+@dataclass(slots=True)
+class Filled(Frame):
+    """A server is filled, see :class:`paceline.protocol.replication.Report`."""
+
+    version: int
+    target: int
+    buckets: int
+
+
+@dataclass(slots=True)
+class LeaseRequest(Frame):
+    """A worker wants a shard; it asks again with the same number when it does not know the answer."""
+
+    worker: int
+    number: int
+
+
+@dataclass(slots=True)
+class LeaseAnswer(Frame):
+    """A lease, nothing yet (`wait`), or nothing ever more."""
+
+    number: int
+    granted: Granted | None
+    wait: bool
+
+
+@dataclass(slots=True)
+class ShardDone(Frame):
+    """A worker is through with a lease; it says so until it is confirmed."""
+
+    worker: int
+    lease: int
+
+
+@dataclass(slots=True)
+class ShardDoneOk(Frame):
+    """The scheduler and all servers know that the lease is over."""
+
+    lease: int
+
+
+@dataclass(slots=True)
+class KnowDone(Frame):
+    """The scheduler tells servers which shards are done, lest it be forgotten."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class KnownDone(Frame):
+    """A server knows it."""
+
+    incarnation: int
+    keys: tuple[Key, ...]
+
+
+# Between a worker and a server.
+
+
+@dataclass(slots=True)
+class JoinGate(Frame):
+    """A worker wants to count from `clock` on, or from where the server stands."""
+
+    worker: int
+    clock: int
+    version: int
+    number: int
+
+
+@dataclass(slots=True)
+class JoinedGate(Frame):
+    """A worker counts at this server from `clock` on."""
+
+    clock: int
+    number: int
+
+
+@dataclass(slots=True)
+class FinishGate(Frame):
+    """A worker has no work now."""
+
+    worker: int
+    version: int
+
+
+@dataclass(slots=True)
+class PushPart(Frame):
+    """A part of a push of one iteration."""
+
+    number: int
+    worker: int
+    sequence: int
+    iteration: int
+    version: int
+    buckets: int
+    values: tuple[Value, ...]
+
+
+@dataclass(slots=True)
+class TickClock(Frame):
+    """A worker has finished `clock` iterations."""
+
+    worker: int
+    clock: int
+    version: int
+
+
+@dataclass(slots=True)
+class PullPart(Frame):
+    """A part of a read of iteration `clock`."""
+
+    number: int
+    worker: int
+    clock: int
+    version: int
+    buckets: int
+
+
+@dataclass(slots=True)
+class Answer(Frame):
+    """The answer to a push or a pull, and the iterations that are safe at the server."""
+
+    number: int
+    durable: int
+
+
+@dataclass(slots=True)
+class Stale(Frame):
+    """A part is refused: the map was old. Here is the newer one."""
+
+    number: int
+    map: Map
+
+
+@dataclass(slots=True)
+class Synced(Frame):
+    """By the map of `version`, all was sent again that had to be; where the worker stands."""
+
+    worker: int
+    version: int
+    clock: int
+    has_joined: bool
+    counted: bool
+
+
+# Between servers.
+
+
+@dataclass(slots=True)
+class ForwardPush(Frame):
+    """A push on its way down a chain."""
+
+    number: int
+    incarnation: int
+    sequence: int
+    version: int
+    buckets: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class ForwardOk(Frame):
+    """The sender and all behind it have the push."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class State(Frame):
+    """A bucket, whole."""
+
+    size: ClassVar[int] = 20_000
+    number: int
+    version: int
+    bucket: int
+    filter: FilterState
+    value: int
+    marks: dict[int, int]
+
+
+@dataclass(slots=True)
+class StateOk(Frame):
+    """The bucket is here."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class ReadyFrame(Frame):
+    """The sender has nothing that the primary may lack, see :class:`paceline.protocol.replication.Ready`."""
+
+    version: int
+
+
+@dataclass(slots=True)
+class Clocks(Frame):
+    """What a gate knows: its minimum, and each worker's clock and whether it counts."""
+
+    minimum: int
+    clocks: tuple[tuple[int, int, bool], ...]

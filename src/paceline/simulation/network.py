@@ -1,0 +1,288 @@
+"""Processes and the connections between them, on virtual time.
+
+A :class:`Connection` is what TCP gives: each direction keeps its order until it breaks; then some tail of what was on
+its way is lost, in each direction by itself. So a frame is dropped only together with all that came after it, and it
+comes twice only if its sender sends it again. Connections overtake one another freely.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+from paceline.simulation.clock import Clock
+
+_RECONNECT_S = 0.03
+
+
+class Process:
+    """One process of a cluster. It ends by a crash or by itself; one that is restarted is another one."""
+
+    def __init__(self, name: str, network: Network) -> None:
+        self.name = name
+        self.network = network
+        self.clock = network.clock
+        self.is_alive = True
+        self.stopped_until_s = 0.0
+        self.slow_s = 0.0
+        self.clock_offset_s = 0.0
+        self.connections: list[Connection] = []
+        self.accepted: dict[Process, Connection] = {}
+        self.last_delivered = 0
+        network.add(self)
+
+    @property
+    def own_now_s(self) -> float:
+        """What this process takes for the time."""
+        return self.clock.now_s + self.clock_offset_s
+
+    def later(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Call something after a delay, if this process lives and runs by then."""
+        self.clock.after(delay_s, self.run, action, args)
+
+    def run(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Call something now, or as soon as the process is not stopped."""
+        if not self.is_alive:
+            return
+        if self.stopped_until_s > self.clock.now_s:
+            self.clock.again_at(self.stopped_until_s, self.run, action, args)
+            return
+        action(*args)
+
+    def end(self) -> None:
+        """End at once; all connections break."""
+        if self.is_alive:
+            self.is_alive = False
+            self.network.remove(self)
+
+    def accept(self, connection: Connection, hello: Any) -> bool:
+        """Take a connection that another process opens, or refuse it."""
+        raise NotImplementedError
+
+    def opened(self, connection: Connection) -> None:
+        """Note that a connection that this process asked for is there."""
+        raise NotImplementedError
+
+    def refused(self, name: str, hello: Any) -> None:
+        """Note that a connection could not be opened."""
+        raise NotImplementedError
+
+    def closed(self, connection: Connection) -> None:
+        """Note that a connection broke."""
+        raise NotImplementedError
+
+    def receive(self, connection: Connection, frame: Any) -> None:
+        """Take a frame."""
+        raise NotImplementedError
+
+
+class Connection:
+    """Two ordered streams between two processes; end 0 opened it."""
+
+    __slots__ = (
+        "delivered",
+        "ends",
+        "hello",
+        "is_forgotten",
+        "is_open",
+        "latency_s",
+        "limit",
+        "network",
+        "owner",
+        "sent",
+        "tail_s",
+        "was_opened",
+    )
+
+    def __init__(self, network: Network, source: Process, target: Process, hello: Any, latency_s: float) -> None:
+        self.network = network
+        self.ends = (source, target)
+        self.hello = hello
+        self.latency_s = latency_s
+        self.is_open = True
+        self.is_forgotten = False
+        self.was_opened = False
+        self.owner: Any = None
+        """What the accepting process makes of it."""
+        self.sent = [0, 0]
+        self.delivered = [0, 0]
+        self.limit: list[int] | None = None
+        self.tail_s = [0.0, 0.0]
+
+    def peer(self, process: Process) -> Process:
+        """The process at the other end."""
+        return self.ends[1] if self.ends[0] is process else self.ends[0]
+
+    def send(self, sender: Process, frame: Any) -> None:
+        """Send a frame; it is lost if the connection is broken, noticed or not."""
+        if self.is_open:
+            self.network.send(self, 0 if self.ends[0] is sender else 1, frame)
+
+    def forget(self) -> None:
+        """Deliver nothing any more: a newer connection of the same processes took its place."""
+        self.is_open = False
+        self.is_forgotten = True
+        self.limit = [0, 0]
+
+
+class Network:
+    """Who lives, and how their frames travel.
+
+    `fired` counts, by kind, what happened to them.
+    """
+
+    def __init__(self, clock: Clock, random: Random, fired: Counter[str]) -> None:
+        self.clock = clock
+        self.random = random
+        self.fired = fired
+        self.processes: dict[str, Process] = {}
+        self.trace: Callable[[str], None] | None = None
+        self.latency_s = random.choice((0.0003, 0.001, 0.003))
+        self.bytes_per_s = random.choice((2e6, 2e7, 1e9))
+        self._partitions: list[tuple[frozenset[str], float]] = []
+        self._number = 0
+
+    def add(self, process: Process) -> None:
+        """Let a process listen under its name."""
+        self.processes[process.name] = process
+
+    def remove(self, process: Process) -> None:
+        """Take a process away and break its connections."""
+        del self.processes[process.name]
+        for connection in list(process.connections):
+            self.cut(connection)
+
+    # Connections.
+
+    def connect(self, source: Process, name: str, hello: Any) -> None:
+        """Open a connection; `source` is told by `opened` or `refused`."""
+        self.clock.after(self.latency_s * (0.5 + self.random.random()), self._arrive, source, name, hello)
+
+    def _arrive(self, source: Process, name: str, hello: Any) -> None:
+        target = self.processes.get(name)
+        if not source.is_alive:
+            return
+        if target is None or self._blocked_until_s(source, target) > 0:
+            self.clock.after(_RECONNECT_S, source.run, source.refused, (name, hello))
+            return
+        if target.stopped_until_s > self.clock.now_s:
+            self.clock.after(_RECONNECT_S, self._arrive, source, name, hello)
+            return
+        latency_s = self.latency_s * self.random.choice((0.5, 1.0, 4.0))
+        connection = Connection(self, source, target, hello, latency_s)
+        if not target.accept(connection, hello):
+            self.clock.after(_RECONNECT_S, source.run, source.refused, (name, hello))
+            return
+        former = target.accepted.get(source)
+        if former is not None:
+            former.forget()
+            self.unlink(former)
+            target.closed(former)
+        target.accepted[source] = connection
+        source.connections.append(connection)
+        target.connections.append(connection)
+        self.clock.after(latency_s, self._open, connection)
+
+    def _open(self, connection: Connection) -> None:
+        source = connection.ends[0]
+        if connection.is_open:  # if not, its break is told instead
+            source.run(self._opened, (connection,))
+
+    def _opened(self, connection: Connection) -> None:
+        if connection.is_open:
+            connection.was_opened = True
+            connection.ends[0].opened(connection)
+
+    def send(self, connection: Connection, direction: int, frame: Any) -> None:
+        """Put a frame on its way."""
+        clock = self.clock
+        sender, receiver = connection.ends[direction], connection.ends[1 - direction]
+        delay_s = connection.latency_s * (1 + self.random.random()) + sender.slow_s + receiver.slow_s
+        arrival_s = max(connection.tail_s[direction], clock.now_s + delay_s) + frame.size / self.bytes_per_s
+        connection.tail_s[direction] = arrival_s
+        connection.sent[direction] += 1
+        self._number += 1
+        clock.at(arrival_s, self._deliver, connection, direction, connection.sent[direction], self._number, frame)
+
+    def _deliver(self, connection: Connection, direction: int, index: int, number: int, frame: Any) -> None:
+        sender, receiver = connection.ends[direction], connection.ends[1 - direction]
+        if (connection.limit is not None and index > connection.limit[direction]) or not receiver.is_alive:
+            return
+        until_s = max(receiver.stopped_until_s, self._blocked_until_s(sender, receiver) if self._partitions else 0.0)
+        if until_s > self.clock.now_s:
+            self.clock.again_at(until_s, self._deliver, connection, direction, index, number, frame)
+            return
+        connection.delivered[direction] = index
+        if number < sender.last_delivered:
+            self.fired["reorder"] += 1
+        else:
+            sender.last_delivered = number
+        if self.trace is not None:
+            self.trace(f"{sender.name} -> {receiver.name}: {frame}")
+        receiver.receive(connection, frame)
+
+    # Faults.
+
+    def cut(self, connection: Connection) -> None:
+        """Break a connection: in each direction some of what is under way still arrives, the rest is lost."""
+        if not connection.is_open:
+            return
+        connection.is_open = False
+        connection.limit = []
+        for direction in (0, 1):
+            delivered, sent = connection.delivered[direction], connection.sent[direction]
+            connection.limit.append(self.random.randint(delivered, sent))
+            if connection.limit[direction] < sent:
+                self.fired["drop"] += 1
+        self.unlink(connection)
+        for direction in (0, 1):
+            end = connection.ends[1 - direction]
+            notice_s = self.clock.now_s + connection.latency_s * self.random.random()
+            if connection.limit[direction] > connection.delivered[direction]:
+                notice_s = max(notice_s, connection.tail_s[direction])
+            if end.is_alive:
+                self.clock.at(notice_s, end.run, self._closed, (end, connection))
+
+    def _closed(self, end: Process, connection: Connection) -> None:
+        if connection.is_forgotten and end is connection.ends[1]:
+            return  # it was told when the newer one came
+        if end.accepted.get(connection.peer(end)) is connection:
+            del end.accepted[connection.peer(end)]
+        end.closed(connection)
+
+    def close(self, connection: Connection) -> None:
+        """Close a connection in good order, as far as its two ends are concerned: as a break."""
+        self.cut(connection)
+
+    def unlink(self, connection: Connection) -> None:
+        """Take a connection out of its ends' lists."""
+        for end in connection.ends:
+            if connection in end.connections:
+                end.connections.remove(connection)
+
+    def part(self, names: Iterable[str], duration_s: float) -> None:
+        """Let nothing pass between these processes and all others for a while; some connections break over it."""
+        island = frozenset(names)
+        self._partitions.append((island, self.clock.now_s + duration_s))
+        crossing = {
+            connection: None
+            for name in sorted(island)
+            if name in self.processes
+            for connection in self.processes[name].connections
+            if connection.peer(self.processes[name]).name not in island
+        }
+        for connection in crossing:
+            if self.random.random() < 0.5:
+                self.clock.after(duration_s * self.random.random(), self.cut, connection)
+
+    def _blocked_until_s(self, one: Process, other: Process) -> float:
+        until_s = 0.0
+        if self._partitions:
+            now_s = self.clock.now_s
+            self._partitions = [each for each in self._partitions if each[1] > now_s]
+            for island, end_s in self._partitions:
+                if (one.name in island) != (other.name in island):
+                    until_s = max(until_s, end_s)
+        return until_s

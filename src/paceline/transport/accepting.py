@@ -1,0 +1,119 @@
+"""A connection that a client made to us: challenge it first, then hand every frame to the handler."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+from dataclasses import dataclass, field
+
+import msgspec
+
+from paceline.errors import DeadlineError, PacelineError, ProtocolError
+from paceline.transport.authentication import (
+    NONCE_BYTES,
+    Challenge,
+    Hello,
+    Proof,
+    decode,
+    encode_hello,
+    prove,
+    verify,
+)
+from paceline.transport.base import Handler
+from paceline.transport.connection import Connection
+from paceline.transport.failures import error_meta
+from paceline.transport.frames import Header, Kind, Limits, frame_parts, join
+from paceline.transport.receiving import BufferPool
+from paceline.transport.sending import TransportPeer
+
+_logger = logging.getLogger("paceline.transport")
+
+
+@dataclass(eq=False, slots=True)
+class Service:
+    """What all connections of a listener share."""
+
+    handler: Handler
+    token: str
+    hello: Hello
+    limits: Limits
+    handshake_timeout_s: float
+    pool: BufferPool
+    connections: set[AcceptedConnection] = field(default_factory=set)
+
+
+class AcceptedConnection(Connection):
+    """The server's end. What the handler raises goes back as an ERROR frame."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service.handler, service.limits, service.pool)
+        self._service = service
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    def _begin(self) -> None:
+        """Challenge the client."""
+        self._address = _address_of(self.transport)
+        self._service.connections.add(self)
+        self.deliver = self._greeted
+        self._start_timer(self._service.handshake_timeout_s, self._greeting_missed)
+        self._send_meta(Kind.CHALLENGE, msgspec.msgpack.encode(Challenge(self._nonce)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the listener and the handler."""
+        self._service.connections.discard(self)
+        super().connection_lost(exc)
+
+    # the receiver's calls
+
+    def frame_failed(self, header: Header, error: Exception) -> None:
+        """Answer with an ERROR frame; before the handshake is done, with the end."""
+        if self._peer is None:
+            self.stream_failed(error)
+            return
+        if not isinstance(error, PacelineError):
+            _logger.error(
+                "the handler failed on a frame of kind %d from %s", header.kind, self._address, exc_info=error
+            )
+        self._peer.send_error(header, error)
+
+    def stream_failed(self, error: Exception) -> None:
+        """Say why, and close."""
+        _logger.warning("closing the connection to %s: %s", self._address, error)
+        self._failure = error
+        self.stop_receiving()
+        if self._peer is not None:
+            self._peer.send(join(frame_parts(Kind.REFUSED, meta=error_meta(error))))
+            self._peer.close()
+        else:
+            self._send_meta(Kind.REFUSED, error_meta(error))
+            self.transport.close()
+
+    # the handshake
+
+    def _greeted(self, header: Header, meta: memoryview, body: memoryview) -> None:
+        if header.kind != Kind.HELLO:
+            raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
+        service = self._service
+        given = decode(meta, Proof)
+        hello = verify(service.token, "client", given.nonce, self._nonce, given)
+        self._cancel_timer()
+        self._peer = peer = TransportPeer(self.transport, self, hello, self._address, service.limits)
+        mine = encode_hello(service.hello)
+        proof = prove(service.token, "server", given.nonce, self._nonce, mine)
+        peer.send_frame(Kind.WELCOME, meta=msgspec.msgpack.encode(Proof(mine, self._nonce, proof)))
+        self.allow_application(service.limits, functools.partial(service.handler.frame_received, peer))
+        service.handler.connected(peer)
+
+    def _greeting_missed(self) -> None:
+        waited = self._service.handshake_timeout_s
+        self.stream_failed(DeadlineError(f"{self._address} did not finish the handshake within {waited:g} s"))
+        self.transport.abort()
+
+
+def _address_of(transport: asyncio.Transport) -> str:
+    name = transport.get_extra_info("peername")
+    if isinstance(name, tuple):
+        return f"{name[0]}:{name[1]}"
+    return str(name) if name else "a process of this host"

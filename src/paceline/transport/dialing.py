@@ -1,0 +1,100 @@
+"""Sockets connected from inside an event loop; `client` has the blocking twin."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from typing import Any
+
+from paceline.errors import AddressError
+from paceline.transport.addresses import Address
+from paceline.transport.client import cannot_reach
+from paceline.transport.opening import OpenedConnection
+from paceline.transport.tls_channel import no_tls
+
+_FULL_S = 0.005
+
+
+async def dial(address: Address, timeout_s: float) -> socket.socket:
+    """Return a connected socket in non-blocking mode; raise AddressError or DeadlineError."""
+    try:
+        found = await asyncio.wait_for(_try(address), timeout_s)
+    except asyncio.TimeoutError:  # from Python 3.11 on, the system's TimeoutError is one too
+        raise cannot_reach(address, TimeoutError(), timeout_s) from None
+    if isinstance(found, OSError):
+        raise cannot_reach(address, found, timeout_s) from None
+    return found
+
+
+async def _try(address: Address) -> socket.socket | OSError:
+    """Return the system's error: one that is raised behind a wait that was cancelled would be logged as nobody's."""
+    try:
+        return await _dial(address)
+    except OSError as error:
+        return error
+
+
+async def run_on(
+    connected: socket.socket,
+    connection: OpenedConnection,
+    address: Address,
+    context: ssl.SSLContext | None,
+    timeout_s: float,
+) -> None:
+    """Run the connection on the socket, with TLS if there is a context; raise as `wrap_tls`."""
+    loop = asyncio.get_running_loop()
+    secure: dict[str, Any] = {}
+    if context is not None:
+        secure = {"ssl": context, "server_hostname": address.host, "ssl_handshake_timeout": timeout_s}
+    end = loop.time() + timeout_s
+    try:
+        await loop.create_connection(lambda: connection, sock=connected, **secure)
+    except OSError as error:
+        # asyncio gives a handshake up with ConnectionAbortedError.
+        late = isinstance(error, ConnectionAbortedError) and loop.time() >= end
+        raise no_tls(address, TimeoutError() if late else error, timeout_s) from None
+
+
+async def _dial(address: Address) -> socket.socket:
+    if address.scheme == "unix":
+        return await _dial_unix(address)
+    failure: OSError | None = None
+    for family, kind, number, _, place in await _resolve(address):
+        connected = socket.socket(family, kind, number)
+        try:
+            connected.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connected, place)
+        except OSError as error:
+            connected.close()
+            failure = error
+        except BaseException:
+            connected.close()
+            raise
+        else:
+            return connected
+    raise failure or AddressError(f"cannot reach {address}: the host has no address")
+
+
+async def _resolve(address: Address) -> list[Any]:
+    try:  # a number needs no thread to ask for it
+        return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        return await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+
+
+async def _dial_unix(address: Address) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.setblocking(False)
+        while True:
+            try:
+                connected.connect(address.unix_name)
+            except BlockingIOError:
+                # The listener's queue is full, and nothing is under way: sock_connect would take it for connected.
+                await asyncio.sleep(_FULL_S)
+            else:
+                return connected
+    except BaseException:
+        connected.close()
+        raise

@@ -1,0 +1,191 @@
+"""A connection that we made to a server, from inside an event loop: prove who we are, then frames both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, VersionError
+from paceline.transport.base import Frame, Handler
+from paceline.transport.connection import Connection, describe
+from paceline.transport.failures import error_of
+from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Kind, Limits
+from paceline.transport.handshake import Greeting
+from paceline.transport.receiving import BufferPool, allocate
+from paceline.transport.sending import TransportPeer
+
+_logger = logging.getLogger("paceline.transport")
+
+
+class OpenedConnection(Connection):
+    """The client's end, in an event loop.
+
+    The handler is told nothing before :meth:`wait_greeted` has returned the peer. What a server that speaks first
+    sends until then is kept, and a connection that is lost until then is that call's failure.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        limits: Limits,
+        pool: BufferPool,
+        greeting: Greeting,
+        call_soon: Callable[[Callable[[], None]], object],
+        *,
+        lost_early: PacelineError | None = None,
+    ) -> None:
+        """``call_soon``: how to call later, in the same thread. ``lost_early``: what it means if the connection is
+        closed before its first frame, where the transport knows better than the handshake.
+        """
+        super().__init__(handler, limits, pool)
+        self._greeting = greeting
+        self._address = str(greeting.address)
+        self._call_soon = call_soon
+        self._lost_early = lost_early
+        self._greeted: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
+        # Whoever waits may be cancelled first: the failure is nobody's then.
+        self._greeted.add_done_callback(lambda future: None if future.cancelled() else future.exception())
+        self._is_known = False  # to the caller of wait_greeted
+        self._early: list[Frame] = []
+
+    async def wait_greeted(self, timeout_s: float) -> TransportPeer:
+        """Wait for the end of the handshake and return the peer; else the connection is closed."""
+
+        def late() -> None:
+            error = DeadlineError(f"no answer from the server at {self._address} within {timeout_s:g} s")
+            self._fail(self._greeting.explain(error))
+            self.transport.abort()
+
+        if not self._greeted.done():
+            self._start_timer(timeout_s, late)
+        try:
+            peer = await self._greeted
+        except asyncio.CancelledError:
+            self.stop_receiving()
+            self.transport.abort()
+            raise
+        if self._peer is None:
+            raise self._failure or ConnectionLostError(
+                f"the connection to {describe(peer.hello)} at {self._address} was closed"
+            )
+        self._is_known = True
+        if self._early:
+            self._call_soon(self._deliver_early)
+        else:
+            self.deliver = self._received
+        return peer
+
+    def _begin(self) -> None:
+        """Wait to be challenged."""
+        self.deliver = self._handshake_received
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail the handshake, or tell the handler."""
+        self._deliver_early()
+        if self._peer is None and not self._greeted.done():
+            self._fail(self._lost_in_handshake(exc))
+        super().connection_lost(exc)
+
+    def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
+        """Tell who waits for the peer; if it has been returned, the handler."""
+        if self._is_known:
+            super()._peer_lost(peer, reason)
+        else:
+            self._failure = reason
+
+    # the receiver's calls
+
+    def frame_failed(self, header: Header, error: Exception) -> None:
+        """Close: nobody waits for an answer to this frame, so that its failure would be lost."""
+        peer = self._peer
+        if peer is None:
+            self._fail(error)
+            self.transport.close()
+            return
+        expected = isinstance(error, PacelineError)
+        _logger.error(
+            "the handler failed on a frame of kind %d from %s, the connection is closed: %s",
+            header.kind,
+            self._address,
+            error,
+            exc_info=None if expected else error,
+        )
+        self._failure = error
+        peer.close()
+
+    def stream_failed(self, error: Exception) -> None:
+        """Close."""
+        if self._peer is not None:
+            _logger.warning("closing the connection to %s: %s", self._address, error)
+            self._failure = error
+            self._peer.abort()
+            return
+        who = f"the server at {self._address}"
+        if isinstance(error, VersionError):
+            if self._greeting.awaited is Kind.CHALLENGE:
+                self._send_meta(Kind.HELLO, b"")  # its header tells the server which version we speak
+            self._fail(VersionError(f"{who} cannot be talked to: {error}"))
+        else:
+            self._fail(ProtocolError(f"{who} is no Paceline server: {error}"))
+        self.transport.close()
+
+    # the handshake
+
+    def _handshake_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
+        greeting = self._greeting
+        self._lost_early = None
+        if header.kind in (Kind.REFUSED, Kind.ERROR):
+            raise greeting.explain(error_of(meta))
+        greeting.check(header)
+        if greeting.awaited is Kind.CHALLENGE:
+            self._send_meta(Kind.HELLO, greeting.answer(meta))
+            return
+        hello = greeting.finish(meta)
+        self._cancel_timer()
+        self._peer = peer = TransportPeer(self.transport, self, hello, self._address, self._limits, is_opened=True)
+        self.allow_application(self._limits, self._keep, first_kind=Kind.REFUSED)
+        if not self._greeted.done():
+            self._greeted.set_result(peer)
+
+    def _fail(self, error: Exception) -> None:
+        self._cancel_timer()
+        self.stop_receiving()
+        if not self._greeted.done():
+            self._greeted.set_exception(error)
+
+    def _lost_in_handshake(self, exc: Exception | None) -> PacelineError:
+        cause = f" ({exc})" if exc is not None else ""
+        lost = ConnectionLostError(f"the connection to the server at {self._address} was closed{cause}")
+        return self._lost_early or self._greeting.explain(lost)
+
+    # after it
+
+    def _received(self, header: Header, meta: memoryview, body: memoryview) -> None:
+        peer = self._peer
+        assert peer is not None
+        if header.kind >= FIRST_APPLICATION_KIND or header.kind == Kind.ERROR:
+            self._handler.frame_received(peer, header, meta, body)
+        elif header.kind == Kind.REFUSED:
+            self.stream_failed(error_of(meta))
+        else:
+            self.stream_failed(self._not_allowed(header))
+
+    def _keep(self, header: Header, meta: memoryview, body: memoryview) -> None:
+        kept = allocate(len(body))
+        if body:
+            kept[:] = body
+        self._early.append(Frame(header, bytes(meta), kept))
+
+    def _deliver_early(self) -> None:
+        if not self._is_known:
+            return
+        early, self._early = self._early, []
+        for header, meta, body in early:
+            if not self._stopped:
+                try:
+                    self._received(header, memoryview(meta), body)
+                except Exception as error:
+                    self.frame_failed(header, error)
+        if not self._stopped:
+            self.deliver = self._received

@@ -1,0 +1,145 @@
+"""Servers that die, join and leave under the hands of workers: counts stay exact."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from paceline.errors import ConnectionLostError, UsageError
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.ps import SGD, Client, messages
+
+from .harness import Cluster, ServerNode, in_threads, wait_until
+
+KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+ITERATIONS = 60
+CONSISTENCIES = [Eventual(), BoundedDelay(tau=1), Sequential()]
+
+
+def count(client: Client, kind: str, iterations: int = ITERATIONS, pause: threading.Event | None = None) -> None:
+    """Add 1 to everything in every iteration, and read now and then."""
+    sparse = client.sparse_table("sparse", update=SGD(lr=1.0))
+    dense = client.dense_table("dense", size=300, update=SGD(lr=1.0))
+    for iteration in range(iterations):
+        if kind == "sparse":
+            sparse.push(KEYS, -np.ones((300, 1), np.float32), tick=True)
+        else:
+            dense.push(-np.ones(300, np.float32), tick=True)
+        if iteration % 5 == 0:
+            sparse.pull(KEYS[iteration:])
+            dense.pull()
+        (pause or threading.Event()).wait(0.003)
+    client.flush()
+
+
+def values(client: Client, kind: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    if kind == "sparse":
+        return client.sparse_table("sparse", update=SGD(lr=1.0)).pull(KEYS).reshape(-1)
+    return client.dense_table("dense", size=300, update=SGD(lr=1.0)).pull()
+
+
+def cluster_map(client: Client) -> messages.ClusterMap:
+    found: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
+    return found
+
+
+def is_whole(client: Client, servers: int, replicas: int) -> bool:
+    found = cluster_map(client)
+    full = all(len(group.members) == 1 + replicas and group.filling is None for group in found.groups)
+    return full and len(found.of_role("server")) == servers
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+@pytest.mark.parametrize("consistency", CONSISTENCIES, ids=str)
+def test_a_server_dies_and_nothing_is_lost(consistency: Consistency, kind: str) -> None:
+    with Cluster(servers=3, workers=2, replicas=1, consistency=consistency) as cluster:
+        clients = cluster.connect_all()
+
+        def kill() -> None:
+            wait_until(lambda: clients[0].clock > ITERATIONS // 4)
+            cluster.nodes[1].stop()
+
+        in_threads(lambda: count(clients[0], kind), lambda: count(clients[1], kind), kill)
+        for client in clients:
+            client.retire()
+        assert (values(clients[0], kind) == 2 * ITERATIONS).all()
+        wait_until(lambda: is_whole(clients[0], 2, 1))
+
+
+@pytest.mark.parametrize("consistency", CONSISTENCIES, ids=str)
+def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
+    """None of the first servers is left in the end: values, filter and clocks have moved with the buckets."""
+    with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
+        clients, observer = cluster.connect_all(), cluster.connect(observer=True)
+
+        def replace() -> None:
+            for node in list(cluster.nodes):
+                cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+                wait_until(lambda: is_whole(observer, 3, 1))
+                node.stop()
+                wait_until(lambda: is_whole(observer, 2, 1))
+
+        done = threading.Event()
+
+        def work(client: Client) -> None:
+            while not done.is_set():
+                count(client, "sparse", 10)
+            client.retire()  # the other one waits for nobody
+
+        threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        try:
+            replace()
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join(60.0)
+        total = sum(client.clock for client in clients)
+        assert (values(observer, "sparse") == total).all()
+
+
+def test_a_join_moves_what_it_must_and_no_more() -> None:
+    with Cluster(servers=2, workers=1) as cluster, ExitStack() as stack:
+        client = cluster.connect()
+        count(client, "sparse")
+        before = {group.members: group.buckets for group in cluster_map(client).groups}
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        wait_until(lambda: is_whole(client, 3, 0) and len(cluster_map(client).groups) == 3)
+        after = {group.members: group.buckets for group in cluster_map(client).groups}
+        moved = 512 - sum(
+            (int.from_bytes(before[members], "little") & int.from_bytes(after[members], "little")).bit_count()
+            for members in before
+        )
+        assert moved <= 1.2 * 512 / 3
+        count(client, "sparse")
+        assert (values(client, "sparse") == 2 * ITERATIONS).all()
+        client.link.call(messages.GetMap())
+
+
+def test_without_replicas_the_lost_buckets_are_named() -> None:
+    with Cluster(servers=2, workers=1) as cluster:
+        client = cluster.connect(timeout_s=5.0)
+        count(client, "sparse", 3)
+        cluster.nodes[0].stop()
+        wait_until(lambda: cluster_map(client).num_lost > 0)
+        with pytest.raises(ConnectionLostError, match=r"server 0 died, and with it \d+ of 512 buckets"):
+            values(client, "sparse")
+
+
+def test_who_may_join() -> None:
+    with (
+        Cluster(servers=1, workers=1, consistency=Sequential()) as cluster,
+        ExitStack() as stack,
+        pytest.raises(UsageError, match="under sequential consistency without replicas no other can join"),
+    ):
+        ServerNode(cluster, None, stack, extra=True)
+    with (
+        Cluster(servers=1, workers=1) as cluster,
+        ExitStack() as stack,
+        pytest.raises(UsageError, match=r"has its 1 server\(s\): to add one while it runs, start it with 'paceline"),
+    ):
+        ServerNode(cluster, None, stack)

@@ -1,0 +1,482 @@
+"""A scheduler that dies, and another one in its place: members, leases, tables and findings are as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.errors import AddressError, ConnectionLostError, PeerError
+from paceline.protocol import BoundedDelay, Eventual
+from paceline.ps import SGD, Scheduler, SchedulerLink, make_node_name, messages
+from paceline.ps.messages import ALL_DONE, NOTHING_NOW
+from paceline.testing import serve_in_thread
+from paceline.transport import Channel, Hello, Listener, SocketTransport
+
+from .harness import PATIENCE_S, TOKEN, Cluster, floats, in_threads, wait_until
+
+
+class Doors(SocketTransport):
+    """TCP only, so that an address can be had again; who is shut out reaches nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKEN)
+        self.shut_out: set[str] = set()
+
+    def connect(self, target: Any, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
+        if hello.name in self.shut_out:
+            raise AddressError("shut out")
+        return super().connect(target, hello, timeout_s=timeout_s)
+
+    async def serve(self, handler: Any, hello: Hello, *, address: Any = None, unix: bool = True) -> Listener:
+        return await super().serve(handler, hello, address=address, unix=False)
+
+
+class Restartable(Cluster):
+    """A cluster whose scheduler can be killed and replaced."""
+
+    def __init__(self, **options: Any) -> None:
+        self.doors = Doors()
+        self.links: list[SchedulerLink] = []
+        self._later = ExitStack()
+        super().__init__(transport=self.doors, heartbeat_timeout_s=5.0, **options)
+        for node in self.nodes:
+            node.link._tables = node.server.known_tables
+            self.links.append(node.link)
+
+    def member(self, rank: int | None = None, *, role: str = "worker", **options: Any) -> SchedulerLink:
+        """A member's line to the scheduler, without servers."""
+        node = make_node_name(role)
+        hello = Hello(role=role, name=node)
+        link = SchedulerLink(self.doors, self.scheduler_address, hello, timeout_s=PATIENCE_S, **options)
+        self._later.callback(link.close)
+        link.register(messages.Register(node=node, role=role, rank=rank))
+        self.links.append(link)
+        return link
+
+    def kill(self) -> None:
+        """Let the scheduler be gone as a killed process is: it says nothing to anybody."""
+        scheduler = self.scheduler
+
+        def fall_silent() -> None:
+            scheduler._nodes.clear()
+            scheduler._peers.clear()
+            scheduler._job = None
+            scheduler._job_seekers.clear()
+
+        self.served.call(fall_silent)
+        self.stop_scheduler()
+        wait_until(lambda: not any(link._is_connected for link in self.links if not link._closing))
+
+    def replace(self, **options: Any) -> Scheduler:
+        """Start another scheduler at the same address."""
+        settings: dict[str, Any] = {
+            "num_servers": len(self.nodes),
+            "num_workers": self.num_workers,
+            "consistency": self.consistency,
+            "stale": self.stale,
+            "heartbeat_timeout_s": 5.0,
+        }
+        self.scheduler = Scheduler(**{**settings, **options})
+        self._scheduler_stack = self._later.enter_context(ExitStack())
+        self.served = self._scheduler_stack.enter_context(
+            serve_in_thread(
+                self.scheduler, self.transport, hello=Hello(role="scheduler"), address=self.scheduler_address
+            )
+        )
+        self._scheduler_stack.callback(lambda: self.served.call(self.scheduler.close))
+        return self.scheduler
+
+    def wait_back(self, *links: SchedulerLink, times: int = 1) -> None:
+        """Wait until these are members again."""
+        wait_until(lambda: all(link.reconnections == times for link in links or self.links))
+
+    def __enter__(self) -> Restartable:
+        return self
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        super().close()
+        self._later.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Restartable]:
+    with Restartable(servers=0, workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def poster(cluster: Restartable) -> SchedulerLink:
+    return cluster.member(role="observer")
+
+
+def post(poster: SchedulerLink, *files: int | None, epochs: int = 1, assignment: str = "first-come") -> int:
+    job = messages.PostJob(description=b"work", files=files, epochs=epochs, assignment=assignment)
+    return int(poster.call(job, int))
+
+
+def begin(worker: SchedulerLink, after: int = 0) -> int:
+    return int(worker.call(messages.GetJob(after=after), messages.Job).number)
+
+
+def take(worker: SchedulerLink, job: int, *, wait: bool = False) -> messages.Lease:
+    lease: messages.Lease = worker.call(messages.TakeLease(job=job, wait=wait), messages.Lease)
+    return lease
+
+
+def finish(worker: SchedulerLink, job: int, lease: messages.Lease, examples: float) -> None:
+    worker.tell(messages.LeaseDone(job=job, lease=lease.lease, progress={"job": job, "examples": examples}))
+
+
+def state(poster: SchedulerLink, job: int) -> messages.JobState:
+    found: messages.JobState = poster.call(messages.JobStatus(job=job), messages.JobState)
+    return found
+
+
+def test_members_leases_and_counters_are_as_they_were(cluster: Restartable, poster: SchedulerLink) -> None:
+    workers = [cluster.member(rank) for rank in range(2)]
+    job = post(poster, 3, 3)
+    assert [begin(worker) for worker in workers] == [job, job]
+    before = poster.call(messages.GetMap(), messages.ClusterMap)
+    first, second = take(workers[0], job), take(workers[1], job)
+    finish(workers[0], job, first, 10)
+    third = take(workers[0], job)
+    assert state(poster, job).done == 1
+    cluster.kill()
+    finish(workers[0], job, third, 20)  # while there is no scheduler
+    cluster.replace()
+    cluster.wait_back()
+    after = poster.call(messages.GetMap(), messages.ClusterMap)
+    assert after.epoch > before.epoch
+    assert after.members == before.members
+    wait_until(lambda: state(poster, job).done == 2)
+    finish(workers[1], job, second, 5)
+    seen = [first, second, third]
+    examples = [20.0, 5.0]
+    for turn in range(3):
+        lease = take(workers[turn % 2], job)
+        seen.append(lease)
+        examples[turn % 2] += 10
+        finish(workers[turn % 2], job, lease, examples[turn % 2])
+    assert sorted((lease.file, lease.shard) for lease in seen) == [(f, s) for f in range(2) for s in range(3)]
+    assert len({lease.lease for lease in seen}) == 6
+    assert [take(worker, job, wait=True).lease for worker in workers] == [ALL_DONE, ALL_DONE]
+    assert not state(poster, job).finished
+    for worker in workers:
+        worker.start(messages.GetJob(after=job), messages.Job)
+    wait_until(lambda: state(poster, job).finished)
+    ended = state(poster, job)
+    assert (ended.done, ended.total, ended.lost_workers) == (6, 6, 0)
+    assert ended.progress == {"examples": 55.0}
+    assert post(poster, 1) == job + 1
+
+
+def test_it_may_happen_again_and_again(cluster: Restartable, poster: SchedulerLink) -> None:
+    workers = [cluster.member(rank) for rank in range(2)]
+    job = post(poster, 8)
+    for worker in workers:
+        begin(worker)
+    seen = []
+    for times in range(1, 5):
+        for number, worker in enumerate(workers):
+            lease = take(worker, job)
+            seen.append(lease.shard)
+            if number:
+                cluster.kill()
+                cluster.replace()
+            finish(worker, job, lease, 10.0 * times)
+        cluster.wait_back(times=times)
+    assert sorted(seen) == list(range(8))
+    wait_until(lambda: state(poster, job).done == 8)
+    assert state(poster, job).progress == {"examples": 80.0}
+
+
+def test_what_waits_for_an_answer_is_asked_again(cluster: Restartable, poster: SchedulerLink) -> None:
+    works, waits, idles = (cluster.member(rank) for rank in range(3))
+    job = post(poster, 1)
+    for worker in (works, waits, idles):
+        begin(worker)
+    lease = take(works, job)
+    waiting = waits.start(messages.TakeLease(job=job, wait=True), messages.Lease)
+    idle = idles.start(messages.GetJob(after=job), messages.Job)
+    waits.call(messages.GetMap())
+    idles.call(messages.GetMap())
+    cluster.kill()
+    cluster.replace()
+    cluster.wait_back()
+    finish(works, job, lease, 1)
+    assert waiting().lease == ALL_DONE
+    assert post(poster, 1) == job + 1
+    assert idle().number == job + 1
+
+
+def test_a_lease_of_which_nobody_heard_is_given_again(cluster: Restartable, poster: SchedulerLink) -> None:
+    worker = cluster.member()
+    job = post(poster, 1)
+    begin(worker)
+    take(worker, job)
+    worker._memory._leases.clear()  # as if the answer had been on its way when the scheduler died
+    cluster.kill()
+    cluster.replace()
+    cluster.wait_back()
+    assert take(worker, job).shard == 0
+    assert take(worker, job).lease == NOTHING_NOW
+
+
+def test_who_does_not_come_back_is_dead(cluster: Restartable, poster: SchedulerLink) -> None:
+    lives, dies = cluster.member(0), cluster.member(1)
+    job = post(poster, 3)
+    for worker in (lives, dies):
+        begin(worker)
+    mine, lost = take(lives, job), take(dies, job)
+    finish(dies, job, lost, 7)
+    lost = take(dies, job)
+    dies.tell(messages.Heartbeat(progress={"job": job, "examples": 9.0}))
+    wait_until(lambda: state(poster, job).progress == {"examples": 9.0})
+    dies._closing = True
+    cluster.doors.shut_out.add(dies._hello.name)
+    cluster.links.remove(dies)
+    cluster.kill()
+    cluster.replace()
+    cluster.wait_back()
+    finish(lives, job, mine, 4)
+    again = take(lives, job)
+    assert again.shard == lost.shard
+    finish(lives, job, again, 8)
+    found = state(poster, job)
+    assert (found.done, found.lost_workers, found.num_workers) == (3, 1, 1)
+    assert found.progress == {"examples": 15.0}  # what the dead has finished counts
+
+
+def test_reports_are_neither_lost_nor_told_twice(cluster: Restartable, poster: SchedulerLink) -> None:
+    worker = cluster.member()
+    job = post(poster, 3)
+    begin(worker)
+
+    def report(index: int, kind: str = "predictions") -> None:
+        worker.call(messages.Report(job=job, fields={"kind": kind, "index": index}), body=(bytes([index]) * 9,))
+
+    def taken() -> list[int]:
+        found: list[int] = []
+        while True:
+            each, body = poster.call_with_body(messages.TakeReports(job=job), messages.TakenReport | None)
+            if each is None:
+                return found
+            assert bytes(body) == bytes([each.fields["index"]]) * 9
+            found.append(each.fields["index"])
+
+    for index in range(3):
+        lease = take(worker, job)
+        report(index)
+        if index < 2:
+            finish(worker, job, lease, index)
+        if index == 0:
+            wait_until(lambda: state(poster, job).num_reports == 1)
+            assert taken() == [0]
+    report(3, "data")
+    cluster.kill()
+    cluster.replace()
+    cluster.wait_back()
+    wait_until(lambda: state(poster, job).num_reports == 2)
+    assert sorted(taken()) == [1, 3]
+    finish(worker, job, lease, 3)
+    wait_until(lambda: state(poster, job).num_reports == 1)
+    assert taken() == [2]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_shard_whose_report_is_lost_is_read_again(cluster: Restartable, poster: SchedulerLink, taken: bool) -> None:
+    """Its worker is dead, and the scheduler dies: with the report, unless the poster has it."""
+    lives, dies = cluster.member(0), cluster.member(1)
+    job = post(poster, 1)
+    for worker in (lives, dies):
+        begin(worker)
+    lease = take(dies, job)
+    dies.call(messages.Report(job=job, fields={"kind": "predictions"}))
+    finish(dies, job, lease, 5)
+    wait_until(lambda: state(poster, job).num_reports == 1)
+    if taken:
+        assert poster.call(messages.TakeReports(job=job), messages.TakenReport).done == (0, 0, 0)
+    dies._closing = True
+    cluster.links.remove(dies)
+    cluster.kill()
+    cluster.replace(recovery_s=0.2)
+    cluster.wait_back()
+    found = state(poster, job)
+    assert (found.done, found.progress.get("examples", 0)) == ((1, 5) if taken else (0, 0))
+    assert (take(lives, job).lease == ALL_DONE) is taken
+
+
+def test_a_failure_is_remembered(cluster: Restartable, poster: SchedulerLink) -> None:
+    worker = cluster.member()
+    job = post(poster, 3)
+    begin(worker)
+    worker.call(messages.JobFailed(job=job, error="DataError", message="bad"))
+    cluster.kill()
+    cluster.replace()
+    cluster.wait_back()
+    assert state(poster, job).failed == ("DataError", "bad")
+    assert take(worker, job).lease == ALL_DONE
+
+
+def test_ends_of_files_are_remembered(cluster: Restartable, poster: SchedulerLink) -> None:
+    worker = cluster.member()
+    job = post(poster, None, 1)
+    begin(worker)
+    finish(worker, job, take(worker, job), 1)
+    worker.tell(messages.FileEnded(job=job, file=0, num_shards=1))
+    cluster.kill()
+    cluster.replace()
+    cluster.wait_back()
+    assert (state(poster, job).done, state(poster, job).total) == (1, 2)
+    assert take(worker, job).file == 1
+
+
+def test_strided_work_stays_with_its_rank(cluster: Restartable, poster: SchedulerLink) -> None:
+    workers = [cluster.member(rank) for rank in range(2)]
+    job = post(poster, 6, assignment="strided")
+    for worker in workers:
+        begin(worker)
+    asked = [worker.start(messages.TakeLease(job=job, wait=False), messages.Lease) for worker in workers]
+    leases = [answer() for answer in asked]
+    assert [lease.shard for lease in leases] == [0, 1]
+    cluster.kill()
+    cluster.replace(num_workers=2)
+    cluster.wait_back()
+    for worker, lease in zip(workers, leases, strict=True):
+        finish(worker, job, lease, 1)
+    assert [take(workers[1], job).shard for _ in range(2)] == [3, 5]
+    assert [take(workers[0], job).shard for _ in range(2)] == [2, 4]
+
+
+def test_workers_of_a_job_whose_poster_is_gone_are_through_with_it(cluster: Restartable, poster: SchedulerLink) -> None:
+    worker = cluster.member()
+    job = post(poster, 3)
+    begin(worker)
+    take(worker, job)
+    cluster.links.remove(poster)
+    poster._closing = True
+    cluster.kill()
+    cluster.replace(recovery_s=0.2)
+    cluster.wait_back()
+    assert take(worker, job).lease == ALL_DONE
+    other = cluster.member(role="observer")
+    assert post(other, 1) == job + 1
+    assert begin(worker, job) == job + 1
+
+
+def test_who_comes_too_late_is_expelled(cluster: Restartable) -> None:
+    heard: list[msgspec.Struct] = []
+    lost: list[BaseException] = []
+    punctual, late = cluster.member(), cluster.member(on_notice=heard.append, on_lost=lost.append)
+    cluster.doors.shut_out.add(late._hello.name)
+    cluster.kill()
+    cluster.replace(recovery_s=0.2)
+    cluster.wait_back(punctual)
+    assert len(punctual.call(messages.GetMap(), messages.ClusterMap).members) == 1
+    cluster.doors.shut_out.clear()
+    wait_until(lambda: bool(lost))
+    assert any(isinstance(notice, messages.Expelled) for notice in heard)
+    with pytest.raises(PeerError, match="declared dead: it was not heard from in time; start it again"):
+        late.call(messages.GetMap())
+
+
+def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None:
+    member = cluster.member(0)
+    cluster.doors.shut_out.add(member._hello.name)
+    cluster.kill()
+    cluster.replace(replaces=True)
+    newcomers: list[SchedulerLink] = []
+
+    def let_in() -> None:
+        wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler._recovery.held())) > 0)  # type: ignore[union-attr]
+        cluster.doors.shut_out.clear()
+
+    in_threads(lambda: newcomers.append(cluster.member()), let_in)
+    cluster.wait_back(member)
+    members = member.call(messages.GetMap(), messages.ClusterMap).members
+    assert [each.rank for each in members] == [0, 1]
+    assert members[0].incarnation < members[1].incarnation
+
+
+def test_a_scheduler_that_replaces_nobody_begins_anew(cluster: Restartable) -> None:
+    cluster.kill()
+    cluster.replace(replaces=True, heartbeat_timeout_s=0.3)
+    assert cluster.member().call(messages.GetMap(), messages.ClusterMap).epoch == 1
+
+
+def test_another_cluster_at_the_same_address(cluster: Restartable) -> None:
+    member = cluster.member()
+    cluster.doors.shut_out.add(member._hello.name)
+    cluster.kill()
+    cluster.replace()
+    stranger = cluster.member()
+    cluster.doors.shut_out.clear()
+    with pytest.raises(PeerError, match=r"^the scheduler was started for a new cluster, and this process belongs to"):
+        member.call(messages.GetMap())
+    assert len(stranger.call(messages.GetMap(), messages.ClusterMap).members) == 1
+
+
+def test_other_settings_are_refused(cluster: Restartable) -> None:
+    member = cluster.member()
+    cluster.kill()
+    cluster.replace(consistency=BoundedDelay(tau=3))
+    message = r"^the new scheduler was started with consistency=bounded:3, but the cluster .* has consistency=eventual"
+    with pytest.raises(PeerError, match=message):
+        member.call(messages.GetMap())
+
+
+def test_nobody_comes_in_its_place(cluster: Restartable) -> None:
+    lost: list[BaseException] = []
+    patient = cluster.member(reconnect_s=0.3, on_lost=lost.append)
+    impatient = cluster.member(reconnect_s=0.0)
+    cluster.links.clear()
+    cluster.kill()
+    message = r"is gone, and no other came in its place within 0.3 s: this process cannot go on without it$"
+    with pytest.raises(ConnectionLostError, match=message):
+        patient.call(messages.GetMap())
+    wait_until(lambda: bool(lost))
+    assert [str(error) for error in lost] == [str(patient._lost)]
+    with pytest.raises(ConnectionLostError, match=r"is gone: this process cannot go on without it$"):
+        impatient.call(messages.GetMap())
+
+
+def test_a_line_that_is_closed_meanwhile_does_not_wait(cluster: Restartable) -> None:
+    member = cluster.member()
+    cluster.kill()
+    member.close()
+    assert not member._thread.is_alive()
+
+
+def test_training_goes_on_and_tables_are_remembered() -> None:
+    with Restartable(servers=2, workers=1, consistency=Eventual()) as cluster:
+        client = cluster.connect()
+        cluster.links.append(client.link)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.push([1], floats(1.0))
+        table.set_update(SGD(lr=0.5))
+        cluster.kill()
+        table.push([1], floats(1.0))  # no scheduler is needed for that
+        assert table.pull([1]).tolist() == [[-1.5]]
+        cluster.replace()
+        cluster.wait_back()
+        assert [spec.update["lr"] for spec in client.tables()] == [0.5]
+        assert client.sparse_table("w", update=SGD(lr=1.0)) is table  # as declared first
+        assert client.sparse_table("v", update=SGD(lr=1.0)).number == table.number + 1
+        table.push([1], floats(1.0))
+        assert table.pull([1]).tolist() == [[-2.0]]
+
+
+def test_without_servers_nothing_is_left_to_take_over() -> None:
+    with Restartable(servers=1, workers=1) as cluster:
+        member = cluster.member()
+        cluster.doors.shut_out.add(cluster.nodes[0].link._hello.name)
+        cluster.kill()
+        cluster.replace(recovery_s=0.2)
+        with pytest.raises(PeerError, match="declared dead: the servers of its cluster are gone; start it again"):
+            member.call(messages.GetMap())

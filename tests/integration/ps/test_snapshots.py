@@ -1,0 +1,324 @@
+"""Snapshots of a cluster in this process: what was, is read back; what did not change is not written again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.errors import ModelError, PeerError, TableMismatchError, UsageError
+from paceline.protocol import Sequential
+from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform, server_snapshots, snapshots
+from paceline.ps.snapshot_files import SnapshotManifest, SnapshotWriteError, folder_name, numbers_in
+from paceline.ps.snapshots import SnapshotTaker, load_snapshot, read_newest
+
+from .harness import Cluster, Floats, in_threads, keys_of, random_keys, wait_until
+
+KEYS = random_keys(np.random.default_rng(5), 20_000)
+SIZE = 5_000
+
+
+def declare(client: Client) -> tuple[SparseTable, SparseTable, DenseTable]:
+    start = Uniform(low=-1, high=1)
+    return (
+        client.sparse_table("narrow", update=SGD(lr=0.5), initializer=start, seed=1),
+        client.sparse_table("wide", dim=6, update=Adagrad(lr=0.1), initializer=start, seed=2),
+        client.dense_table("dense", size=SIZE, update=Adagrad(lr=0.1), initializer=start, seed=3),
+    )
+
+
+def train(client: Client, steps: range, keys: int = 3000) -> None:
+    narrow, wide, dense = declare(client)
+    for step in steps:
+        random = np.random.default_rng(step)
+        chosen = random.choice(KEYS, keys, replace=False)
+        narrow.push(chosen, random.standard_normal(keys, np.float32))
+        wide.push(chosen, random.standard_normal((keys, 6), np.float32))
+        dense.push(random.standard_normal(SIZE // 2, np.float32), start=step).wait()
+
+
+def values(client: Client) -> list[Floats]:
+    narrow, wide, dense = declare(client)
+    return [narrow.pull(KEYS), wide.pull(KEYS), dense.pull()]
+
+
+def same(one: list[Floats], other: list[Floats]) -> bool:
+    return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(one, other, strict=True))
+
+
+def finish(taker: SnapshotTaker) -> SnapshotManifest:
+    found: list[SnapshotManifest] = []
+
+    def is_there() -> bool:
+        manifest = taker.poll()
+        if manifest is not None:
+            found.append(manifest)
+        return bool(found)
+
+    wait_until(is_there)
+    return found[0]
+
+
+def take(taker: SnapshotTaker) -> SnapshotManifest:
+    taker.begin()
+    return finish(taker)
+
+
+def restored(directory: Path, servers: int) -> tuple[list[Floats], list[int]]:
+    with Cluster(servers=servers) as cluster:
+        client = cluster.connect()
+        load_snapshot(client, read_newest(directory))
+        return values(client), [len(table) for table in declare(client)[:2]]
+
+
+def test_a_snapshot_goes_into_a_cluster_of_any_size(tmp_path: Path) -> None:
+    with Cluster(servers=3) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(4))
+        manifest = take(SnapshotTaker(observer, tmp_path))
+        expected, rows = values(client), [len(table) for table in declare(client)[:2]]
+    assert manifest.full
+    assert manifest.iteration is None
+    assert [table.rows for table in manifest.tables] == [*rows, SIZE]
+    for servers in (1, 2, 5):
+        found, found_rows = restored(tmp_path, servers)
+        assert same(found, expected)
+        assert found_rows == rows
+
+
+def test_what_did_not_change_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_snapshots, "PART_BYTES", 20_000)
+    with Cluster(servers=2) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(4))
+        taker = SnapshotTaker(observer, tmp_path, keep=2)
+        sizes = []
+        for step in range(snapshots.FULL_EVERY + 2):
+            manifest = take(taker)
+            assert manifest.full == (step % snapshots.FULL_EVERY == 0)
+            written = list((tmp_path / folder_name(manifest.number)).glob("*.safetensors"))
+            sizes.append(sum(path.stat().st_size for path in written))
+            expected = values(client)
+            if step in (2, 7, snapshots.FULL_EVERY + 1):
+                found, _ = restored(tmp_path, 1 + step % 2)
+                assert same(found, expected)
+            train(client, range(step, step + 1), keys=5)
+            # A snapshot's files are all there, and none that no snapshot needs.
+            manifests = [
+                each for each in numbers_in(tmp_path) if (tmp_path / folder_name(each) / "manifest.json").exists()
+            ]
+            assert len(manifests) == min(step + 1, 2)
+            assert manifests[-1] == manifest.number
+        assert all(size < sizes[0] / 2 for size in sizes[1 : snapshots.FULL_EVERY])
+        assert sizes[snapshots.FULL_EVERY] >= sizes[0]
+        assert numbers_in(tmp_path) == [11, 12]  # nobody refers to what the first ten wrote
+
+
+def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_snapshots, "PART_BYTES", 1)  # a part for each bucket: it takes long
+    with Cluster(servers=2) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        table = client.sparse_table("count", update=SGD(lr=1.0))
+        ones = np.full(len(KEYS), -1.0, np.float32)
+        for _ in range(3):
+            table.push(KEYS, ones)
+        client.flush()
+        taker = SnapshotTaker(observer, tmp_path)
+        taker.begin()
+        pushes = 3
+        while taker.poll() is None:
+            table.push(KEYS, ones).wait()
+            pushes += 1
+        take(taker)  # the next one has all that was pushed meanwhile
+        assert pushes > 5
+    with Cluster() as cluster:
+        client = cluster.connect()
+        load_snapshot(client, read_newest(tmp_path))
+        assert set(client.sparse_table("count", update=SGD(lr=1.0)).pull(KEYS).reshape(-1)) == {float(pushes)}
+
+
+def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row says how many iterations there were; in a snapshot all say the same, on all servers."""
+    monkeypatch.setattr(server_snapshots, "PART_BYTES", 4_000)
+    with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:
+        clients = cluster.connect_all()
+        observer = cluster.connect(observer=True)
+        going = [True]
+
+        def work(client: Client) -> int:
+            sparse = client.sparse_table("sparse", dim=2, update=SGD(lr=0.5))
+            late = client.sparse_table("late", update=SGD(lr=0.5))
+            dense = client.dense_table("dense", size=SIZE, update=SGD(lr=0.5))
+            iteration = 0
+            while iteration < 10_000:
+                sparse.push(KEYS[:4000], np.full((4000, 2), -1, np.float32))
+                late.push(keys_of(10**6 + iteration), np.full(1, -1, np.float32))
+                dense.push(np.full(SIZE, -1, np.float32), tick=True)
+                sparse.pull(KEYS[:10])
+                iteration += 1
+                if not going[0]:  # every worker ends with the same iteration, the gate sees to it
+                    client.retire()
+                    break
+            return iteration
+
+        def watch() -> list[tuple[int, list[Floats], int]]:
+            found: list[tuple[int, list[Floats], int]] = []
+            taker = SnapshotTaker(observer, tmp_path, keep=10)
+            wait_until(lambda: len(observer.tables()) == 3)
+            for _ in range(3):
+                manifest = take(taker)
+                assert manifest.iteration is not None
+                copy = tmp_path / f"copy{manifest.number}"
+                shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("copy*"))
+                found.append((manifest.iteration, [], manifest.number))
+            going[0] = False
+            return found
+
+        results = in_threads(*(lambda client=client: work(client) for client in clients), watch)
+    for iteration, _, number in results[2]:
+        with Cluster(servers=3) as cluster:
+            client = cluster.connect()
+            load_snapshot(client, read_newest(tmp_path / f"copy{number}"))
+            sparse = client.sparse_table("sparse", dim=2, update=SGD(lr=0.5))
+            late = client.sparse_table("late", update=SGD(lr=0.5))
+            dense = client.dense_table("dense", size=SIZE, update=SGD(lr=0.5))
+            assert set(sparse.pull(KEYS[:4000]).reshape(-1)) == {float(iteration)}
+            assert set(dense.pull()) == {float(iteration)}
+            assert len(late) == iteration
+            assert len(sparse) == 4000
+
+
+def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+    with Cluster(servers=2) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        taker = SnapshotTaker(observer, tmp_path)
+        kept = []
+        for step in range(3):
+            train(client, range(step, step + 1))
+            take(taker)
+            kept.append(values(client))
+    told: list[str] = []
+    (tmp_path / folder_name(3) / "manifest.json").write_bytes(b"{")
+    assert read_newest(tmp_path, told.append).manifest.number == 2
+    assert "damaged" in told.pop()
+    found, _ = restored(tmp_path, 1)
+    assert same(found, kept[1])
+    part = next((tmp_path / folder_name(2)).glob("*.safetensors"))
+    content = bytearray(part.read_bytes())
+    content[-3] ^= 1
+    part.write_bytes(content)
+    assert read_newest(tmp_path, told.append).manifest.number == 1
+    assert "SHA-256" in told[-1]
+    assert str(part) in told[-1]
+    assert "the one before is" in told[-1]
+    os.truncate(next((tmp_path / folder_name(1)).glob("*.safetensors")), 100)
+    with pytest.raises(ModelError, match=r"no whole snapshot to resume from: .* cut off .*100 bytes.*SHA-256"):
+        read_newest(tmp_path)
+    with pytest.raises(ModelError, match="holds no whole snapshot"):
+        read_newest(tmp_path / "nowhere")
+
+
+def test_a_cluster_that_is_not_fit_for_it(tmp_path: Path) -> None:
+    with Cluster(servers=2) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(1))
+        take(SnapshotTaker(observer, tmp_path))
+        with pytest.raises(UsageError, match="has rows already"):
+            load_snapshot(client, read_newest(tmp_path))
+    with Cluster() as cluster:
+        client = cluster.connect()
+        client.sparse_table("wide", dim=3, update=Adagrad(lr=0.1))
+        with pytest.raises(TableMismatchError, match=r"'wide' as sparse\(dim=6.*has it as sparse\(dim=3"):
+            load_snapshot(client, read_newest(tmp_path))
+
+
+def test_replicas_have_what_was_loaded(tmp_path: Path) -> None:
+    with Cluster(servers=2, replicas=1) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(3))
+        take(SnapshotTaker(observer, tmp_path))
+        expected = values(client)
+    with Cluster(servers=3, replicas=1) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        load_snapshot(client, read_newest(tmp_path))
+        assert same(values(client), expected)
+        taker = SnapshotTaker(observer, tmp_path)
+        taker.begin()
+        cluster.nodes[1].stop()
+        assert same(values(client), expected)
+        try:
+            finish(taker)  # unless it was through before
+        except (SnapshotWriteError, PeerError):
+            taker.give_up()
+        assert take(taker).tables[2].rows == SIZE
+    found, _ = restored(tmp_path, 1)
+    assert same(found, expected)
+
+
+def test_servers_that_do_not_see_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster(servers=2) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(3))
+        take(SnapshotTaker(observer, tmp_path))
+        expected = values(client)
+    monkeypatch.setattr(server_snapshots.ServerSnapshots, "load", lambda self, request: False)
+    found, _ = restored(tmp_path, 2)
+    assert same(found, expected)
+
+
+def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so each time, leaves nothing, and the servers go on; then there is room, and all is as it should be."""
+
+    def full(*arguments: object) -> object:
+        (tmp_path / arguments[1]).write_bytes(b"some of it")  # type: ignore[operator]
+        raise OSError(28, "No space left on device")
+
+    with Cluster(servers=2) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(2))
+        taker = SnapshotTaker(observer, tmp_path)
+        take(taker)
+        train(client, range(2, 3), keys=5)
+        for number in (2, 3):
+            monkeypatch.setattr(server_snapshots, "write_part", full)
+            with pytest.raises(SnapshotWriteError, match=f"snapshot {number} was not taken: .*no space left in"):
+                take(taker)
+            assert not taker.is_taking
+            wait_until(lambda: numbers_in(tmp_path) == [1])
+        monkeypatch.undo()
+        manifest = take(taker)
+        assert manifest.number == 4
+        assert not manifest.full
+        expected = values(client)
+    found, _ = restored(tmp_path, 1)
+    assert same(found, expected)
+
+
+def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with Cluster() as cluster:
+        observer = cluster.connect(observer=True)
+        taker = SnapshotTaker(observer, tmp_path / "file" / "snapshots")
+        with pytest.raises(SnapshotWriteError, match="cannot write in"):
+            taker.begin()
+        assert not taker.is_taking
+
+
+def test_given_up(tmp_path: Path) -> None:
+    """A boundary that never comes: nothing stays of it."""
+    with Cluster(consistency=Sequential()) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(1))
+        taker = SnapshotTaker(observer, tmp_path)
+        taker.begin()
+        assert taker.poll() is None
+        taker.give_up()
+        assert numbers_in(tmp_path) == []
+        client.tick()
+        client.tick()
+        client.tick()
+        taker.begin()
+        assert taker.is_taking

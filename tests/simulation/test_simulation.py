@@ -1,0 +1,146 @@
+"""Whole clusters from seeds: nothing promised is broken, what is broken on purpose is found, and all of it replays."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+import paceline.simulation
+from paceline.protocol.consistency import BoundedDelay, Sequential
+from paceline.simulation import FOLLOWING, KINDS, Cluster, Defect, Settings
+from paceline.simulation.__main__ import main
+
+SEEDS = range(300)
+DEFECT_SEEDS = 200
+
+
+def test_public_names() -> None:
+    assert sorted(paceline.simulation.__all__) == sorted(
+        ["Cluster", "Defect", "FOLLOWING", "KINDS", "Outcome", "Settings", "Violation"]
+    )
+
+
+@pytest.mark.parametrize("first", SEEDS[::50])
+def test_nothing_promised_is_broken(first: int) -> None:
+    outcomes = [Cluster(seed).run() for seed in range(first, first + 50)]
+    assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
+    assert sum(each.num_reads for each in outcomes) > 1000
+    fired = sum((each.fired for each in outcomes), Counter[str]())
+    assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 1000
+
+
+def test_every_kind_of_fault_fires() -> None:
+    fired: Counter[str] = Counter()
+    for seed in SEEDS:
+        fired += Cluster(seed).run().fired
+        if all(fired[kind] for kind in (*KINDS, *FOLLOWING)):
+            return
+    raise AssertionError(f"never fired: {[kind for kind in (*KINDS, *FOLLOWING) if not fired[kind]]}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_fault_alone(kind: str) -> None:
+    outcomes = [Cluster(seed, faults=(kind,)).run() for seed in range(15)]
+    assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
+    assert sum(each.fired[kind] for each in outcomes) > 0
+
+
+def test_without_faults_nothing_is_sent_again() -> None:
+    for seed in range(20):
+        outcome = Cluster(seed, faults=()).run()
+        assert outcome.violation is None
+        assert outcome.fired["resend"] == outcome.fired["duplicate"] == outcome.fired["dead"] == 0
+
+
+@pytest.mark.parametrize("defect", Defect)
+def test_a_deliberate_defect_is_found(defect: Defect) -> None:
+    for seed in range(DEFECT_SEEDS):
+        if Cluster(seed, defect=defect).run().violation is not None:
+            return
+    raise AssertionError(f"{defect} was not found within {DEFECT_SEEDS} seeds")
+
+
+def test_each_defect_is_found_as_what_it_is() -> None:
+    expected = {
+        Defect.ACKNOWLEDGE_EARLY: "no acknowledged push is lost",
+        Defect.NO_FILTER: "exactly once",
+        Defect.GATE_OFF_BY_ONE: "gate",
+    }
+    for defect, promise in expected.items():
+        outcomes = (Cluster(seed, defect=defect).run() for seed in range(DEFECT_SEEDS))
+        assert any(each.violation is not None and f"({promise})" in each.violation for each in outcomes)
+
+
+def test_buckets_are_lost_when_more_servers_fail_than_a_chain_bears() -> None:
+    outcomes = [Cluster(seed, may_lose=True).run() for seed in range(60)]
+    assert [each.violation for each in outcomes if each.violation] == []
+    assert any(each.lost for each in outcomes)
+
+
+def test_a_seed_is_the_same_every_time() -> None:
+    for seed in (7, 8, 9):
+        lines: list[list[str]] = [[], []]
+        outcomes = [Cluster(seed, trace=lines[run].append).run() for run in (0, 1)]
+        assert lines[0] == lines[1]
+        assert outcomes[0] == outcomes[1] == Cluster(seed).run()
+
+
+def test_a_seed_is_the_same_in_every_process() -> None:
+    code = "from paceline.simulation import Cluster; print(Cluster(11).run().trace_hash)"
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert hashes == {f"{Cluster(11).run().trace_hash}\n"}
+
+
+def test_a_violation_prints_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--seeds", "0:40", "--defect", "no-filter", "--faults", "cut,crash-server"]
+    assert main(arguments) == 1
+    printed = capsys.readouterr().out
+    found = re.search(r"seed (\d+): (.*)\n  python -m paceline.simulation (.*)\n", printed)
+    assert found is not None
+    assert main(found[3].split()) == 1
+    replayed = capsys.readouterr().out
+    assert f"seed {found[1]}: {found[2]}" in replayed
+    assert f"VIOLATION {found[2]}" in replayed
+
+
+def test_the_table_says_what_fired(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0:20", "--jobs", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"^{kind} +\d+$", printed, re.MULTILINE) for kind in (*KINDS, *FOLLOWING))
+    assert "20 seeds" in printed
+    assert "seeds per minute" in printed
+    assert "0 violations" in printed
+
+
+@pytest.mark.parametrize("wrong", [["--seeds", "many"], ["--faults", "meteor"], ["--defect", "all"]])
+def test_wrong_usage(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(wrong)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)])
+def test_a_cluster_as_told(consistency: Sequential | BoundedDelay) -> None:
+    settings = Settings(
+        num_servers=3,
+        num_workers=3,
+        replicas=1,
+        consistency=consistency,
+        num_buckets=16,
+        num_shards=12,
+        epochs=2,
+        iterations_per_shard=(2,),
+        think_s=(0.0, 0.02),
+    )
+    outcome = Cluster(1, settings=settings).run()
+    assert outcome.violation is None
+    assert outcome.num_pushes > 200

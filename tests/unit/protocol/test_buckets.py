@@ -1,0 +1,39 @@
+"""Sets of buckets: a mask is the set, and it comes back from the wire."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ProtocolError
+from paceline.protocol import ALL, NUM_BUCKETS, bucket_set, buckets, buckets_in
+
+sets_of_buckets = st.sets(st.integers(0, NUM_BUCKETS - 1))
+
+
+@settings(deadline=None)
+@given(sets_of_buckets, sets_of_buckets)
+def test_a_mask_is_the_set(one: set[int], other: set[int]) -> None:
+    mask = bucket_set(one)
+    assert list(buckets_in(mask)) == sorted(one)
+    assert buckets.count(mask) == len(one)
+    assert set(buckets_in(mask & ~bucket_set(other))) == one - other
+    assert buckets.from_bytes(buckets.to_bytes(mask)) == mask
+
+
+def test_all_of_them() -> None:
+    assert list(buckets_in(ALL)) == list(range(NUM_BUCKETS))
+    assert buckets.to_bytes(ALL) == b"\xff" * 64
+    assert list(buckets_in(0)) == []
+
+
+def test_the_wire_has_bucket_0_in_the_lowest_bit_of_the_first_byte() -> None:
+    assert buckets.to_bytes(bucket_set([0, 9])) == b"\x01\x02" + bytes(62)
+    assert buckets.from_bytes(memoryview(b"\x01\x02" + bytes(62))) == bucket_set([0, 9])
+
+
+@pytest.mark.parametrize("num_bytes", [0, 63, 65])
+def test_another_size_is_no_set(num_bytes: int) -> None:
+    with pytest.raises(ProtocolError, match=f"64 bytes on the wire, {num_bytes}"):
+        buckets.from_bytes(bytes(num_bytes))

@@ -1,0 +1,362 @@
+"""The planner of chains: by example, and under joins, deaths, leaves and fills in any order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from paceline.errors import UsageError
+from paceline.protocol import (
+    ALL,
+    NUM_BUCKETS,
+    Chain,
+    ChainGroup,
+    Planner,
+    buckets,
+    buckets_in,
+    chains_of,
+    groups_of,
+    place,
+)
+from paceline.protocol.chains import Changed, Lost
+
+
+def started(num_servers: int, num_buckets: int = 8, replicas: int = 0) -> tuple[Planner, dict[int, int]]:
+    """A planner of servers with incarnations 100, 101, … and ranks 0, 1, …"""
+    servers = {100 + rank: rank for rank in range(num_servers)}
+    planner = Planner(num_buckets, replicas)
+    planner.start(servers)
+    return planner, servers
+
+
+def fill_all(planner: Planner, limit: int = 50) -> int:
+    """Let all fills end; return how many buckets were filled."""
+    num_filled = 0
+    for _ in range(limit):
+        fills = [group for group in planner.groups if group.filling is not None]
+        if not fills:
+            return num_filled
+        for group in fills:
+            assert group.filling is not None
+            num_filled += buckets.count(group.buckets)
+            planner.filled(group.filling, group.buckets)
+    raise AssertionError(f"fills go on after {limit} rounds: {planner.groups}")
+
+
+def placed(servers: dict[int, int], num_buckets: int, replicas: int) -> tuple[Chain, ...]:
+    by_rank = {rank: server for server, rank in servers.items()}
+    chains = place(num_buckets, sorted(by_rank), replicas).chains
+    return tuple(Chain(tuple(by_rank[rank] for rank in chain)) for chain in chains)
+
+
+def test_the_start_is_what_placement_says() -> None:
+    planner, servers = started(3, replicas=1)
+    assert planner.chains == placed(servers, 8, 1)
+    assert planner.version == 1
+    assert planner.is_stable
+    assert planner.servers_changed(servers) == []
+    assert planner.version == 1
+
+
+def test_before_the_start_there_is_nothing_to_change() -> None:
+    planner = Planner()
+    assert planner.version == 0
+    assert planner.chains == ()
+    assert planner.groups == ()
+    assert planner.servers_changed({100: 0}) == planner.filled(100, ALL) == []
+    assert planner.holds(100) == planner.lost == 0
+    assert not planner.is_stable
+
+
+def test_a_start_that_cannot_be() -> None:
+    planner = Planner()
+    with pytest.raises(UsageError, match="No servers"):
+        planner.start({})
+    with pytest.raises(UsageError, match="name one twice"):
+        planner.start({100: 0, 101: 0})
+    planner.start({100: 0})
+    with pytest.raises(UsageError, match="started once"):
+        planner.start({100: 0})
+
+
+def test_a_newcomer_is_filled_and_then_takes_over() -> None:
+    planner, servers = started(2)
+    servers[102] = 2
+    before = planner.chains
+    assert planner.servers_changed(servers) == [Changed(2)]
+    moving = planner.holds(102)
+    for bucket, chain in enumerate(planner.chains):
+        assert chain == Chain(before[bucket].members, 102 if moving >> bucket & 1 else None)
+    half = moving & 0b1111
+    assert planner.filled(102, half) == [Changed(3)]
+    assert {planner.chains[bucket] for bucket in buckets_in(half)} == {Chain((102,))}
+    assert planner.filled(102, half) == []  # said twice
+    assert planner.filled(102, moving) == [Changed(4)]
+    assert planner.chains == placed(servers, 8, 0)
+    assert planner.is_stable
+
+
+def test_a_join_fills_its_share_only() -> None:
+    planner, servers = started(2, NUM_BUCKETS)
+    planner.servers_changed({**servers, 102: 2})
+    assert fill_all(planner) <= 1.2 * NUM_BUCKETS / 3
+    assert planner.is_stable
+
+
+def test_the_next_in_the_chain_is_primary_at_once_when_a_server_dies() -> None:
+    planner, servers = started(3, replicas=1)
+    before = planner.chains
+    del servers[100]
+    assert planner.servers_changed(servers) == [Changed(2)]
+    for old, new in zip(before, planner.chains, strict=True):
+        survivors = tuple(server for server in old.members if server != 100)
+        assert new.members == survivors
+        assert new.filling == (None if len(survivors) == 2 else ({101, 102} - {*survivors}).pop())
+    fill_all(planner)
+    assert planner.chains == placed(servers, 8, 1)
+
+
+def test_a_bucket_without_a_member_is_lost_for_good() -> None:
+    planner, servers = started(2)
+    mine = planner.holds(101)
+    assert planner.servers_changed({100: 0}) == [Lost(mine), Changed(2)]
+    assert planner.lost == mine
+    assert {planner.chains[bucket] for bucket in buckets_in(mine)} == {Chain(())}
+    assert planner.is_stable
+    assert planner.servers_changed(servers) == []  # said once; nobody fills what nobody has
+    assert planner.holds(101) == 0
+    assert planner.filled(101, mine) == []
+
+
+def test_who_is_being_filled_dies_with_the_last_member_and_without() -> None:
+    planner, servers = started(1)
+    planner.servers_changed({**servers, 101: 1})
+    moving = planner.holds(101)
+    assert planner.servers_changed(servers) == [Changed(3)]
+    assert planner.chains == placed(servers, 8, 0)
+    assert planner.filled(101, moving) == []
+    planner.servers_changed({**servers, 102: 1})
+    assert planner.servers_changed({102: 1}) == [Lost(0xFF), Changed(5)]
+    assert planner.holds(102) == 0
+
+
+def test_a_fill_goes_on_while_it_is_wanted_and_no_longer() -> None:
+    planner, servers = started(1, 64, replicas=2)
+    servers[101] = 1
+    planner.servers_changed(servers)
+    servers[102] = 2
+    assert planner.servers_changed(servers) == []  # in some chains the second newcomer ranks first: it waits
+    assert planner.holds(101) == (1 << 64) - 1
+
+    planner, servers = started(1, 64)
+    servers[101] = 1
+    planner.servers_changed(servers)
+    began = planner.holds(101)
+    servers[102] = 2
+    planner.servers_changed(servers)
+    for bucket, wanted in enumerate(placed(servers, 64, 0)):
+        assert planner.chains[bucket] == (wanted if 100 in wanted.members else Chain((100,), *wanted.members))
+    assert planner.holds(101) & began == planner.holds(101) != began  # some went to the other newcomer
+
+
+def test_a_leaving_server_stays_until_it_is_replaced() -> None:
+    planner, servers = started(3, replicas=1)
+    mine = planner.holds(100)
+    planner.servers_changed(servers, leaving=[100])
+    assert planner.holds(100) == mine
+    fill_all(planner)
+    assert planner.holds(100) == 0
+    del servers[100]
+    assert planner.chains == placed(servers, 8, 1)
+    assert planner.servers_changed(servers) == []
+
+
+def test_nothing_moves_when_everybody_leaves() -> None:
+    planner, servers = started(2)
+    before = planner.chains
+    assert planner.servers_changed(servers, leaving=servers) == []
+    assert planner.chains == before
+    assert planner.is_stable
+    # But who is dead drops out, also of those that were being filled.
+    servers[102] = 2
+    planner.servers_changed(servers)
+    assert planner.holds(102)
+    del servers[102]
+    assert planner.servers_changed(servers, leaving=servers) == [Changed(3)]
+    assert planner.chains == before
+
+
+def test_a_server_that_comes_back_with_its_rank_is_empty() -> None:
+    planner, _ = started(2, replicas=1)
+    planner.servers_changed({100: 0, 102: 1})
+    assert set(planner.chains) == {Chain((100,), 102)}
+    fill_all(planner)
+    assert planner.chains == placed({100: 0, 102: 1}, 8, 1)
+
+
+def test_a_late_word_of_an_earlier_fill_is_left_aside() -> None:
+    planner, servers = started(1)
+    both = {**servers, 101: 1}
+    planner.servers_changed(both)
+    moving = planner.holds(101)
+    planner.servers_changed(both, leaving=[101])  # it drops what it was filled with
+    planner.servers_changed(both)
+    assert planner.version == 4
+    assert planner.filled(101, moving, version=2) == []
+    assert planner.filled(101, moving, version=4) == [Changed(5)]
+    assert planner.is_stable
+
+
+def test_a_restarted_scheduler_goes_on() -> None:
+    planner, servers = started(3, replicas=1)
+    servers[103] = 3
+    planner.servers_changed(servers)
+    again, instructions = Planner.rebuild(planner.groups, planner.version, servers, 1)
+    assert instructions == [Changed(3)]
+    assert again.chains == planner.chains
+    fill_all(again)
+    assert again.chains == placed(servers, 8, 1)
+    # Deaths meanwhile, of all that a bucket had too.
+    lonely, instructions = Planner.rebuild(again.groups, again.version, {100: 0}, 1)
+    assert instructions == [Lost(lonely.lost), Changed(again.version + 1)]
+    assert lonely.lost == 0xFF & ~again.holds(100)
+    # What was known as lost is not said again.
+    _, instructions = Planner.rebuild(lonely.groups, lonely.version, {100: 0}, 1)
+    assert instructions == [Changed(lonely.version + 1)]
+    lonely.validate()
+    with pytest.raises(UsageError, match="no map of chains"):
+        Planner.rebuild((), 1, servers, 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([Chain(()), Chain((1,)), Chain((1, 2)), Chain((1,), 2)]), max_size=20))
+def test_groups_are_the_chains(chains: list[Chain]) -> None:
+    groups = groups_of(chains)
+    assert chains_of(groups) == tuple(chains)
+    assert len(groups) == len(set(chains))
+
+
+@pytest.mark.parametrize("masks", [(0b11, 0b10), (0b1, 0b100)])
+def test_groups_that_are_no_map(masks: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match="each bucket from 0 on in one group"):
+        chains_of([ChainGroup((1,), None, mask) for mask in masks])
+
+
+MACHINE_BUCKETS = 12
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """Servers come, go, leave and are filled in any order; the model knows who really has which bucket."""
+
+    @initialize(num_servers=st.integers(1, 4), replicas=st.integers(0, 2))
+    def start(self, num_servers: int, replicas: int) -> None:
+        self.planner, self.servers = started(num_servers, MACHINE_BUCKETS, replicas)
+        self.replicas = replicas
+        self.leaving: set[int] = set()
+        self.next_incarnation = 200
+        self.version = 1
+        self.lost = 0
+        self.full = {(server, b) for b, chain in enumerate(self.planner.chains) for server in chain.members}
+
+    def obey(self, instructions: list[Changed | Lost], before: tuple[Chain, ...]) -> None:
+        changed = self.planner.chains != before
+        self.version += changed
+        assert [i for i in instructions if isinstance(i, Changed)] == [Changed(self.version)] * changed
+        assert self.planner.version == self.version
+        # Who is in a bucket's chain no more drops its data; who died has none.
+        self.full = {(s, b) for s, b in self.full if self.planner.holds(s) >> b & 1}
+        lost = sum(1 << b for b in range(MACHINE_BUCKETS) if not any((s, b) in self.full for s in self.servers))
+        news = lost & ~self.lost
+        assert [i for i in instructions if isinstance(i, Lost)] == ([Lost(news)] if news else [])
+        self.lost = lost
+
+    def change(self) -> None:
+        before = self.planner.chains
+        had = {b for s, b in self.full if s in self.servers}
+        self.obey(self.planner.servers_changed(self.servers, self.leaving), before)
+        assert had == {b for _, b in self.full}, "a bucket lost its last copy though that lived"
+
+    @rule(rank=st.integers(0, 5))
+    def join(self, rank: int) -> None:
+        if rank not in self.servers.values():
+            self.servers[self.next_incarnation] = rank
+            self.next_incarnation += 1
+            self.change()
+
+    @rule(data=st.data(), comes_back=st.booleans())
+    def die(self, data: st.DataObject, comes_back: bool) -> None:
+        if not self.servers:
+            return
+        server = data.draw(st.sampled_from(sorted(self.servers)))
+        rank = self.servers.pop(server)
+        self.leaving.discard(server)
+        if comes_back:
+            self.servers[self.next_incarnation] = rank
+            self.next_incarnation += 1
+        self.change()
+
+    @rule(data=st.data())
+    def leave_or_stay(self, data: st.DataObject) -> None:
+        if self.servers:
+            self.leaving ^= {data.draw(st.sampled_from(sorted(self.servers)))}
+            self.change()
+
+    @rule(mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1), server=st.integers(100, 210))
+    def report_of_anybody(self, mask: int, server: int) -> None:
+        """A word that is late or false: nobody becomes a member who was not being filled."""
+        if not any(chain.filling == server for chain in self.planner.chains):
+            before = self.planner.chains
+            assert self.planner.filled(server, mask) == []
+            assert self.planner.chains == before
+
+    @rule(data=st.data(), mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1))
+    def fill(self, data: st.DataObject, mask: int) -> None:
+        """A server is filled with some of its buckets, and says so, of others too."""
+        fills = {chain.filling for chain in self.planner.chains if chain.filling is not None}
+        if fills:
+            server = data.draw(st.sampled_from(sorted(fills)))
+            before = self.planner.chains
+            self.full |= {(server, b) for b in buckets_in(mask) if before[b].filling == server}
+            self.obey(self.planner.filled(server, mask), before)
+
+    @rule()
+    def settle(self) -> None:
+        for _ in range(50):
+            fills = [group for group in self.planner.groups if group.filling is not None]
+            if not fills:
+                break
+            assert fills[0].filling is not None
+            before = self.planner.chains
+            self.full |= {(fills[0].filling, b) for b in buckets_in(fills[0].buckets)}
+            self.obey(self.planner.filled(fills[0].filling, fills[0].buckets), before)
+        assert self.planner.is_stable
+        staying = {server: rank for server, rank in self.servers.items() if server not in self.leaving}
+        if not staying:
+            return
+        wanted = placed(staying, MACHINE_BUCKETS, self.replicas)
+        for bucket, chain in enumerate(self.planner.chains):
+            assert chain == (Chain(()) if self.lost >> bucket & 1 else wanted[bucket])
+        assert not any(self.planner.holds(server) for server in self.leaving)
+
+    @rule()
+    def restart(self) -> None:
+        before = self.planner.chains
+        planner, instructions = Planner.rebuild(
+            self.planner.groups, self.version, self.servers, self.replicas, self.leaving
+        )
+        self.version += 1
+        assert instructions == [Changed(self.version)]
+        assert planner.chains == before
+        self.planner = planner
+
+    @invariant()
+    def members_have_the_data(self) -> None:
+        self.planner.validate()
+        assert self.planner.lost == self.lost
+        assert {(s, b) for b, chain in enumerate(self.planner.chains) for s in chain.members} == self.full
+
+
+TestPlannerMachine = PlannerMachine.TestCase
+TestPlannerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

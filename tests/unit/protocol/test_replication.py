@@ -1,0 +1,351 @@
+"""One server's part in its chains. Servers of one test share a map and hand one another what they bid to send."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.protocol.chains import ChainGroup
+from paceline.protocol.replication import (
+    AGGREGATE,
+    Acknowledge,
+    Acknowledged,
+    Apply,
+    Change,
+    Confirmed,
+    Drop,
+    Forget,
+    Forward,
+    Forwarded,
+    Hold,
+    Instruction,
+    Lead,
+    Links,
+    LinkUp,
+    Load,
+    Push,
+    Ready,
+    Refuse,
+    Replication,
+    Report,
+    Retry,
+    StateReceived,
+)
+
+A, B, C = 1, 2, 3
+
+
+def change(version: int, *groups: tuple[tuple[int, ...], int | None, int]) -> Change:
+    return Change(version, tuple(ChainGroup(*group) for group in groups))
+
+
+def server(me: int, *groups: tuple[tuple[int, ...], int | None, int], version: int = 1) -> Replication:
+    replication = Replication(me)
+    handle(replication, change(version, *groups))
+    return replication
+
+
+def handle(replication: Replication, event: object) -> list[Instruction]:
+    instructions = replication.handle(event)  # type: ignore[arg-type]
+    replication.validate()
+    return instructions
+
+
+def only(kind: type, instructions: list[Instruction]) -> list[Instruction]:
+    return [each for each in instructions if isinstance(each, kind)]
+
+
+def test_the_first_map_makes_members_of_servers_that_have_nothing() -> None:
+    replication = Replication(A)
+    instructions = handle(replication, change(1, ((A, B), None, 0b01), ((B, A), None, 0b10), ((B,), None, 0b100)))
+    assert instructions == [Hold(0b11), Links(frozenset({B})), Lead(0b01, 0b01, frozenset({B}))]
+    assert replication.primary == 0b01
+    assert replication.held == 0b11
+    assert handle(replication, change(1, ((B,), None, 0b111))) == []  # no newer map
+
+
+def test_a_push_is_acknowledged_when_all_behind_have_it() -> None:
+    first, last = server(A, ((A, B), None, 0b11)), server(B, ((A, B), None, 0b11))
+    assert handle(first, Push("push", 9, 0, 1, 0b11)) == [Apply("push", 0b11), Forward("push", B, 1, 0b11)]
+    assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b11)) == [Apply("copy", 0b11), Acknowledge("copy")]
+    assert handle(first, Acknowledged(B, 7)) == []
+    assert handle(first, Acknowledged(B, 1)) == [Acknowledge("push")]
+    assert first.num_pending == 0
+
+
+def test_without_a_chain_nothing_waits() -> None:
+    alone = server(A, ((A,), None, 0b11))
+    assert not alone.has_successors
+    assert handle(alone, Push("push", 9, 0, 1, 0b01)) == [Apply("push", 0b01), Acknowledge("push")]
+    assert handle(alone, Push("again", 9, 0, 1, 0b11)) == [Apply("again", 0b10), Acknowledge("again")]
+    assert alone.admit(9, 1) == 0b11
+    assert alone.missing(9, 1, 0b10) == 0
+
+
+def test_what_comes_again_is_applied_once_and_acknowledged_when_the_chain_has_it() -> None:
+    first = server(A, ((A, B), None, 0b1))
+    handle(first, Push("push", 9, 0, 1, 0b1))
+    assert handle(first, Push("again", 9, 0, 1, 0b1)) == [Forward("again", B, 2, 0b1)]
+    assert handle(first, Acknowledged(B, 1)) == [Acknowledge("push")]
+    assert handle(first, Acknowledged(B, 2)) == [Acknowledge("again")]
+    assert handle(first, Push("third", 9, 0, 1, 0b1)) == [Forward("third", B, 3, 0b1)]
+
+
+def test_what_comes_again_after_a_change_takes_the_place_of_what_was_left() -> None:
+    # Found by the simulation: with every map a server had each push once more, and sent each of them on.
+    first = server(A, ((A, B), None, 0b11))
+    handle(first, Push("push", 9, 0, 1, 0b11))
+    handle(first, change(2, ((A, B), None, 0b11)))
+    assert handle(first, Push("half", 9, 0, 2, 0b01)) == [Forward("half", B, 3, 0b01)]
+    assert handle(first, Push("rest", 9, 0, 2, 0b10)) == [Forget("push"), Forward("rest", B, 4, 0b10)]
+    assert handle(first, Acknowledged(B, 2)) == []
+    assert handle(first, Acknowledged(B, 4)) == [Acknowledge("rest")]
+    assert first.num_pending == 1
+
+
+def test_messages_of_another_version_are_not_taken() -> None:
+    first, last = server(A, ((A, B), None, 0b1), version=2), server(B, ((A, B), None, 0b1), version=2)
+    assert handle(first, Push("old", 9, 0, 1, 0b1)) == [Refuse("old")]
+    assert handle(last, Forwarded("old", A, 9, 0, 1, 0b1)) == [Forget("old")]
+    assert handle(last, Forwarded("stranger", C, 9, 0, 2, 0b1)) == [Forget("stranger")]
+    assert handle(first, Push("not led", 9, 0, 2, 0b10)) == [Refuse("not led")]
+    assert handle(first, Push("early", 9, 0, 3, 0b1)) == []
+    assert handle(first, StateReceived("early state", B, 3, 0, ())) == []
+    assert handle(first, change(3, ((A, B), None, 0b1)))[-2:] == [Retry("early"), Retry("early state")]
+
+
+def test_a_new_connection_gets_again_what_waits_in_order() -> None:
+    first = server(A, ((A, B), None, 0b11))
+    handle(first, Push("one", 9, 0, 1, 0b01))
+    handle(first, Push("two", 9, 1, 1, 0b11))
+    assert handle(first, LinkUp(B)) == [Forward("one", B, 3, 0b01), Forward("two", B, 4, 0b11)]
+    assert handle(first, Acknowledged(B, 1)) == []
+    assert handle(first, Acknowledged(B, 4)) == [Acknowledge("two")]
+
+
+def test_a_repetition_does_not_get_behind_a_later_push() -> None:
+    # Found by the simulation: the server behind would take the earlier push for a repetition of the later one.
+    first = server(A, ((A, B), None, 0b1))
+    for sequence in (0, 1):
+        handle(first, Push(sequence, 9, sequence, 1, 0b1))
+    handle(first, change(2, ((A, B), None, 0b1)))
+    handle(first, Push("again", 9, 0, 2, 0b1))
+    assert handle(first, LinkUp(B)) == [Forward("again", B, 6, 0b1), Forward(1, B, 7, 0b1)]
+
+
+def test_a_dead_successor_is_not_waited_for() -> None:
+    first = server(A, ((A, B), None, 0b1))
+    handle(first, Push("push", 9, 0, 1, 0b1))
+    instructions = handle(first, change(2, ((A,), None, 0b1)))
+    assert instructions == [Links(frozenset()), Acknowledge("push"), Lead(0b1, 0)]
+
+
+def test_what_a_server_leads_no_more_it_refuses_but_sends_on_to_who_is_behind() -> None:
+    first = server(A, ((A, B), None, 0b11))
+    handle(first, Push("one", 9, 0, 1, 0b11))
+    handle(first, Push("two", 9, 1, 1, 0b10))
+    instructions = handle(first, change(2, ((C,), None, 0b01), ((A, B), None, 0b10)))
+    assert instructions == [
+        Drop(0b01),
+        Links(frozenset({B})),
+        Forward("one", B, 3, 0b10),
+        Forward("two", B, 4, 0b10),
+        Lead(0b10, 0, frozenset({B})),
+    ]
+    assert handle(first, Acknowledged(B, 3)) == [Refuse("one")]
+    assert handle(first, Acknowledged(B, 4)) == [Acknowledge("two")]
+
+
+def test_after_a_change_a_replica_promises_nothing_to_whom_a_push_came_from() -> None:
+    # Found by the simulation: the server before may live by the old map, in which it would acknowledge the push to its
+    # sender, though the new primary has never seen it.
+    middle = server(B, ((A, B, C), None, 0b1))
+    handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
+    instructions = handle(middle, change(2, ((C,), None, 0b1)))
+    assert only(Acknowledge, instructions) == []
+    assert only(Forget, instructions) == [Forget("push")]
+
+
+def test_who_becomes_primary_sends_on_what_the_one_before_had_not_brought_to_the_end() -> None:
+    # Found by the simulation: the sum of an iteration has no sender that repeats it when its primary is dead.
+    middle = server(B, ((A, B, C), None, 0b1))
+    handle(middle, Forwarded("sum", A, AGGREGATE, 5, 1, 0b1))
+    assert [middle.inherited] == [None]  # another one leads
+    instructions = handle(middle, change(2, ((B, C), None, 0b1)))
+    assert instructions == [Links(frozenset({C})), Forward("sum", C, 2, 0b1), Lead(0b1, 0b1, frozenset({C}))]
+    assert [middle.inherited] == [5]
+    assert middle.num_complete == 5
+    assert handle(middle, Acknowledged(C, 2)) == [Forget("sum")]
+    assert [middle.inherited] == [None]
+
+
+def test_lead_comes_behind_what_is_forwarded_again() -> None:
+    # Found by thought: a sum that is pushed at the Lead would overtake the sum before it.
+    first = server(A, ((A, B), None, 0b1))
+    handle(first, Push("sum", AGGREGATE, 1, 1, 0b1))
+    kinds = [type(each) for each in handle(first, change(2, ((A, B), None, 0b1)))]
+    assert kinds.index(Forward) < kinds.index(Lead)
+
+
+def test_own_sums_go_on_whoever_leads() -> None:
+    first = server(A, ((A, B), None, 0b11))
+    handle(first, Push("sum", AGGREGATE, 1, 1, 0b11))
+    instructions = handle(first, change(2, ((C, A, B), None, 0b01), ((A, B), None, 0b10)))
+    assert only(Forward, instructions) == [Forward("sum", B, 2, 0b11), Forward("sum", C, 3, 0b01)]
+    assert handle(first, Acknowledged(B, 2)) == []
+    assert handle(first, Acknowledged(C, 3)) == [Acknowledge("sum")]
+
+
+def test_who_is_overtaken_hands_up_what_is_pending_and_says_when_that_was_all() -> None:
+    # Found by the simulation: a server that was filled behind the tail leads next; what the former primary had on its
+    # way to it got lost for it, and later the server behind was the only one to have it.
+    first, new = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
+    handle(first, LinkUp(B))
+    handle(first, Push("sum", AGGREGATE, 1, 1, 0b1))
+    turned = change(2, ((B, A), None, 0b1))
+    assert handle(first, turned) == [
+        Links(frozenset({B})),
+        Forward("sum", B, 2, 0b1),
+        Ready(B, 2),
+        Lead(0, 0),
+    ]
+    assert Lead(0b1, 0b1, frozenset({A})) in handle(new, turned)
+    assert handle(new, Forwarded("up", A, AGGREGATE, 1, 2, 0b1)) == [Apply("up", 0b1), Forward("up", A, 1, 0b1)]
+    assert new.inherited == 1
+    assert handle(first, Forwarded("down", B, AGGREGATE, 1, 2, 0b1)) == [Acknowledge("down")]
+    assert handle(first, Acknowledged(B, 2)) == [Acknowledge("sum")]
+    assert handle(new, Acknowledged(A, 1)) == [Acknowledge("up")]
+    assert handle(first, Push("late", 9, 0, 2, 0b1)) == [Refuse("late")]
+
+
+def test_what_is_handed_up_is_handed_up_again_until_it_is_there() -> None:
+    first = server(A, ((A, B, C), None, 0b1))
+    handle(first, Push("push", 9, 0, 1, 0b1))
+    assert only(Forward, handle(first, change(2, ((B, A), None, 0b1)))) == [Forward("push", B, 2, 0b1)]
+    assert handle(first, LinkUp(B)) == [Forward("push", B, 3, 0b1), Ready(B, 2)]
+    assert only(Forward, handle(first, change(3, ((B, A), None, 0b1)))) == [Forward("push", B, 4, 0b1)]
+    # Another one leads, which was ahead before: it may lack it as well.
+    assert only(Forward, handle(first, change(4, ((C, B, A), None, 0b1)))) == [Forward("push", C, 5, 0b1)]
+    assert handle(first, Acknowledged(C, 5)) == [Refuse("push")]
+    # What is pending under the same primary all the time goes no way up.
+    handle(first, Forwarded("down", B, 9, 1, 4, 0b1))
+    assert only(Forward, handle(first, change(5, ((C, B, A), None, 0b1)))) == []
+
+
+def test_what_is_handed_up_is_handed_up_whole() -> None:
+    # Found by the simulation: what another server ahead sent again was not handed up any more; of what came later some
+    # was, and so got to the primary before the rest.
+    tail = server(C, ((A, C), None, 0b1))
+    for sequence in (0, 1):
+        handle(tail, Forwarded(sequence, A, 9, sequence, 1, 0b1))
+    assert tail.num_pending == 0
+    middle = server(B, ((A, B, C), None, 0b1))
+    for sequence in (0, 1):
+        handle(middle, Forwarded(sequence, A, 9, sequence, 1, 0b1))
+    assert len(only(Forward, handle(middle, change(2, ((C, A, B), None, 0b1))))) == 2
+    assert handle(middle, Forwarded("again", A, 9, 0, 2, 0b1)) == [Acknowledge("again")]
+    again = handle(middle, change(3, ((C, A, B), None, 0b1)))
+    assert [each.token for each in again if isinstance(each, Forward)] == [0, 1]
+
+
+def test_with_every_map_each_push_is_left_once() -> None:
+    middle = server(B, ((A, B, C), None, 0b1))
+    handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
+    for version in range(2, 5):
+        handle(middle, change(version, ((C, A, B), None, 0b1)))
+        assert middle.num_pending == 1
+        handle(middle, Forwarded("again", A, 9, 0, version, 0b1))
+    assert middle.num_pending == 1
+
+
+def test_nobody_is_filled_with_what_the_primary_may_lack() -> None:
+    # Found by the simulation: the newcomer leads next, and has it without knowing that others have not.
+    tail = server(A, ((A, B), None, 0b11))
+    handle(tail, Push("push", 9, 0, 1, 0b01))
+    handle(tail, change(2, ((B, A), C, 0b11)))
+    handle(tail, LinkUp(C))
+    found = tail.next_fill(C)
+    assert found is not None
+    assert found[1] == 1
+    assert tail.next_fill(C) is None
+    assert tail.filling == {C}
+    handle(tail, Acknowledged(B, 2))
+    found = tail.next_fill(C)
+    assert found is not None
+    assert found[1] == 0
+    assert tail.filling == frozenset()
+
+
+def test_a_server_is_filled_and_reported() -> None:
+    first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
+    assert new.held == 0
+    handle(first, Push("before", 9, 0, 1, 0b11))
+    assert first.next_fill(B) is None  # no connection
+    handle(first, LinkUp(B))
+    number, bucket, state = first.next_fill(B) or (0, 0, ())
+    assert (bucket, state) == (0, ((9, 0, 0b01),))
+    assert handle(new, StateReceived("state", A, 1, bucket, state)) == [Load("state", 0)]
+    # What it has got it gets pushes of from then on, and they wait for it.
+    assert handle(first, Push("push", 9, 1, 1, 0b11)) == [Apply("push", 0b11), Forward("push", B, 2, 0b01)]
+    assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Apply("copy", 0b01), Acknowledge("copy")]
+    assert handle(new, Forwarded("too much", A, 9, 2, 1, 0b11)) == [Forget("too much")]
+    assert handle(first, Confirmed(B, number)) == []  # more is to come
+    last = first.next_fill(B)
+    assert last is not None
+    assert first.next_fill(B) is None
+    assert handle(first, Confirmed(B, last[0])) == [Report(1, B, 0b11)]
+    assert handle(first, Confirmed(B, last[0])) == []
+
+
+def test_a_fill_goes_on_after_a_cut_and_after_a_change() -> None:
+    first = server(A, ((A,), B, 0b111))
+    handle(first, LinkUp(B))
+    done, cut = first.next_fill(B), first.next_fill(B)
+    assert done is not None
+    assert cut is not None
+    handle(first, Confirmed(B, done[0]))
+    handle(first, LinkUp(B))
+    assert handle(first, Confirmed(B, cut[0])) == []  # of the former connection: not counted
+    again = first.next_fill(B)
+    assert again is not None
+    assert again[1] == cut[1]
+    instructions = handle(first, change(2, ((A,), B, 0b011), ((A, C), None, 0b100)))
+    assert only(Report, instructions) == []
+    # Found by the simulation: the word came for a server that is filled with nothing any more.
+    assert handle(first, Confirmed(B, again[0])) == []
+    left = first.next_fill(B)
+    assert left is not None
+    assert left[1] == 1
+    instructions = handle(first, change(3, ((A,), B, 0b001), ((A, C), None, 0b110)))
+    assert only(Report, instructions) == [Report(3, B, 0b001)]  # what is filled is said again with every version
+    assert handle(first, change(4, ((A,), None, 0b111))) == [Links(frozenset()), Lead(0b111, 0)]
+    assert first.filling == frozenset()
+    assert handle(first, Confirmed(B, left[0])) == []
+
+
+def test_after_a_missed_map_a_fill_begins_anew() -> None:
+    first = server(A, ((A,), B, 0b1))
+    handle(first, LinkUp(B))
+    number = (first.next_fill(B) or (0,))[0]
+    handle(first, Confirmed(B, number))
+    assert only(Report, handle(first, change(3, ((A,), B, 0b1)))) == []
+    assert first.next_fill(B) is not None
+
+
+def test_a_member_that_is_wanted_no_more_drops_its_data() -> None:
+    last = server(B, ((A, B), None, 0b11))
+    assert Drop(0b10) in handle(last, change(2, ((A, B), None, 0b01), ((A,), B, 0b10)))
+    assert last.held == 0b01
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_waiting_for_a_repetition_is_not_waiting_for_other_buckets(merged: bool) -> None:
+    # Found by the simulation: servers that let a repetition wait for all that was under way of the push before came to
+    # wait for one another in a circle.
+    middle = server(B, ((A, B, C), None, 0b11))
+    handle(middle, Forwarded("old", A, 9, 0, 1, 0b11))
+    handle(middle, change(2, ((A, B, C), None, 0b01), ((B, C), None, 0b10)))
+    instructions = handle(middle, Forwarded("new", A, 9, 0, 2, 0b01))
+    assert instructions == [Forward("new", C, 3, 0b01)]
+    if merged:
+        assert handle(middle, Push("client", 9, 0, 2, 0b10)) == [Forget("old"), Forward("client", C, 4, 0b10)]
+    assert handle(middle, Acknowledged(C, 3)) == [Acknowledge("new")]

@@ -1,0 +1,192 @@
+"""The pool of shards made anew from what the workers know: nothing is lost, and nothing is done twice."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paceline.protocol import Shards
+from paceline.protocol.shards import Assignment, Done, Ended, Exhausted, Granted, Lease, Lost
+
+NUM_WORKERS = 3
+Key = tuple[int, int, int]
+workers = st.integers(0, NUM_WORKERS - 1)
+assignments: st.SearchStrategy[Assignment] = st.sampled_from(["first-come", "strided"])
+
+
+def key_of(granted: Granted) -> Key:
+    return granted.epoch, granted.file, granted.shard
+
+
+def test_a_restored_pool_goes_on_where_it_was() -> None:
+    held = [Granted(1, 7, 0, 0, 2), Granted(2, 9, 0, 0, 4)]
+    shards = Shards.restore([5], done=[(0, 0, 0), (0, 0, 3), (0, 0, 0)], held=held, last_lease=30)
+    shards.validate()
+    assert shards.progress() == (2, 5)
+    assert shards.shard_of(7) == (0, 0, 2)
+    (granted,) = shards.handle(Lease(0))
+    assert isinstance(granted, Granted)
+    assert granted.shard == 1
+    assert granted.lease > 30
+    assert shards.handle(Done(1, 7)) == []
+    assert shards.handle(Done(1, 7)) == []  # again: no matter
+    assert shards.handle(Done(0, 12)) == []  # a lease that nobody was known to hold
+    assert shards.progress() == (3, 5)
+    shards.handle(Lost(2))
+    (again,) = shards.handle(Lease(0))
+    assert isinstance(again, Granted)
+    assert again.shard == 4
+
+
+def test_what_is_known_may_overlap_and_go_past_the_end() -> None:
+    held = [Granted(0, 3, 0, 0, 1), Granted(1, 5, 0, 0, 1), Granted(1, 6, 0, 0, 0), Granted(2, 8, 0, 0, 9)]
+    shards = Shards.restore([2], done=[(0, 0, 0), (0, 0, 7), (1, 0, 0), (0, 1, 0)], held=held)
+    shards.validate()
+    assert shards.progress() == (1, 2)
+    assert [shards.shard_of(lease) for lease in (3, 5, 6, 8)] == [None, (0, 0, 1), None, None]
+    assert shards.handle(Done(1, 5)) == []
+    assert shards.handle(Lease(0)) == [Exhausted(0)]
+
+
+def test_how_often_a_shard_was_leased_is_kept_where_it_is_known() -> None:
+    num_leases = {(0, 0, 0): 2, (0, 0, 1): 1, (0, 0, 2): 1}
+    shards = Shards.restore([3], done=[(0, 0, 0), (0, 0, 1)], num_leases=num_leases)
+    shards.handle(Lease(0))
+    assert [account.num_leases for account in shards.report()] == [2, 1, 2]
+
+
+class RestartMachine(RuleBasedStateMachine):
+    """Workers that remember the leases they hold and every Done that they said or were told, and a pool that dies."""
+
+    @initialize(
+        sizes=st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=3),
+        epochs=st.integers(1, 3),
+        assignment=assignments,
+    )
+    def start(self, sizes: list[tuple[int, bool]], epochs: int, assignment: Assignment) -> None:
+        self.real = [size for size, _ in sizes]
+        self.sizes: list[int | None] = [size if known else None for size, known in sizes]
+        self.epochs = epochs
+        self.assignment: Assignment = assignment
+        self.shards = Shards(self.sizes, epochs, assignment, NUM_WORKERS)
+        self.held: dict[int, dict[int, Granted]] = {worker: {} for worker in range(NUM_WORKERS)}
+        self.known: dict[int, set[Key]] = {worker: set() for worker in range(NUM_WORKERS)}
+        self.said: list[tuple[int, int]] = []
+        self.last_lease = -1
+        self.counted: list[Key] = []
+        """A worker has done this shard, and somebody who lives knows."""
+
+    def apply(self, event: Lease | Done | Lost | Ended, *, heard: bool = True) -> None:
+        for instruction in self.shards.handle(event):
+            if isinstance(instruction, Granted) and heard:
+                every = [key_of(lease) for leases in self.held.values() for lease in leases.values()]
+                assert key_of(instruction) not in every, "two leases of one shard"
+                assert key_of(instruction) not in self.counted, "a shard that is done was leased again"
+                assert instruction.lease not in [number for _, number in self.said], "the number of a former lease"
+                self.held[instruction.worker][instruction.lease] = instruction
+                self.last_lease = max(self.last_lease, instruction.lease)
+
+    @rule(worker=workers)
+    def lease(self, worker: int) -> None:
+        self.apply(Lease(worker))
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data(), processed=st.booleans(), told=st.booleans())
+    def work(self, data: st.DataObject, processed: bool, told: bool) -> None:
+        """A worker is through with a shard. The pool may die before that reaches it, or before it tells the others."""
+        worker = data.draw(st.sampled_from(sorted(w for w, leases in self.held.items() if leases)))
+        lease = data.draw(st.sampled_from(sorted(self.held[worker])))
+        self.finish(worker, lease, processed=processed, told=told)
+        if not (processed and told):
+            self.die(set())
+
+    def finish(self, worker: int, lease: int, *, processed: bool = True, told: bool = True) -> None:
+        key = key_of(self.held[worker].pop(lease))
+        self.said.append((worker, lease))
+        _, file, shard = key
+        if shard >= self.real[file]:
+            if self.sizes[file] is None:
+                self.sizes[file] = self.real[file]
+                for leases in self.held.values():
+                    for number in [n for n, each in leases.items() if self.is_past(key_of(each))]:
+                        leases.pop(number)
+            self.apply(Ended(file, self.real[file]))
+            self.apply(Done(worker, lease))
+            return
+        self.counted.append(key)
+        self.known[worker].add(key)
+        if processed:
+            self.apply(Done(worker, lease), heard=told)
+            if told:
+                for account in self.known.values():
+                    account.add(key)
+
+    def is_past(self, key: Key) -> bool:
+        size = self.sizes[key[1]]
+        return size is not None and key[2] >= size
+
+    @rule(worker=workers, unheard=st.booleans())
+    def lose(self, worker: int, unheard: bool) -> None:
+        """A worker dies. What it alone knew is nobody's knowledge, but the pool's."""
+        late = list(self.held[worker])
+        self.held[worker] = {}
+        self.apply(Lost(worker))
+        for number in late:
+            self.apply(Done(worker, number))
+        if unheard:  # its successor is told nothing of what was before; the others know
+            self.known[worker] = set()
+
+    @rule(lost=st.sets(workers, max_size=NUM_WORKERS - 1), repeated=st.booleans(), ungranted=st.sets(workers))
+    def restart(self, lost: set[int], repeated: bool, ungranted: set[int]) -> None:
+        for worker in sorted(ungranted):
+            self.apply(Lease(worker), heard=False)  # granted, and the answer never came
+        self.die(lost)
+        if repeated:
+            for worker, number in self.said:
+                self.apply(Done(worker, number))  # what was said before the restart is said again
+
+    def die(self, lost: set[int]) -> None:
+        for worker in lost:
+            self.held[worker], self.known[worker] = {}, set()
+        there = set(range(NUM_WORKERS)) - lost
+        union = set().union(*(self.known[worker] for worker in there))
+        self.counted = [key for key in self.counted if key in union]
+        self.shards = Shards.restore(
+            self.sizes,
+            self.epochs,
+            self.assignment,
+            NUM_WORKERS,
+            done=[key for worker in there for key in sorted(self.known[worker])],
+            held=[lease for worker in there for lease in self.held[worker].values()],
+            last_lease=self.last_lease,
+        )
+        for worker in lost:
+            self.apply(Lost(worker))
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "shards"):
+            self.shards.validate()
+            assert len(set(self.counted)) == len(self.counted), "a shard was done twice"
+            assert self.shards.progress()[0] == len(self.counted)
+
+    def teardown(self) -> None:
+        """If the workers go on, every shard is done once."""
+        if not hasattr(self, "shards"):
+            return
+        for _ in range(4 * (self.epochs + 1) * (sum(self.real) + len(self.real) + 1)):
+            for worker in range(NUM_WORKERS):
+                if worker not in self.shards.waiting:
+                    self.lease(worker)
+            for worker in range(NUM_WORKERS):
+                for lease in list(self.held[worker]):
+                    if lease in self.held[worker]:
+                        self.finish(worker, lease)
+                        self.agrees()
+        every = [(e, f, s) for e in range(self.epochs) for f, size in enumerate(self.real) for s in range(size)]
+        assert sorted(self.counted) == every
+
+
+TestRestartMachine = RestartMachine.TestCase
+TestRestartMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

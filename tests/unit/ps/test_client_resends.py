@@ -1,0 +1,541 @@
+"""What a client does when servers die, come and give buckets away: against servers that do as the test says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, StaleEpochError, UsageError
+from paceline.protocol.buckets import ALL, to_bytes
+from paceline.ps import SGD, Client, Ticket, messages
+from paceline.ps import client as client_module
+from paceline.ps.bucket_arrays import buckets_of_keys
+from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, SYNCED, TICK, TICKS, VALUES
+from paceline.ps.ranges import bucket_width, clip_runs, runs_in
+from paceline.testing import Served, serve_in_thread
+from paceline.transport import Handler, Header, MemoryTransport, Peer
+
+LOW, HIGH = ALL >> 256, ALL & ~(ALL >> 256)
+KEYS = np.arange(64, dtype=np.uint64)
+DENSE = 1000
+
+
+class Seen(NamedTuple):
+    """A data frame that a server has got."""
+
+    kind: int
+    flags: int
+    epoch: int
+    clock: int
+    sequence: int
+    keys: tuple[int, ...]
+    grads: tuple[float, ...]
+
+
+class FakeServer(Handler):
+    """Reads as every key's number; answers at once, or, if `is_silent`, never."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.version = 1
+        self.leads = 0
+        self.dim = 1
+        self.is_mute = False
+        self.is_silent = False
+        self.durable = 0
+        self.fails: PacelineError | None = None
+        self.seen: list[Seen] = []
+        self.calls: list[msgspec.Struct] = []
+        self.served: Served
+        self._held: list[tuple[Peer, Header]] = []
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """See :meth:`Handler.frame_received`."""
+        if header.kind == CALL:
+            message = messages.decode_to_server(bytes(meta))
+            self.calls.append(message)
+            if self.is_mute:
+                return
+            answer = message.clock if isinstance(message, messages.JoinClock) else None
+            peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer))
+            return
+        keys, grads = self._split(header, body)
+        self.seen.append(
+            Seen(header.kind, header.flags, header.epoch, header.clock, header.sequence, tuple(keys), tuple(grads))
+        )
+        if header.kind == SYNCED:
+            return
+        if header.epoch < self.version:
+            raise StaleEpochError("an old map")
+        if self.is_silent:
+            self._held.append((peer, header))
+            return
+        if self.fails is not None and header.kind != TICK:
+            raise self.fails
+        values = np.repeat(np.array(keys, np.float32), self.dim if header.kind in (PULL, PUSH_PULL) else 0)
+        kind = VALUES if header.kind in (PULL, PUSH_PULL) else ACK
+        peer.send_frame(kind, request=header.request, clock=self.durable, body=values)
+
+    def _split(self, header: Header, body: memoryview) -> tuple[list[int], list[float]]:
+        if header.kind in (TICK, SYNCED):
+            return [], []
+        if header.flags & RANGE:
+            start, stop = np.frombuffer(body, np.uint64, 2).tolist()
+            runs = clip_runs(runs_in(DENSE, self.leads), start, stop)
+            keys = [key for a, b in runs for key in range(a, b)]
+            return keys, np.frombuffer(body, np.float32, offset=16).tolist()
+        size = 8 if header.kind == PULL else 8 + 4 * self.dim
+        count = len(body) // size
+        return np.frombuffer(body, np.uint64, count).tolist(), np.frombuffer(body, np.float32, -1, 8 * count).tolist()
+
+    def change(self, version: int) -> None:
+        """Have a newer map: what waits is refused."""
+
+        def refuse() -> None:
+            self.version = version
+            self.is_silent = False
+            for peer, header in self._held:
+                peer.send_error(header, StaleEpochError("an old map"))
+            self._held = []
+
+        self.served.call(refuse)
+
+    def data(self, epoch: int) -> list[Seen]:
+        """What came by the map of a version, ticks aside."""
+        return [each for each in self.seen if each.epoch == epoch and each.kind != TICK]
+
+
+class FakeLink:
+    """A line to a scheduler that says what the test wants."""
+
+    settings = messages.Settings(consistency="eventual", stale="accept", num_servers=2, num_workers=1)
+
+    def __init__(self, *arguments: Any, on_map: Callable[[messages.ClusterMap], None], **options: Any) -> None:
+        self.publish = on_map
+        self.first: messages.ClusterMap = FIRST[0]
+
+    def register(self, request: messages.Register) -> messages.Welcome:
+        """Welcome everybody."""
+        self.publish(self.first)
+        return messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, cluster=self.first)
+
+    def wait_servers(self, timeout_s: float) -> tuple[messages.MemberInfo, ...]:
+        """They are there."""
+        return self.first.members
+
+    def call(self, message: msgspec.Struct, *arguments: Any) -> int:
+        """Number tables by kind."""
+        assert isinstance(message, messages.DeclareTable)
+        return 1 if message.spec.kind == "sparse" else 2
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+FIRST: list[messages.ClusterMap] = []
+
+
+class World:
+    """Servers of incarnations 11, 12, …, rank 0, 1, …, of whom a client has a map."""
+
+    def __init__(self, stack: ExitStack, leads: Mapping[int, int], **settings: Any) -> None:
+        self.stack = stack
+        self.transport = MemoryTransport()
+        self.servers: dict[int, FakeServer] = {}
+        for incarnation in (11, 12, 13):
+            server = self.servers[incarnation] = FakeServer(incarnation)
+            server.served = stack.enter_context(serve_in_thread(server, self.transport))
+        FakeLink.settings = messages.Settings(
+            **{"consistency": "eventual", "stale": "accept", "num_servers": 2, "num_workers": 1, **settings}
+        )
+        FIRST[:] = [self.map(1, leads)]
+
+    def connect(self, **options: Any) -> Client:
+        """Return a client."""
+        client = Client(self.transport, "memory://scheduler", **{"timeout_s": 10.0, **options})
+        self.stack.callback(client.close)
+        return client
+
+    def map(self, version: int, leads: Mapping[int, int], filling: int | None = None) -> messages.ClusterMap:
+        """Return a map in which each server leads some buckets; who is not named is dead."""
+        named = 0
+        groups = []
+        for incarnation, buckets in leads.items():
+            named |= buckets
+            if buckets:
+                groups.append(messages.GroupInfo((incarnation,), filling, to_bytes(buckets)))
+            self.servers[incarnation].leads = buckets
+        if ALL & ~named:
+            groups.append(messages.GroupInfo((), None, to_bytes(ALL & ~named)))
+        members = tuple(
+            messages.MemberInfo(
+                node=f"s{incarnation}",
+                role="server",
+                rank=incarnation - 11,
+                incarnation=incarnation,
+                endpoint=self.servers[incarnation].served.endpoint,
+            )
+            for incarnation in (*leads, *(() if filling is None else (filling,)))
+        )
+        return messages.ClusterMap(epoch=version, members=members, ready=True, version=version, groups=tuple(groups))
+
+    def publish(self, client: Client, version: int, leads: Mapping[int, int], filling: int | None = None) -> None:
+        """Let the client have a newer map."""
+        client.link.publish(self.map(version, leads, filling))  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    monkeypatch.setattr(client_module, "SchedulerLink", FakeLink)
+    with ExitStack() as each:
+        yield each
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def until_synced(server: FakeServer, version: int) -> None:
+    """Wait for what comes behind all that is sent again."""
+    until(lambda: any(each.kind == SYNCED for each in server.data(version)))
+
+
+def in_thread(stack: ExitStack, function: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    stack.callback(thread.join, 10)
+    return thread
+
+
+def keys_in(buckets: int) -> tuple[int, ...]:
+    return tuple(key for key in KEYS.tolist() if buckets_of_keys(np.array([key], np.uint64)) & buckets)
+
+
+def ones(count: int = 64) -> Any:
+    return np.ones(count, np.float32)
+
+
+def test_what_is_refused_goes_out_again_in_order(stack: ExitStack) -> None:
+    world = World(stack, {11: ALL})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    server = world.servers[11]
+    server.is_silent = True
+    pushes = [table.push(KEYS[:1], ones(1) * number) for number in range(1, 4)]
+    pulled = table.pull_async(KEYS)
+    client.tick()
+    last = table.push(KEYS[:1], ones(1) * 9)
+    assert not pulled.done()
+    server.change(2)
+    assert not pulled.done()  # refused, and no newer map is here
+    world.publish(client, 2, {11: ALL})
+    assert (pulled.result().reshape(-1) == KEYS).all()
+    for ticket in (*pushes, last):
+        ticket.wait()
+    until_synced(server, 2)
+    again = server.data(2)
+    assert [(each.kind, each.sequence, each.grads) for each in again[:-1]] == [
+        (PUSH, 1, (1.0,)), (PUSH, 2, (2.0,)), (PUSH, 3, (3.0,)), (PULL, 3, ()), (PUSH, 4, (9.0,)),
+    ]  # fmt: skip
+    assert again[-1][:5] == (SYNCED, 1, 2, 1, 3)  # behind everything: clock 1, and the rank as the sequence
+    assert sum(each.kind == TICK for each in server.seen) == 1  # the clock has been said
+    assert not any(each.flags & TICKS for each in again[:-1])
+    assert [each.epoch for each in server.seen if each.kind == TICK] == [1]  # or it would be taken without the pushes
+
+
+def test_the_next_server_gets_what_a_dead_one_has_not_answered(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", dim=2, update=SGD(lr=1.0))
+    for server in world.servers.values():
+        server.dim = 2
+    world.servers[12].is_silent = True
+    pushed = table.push(KEYS, np.arange(128, dtype=np.float32).reshape(64, 2))
+    asked: list[bool] = []
+    waiting = in_thread(stack, lambda: asked.append(pushed.dropped))  # in a receive from the one that is to die
+    until(lambda: any(each.kind == PUSH for each in world.servers[12].seen))
+    began = time.monotonic()
+    world.publish(client, 2, {11: ALL})
+    waiting.join(10)
+    assert asked == [False]
+    assert time.monotonic() - began < 5
+    until_synced(world.servers[11], 2)
+    again = world.servers[11].data(2)
+    assert [each.kind for each in again] == [PUSH, SYNCED]
+    assert again[0].keys == keys_in(HIGH)
+    assert client.server_ranks == (0,)
+    assert set(client.owners.tolist()) == {0}
+    assert len(client.connections) == 1
+
+
+def test_a_part_is_cut_anew_and_its_values_are_put_together(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    dense = client.dense_table("d", size=DENSE, update=SGD(lr=1.0))
+    for server in world.servers.values():
+        server.is_silent = True
+    out = np.zeros(64, np.float32)
+    keys = KEYS[::-1].copy()
+    sparse = table.push_pull_async(keys, keys.astype(np.float32), out, tick=True)
+    ranged = dense.push_pull_async(np.arange(DENSE, dtype=np.float32)[7:990], start=7)
+    by_key = dense.pull_async(keys=[5, 999, 500, 5])
+    mine = ALL // 3  # every other bucket
+    until(lambda: sum(each.kind != SYNCED for each in world.servers[12].seen) == 3)
+    for server in world.servers.values():
+        server.change(2)
+    world.publish(client, 2, {11: LOW & mine, 12: HIGH & mine, 13: ALL & ~mine})
+    assert (sparse.result() == keys).all()
+    assert (out == keys).all()
+    assert (ranged.result() == np.arange(7, 990)).all()
+    assert (by_key.result() == [5, 999, 500, 5]).all()
+    width = bucket_width(DENSE)
+    pushed: dict[int, float] = {}
+    for server in world.servers.values():
+        until_synced(server, 2)
+        frames = server.data(2)
+        kinds = [each.kind for each in frames]
+        assert kinds[-1] == SYNCED
+        assert kinds.count(PUSH) == 2
+        assert not any(each.flags for each in frames[:-1])
+        push, ranged_push = (each for each in frames if each.kind == PUSH)
+        assert kinds[:2] == [PUSH, PULL]
+        assert (push.clock, frames[1].clock) == (0, 1)  # it ticked
+        assert push.keys == push.grads
+        assert buckets_of_keys(np.array(push.keys, np.uint64)) & ~server.leads == 0
+        assert all(server.leads >> key // width & 1 for key in ranged_push.keys)
+        pushed.update(zip(ranged_push.keys, ranged_push.grads, strict=True))
+        # One frame of a push for each server, or the second were a repetition.
+        assert len({(each.kind, each.sequence) for each in frames if each.kind == PUSH}) == 2
+    assert pushed == {key: float(key) for key in range(7, 990)}
+    assert client.clock == 1
+
+
+def test_a_map_that_comes_while_the_one_before_is_carried_out(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    for server in world.servers.values():
+        server.is_silent = True
+    ticket = table.push_pull_async(KEYS, ones())
+    world.publish(client, 2, {12: HIGH, 13: LOW})
+    until_synced(world.servers[13], 2)
+    assert not ticket.done()
+    world.servers[12].is_silent = False
+    world.publish(client, 3, {12: ALL})
+    assert (ticket.result().reshape(-1) == KEYS).all()
+    until_synced(world.servers[12], 3)
+    push, *pulls, synced = world.servers[12].data(3)
+    assert (push.kind, synced.kind) == (PUSH, SYNCED)
+    assert sorted(push.keys) == KEYS.tolist()  # one frame, though it was in two
+    assert sorted(key for pull in pulls for key in pull.keys) == KEYS.tolist()
+
+
+def test_an_idle_client_says_synced_by_itself(stack: ExitStack) -> None:
+    world = World(stack, {11: ALL})
+    client = world.connect()
+    client.tick()
+    world.publish(client, 2, {11: LOW, 12: HIGH})
+    for incarnation in (11, 12):
+        server = world.servers[incarnation]
+        until(lambda server=server: server.data(2))  # type: ignore[misc]
+        assert [each[:5] for each in server.data(2)] == [(SYNCED, 1, 2, 1, 3)]
+    client.retire()
+    assert [type(call) for call in world.servers[12].calls] == [messages.Retire]
+    world.publish(client, 3, {11: LOW, 13: HIGH})
+    until(lambda: world.servers[13].data(3))
+    assert world.servers[13].data(3)[0][:4] == (SYNCED, 0, 3, 1)
+
+
+def test_a_worker_that_joins_says_synced(stack: ExitStack) -> None:
+    """A server that takes note of it before it has the map would wait for it ever after."""
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    for incarnation in (11, 12):
+        server = world.servers[incarnation]
+        until(lambda server=server: server.data(1))  # type: ignore[misc]
+        assert [each[:5] for each in server.data(1)] == [(SYNCED, 1, 1, 0, 3)]
+    assert client.clock == 0
+
+
+def test_an_observer_says_nothing(stack: ExitStack) -> None:
+    world = World(stack, {11: ALL})
+    client = world.connect(observer=True)
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    world.publish(client, 2, {11: LOW, 12: HIGH})
+    assert (table.pull(KEYS).reshape(-1) == KEYS).all()
+    assert [each.kind for server in world.servers.values() for each in server.data(2)] == [PULL, PULL]
+    assert client.server_ranks == (0, 1)
+
+
+def kept_world(stack: ExitStack, **options: Any) -> tuple[World, Client]:
+    world = World(stack, {11: LOW, 12: HIGH}, consistency="sequential", replicas=1, **options)
+    return world, world.connect()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_answered_pushes_are_kept_until_they_are_safe(stack: ExitStack, kind: str) -> None:
+    world, client = kept_world(stack)
+    sparse, dense = client.sparse_table("w", update=SGD(lr=1.0)), client.dense_table("d", size=DENSE, update=SGD(lr=1))
+
+    def push(grads: Any) -> Ticket:
+        return sparse.push(KEYS, grads) if kind == "sparse" else dense.push(grads, start=100)
+
+    grads = ones()
+    for number in range(1, 4):
+        grads[:] = number
+        push(grads).wait()
+        client.tick()
+        client.flush()
+    grads[:] = 0  # they are copies
+    world.servers[12].durable = 1
+    push(ones() * 4).wait()
+    world.publish(client, 2, {11: ALL})
+    until_synced(world.servers[11], 2)
+    again = world.servers[11].data(2)[:-1]
+    high = len(keys_in(HIGH)) if kind == "sparse" else 64  # elements 100 to 163 lie in one half or both
+    if kind == "dense":
+        high = sum(b - a for a, b in clip_runs(runs_in(DENSE, HIGH), 100, 164))
+    if high:
+        assert [(each.clock, each.sequence, each.grads) for each in again] == [
+            (number - 1, number, (float(number),) * high) for number in (2, 3, 4)
+        ]
+    # What was sent again is kept too.
+    client.flush()
+    world.publish(client, 3, {13: ALL})
+    until_synced(world.servers[13], 3)
+    assert [each.sequence for each in world.servers[13].data(3)[:-1]] == [1, 2, 3, 4]
+    whole = world.servers[13].data(3)[2]
+    assert len(set(whole.keys)) == 64
+    assert whole.grads == (3.0,) * 64
+
+
+def test_nothing_is_kept_without_replicas(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH}, consistency="sequential")
+    client = world.connect()
+    client.sparse_table("w", update=SGD(lr=1.0)).push(KEYS, ones()).wait()
+    assert not any(connection.kept for connection in client.connections)
+
+
+def test_retiring_waits_until_it_is_safe(stack: ExitStack) -> None:
+    world, client = kept_world(stack)
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    table.push(KEYS, ones(), tick=True).wait()
+    table.push(KEYS, ones()).wait()
+    for server in world.servers.values():
+        server.durable = 1
+    client.retire()
+    for incarnation in (11, 12):
+        pull = world.servers[incarnation].seen[-1]
+        assert (pull.kind, pull.clock, pull.keys) == (PULL, 1, ())  # a read of the next iteration
+    assert not any(connection.kept for connection in client.connections)
+    table.push(KEYS, ones()).wait()
+    assert not any(connection.kept for connection in client.connections)  # it is applied at once
+
+
+def test_lost_buckets(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    dense = client.dense_table("d", size=DENSE, update=SGD(lr=1.0))
+    world.servers[12].is_silent = True
+    ticket = table.push(KEYS, ones())
+    message = (
+        "^server 1 died, and with it 256 of 512 buckets of the tables that had no replica left: start again from the "
+        "last saved model$"
+    )
+    world.publish(client, 2, {11: LOW})
+    with pytest.raises(ConnectionLostError, match=message):
+        ticket.wait()
+    there = np.array(keys_in(LOW), np.uint64)
+    gone = np.array(keys_in(HIGH), np.uint64)
+    requests: list[Callable[[], object]] = [
+        lambda: table.pull(gone), lambda: table.push(gone, ones(len(gone))), dense.pull, lambda: dense.pull(keys=[999]),
+        lambda: table.erase(gone), lambda: dense.push(ones(DENSE)),
+    ]  # fmt: skip
+    for request in requests:
+        with pytest.raises(ConnectionLostError, match=message):
+            request()
+    assert (table.pull(there).reshape(-1) == there).all()
+    assert (dense.pull(start=10, stop=20) == np.arange(10, 20)).all()
+    world.publish(client, 3, {13: 0})
+    with pytest.raises(ConnectionLostError, match=r"^servers 0 and 1 died, and with them 512 of 512 buckets"):
+        table.pull(there)
+
+
+def test_a_failure_of_what_was_sent_again_is_told(stack: ExitStack) -> None:
+    world = World(stack, {11: ALL})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    server = world.servers[11]
+    server.is_silent = True
+    ticket = table.push(KEYS, ones())
+    table.push(KEYS, ones())
+    world.servers[12].fails = UsageError("no such thing")
+    server.change(2)
+    world.publish(client, 2, {11: LOW, 12: HIGH})
+    with pytest.raises(UsageError, match="no such thing"):
+        ticket.wait()
+    with pytest.raises(UsageError, match="no such thing"):  # of the other one
+        client.flush()
+    client.flush()
+    client.tick()
+
+
+def test_no_newer_map_comes(stack: ExitStack) -> None:
+    world = World(stack, {11: ALL})
+    client = world.connect(timeout_s=0.2, reconnect_s=0.1)
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    world.servers[11].change(2)
+    with pytest.raises(DeadlineError, match="the map that is known here is of version 1"):
+        table.pull(KEYS)
+    world.publish(client, 2, {11: ALL})
+    assert (table.pull(KEYS).reshape(-1) == KEYS).all()
+
+
+def test_a_new_server_that_cannot_be_reached_yet(stack: ExitStack) -> None:
+    world = World(stack, {11: ALL})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    new = world.map(2, {11: LOW, 12: HIGH})
+    address = world.servers[12].served.endpoint.tcp
+    listener = world.transport._listeners.pop(address.host)
+    world.servers[11].change(2)
+    client.link.publish(new)  # type: ignore[attr-defined]
+    until(lambda: world.servers[11].data(2))
+    world.transport._listeners[address.host] = listener
+    assert (table.pull(KEYS).reshape(-1) == KEYS).all()
+    until_synced(world.servers[12], 2)
+
+
+def test_calls_go_to_all_servers_of_the_newest_map(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    world.publish(client, 2, {11: LOW, 12: HIGH}, filling=13)
+    client.sparse_table("w", update=SGD(lr=1.0))
+    assert client.server_ranks == (0, 1)
+    assert len(client.connections) == 3
+    assert isinstance(world.servers[13].calls[-1], messages.CreateTable)
+
+
+def test_a_call_to_a_server_that_dies_meanwhile(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    world.servers[12].is_mute = True
+    done: list[object] = []
+    thread = in_thread(stack, lambda: done.append(client.sparse_table("w", update=SGD(lr=1.0))))
+    until(lambda: world.servers[12].calls[1:])
+    world.publish(client, 2, {11: LOW, 13: HIGH})
+    thread.join(10)
+    assert done
+    assert isinstance(world.servers[13].calls[-1], messages.CreateTable)

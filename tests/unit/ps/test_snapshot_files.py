@@ -1,0 +1,155 @@
+"""The files of snapshots: what was written is read, damage is seen, and nothing goes that somebody needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paceline.errors import ModelError, UsageError
+from paceline.protocol import Shards, shards
+from paceline.ps.messages import TableSpec
+from paceline.ps.snapshot_files import (
+    FORMAT,
+    FORMAT_VERSION,
+    PartUse,
+    SnapshotManifest,
+    SnapshotTable,
+    folder_name,
+    numbers_in,
+    read_manifest,
+    read_part,
+    write_manifest,
+    write_part,
+)
+from paceline.ps.snapshot_messages import DoneShards, JobAccount, SnapshotPart, done_shards, shards_in
+from paceline.ps.snapshots import SnapshotFolder, read_newest
+
+
+def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> SnapshotPart:
+    (directory / folder_name(number)).mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(number)
+    pieces = [
+        (bucket, random.integers(0, 2**63, rows).astype(np.uint64), random.random((rows, 3)).astype(np.float32))
+        for bucket in buckets
+    ]
+    return write_part(directory, f"{folder_name(number)}/s0-t1-{buckets[0]:05d}.safetensors", "t", 3, pieces)
+
+
+def manifest_of(number: int, *uses: PartUse, **fields: Any) -> SnapshotManifest:
+    spec = TableSpec(name="t", kind="sparse", update={"kind": "SGD", "lr": 0.1})
+    table = SnapshotTable(spec=spec, rows=0, num_buckets=512, uses=uses)
+    return SnapshotManifest(
+        format=FORMAT, version=FORMAT_VERSION, paceline="0", number=number, full=True, iteration=None, tables=(table,),
+        **fields,
+    )  # fmt: skip
+
+
+def use(part: SnapshotPart, *buckets: int) -> PartUse:
+    return PartUse(part=part, buckets=buckets or part.buckets)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 100])
+def test_a_part_is_a_safetensors_file(tmp_path: Path, rows: int) -> None:
+    part = part_of(tmp_path, 1, 7, 9, rows=rows)
+    assert part.rows == (rows, rows)
+    keys, records = read_part(tmp_path, part)
+    plain = load_file(tmp_path / part.file)
+    np.testing.assert_array_equal(plain["keys"], keys)
+    np.testing.assert_array_equal(plain["records"], records)
+    assert records.shape == (2 * rows, 3)
+    assert part.num_bytes == os.path.getsize(tmp_path / part.file)
+
+
+def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
+    part = part_of(tmp_path, 1, 7)
+    path = tmp_path / part.file
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        with pytest.raises(
+            ModelError, match=r"s0-t1-00007.safetensors is damaged: its SHA-256 is .*, the manifest says"
+        ):
+            read_part(tmp_path, part)
+    for size in (0, 1, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=rf"cut off .* {size} bytes, the manifest says {len(whole)}"):
+            read_part(tmp_path, part)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*: No such file"):
+        read_part(tmp_path, part)
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    account = JobAccount(
+        files=(3, None), done=(DoneShards(epoch=1, file=0, shards=b"\x05"),), progress={"examples": 12.0, "loss": 0.1}
+    )
+    training = {"files": [["a", 1]], "epochs": 3}
+    manifest = manifest_of(4, use(part_of(tmp_path, 4, 1, 2), 2), account=account, training=training)
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path, 4) == manifest
+    path = tmp_path / folder_name(4) / "manifest.json"
+    text = path.read_text()
+    for wrong, message in (
+        (text.replace('"number": 4', '"number": 5'), "its SHA-256 is"),
+        (text[:-20], "is damaged"),
+        ("[]", "no manifest of a snapshot"),
+        (text.replace('"version": 1', '"version": 99'), "format version 99, this Paceline reads 1: use Paceline 0"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(ModelError, match=message):
+            read_manifest(tmp_path, 4)
+
+
+def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
+    (tmp_path / "something else").write_text("")
+    folder = SnapshotFolder(tmp_path, keep=2)
+    assert folder.next_number() == 1
+    first, other = part_of(tmp_path, 1, 1, 2), part_of(tmp_path, 1, 3, 4)
+    folder.commit(manifest_of(1, use(first), use(other)))
+    previous = other
+    for number in (2, 3, 4):
+        assert folder.next_number() == number
+        previous = part_of(tmp_path, number, 3, 4)
+        folder.commit(manifest_of(number, use(first, 2), use(previous)))
+    # Of the first only what is referred to is left, and it is no snapshot any more.
+    assert sorted(os.listdir(tmp_path / folder_name(1))) == [Path(first.file).name]
+    assert numbers_in(tmp_path) == [1, 3, 4]
+    part_of(tmp_path, 5, 1)  # a server was killed while it wrote
+    again = SnapshotFolder(tmp_path, keep=2)
+    assert again.next_number() == 6
+    last = part_of(tmp_path, 6, 1, 2, 3, 4)
+    again.commit(manifest_of(6, use(last)))
+    assert numbers_in(tmp_path) == [1, 4, 6]
+    assert read_newest(tmp_path).manifest.number == 6
+    (tmp_path / last.file).unlink()
+    told: list[str] = []
+    assert read_newest(tmp_path, told.append).manifest.number == 4
+    assert "snapshot-000006 is not used, and the one before is: cannot read" in told[0]
+    with pytest.raises(UsageError, match="at least 1"):
+        SnapshotFolder(tmp_path, keep=0)
+
+
+def test_done_shards_travel() -> None:
+    pool = Shards([20, None, 3], epochs=2)
+    for _ in range(30):
+        (granted,) = pool.handle(shards.Lease(1))
+        assert isinstance(granted, shards.Granted)
+        if granted.lease % 3:
+            pool.handle(shards.Done(1, granted.lease))
+    pool.handle(shards.Ended(1, 8))
+    done = done_shards(pool.report())
+    again = Shards.restore(pool.sizes, epochs=2, done=shards_in(done))
+    assert pool.sizes == (20, 8, 3)
+    assert again.progress() == pool.progress()
+    assert done_shards(again.report()) == done
+    left = {(a.epoch, a.file, a.shard) for a in pool.report() if not a.done}
+    leased = set()
+    while isinstance(granted := again.handle(shards.Lease(1))[0], shards.Granted):
+        leased.add((granted.epoch, granted.file, granted.shard))
+        again.handle(shards.Done(1, granted.lease))
+    assert leased == left
