@@ -3,7 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench torture clean
+
+# How long `make torture` takes: clusters simulated, then clusters of real processes.
+SEEDS ?= 0:10000
+RUNS ?= 100
 
 demo: .venv/.demo
 	$(BIN)/python examples/demo.py
@@ -16,6 +20,10 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+torture: .venv/.dev
+	$(BIN)/python -m paceline.simulation --seeds $(SEEDS)
+	$(BIN)/python tests/system/torture.py --runs $(RUNS)
 
 bench: .venv/.dev .venv/.bench
 	$(BIN)/paceline bench ps

@@ -164,6 +164,7 @@ class Training:
         self._signals = DeferredSignals()
         self._alone_since: float | None = None
         self._reconnections = client.link.reconnections
+        self._first_servers = client.server_ranks
         self._resumption: Resumption | None = None
         self._snapshots = None if options.snapshots is None else TrainingSnapshots(client, options.snapshots, warn)
 
@@ -396,8 +397,10 @@ class Training:
             if dead:
                 return f"{dead[0][0]} {describe_status(dead[0][1])}"
         cluster = self._client.link.cluster
-        lost = 0 if cluster is None else cluster.num_lost
-        return f"the servers of {lost} of {NUM_BUCKETS} buckets are gone" if lost else None
+        if cluster is None or not cluster.num_lost:
+            return None
+        missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role("server")})
+        return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
 
     def _check_alive(self, state: messages.JobState) -> None:
         if self._client.link.reconnections > self._reconnections:

@@ -1,0 +1,131 @@
+"""What a replica costs, and what a server that joins costs those who work meanwhile.
+
+``python benchmarks/replication.py``: pushes (waited for) and pulls of rows of dim 16 with Adagrad on two servers, with
+one copy and with a replica, in turns, medians; then a third server joins a cluster of 10^6 rows while a worker pushes
+and pulls: its rate before and during the move, the longest request, and the share of the buckets that moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table as Grid
+
+import paceline
+from paceline.ps import Client, SparseTable, messages
+
+DIM = 16
+ROWS = 1_000_000
+
+
+def open_rows(client: Client) -> SparseTable:
+    """Declare the table."""
+    return client.sparse_table("rows", dim=DIM, update=paceline.Adagrad(lr=0.1))
+
+
+def fill(table: SparseTable) -> None:
+    """Make all rows."""
+    for start in range(0, ROWS, 100_000):
+        keys = np.arange(start, start + 100_000, dtype=np.uint64)
+        table.push(keys, np.ones((100_000, DIM), np.float32), assume_unique=True).wait()
+
+
+def cost(rounds: int) -> None:
+    """Print the medians with and without a replica."""
+    grid = Grid("work", "keys", "one copy µs", "with a replica µs", "ratio")
+    with (
+        paceline.local_cluster(servers=2) as one,
+        paceline.local_cluster(servers=2, replicas=1) as two,
+        one.connect(observer=True) as first,
+        two.connect(observer=True) as second,
+    ):
+        tables = [open_rows(first), open_rows(second)]
+        for table in tables:
+            fill(table)
+        random = np.random.default_rng(1)
+        for count in (1, 1_000, 10_000, 100_000):
+            times: dict[str, list[list[float]]] = {"push": [[], []], "pull": [[], []]}
+            for _ in range(max(rounds // max(1, count // 1_000), 15)):
+                keys = random.choice(ROWS, count, replace=False).astype(np.uint64)
+                grads = np.ones((count, DIM), np.float32)
+                for which, table in enumerate(tables):
+                    began = time.perf_counter()
+                    table.push(keys, grads, assume_unique=True).wait()
+                    pushed = time.perf_counter()
+                    table.pull(keys, assume_unique=True)
+                    times["push"][which].append(pushed - began)
+                    times["pull"][which].append(time.perf_counter() - pushed)
+            for work, (alone, copied) in times.items():
+                a, b = statistics.median(alone) * 1e6, statistics.median(copied) * 1e6
+                grid.add_row(work, f"{count:,}", f"{a:,.1f}", f"{b:,.1f}", f"{b / a:.2f}")
+    Console().print(grid)
+
+
+def work(table: SparseTable, seconds: float, until: float | None = None) -> tuple[float, float]:
+    """Push and pull for a while; return the rounds per second and the longest one in seconds."""
+    random, began, rounds, longest = np.random.default_rng(2), time.perf_counter(), 0, 0.0
+    while time.perf_counter() - began < seconds:
+        keys = random.choice(ROWS, 2_000, replace=False).astype(np.uint64)
+        start = time.perf_counter()
+        table.push(keys, np.ones((2_000, DIM), np.float32), assume_unique=True)
+        table.pull(keys, assume_unique=True)
+        longest = max(longest, time.perf_counter() - start)
+        rounds += 1
+        if until is not None and is_settled(table, int(until)):
+            break
+    return rounds / (time.perf_counter() - began), longest
+
+
+def is_settled(table: SparseTable, servers: int) -> bool:
+    """Return whether so many servers lead buckets, and nothing moves."""
+    cluster = table._client.link.cluster
+    assert cluster is not None
+    leaders = {group.members[0] for group in cluster.groups}
+    return len(leaders) == servers and all(group.filling is None for group in cluster.groups)
+
+
+def join() -> None:
+    """Print what a join costs."""
+    with paceline.local_cluster(servers=2) as cluster, cluster.connect(observer=True) as client:
+        table = open_rows(client)
+        fill(table)
+        before: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
+        rate, _ = work(table, 3.0)
+        server = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "server", "--join", "--scheduler", cluster.scheduler.split("//")[-1]],
+            env={**os.environ, "PACELINE_TOKEN": cluster.token},
+            stdout=subprocess.PIPE,
+        )
+        assert server.stdout is not None
+        server.stdout.readline()
+        during, longest = work(table, 60.0, until=3)
+        after: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
+        were = {group.members[0]: int.from_bytes(group.buckets, "little") for group in before.groups}
+        stay = sum(
+            (were.get(group.members[0], 0) & int.from_bytes(group.buckets, "little")).bit_count()
+            for group in after.groups
+        )
+        print(
+            f"a third server joins {ROWS:,} rows of dim {DIM}: {512 - stay} of 512 buckets moved; rounds of a push and "
+            f"a pull of 2,000 keys: {rate:.0f}/s before, {during:.0f}/s meanwhile, the longest {longest * 1e3:.0f} ms"
+        )
+    server.wait()
+
+
+def main() -> None:
+    """Run both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=400)
+    cost(parser.parse_args().rounds)
+    join()
+
+
+if __name__ == "__main__":
+    main()
