@@ -49,6 +49,15 @@ class ChainPush:
     flags: int = 0
     """Of the answer."""
     result: int | None = None
+    buckets: Buckets = ALL
+    """Those that its keys are of, as far as that is known: what is asked of no others need not be looked for."""
+
+    def part(self, tables: ServerTables, buckets: Buckets) -> Sequence[Piece]:
+        """Return the pieces of what falls into buckets."""
+        if not self.buckets & ~buckets:
+            return self.pieces
+        pieces = (restrict(tables, piece, buckets) for piece in self.pieces)
+        return [piece for piece in pieces if piece is not None]
 
 
 def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | None:
@@ -100,10 +109,7 @@ def _bucket_numbers(spec: TableSpec, keys: Keys) -> npt.NDArray[np.int64]:
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
     """Do to the tables of this server what a push says, for its keys in `buckets`."""
-    for whole in push.pieces:
-        piece = restrict(tables, whole, buckets)
-        if piece is None:
-            continue
+    for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         keys = piece.selection.keys
         if push.operation == PUSH:

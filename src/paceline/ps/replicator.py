@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,13 +26,12 @@ from paceline.ps.chain_links import ChainLinks
 from paceline.ps.gatekeeper import Gatekeeper
 from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, READY, STATE, STATE_TAKEN
 from paceline.ps.parts import Selection
-from paceline.ps.pushes import ChainPush, Piece, apply, pack, restrict, unpack
+from paceline.ps.pushes import ChainPush, Piece, apply, pack, unpack
 from paceline.ps.server_tables import ServerTable, ServerTables
 from paceline.ps.tables import make_part
 from paceline.transport import Endpoint, Header, Hello, Kind, Peer, Transport, error_of
 
-_MAX_FILL_BACKLOG_BYTES = 8 << 20
-_FILL_PAUSE_S = 0.002
+_FILL_PAUSE = 2.0  # times the time that a bucket took
 _logger = logging.getLogger("paceline.ps")
 
 _decode_forward = msgspec.msgpack.Decoder(messages.ForwardInfo).decode
@@ -80,7 +80,8 @@ class Replicator:
         self._endpoints: dict[int, Endpoint] = {}
         self._sources: dict[int, Peer] = {}  # the connection by which each server before this one sends
         self._sequences = itertools.count(1)
-        self._fills: set[int] = set()  # servers to which a fill is under way
+        self._fills: set[int] = set()  # servers to which a bucket will be sent soon
+        self._states: dict[int, float] = {}  # servers to which one is on its way → since when
         self.rules = Replication(0)
 
     def joined(self, hello: Hello) -> None:
@@ -118,6 +119,7 @@ class Replicator:
 
     def push(self, push: ChainPush, buckets: Buckets) -> None:
         """Apply a push of a client (or the sum of an iteration) here, and send it down the chains."""
+        push.buckets = buckets
         event = replication.Push(push, push.incarnation, push.sequence, self.rules.version, buckets)
         self._obey(self.rules.handle(event))
 
@@ -183,6 +185,7 @@ class Replicator:
                 target: self._endpoints[target] for target in targets if target in self._endpoints
             }
             self._links.want(known, self._hello)
+            self._states = {}
             self._pump_all()
 
     def _peer(self, target: int) -> Peer | None:
@@ -192,8 +195,7 @@ class Replicator:
         peer = self._peer(target)
         if peer is None:
             return  # it is forwarded again when there is a connection
-        pieces = [restrict(self._tables, piece, buckets) for piece in push.pieces]
-        infos, body = pack([piece for piece in pieces if piece is not None])
+        infos, body = pack(push.part(self._tables, buckets))
         info = messages.ForwardInfo(push.incarnation, push.operation, to_bytes(buckets), infos)
         peer.send_frame(
             FORWARD,
@@ -205,6 +207,7 @@ class Replicator:
         )
 
     def _link_up(self, target: int) -> None:
+        self._states.pop(target, None)
         self._send_clocks(target)
         self._obey(self.rules.handle(replication.LinkUp(target)))
         self._pump_soon(target)
@@ -218,8 +221,7 @@ class Replicator:
             self._gatekeeper.look()  # a sum that this server has inherited may be safe now
             self._pump_all()
         elif header.kind == STATE_TAKEN:
-            self._obey(self.rules.handle(replication.Confirmed(target, header.request)))
-            self._pump_all()
+            self._state_taken(target, header.request)
         elif header.kind == Kind.ERROR:
             _logger.error("a server behind this one could not take a frame: %s", error_of(meta))
 
@@ -252,13 +254,12 @@ class Replicator:
         peer = self._peer(target)
         if peer is None:
             return
-        if peer.write_backlog_bytes > _MAX_FILL_BACKLOG_BYTES:
-            self._fills.add(target)
-            asyncio.get_running_loop().call_later(_FILL_PAUSE_S, self._pump, target)
-            return
+        if target in self._states:
+            return  # it will say that it has it
         fill = self.rules.next_fill(target)
         if fill is None:
             return
+        self._states[target] = time.monotonic()
         number, bucket, state = fill
         pieces = []
         for table_number, table in self._tables.by_number.items():
@@ -269,7 +270,14 @@ class Replicator:
         entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
         info = messages.StateInfo(bucket, entries, infos)
         peer.send_frame(STATE, request=number, epoch=self.rules.version, meta=messages.encode(info), body=body)
-        self._pump_soon(target)
+
+    def _state_taken(self, target: int, number: int) -> None:
+        """Go on when twice as much time has passed as the bucket took: who works meanwhile gets most of it."""
+        took = time.monotonic() - self._states.pop(target, time.monotonic())
+        self._obey(self.rules.handle(replication.Confirmed(target, number)))
+        if target not in self._fills:
+            self._fills.add(target)
+            asyncio.get_running_loop().call_later(_FILL_PAUSE * took, self._pump, target)
 
     # From other servers.
 
@@ -290,10 +298,10 @@ class Replicator:
     def _take_forward(self, peer: Peer, header: Header, info: messages.ForwardInfo, body: memoryview) -> None:
         if self.rules.has_successors:
             body = memoryview(bytearray(body))  # it goes on
-        pieces = list(unpack(info.pieces, body))
-        push = ChainPush(info.operation, info.incarnation, header.sequence, pieces, peer, header)
+        pieces, buckets = list(unpack(info.pieces, body)), from_bytes(info.buckets)
+        push = ChainPush(info.operation, info.incarnation, header.sequence, pieces, peer, header, buckets=buckets)
         event = replication.Forwarded(
-            push, peer.hello.incarnation, info.incarnation, header.sequence, header.epoch, from_bytes(info.buckets)
+            push, peer.hello.incarnation, info.incarnation, header.sequence, header.epoch, buckets
         )
         self._obey(self.rules.handle(event))
 
