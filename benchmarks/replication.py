@@ -115,8 +115,8 @@ def join() -> None:
             for group in after.groups
         )
         print(
-            f"a third server joins {ROWS:,} rows of dim {DIM}: {512 - stay} of 512 buckets moved in {took:.1f} s; rounds "
-            f"of a push and a pull of 2,000 keys: {rate:.0f}/s before, {during:.0f}/s meanwhile, the longest "
+            f"a third server joins {ROWS:,} rows of dim {DIM}: {512 - stay} of 512 buckets moved in {took:.1f} s; "
+            f"rounds of a push and a pull of 2,000 keys: {rate:.0f}/s before, {during:.0f}/s meanwhile, the longest "
             f"{longest * 1e3:.0f} ms"
         )
     server.wait()

@@ -165,6 +165,7 @@ class Training:
         self._alone_since: float | None = None
         self._reconnections = client.link.reconnections
         self._first_servers = client.server_ranks
+        self._server_restarts = 0
         self._resumption: Resumption | None = None
         self._snapshots = None if options.snapshots is None else TrainingSnapshots(client, options.snapshots, warn)
 
@@ -406,6 +407,9 @@ class Training:
         if self._client.link.reconnections > self._reconnections:
             self._reconnections = self._client.link.reconnections
             self._warn("the scheduler died: another one has taken its place")
+        if self._processes is not None and self._processes.server_restarts > self._server_restarts:
+            self._server_restarts = self._processes.server_restarts
+            self._warn("a server died: its replicas serve what it had, and another server takes its place")
         self._check_gone()
         if self._processes is not None:
             if not self._processes.pids("worker"):

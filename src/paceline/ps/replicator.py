@@ -31,7 +31,7 @@ from paceline.ps.server_tables import ServerTable, ServerTables
 from paceline.ps.tables import make_part
 from paceline.transport import Endpoint, Header, Hello, Kind, Peer, Transport, error_of
 
-_FILL_PAUSE = 2.0  # times the time that a bucket took
+_FILL_PAUSE = 4.0  # times the time that a bucket took
 _logger = logging.getLogger("paceline.ps")
 
 _decode_forward = msgspec.msgpack.Decoder(messages.ForwardInfo).decode
@@ -272,7 +272,7 @@ class Replicator:
         peer.send_frame(STATE, request=number, epoch=self.rules.version, meta=messages.encode(info), body=body)
 
     def _state_taken(self, target: int, number: int) -> None:
-        """Go on when twice as much time has passed as the bucket took: who works meanwhile gets most of it."""
+        """Go on when four times as much time has passed as the bucket took: who works meanwhile gets most of it."""
         took = time.monotonic() - self._states.pop(target, time.monotonic())
         self._obey(self.rules.handle(replication.Confirmed(target, number)))
         if target not in self._fills:
