@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 
 from paceline import collectives
 from paceline.collectives import Group
-from paceline.errors import GroupClosedError, PacelineError
+from paceline.errors import GroupClosedError, MismatchError, PacelineError
 
 
 def say(event: str, **more: Any) -> None:
@@ -90,6 +91,8 @@ def main(scenario: str) -> None:
     except (PacelineError, KeyboardInterrupt) as error:
         say("raised", kind=type(error).__name__, text=str(error), ranks=getattr(error, "ranks", None))
         try:
+            with contextlib.suppress(MismatchError):  # an interrupt between two calls has not closed the group yet
+                group.barrier()
             group.barrier()
         except GroupClosedError:
             say("refuses")

@@ -232,7 +232,9 @@ def test_an_interrupted_rank_ends_at_once(programs: Programs, algorithm: str) ->
     ranks[1].process.send_signal(signal.SIGINT)
     for rank in ranks:
         word = rank.wait_for("raised")
-        assert word["kind"] == ("KeyboardInterrupt" if rank is ranks[1] else "CollectiveError")
+        # Between two calls it hits nothing: then the rank's next call, by which it is seen to refuse, is another one.
+        expected = ("KeyboardInterrupt",) if rank is ranks[1] else ("CollectiveError", "MismatchError")
+        assert word["kind"] in expected
         assert word["at"] - since < 2.0
         assert rank is ranks[1] or "rank 1" in word["text"]
         rank.wait_for("refuses")
