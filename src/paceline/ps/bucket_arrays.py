@@ -6,7 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.kernels import index
+from paceline.kernels.dedup import select
 from paceline.protocol.buckets import NUM_BYTES, Buckets, to_bytes
+from paceline.ps.messages import TableSpec
+from paceline.ps.ranges import bucket_width
 
 _NUM_WORDS = NUM_BYTES // 8
 
@@ -31,3 +34,16 @@ def buckets_of_keys(keys: npt.NDArray[np.uint64]) -> Buckets:
     words = np.empty(_NUM_WORDS, np.uint64)
     index.bucket_words(keys, words)
     return int.from_bytes(words.astype("<u8").tobytes(), "little")
+
+
+def dense_buckets(size: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Return the bucket of each of a dense table's keys (int64 [n])."""
+    return (keys // np.uint64(bucket_width(size))).astype(np.int64)
+
+
+def positions_in(spec: TableSpec, keys: npt.NDArray[np.uint64], buckets: Buckets) -> npt.NDArray[np.int64]:
+    """Return the positions, in order, of those of a table's keys (uint64 [n]) that are of these buckets."""
+    if spec.kind == "dense":
+        return np.flatnonzero(to_flags(buckets)[dense_buckets(spec.size, keys)])
+    chosen = np.empty(len(keys), np.int64)
+    return chosen[: select(keys, to_words(buckets), chosen)]

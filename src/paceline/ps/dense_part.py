@@ -166,13 +166,13 @@ class DensePart(TablePart):
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """See :meth:`TablePart.restrict`. Of a range it is the same range of fewer buckets."""
         if selection.keys is not None:
-            order = np.flatnonzero(to_flags(buckets)[self._places(selection) // self._width])
-            return self._take(selection, grads, order)
+            return self._restrict_keys(selection, grads, buckets)
         if not self.buckets_of(selection) & ~buckets:
             return selection, grads
         start, stop = selection.start, selection.stop
-        chosen = self._buckets(selection) & buckets
-        runs, pieces = iter(self._runs(selection)), []
+        whole = self._buckets(selection)
+        chosen = whole & buckets
+        runs, pieces = iter(clip_runs(runs_in(self._size, whole), start, stop)), []
         at = first = last = 0  # `at`: where in `grads` the run [first, last) begins
         for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # each lies within one of the runs
             while last < b:

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from paceline.errors import UsageError
 from paceline.protocol.buckets import bucket_set
+from paceline.ps.bucket_arrays import dense_buckets
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
-from paceline.ps.ranges import bucket_width, clip_runs, range_buckets, runs_in
+from paceline.ps.ranges import clip_runs, range_buckets, runs_in
 from paceline.ps.sparse_store import Floats, Keys
 from paceline.ps.table_base import Table
 from paceline.ps.ticket import Parts, Ticket
@@ -31,7 +32,6 @@ class DenseTable(Table):
         super().__init__(client, number, spec)
         self._runs: list[Sequence[tuple[int, int]]] = []  # of each server
         self._runs_of = 0  # version of the map
-        self._width = np.uint64(bucket_width(spec.size))
 
     @property
     def size(self) -> int:
@@ -156,7 +156,7 @@ class DenseTable(Table):
         flags = client.tick_flag() if ticks else 0
         sequence = client.next_sequence() if grads is not None else client.last_sequence()
         connections = client.connections
-        buckets = (keys // self._width).astype(np.int64)
+        buckets = dense_buckets(self.size, keys)
         if client.routes.lost:
             client.check_there(bucket_set(np.unique(buckets).tolist()))
         owners = client.owners[buckets]

@@ -12,6 +12,7 @@ from paceline.errors import NonFiniteError, UsageError
 from paceline.kernels.dedup import take_keys, take_rows
 from paceline.kernels.sparse import all_finite
 from paceline.protocol.buckets import Buckets
+from paceline.ps.bucket_arrays import positions_in
 from paceline.ps.messages import TableSpec
 from paceline.ps.rules import INITIALIZERS, RULES, Initializer, UpdateRule, from_fields
 from paceline.ps.sparse_store import Floats, Keys
@@ -136,19 +137,21 @@ class TablePart(ABC):
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """Return the part of a push (float32 [num_values]) that is of these buckets; the same objects if all of it is.
 
-        The gradients may be a view of those given.
+        The gradients may be a view of those given. The other buckets need not be here any more. Of a selection of keys
+        the rows may be of any width: records, or nothing.
         """
 
-    def _take(self, selection: Selection, grads: Floats, order: Positions) -> tuple[Selection, Floats]:
-        """Return the keys at these positions and their gradients; the same objects if that is all."""
+    def _restrict_keys(self, selection: Selection, rows: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         keys = selection.keys
         assert keys is not None
+        order = positions_in(self.spec, keys, buckets)
         if len(order) == len(keys):
-            return selection, grads
-        taken, rows = np.empty(len(order), np.uint64), np.empty(len(order) * self.dim, np.float32)
+            return selection, rows
+        width = len(rows) // len(keys)
+        taken, chosen = np.empty(len(order), np.uint64), np.empty(len(order) * width, np.float32)
         take_keys(keys, order, taken)
-        take_rows(grads, order, self.dim, rows)
-        return Selection(taken), rows
+        take_rows(rows, order, width, chosen)
+        return Selection(taken), chosen
 
     @abstractmethod
     def pull(self, selection: Selection, out: Floats) -> None:

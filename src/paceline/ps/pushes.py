@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.errors import ProtocolError
-from paceline.kernels import index
-from paceline.protocol.buckets import ALL, Buckets, buckets_in, from_bytes, to_bytes
-from paceline.ps.bucket_arrays import to_flags
-from paceline.ps.messages import PieceInfo, TableSpec
+from paceline.protocol.buckets import ALL, Buckets, from_bytes, to_bytes
+from paceline.ps.messages import PieceInfo
 from paceline.ps.parts import Selection
-from paceline.ps.ranges import bucket_bounds, bucket_width, range_buckets
 from paceline.ps.server_tables import ServerTables
-from paceline.ps.sparse_store import Floats, Keys
+from paceline.ps.sparse_store import Floats
 from paceline.transport import Header, Peer, padded
 
 PUSH = "push"
@@ -61,50 +57,12 @@ class ChainPush:
 
 
 def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | None:
-    """Return what of a piece falls into buckets; itself if all of it does, None if nothing.
-
-    Its other buckets need not be here any more.
-    """
-    if buckets == ALL:
+    """Return what of a piece falls into buckets; itself if all of it does, None if nothing."""
+    selection, floats = tables.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
+    if selection is piece.selection:
         return piece
-    spec, selection = tables.find(piece.table).spec, piece.selection
-    if selection.keys is None:
-        return _restrict_range(spec, piece, buckets)
-    chosen = np.flatnonzero(to_flags(buckets)[_bucket_numbers(spec, selection.keys)])
-    if len(chosen) == len(selection.keys):
-        return piece
-    if not len(chosen):
-        return None
-    rows = piece.floats.reshape(len(selection.keys), -1)[chosen].reshape(-1)
-    return Piece(piece.table, Selection(selection.keys[chosen]), rows)
-
-
-def _restrict_range(spec: TableSpec, piece: Piece, buckets: Buckets) -> Piece | None:
-    selection = piece.selection
-    assert selection.buckets is not None
-    of = selection.buckets & range_buckets(spec.size, selection.start, selection.stop)
-    if not of & ~buckets:
-        return piece
-    if not of & buckets:
-        return None
-    pieces, at = [], 0
-    # Bucket by bucket: those that lie side by side are one run, of which some may be chosen and others not.
-    for bucket in buckets_in(of):
-        first, last = bucket_bounds(spec.size, bucket)
-        length = min(last, selection.stop) - max(first, selection.start)
-        if buckets >> bucket & 1:
-            pieces.append(piece.floats[at : at + length])
-        at += length
-    chosen = Selection(None, selection.start, selection.stop, of & buckets)
-    return Piece(piece.table, chosen, pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
-
-
-def _bucket_numbers(spec: TableSpec, keys: Keys) -> npt.NDArray[np.int64]:
-    if spec.kind == "dense":
-        return (keys // np.uint64(bucket_width(spec.size))).astype(np.int64)
-    numbers = np.empty(len(keys), np.uint16)
-    index.buckets_of(keys, numbers)
-    return numbers.astype(np.int64)
+    is_empty = not len(floats if selection.keys is None else selection.keys)
+    return None if is_empty else Piece(piece.table, selection, floats)
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:

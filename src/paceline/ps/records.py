@@ -12,10 +12,9 @@ from paceline.kernels.dedup import split
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
-from paceline.ps.bucket_arrays import buckets_of_keys
+from paceline.ps.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.ps.client import Client
 from paceline.ps.messages import TableSpec
-from paceline.ps.ranges import bucket_width
 from paceline.ps.sparse_store import Floats, Keys
 
 
@@ -69,7 +68,7 @@ def _by_server(client: Client, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray
         order, starts = np.empty(len(keys), np.int64), np.empty(num_servers + 1, np.int64)
         split(keys, client.owners, starts, order)
         return order, starts
-    buckets = (keys // np.uint64(bucket_width(spec.size))).astype(np.int64)
+    buckets = dense_buckets(spec.size, keys)
     client.check_there(bucket_set(np.unique(buckets).tolist()) if client.routes.lost else 0)
     owners = client.owners[buckets]
     order = np.argsort(owners, kind="stable")

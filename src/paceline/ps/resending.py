@@ -16,13 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import PacelineError
-from paceline.kernels.dedup import select
 from paceline.protocol.buckets import Buckets, bucket_set
 from paceline.protocol.outbox import Outbox, Send
-from paceline.ps.bucket_arrays import buckets_of_keys, to_flags, to_words
+from paceline.ps.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
 from paceline.ps.connection import Kept, Pending, ServerConnection
 from paceline.ps.messages import PULL, PUSH, RANGE, TICKS, TableSpec
-from paceline.ps.ranges import bucket_width, clip_runs, range_buckets, runs_in
+from paceline.ps.ranges import clip_runs, range_buckets, runs_in
 from paceline.ps.routes import Routes
 from paceline.ps.sparse_store import Floats, Keys
 from paceline.transport import HEADER
@@ -62,12 +61,9 @@ class _Part:
             start, stop = frame[1].tolist()
             self.buckets = range_buckets(spec.size, start, stop) & layout
         elif spec.kind == "dense":
-            self.buckets = bucket_set(np.unique(self._dense_buckets(frame[1])).tolist())
+            self.buckets = bucket_set(np.unique(dense_buckets(spec.size, frame[1])).tolist())
         else:
             self.buckets = buckets_of_keys(frame[1])
-
-    def _dense_buckets(self, keys: Keys) -> npt.NDArray[np.int64]:
-        return (keys // np.uint64(bucket_width(self._spec.size))).astype(np.int64)
 
     @property
     def keys(self) -> Keys:
@@ -83,12 +79,7 @@ class _Part:
 
     def positions(self, buckets: Buckets) -> _Positions | None:
         """Where the keys of some buckets are; None if that is everywhere."""
-        if not self.buckets & ~buckets:
-            return None
-        if self._spec.kind == "dense":
-            return np.flatnonzero(to_flags(buckets)[self._dense_buckets(self.keys)])
-        chosen = np.empty(len(self.keys), np.int64)
-        return chosen[: select(self.keys, to_words(buckets), chosen)]
+        return positions_in(self._spec, self.keys, buckets) if self.buckets & ~buckets else None
 
     def take(self, buckets: Buckets) -> tuple[Keys, Floats]:
         """Return the keys of some buckets, and their gradients as [n, dim]."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from paceline.kernels.dedup import select
 from paceline.protocol.buckets import Buckets, buckets_in
-from paceline.ps.bucket_arrays import buckets_of_keys, from_flags, to_flags, to_words
+from paceline.ps.bucket_arrays import buckets_of_keys, from_flags, to_flags
 from paceline.ps.dense_part import DensePart
 from paceline.ps.messages import TableSpec
 from paceline.ps.parts import Selection, TablePart, check_finite
@@ -90,10 +89,7 @@ class SparsePart(TablePart):
 
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """See :meth:`TablePart.restrict`."""
-        assert selection.keys is not None
-        chosen = np.empty(len(selection.keys), np.int64)
-        count = select(selection.keys, to_words(buckets), chosen)
-        return self._take(selection, grads, chosen[:count])
+        return self._restrict_keys(selection, grads, buckets)
 
     def pull(self, selection: Selection, out: Floats) -> None:
         """See :meth:`TablePart.pull`."""
