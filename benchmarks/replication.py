@@ -68,8 +68,9 @@ def cost(rounds: int) -> None:
     Console().print(grid)
 
 
-def work(table: SparseTable, seconds: float, until: float | None = None) -> tuple[float, float]:
-    """Push and pull for a while; return the rounds per second and the longest one in seconds."""
+def work(client: Client, seconds: float, servers: int | None = None) -> tuple[float, float]:
+    """Push and pull so long, or until so many servers lead; return the rounds per second and the longest in seconds."""
+    table = open_rows(client)
     random, began, rounds, longest = np.random.default_rng(2), time.perf_counter(), 0, 0.0
     while time.perf_counter() - began < seconds:
         keys = random.choice(ROWS, 2_000, replace=False).astype(np.uint64)
@@ -78,14 +79,14 @@ def work(table: SparseTable, seconds: float, until: float | None = None) -> tupl
         table.pull(keys, assume_unique=True)
         longest = max(longest, time.perf_counter() - start)
         rounds += 1
-        if until is not None and is_settled(table, int(until)):
+        if servers is not None and is_settled(client, servers):
             break
     return rounds / (time.perf_counter() - began), longest
 
 
-def is_settled(table: SparseTable, servers: int) -> bool:
+def is_settled(client: Client, servers: int) -> bool:
     """Return whether so many servers lead buckets, and nothing moves."""
-    cluster = table._client.link.cluster
+    cluster = client.link.cluster
     assert cluster is not None
     leaders = {group.members[0] for group in cluster.groups}
     return len(leaders) == servers and all(group.filling is None for group in cluster.groups)
@@ -94,10 +95,9 @@ def is_settled(table: SparseTable, servers: int) -> bool:
 def join() -> None:
     """Print what a join costs."""
     with paceline.local_cluster(servers=2) as cluster, cluster.connect(observer=True) as client:
-        table = open_rows(client)
-        fill(table)
+        fill(open_rows(client))
         before: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
-        rate, _ = work(table, 3.0)
+        rate, _ = work(client, 3.0)
         server = subprocess.Popen(
             [sys.executable, "-m", "paceline", "server", "--join", "--scheduler", cluster.scheduler.split("//")[-1]],
             env={**os.environ, "PACELINE_TOKEN": cluster.token},
@@ -106,7 +106,7 @@ def join() -> None:
         assert server.stdout is not None
         server.stdout.readline()
         began = time.perf_counter()
-        during, longest = work(table, 60.0, until=3)
+        during, longest = work(client, 60.0, servers=3)
         took = time.perf_counter() - began
         after: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
         were = {group.members[0]: int.from_bytes(group.buckets, "little") for group in before.groups}

@@ -188,7 +188,7 @@ class Run:
                 return f"it did not end within {deadline - started:.0f} s"
             if now >= next_fault and now < started + self.seconds:
                 next_fault = now + 1.0
-                self._fault(cluster, client, started)
+                self._fault(cluster, client)
             time.sleep(0.02)
         for number, worker in self.workers.items():
             if worker.returncode and number not in self.killed:
@@ -218,7 +218,7 @@ class Run:
             number=number,
             rank=number,
             seed=self.seed * 100 + number,
-            seconds=max(self.seconds - number * 0.0, 1.0),
+            seconds=self.seconds,
             iterations=self._iterations(),
             log=self._log(number),
             sequential=self.sequential,
@@ -228,9 +228,8 @@ class Run:
             env={**os.environ, "PACELINE_SCHEDULER": cluster.scheduler, "PACELINE_TOKEN": cluster.token},
         )
 
-    def _fault(self, cluster: LocalCluster, client: Client, started: float) -> None:
-        roles = ["server", "server", "scheduler", "worker"]
-        role = self.chance.choice(roles)
+    def _fault(self, cluster: LocalCluster, client: Client) -> None:
+        role = self.chance.choice(["server", "server", "scheduler", "worker"])
         action = self.chance.choice(["kill", "stop"])
         if role == "server" and not self._has_replicas(client):
             return

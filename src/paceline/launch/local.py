@@ -238,51 +238,55 @@ class LocalCluster:
         self.close()
 
     def _watch_scheduler(self, scheduler: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
-        """Start another scheduler, at the same address, whenever one dies; in a thread."""
+        """Start another scheduler, at the same address, whenever one dies."""
 
-        def watch(scheduler: subprocess.Popen[bytes]) -> None:
-            for _ in range(1, _MAX_SCHEDULERS):
-                if scheduler.wait() == 0:
-                    return  # the cluster has ended
-                with self._starting:
-                    if self._is_closing:
-                        return
-                    _close_pipe(scheduler.stdin)
-                    _close_pipe(scheduler.stdout)
-                    place = self._children.index(("scheduler", scheduler))
-                    scheduler = self._spawn("scheduler", {**options, "replaces": True}, stdout=subprocess.PIPE)
-                    self._children[place] = self._children.pop()
-                assert scheduler.stdout is not None
-                if scheduler.stdout.readline():
-                    self.scheduler_restarts += 1
-            scheduler.wait()
+        def started(scheduler: subprocess.Popen[bytes]) -> None:
+            assert scheduler.stdout is not None
+            if scheduler.stdout.readline():
+                self.scheduler_restarts += 1
 
-        self._scheduler_watch = threading.Thread(
-            target=watch, args=(scheduler,), name="paceline-scheduler-watch", daemon=True
-        )
-        self._scheduler_watch.start()
+        again = {**options, "replaces": True}
+        self._scheduler_watch = self._replace("scheduler", scheduler, again, _MAX_SCHEDULERS - 1, started)
 
     def _watch_server(self, name: str, server: subprocess.Popen[bytes]) -> None:
-        """Start another server whenever one dies, to be filled by those that live; in a thread."""
+        """Start another server whenever one dies, to be filled by those that live."""
 
-        def watch(server: subprocess.Popen[bytes]) -> None:
-            for _ in range(_MAX_SERVERS):
-                if server.wait() == 0:
+        def started(server: subprocess.Popen[bytes]) -> None:
+            with self._starting:
+                self.server_restarts += 1
+            self._tell_address(server)
+
+        options = {"role": "server", "rank": None, "address": _LOOPBACK, "extra": True}
+        self._server_watches.append(self._replace(name, server, options, _MAX_SERVERS, started))
+
+    def _replace(
+        self,
+        name: str,
+        child: subprocess.Popen[bytes],
+        options: dict[str, Any],
+        most: int,
+        started: Callable[[subprocess.Popen[bytes]], None],
+    ) -> threading.Thread:
+        """Start another process in the place of one that dies, so often at most, in a thread; return the thread."""
+
+        def watch(child: subprocess.Popen[bytes]) -> None:
+            for _ in range(most):
+                if child.wait() == 0:
                     return  # the cluster has ended
                 with self._starting:
                     if self._is_closing:
                         return
-                    _close_pipe(server.stdin)
-                    place = self._children.index((name, server))
-                    server = self._spawn(name, {"role": "server", "rank": None, "address": _LOOPBACK, "extra": True})
+                    _close_pipe(child.stdin)
+                    _close_pipe(child.stdout)
+                    place = self._children.index((name, child))
+                    child = self._spawn(name, options, stdout=None if child.stdout is None else subprocess.PIPE)
                     self._children[place] = self._children.pop()
-                    self.server_restarts += 1
-                self._tell_address(server)
-            server.wait()
+                started(child)
+            child.wait()
 
-        thread = threading.Thread(target=watch, args=(server,), name=f"paceline-{name}-watch", daemon=True)
-        self._server_watches.append(thread)
+        thread = threading.Thread(target=watch, args=(child,), name=f"paceline-{name}-watch", daemon=True)
         thread.start()
+        return thread
 
     def _hear_address(self, scheduler: subprocess.Popen[bytes]) -> str:
         assert scheduler.stdout is not None

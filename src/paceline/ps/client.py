@@ -290,7 +290,7 @@ class Client:
             known = self._tables.get(spec.name)
             if known is not None:
                 return known
-            self.call_all(messages.CreateTable(number=number, spec=spec, servers=self.server_ranks))
+            self.call_all(messages.CreateTable(number=number, spec=spec))
             table = SparseTable(self, number, spec) if spec.kind == "sparse" else DenseTable(self, number, spec)
             self._tables[spec.name] = table
             self._specs[number] = spec

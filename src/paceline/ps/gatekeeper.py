@@ -44,8 +44,8 @@ class Gatekeeper:
 
     `on_complete` is called with each iteration that is complete under sequential consistency, and who ticked it;
     `may_read` says whether, the gate apart, values of an iteration may be read (a chain may not have all of it yet);
-    `first_clock` where a worker that joins begins at least; `on_begin` is called with the clock at which a server that
-    joins a running cluster begins.
+    `first_clock` where a worker that joins begins at least, `awaited` which workers a takeover waits for; `on_begin` is
+    called with the clock at which a server that joins a running cluster begins.
 
     `gate`, `counted`, `ranks` and `buffer` are for the server to look at, in every frame; only the gatekeeper changes
     who is in them.
@@ -62,6 +62,7 @@ class Gatekeeper:
         may_read: Callable[[int], bool],
         on_begin: Callable[[int], None],
         first_clock: Callable[[], int],
+        awaited: Callable[[], Collection[int]],
     ) -> None:
         self._tables = tables
         self._answer = answer
@@ -69,6 +70,7 @@ class Gatekeeper:
         self._may_read = may_read
         self._on_begin = on_begin
         self._first_clock = first_clock
+        self._awaited = awaited
         self.gate = Gate(consistency, expected_workers)
         self.ranks: dict[int, int] = {}
         """Incarnation → rank of workers that have joined the iterations."""
@@ -78,8 +80,6 @@ class Gatekeeper:
         """What was pushed for iterations that are not complete; None unless consistency is sequential."""
         if isinstance(consistency, Sequential):
             self.buffer = IterationBuffer(consistency.aggregate == "mean")
-        self.awaited: Callable[[], Collection[int]] = tuple
-        """Says which workers a takeover waits for."""
         self._gone: set[int] = set()  # incarnations that left or are dead: they never come back
         self._held: set[HeldRead] = set()
         self._unsafe: list[HeldRead] = []  # of them, those whose gate is open
@@ -258,7 +258,7 @@ class Gatekeeper:
 
     def _too_late(self, held: HeldRead) -> DeadlineError:
         late = [f"worker {self.ranks.get(worker, worker)}" for worker in self.gate.lagging(held.clock)]
-        late += [f"worker {self.ranks.get(worker, worker)}" for worker in self.awaited() if worker in self.ranks]
+        late += [f"worker {self.ranks.get(worker, worker)}" for worker in self._awaited() if worker in self.ranks]
         if not late and self.gate.is_open(held.clock) and not self._may_read(held.clock):
             late.append("the servers that replicate this one")
         missing = self.gate.num_missing

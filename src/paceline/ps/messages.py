@@ -414,8 +414,6 @@ class CreateTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int
     spec: TableSpec
-    servers: tuple[int, ...]
-    """Ranks of all servers: what the placement follows from."""
 
 
 class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -24,6 +24,7 @@ import numpy as np
 
 from paceline.errors import ModelError, UsageError
 from paceline.ps.client import Client
+from paceline.ps.lasting import sync_directory, write_synced
 from paceline.ps.messages import TableSpec
 from paceline.ps.records import read_records, write_records
 from paceline.ps.rules import INITIALIZERS, RULES, UpdateRule, from_fields
@@ -224,7 +225,7 @@ def save_model(
         )
         aside = folder / f".{MANIFEST}.{generation}"
         written.append(aside)
-        _write(aside, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+        write_synced(aside, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
         os.replace(aside, folder / MANIFEST)
     except BaseException as error:
         for path in written:
@@ -235,7 +236,7 @@ def save_model(
         if isinstance(error, OSError):
             raise ModelError(_cannot_write(folder, error)) from None
         raise
-    _sync(folder)
+    sync_directory(folder)
     kept = {part.file for table in manifest.tables for part in table.parts}
     kept |= {file.file for file in manifest.tensors.values()}
     for path in folder.iterdir():  # the model before, and what an interrupted save has left
@@ -300,13 +301,13 @@ def _write_part(path: Path, waiting: list[tuple[Keys, Floats]]) -> Part:
     keys = np.concatenate([keys for keys, _ in waiting])
     records = np.concatenate([records for _, records in waiting])
     data = save({"keys": keys, "records": records})
-    _write(path, data)
+    write_synced(path, data)
     return Part(file=path.name, rows=len(keys), num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def _write_tensors(path: Path, data: bytes, written: list[Path]) -> TensorFile:
     written.append(path)
-    _write(path, data)
+    write_synced(path, data)
     return TensorFile(file=path.name, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
@@ -323,27 +324,6 @@ def prepare_directory(folder: Path) -> list[Path]:
     missing = [folder, *(parent for parent in folder.parents if not parent.exists())]
     folder.mkdir(parents=True)
     return missing
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the renames last, where directories can be synced."""
-    try:
-        number = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(number)
-    except OSError:
-        pass
-    finally:
-        os.close(number)
 
 
 def _cannot_write(folder: Path, error: OSError) -> str:

@@ -100,8 +100,8 @@ class Server(Handler):
             first_clock=self._first_clock,
             on_complete=self._iteration_complete,
             may_read=self._may_read,
+            awaited=self._awaited,
         )
-        self._gatekeeper.awaited = self._awaited
         self._counted = self._gatekeeper.counted
         self._ranks = self._gatekeeper.ranks
         self._buffer = self._gatekeeper.buffer
@@ -288,12 +288,10 @@ class Server(Handler):
             self._gatekeeper.look()
         elif header is not None and header.kind == CALL:
             peer.send_frame(RESULT, request=header.request, meta=messages.encode(push.result))
-        elif header is not None and header.kind == PUSH:
-            self._acknowledge(peer, header, push.flags)
         elif header is not None:
             clock = header.clock + (1 if header.flags & TICKS else 0)
             try:
-                self._read(peer, header, self._tables.find(header.table), push.pieces[0].selection, clock, push.flags)
+                self._answer_push(peer, header, push.pieces[0].selection, clock, push.flags)
             except Exception as error:
                 peer.send_error(header, error)
 
@@ -448,11 +446,14 @@ class Server(Handler):
                 flags = self._apply(worker, header, table, selection, grads)
             else:  # it was applied, or dropped, when it came first
                 flags = self._flags_of_duplicate(worker, header)
-        clock = self._tick_of(worker, header)
+        self._answer_push(peer, header, whole, self._tick_of(worker, header), flags)
+
+    def _answer_push(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
+        """Acknowledge a push, or answer it with the values that it has asked for, as of iteration `clock`."""
         if header.kind == PUSH:
             self._acknowledge(peer, header, flags)
         else:
-            self._read(peer, header, table, whole, clock, flags)
+            self._read(peer, header, self._tables.find(header.table), selection, clock, flags)
 
     def _tick_of(self, worker: int, header: Header) -> int:
         """Tick, if the push ends its iteration; return the clock of what may be read behind it."""
@@ -486,9 +487,7 @@ class Server(Handler):
         if worker in self._counted and self._rules.missing(worker, header.sequence, buckets):
             dropped, grads = self._look_at_staleness(worker, header, table, selection, grads)
             if dropped:
-                self._push_done(ChainPush(PUSH_DOWN, worker, 0, [Piece(header.table, selection, grads)], peer, header,
-                                          flags=DROPPED))  # fmt: skip
-                self._tick_of(worker, header)
+                self._answer_push(peer, header, selection, self._tick_of(worker, header), DROPPED)
                 return
         table.pushes += 1
         piece = Piece(header.table, selection.copy(), grads.copy())

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import ModelError
+from paceline.ps.lasting import sync_directory, write_synced
 from paceline.ps.messages import TableSpec
 from paceline.ps.saving import MANIFEST
 from paceline.ps.snapshot_messages import JobAccount, SnapshotPart
@@ -211,27 +212,14 @@ def write_manifest(directory: Path, manifest: SnapshotManifest) -> None:
     folder = directory / folder_name(manifest.number)
     fields = {**msgspec.to_builtins(manifest), "sha256": _digest(manifest)}
     aside = folder / f".{MANIFEST}.new"
-    with open(aside, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(fields), indent=1))
-        file.flush()
-        os.fsync(file.fileno())
+    write_synced(aside, msgspec.json.format(msgspec.json.encode(fields), indent=1))
     os.replace(aside, folder / MANIFEST)
     for each in (folder, directory):
-        _sync(each)
+        sync_directory(each)
 
 
 def _digest(manifest: SnapshotManifest) -> str:
     return hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Make renames last, where directories can be synced."""
-    with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 # What goes.

@@ -23,6 +23,7 @@ from paceline.ps import (
     SparseTable,
     Uniform,
     UpdateRule,
+    lasting,
     load_tables,
     read_model,
     save_tables,
@@ -228,7 +229,7 @@ def test_a_save_that_fails_leaves_the_old_model_whole(
             before = {path: path.read_bytes() for path in folder.iterdir()}
         one_table(client, 2)
         calls = [0]
-        write, replace = saving._write, os.replace
+        write, replace = lasting.write_synced, os.replace
 
         def fail(what: Any) -> Any:
             def attempt(path: Path, data: Any) -> None:
@@ -242,7 +243,7 @@ def test_a_save_that_fails_leaves_the_old_model_whole(
             return attempt
 
         with monkeypatch.context() as patch:
-            patch.setattr(saving, "_write", fail(write))
+            patch.setattr(saving, "write_synced", fail(write))
             patch.setattr(os, "replace", fail(replace))
             with pytest.raises(kind, match=message):
                 client.save(folder)
