@@ -6,11 +6,15 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
+from random import Random
 
 import pytest
 
 import paceline.simulation
 from paceline.protocol.consistency import BoundedDelay, Sequential
+from paceline.protocol.iterations import Iterations
+from paceline.protocol.reachability import Reachability
 from paceline.simulation import FOLLOWING, KINDS, Cluster, Defect, Settings
 from paceline.simulation.__main__ import main
 
@@ -47,6 +51,16 @@ def test_each_kind_of_fault_alone(kind: str) -> None:
     outcomes = [Cluster(seed, faults=(kind,)).run() for seed in range(15)]
     assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
     assert sum(each.fired[kind] for each in outcomes) > 0
+
+
+def test_a_cut_cable_holds_all_up_unless_one_of_the_two_servers_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = range(20)
+    outcomes = [Cluster(seed, faults=("cable",), num_faults=4).run() for seed in seeds]
+    assert [each.violation for each in outcomes if each.violation] == []
+    assert sum(each.fired["expel"] for each in outcomes) >= 5
+    monkeypatch.setattr(Reachability, "decide", lambda *_: None)
+    violations = [Cluster(seed, faults=("cable",), num_faults=4).run().violation for seed in seeds]
+    assert any(violation is not None and "(progress)" in violation for violation in violations)
 
 
 def test_without_faults_nothing_is_sent_again() -> None:
@@ -126,6 +140,22 @@ def test_wrong_usage(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(wrong)
     assert caught.value.code == 2
+
+
+def come_and_go(seed: int) -> str | None:
+    """Return what was violated while servers join and leave a cluster with one copy of everything."""
+    settings = replace(Settings.draw(Random(seed)), replicas=0, consistency=Sequential())
+    kinds = tuple(kind for kind in KINDS if kind != "crash-server")
+    return Cluster(seed, settings=settings, faults=kinds, num_faults=12).run().violation
+
+
+def test_servers_come_and_go_under_sequential_without_replicas() -> None:
+    assert [(seed, found) for seed in range(60) if (found := come_and_go(seed))] == []
+
+
+def test_a_fill_that_is_reported_before_workers_keep_what_they_push_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Iterations, "may_report", lambda iterations, buckets: True)
+    assert any("(gate)" in (come_and_go(seed) or "") for seed in range(60))
 
 
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)])

@@ -47,10 +47,12 @@ def parse_json(text: str) -> dict[str, Any]:
 class Running:
     """A command that runs."""
 
-    def __init__(self, arguments: Sequence[str | Path], environment: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str | Path], environment: dict[str, str], folder: Path, within: Sequence[str] = ()
+    ) -> None:
         self._err: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *map(str, arguments)],
+            [*within, sys.executable, "-m", "paceline", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -142,9 +144,9 @@ class Commands:
     folder: Path
     started: list[Running]
 
-    def start(self, *arguments: str | Path) -> Running:
-        """Start a command."""
-        running = Running(arguments, self.environment, self.folder)
+    def start(self, *arguments: str | Path, within: Sequence[str] = ()) -> Running:
+        """Start a command; `within` another one, such as ``ip netns exec NAME``, that becomes it."""
+        running = Running(arguments, self.environment, self.folder, within)
         self.started.append(running)
         return running
 

@@ -91,6 +91,28 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert paceline.succeed("predict", "model", click_log[1], "--json").json["auc"] == pytest.approx(result["auc"])
 
 
+def test_servers_join_and_leave_while_a_sequential_training_runs(
+    paceline: Commands, click_log: tuple[Path, Path]
+) -> None:
+    scheduler, address = start_scheduler(paceline, "--servers", "1", "--workers", "1", "--consistency", "sequential")
+    joining = ["--scheduler", address, "--token-file", "token"]
+    first, worker = paceline.start("server", *joining), paceline.start("worker", *joining)
+    first.wait_line("listening on")
+    training = paceline.start("train", click_log[0], "--epochs", "100000", *joining, "--save", "unfinished")
+    training.wait_progress()
+    second = paceline.start("server", "--join", *joining)
+    second.wait_line("listening on")
+    first.signal(signal.SIGTERM)
+    left = first.wait()
+    assert (left.status, "Traceback" in left.err) == (0, False)
+    assert training.process.poll() is None
+    training.signal(signal.SIGINT)
+    finished = training.wait()
+    assert (finished.status, "the model so far is saved in unfinished" in finished.err) == (130, True)
+    assert 0.6 < paceline.succeed("predict", "unfinished", click_log[1], "--json").json["auc"] < 1.0
+    end(scheduler, second, worker)
+
+
 def token(folder: Path, text: str) -> Path:
     path = folder / f"token-{text}"
     path.write_text(f"{text * 16}\n")

@@ -205,10 +205,7 @@ def test_a_lost_server_is_named(paceline: Commands, tmp_path: Path) -> None:
     server.kill()
     finished = running.wait(10.0)
     assert finished.status == 1
-    assert (
-        finished.err
-        == "paceline run: server 0 was killed by SIGKILL; the ranks cannot go on without it, and were ended\n"
-    )
+    assert finished.err == "paceline run: server 0 was killed by SIGKILL; the ranks cannot go on, and were ended\n"
 
 
 def test_a_static_cluster(paceline: Commands, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def test_the_whole_cluster_is_killed_and_another_goes_on(
     finished = paceline.succeed(
         *common, "--servers", "3", "--workers", "1", "--save", "model", "--resume", folder, "--snapshot-every", "100ms"
     )
-    assert f"snapshot-{snapshot.number:06d}: {done} of" in finished.err
+    shards = EPOCHS * sum(size or 0 for size in snapshot.account.files)
+    assert f"snapshot-{snapshot.number:06d}: {done} of {shards} shards done" in finished.err
     result: dict[str, Any] = finished.json
     assert result["examples"] == ROWS * EPOCHS  # each shard once in each epoch, over both runs
     assert result["eval_examples"] == 4_000
@@ -70,10 +71,10 @@ def test_the_whole_cluster_is_killed_and_another_goes_on(
 
 def test_what_is_wrong_is_said_in_a_sentence(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     train, evaluation = click_log
-    common: list[str | Path] = ["train", train, "--epochs", "8", "-q", "--workers", "1", "--batch-size", "32"]
+    common: list[str | Path] = ["train", train, "--epochs", "16", "-q", "--workers", "1", "--batch-size", "32"]
     paceline.succeed(*common, "--snapshot-every", "10000", "--snapshot-dir", "snaps")
     folder = tmp_path / "snaps"
-    assert 1 <= len(whole_snapshots(folder)) <= 3
+    assert 2 <= len(whole_snapshots(folder)) <= 3
 
     def fail(*arguments: str | Path) -> str:
         finished = paceline.run(*arguments)
@@ -95,15 +96,54 @@ def test_what_is_wrong_is_said_in_a_sentence(paceline: Commands, click_log: tupl
     assert "--snapshot-dir DIR" in fail(*common, "--snapshot-every", "10s")
 
     # Damage: the newest one is named with its checksum, and the one before is used.
-    newest = whole_snapshots(folder)[-1].parent
+    *before, newest = [path.parent for path in whole_snapshots(folder)]
     part = next(newest.glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1] + b"\x55")
-    finished = paceline.run(*common, "--resume", folder)
-    if len(whole_snapshots(folder)) > 1:
-        assert finished.status == 0, finished.err
-        assert f"{part} is damaged: its SHA-256 is" in finished.err
-    else:
-        assert finished.status != 0
+    finished = paceline.succeed(*common, "--resume", folder)
+    assert f"{newest.name} is not used, {before[-1].name} is: {part} is damaged: its SHA-256 is" in finished.err
+    for each in before:
+        part = next(each.glob("*.safetensors"))
+        part.write_bytes(part.read_bytes()[:-1])
+    assert f"{part} is cut off or was changed" in fail(*common, "--resume", folder)
+    for path in whole_snapshots(folder):
+        path.unlink()
+    assert "holds no whole snapshot to resume from" in fail(*common, "--resume", folder)
+
+
+@pytest.mark.parametrize("consistency", ["bounded:4", "sequential"])
+def test_ctrl_c_while_snapshots_are_taken(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, consistency: str
+) -> None:
+    """A snapshot under way is given up; those before are whole, and are gone on from."""
+    common: list[str | Path] = ["train", click_log[0], "-q", "--batch-size", "32", "--workers", "1", "--servers", "2"]
+    common += ["--replicas", "1", "--consistency", consistency]
+    folder = tmp_path / "snaps"
+    running = paceline.start(*common, "--epochs", "500", "--snapshot-every", "50ms", "--snapshot-dir", folder)
+    wait_until(lambda: len(whole_snapshots(folder)) >= 2, "no snapshots", 40.0)
+    running.signal(signal.SIGINT)
+    finished = running.wait()
+    assert (finished.status, finished.out) == (130, "")
+    assert finished.err.splitlines()[-1] == "paceline: interrupted"
+    assert [path.parent for path in whole_snapshots(folder)] == sorted(folder.iterdir())
+    assert read_newest(folder).manifest.number >= 2
+
+
+def test_ctrl_c_while_resuming(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    common: list[str | Path] = ["train", click_log[0], "-q", "--batch-size", "32", "--workers", "1", "--servers", "2"]
+    common += ["--snapshot-every", "10000", "--snapshot-dir", tmp_path / "snaps"]
+    paceline.succeed(*common, "--epochs", "8")
+    newest = read_newest(tmp_path / "snaps").manifest
+    for is_late in (False, True):
+        running = paceline.start(*common, "--epochs", "500", "--resume", tmp_path / "snaps")
+        if is_late:
+            running.wait_line("resuming from")
+        else:
+            wait_until(lambda it=running: bool(it.children("worker")), "no worker", 40.0)  # type: ignore[misc]
+        running.signal(signal.SIGINT)
+        finished = running.wait()
+        assert (finished.status, finished.out) == (130, "")
+        assert finished.err.splitlines()[-1] == "paceline: interrupted"
+        assert read_newest(tmp_path / "snaps").manifest.number >= newest.number
 
 
 def test_no_place_for_snapshots(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:

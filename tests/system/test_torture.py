@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from .torture import CONSISTENCIES, Run
+from .torture import MODES, Run
 
 
-@pytest.mark.parametrize("consistency", CONSISTENCIES)
-def test_counts_stay_exact(consistency: str, tmp_path: Path) -> None:
-    run = Run(seed=7, consistency=consistency, seconds=4.0, folder=tmp_path)
+@pytest.mark.parametrize("mode", MODES)
+def test_counts_stay_exact(mode: str, tmp_path: Path) -> None:
+    run = Run(seed=7, mode=mode, seconds=4.0, folder=tmp_path)
     assert run.carry_out() == ""
     assert run.faults.total() >= 1

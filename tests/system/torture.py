@@ -2,12 +2,15 @@
 
 ``make torture`` runs it; so does ``python tests/system/torture.py --runs 3``. A run is a cluster of three servers with
 one replica, three workers and a scheduler. Every second one of them is killed (SIGKILL) or stopped for a while
-(SIGSTOP), servers only while every bucket has its replica. Runs take turns in consistency:
+(SIGSTOP), servers only while every bucket has its replica. Runs take turns:
 
-* eventual and bounded: each worker counts on keys of its own, and reads back what it pushed after every iteration. In
-  the end each count is that of the acknowledged pushes; of a worker that was killed it may hold the one under way too.
-* sequential: all workers push to the same keys, and each checks every value that it reads against the only one that is
-  right. Here workers are stopped but not killed: what a dead one would have pushed is missing by right.
+* eventual, bounded and sequential: each worker counts on keys of its own, and reads back what it pushed after every
+  iteration. In the end each count is that of the acknowledged pushes; of a worker that was killed it may hold the one
+  under way too. (Under sequential consistency that is one that it has not read back: an iteration is safe when it is
+  complete.)
+* lockstep: under sequential consistency all workers push to the same keys, and each checks every value that it reads
+  against the only one that is right. Here workers are stopped but not killed: what a dead one would have pushed is
+  missing by right.
 
 The first argument of a worker process is its part, as JSON.
 """
@@ -42,7 +45,8 @@ SERVERS = 3
 WORKERS = 3
 HEARTBEAT_TIMEOUT_S = 1.5
 WRONG = 3  # exit status of a worker that has read a wrong value
-CONSISTENCIES = ("eventual", "bounded:2", "sequential")
+MODES = {"eventual": "eventual", "bounded": "bounded:2", "sequential": "sequential", "lockstep": "sequential"}
+"""Name → consistency."""
 RULE = paceline.SGD(lr=1.0)
 
 
@@ -55,7 +59,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     iterations: int
     log: str
-    sequential: bool
+    mode: str
 
 
 # Workers.
@@ -64,7 +68,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 def work(part: Part) -> int:
     """Be a worker; return the exit status."""
     with join(part) as client:
-        if part.sequential:
+        if part.mode == "lockstep":
             return count_together(client, part)
         return count_alone(client, part)
 
@@ -74,7 +78,7 @@ def join(part: Part) -> Client:
     deadline = time.monotonic() + 30.0
     while True:
         try:
-            return paceline.connect(rank=part.rank if part.sequential else None, timeout_s=60.0)
+            return paceline.connect(rank=part.rank if part.mode == "lockstep" else None, timeout_s=60.0)
         except (AddressError, ConnectionLostError):
             if time.monotonic() > deadline:
                 raise
@@ -99,11 +103,13 @@ def count_alone(client: Client, part: Part) -> int:
         chosen = chance.choice(KEYS, chance.integers(1, 64), replace=False)
         log[0, chosen] += 1
         table.push(keys[chosen], np.full((len(chosen), 1), -1.0, np.float32), tick=True).wait()
-        log[1, chosen] += 1
+        if part.mode != "sequential":
+            log[1, chosen] += 1
         found = table.pull(keys[chosen]).reshape(-1)
-        if not np.array_equal(found, log[1, chosen]):
-            print(f"worker {part.number}: read {found.tolist()}, pushed {log[1, chosen].tolist()}", flush=True)
+        if not np.array_equal(found, log[0, chosen]):
+            print(f"worker {part.number}: read {found.tolist()}, pushed {log[0, chosen].tolist()}", flush=True)
             return WRONG
+        log[1, chosen] = log[0, chosen]
     return 0
 
 
@@ -144,14 +150,13 @@ class Run:
     """One cluster and its faults."""
 
     seed: int
-    consistency: str
+    mode: str
     seconds: float
     folder: Path
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.sequential = self.consistency.startswith("sequential")
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
         self.killed: set[int] = set()
         self.resume_at: list[tuple[float, int]] = []
@@ -162,7 +167,7 @@ class Run:
             servers=SERVERS,
             workers=WORKERS,
             replicas=1,
-            consistency=parse_consistency(self.consistency),
+            consistency=parse_consistency(MODES[self.mode]),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         ) as cluster:
             try:
@@ -193,7 +198,7 @@ class Run:
         for number, worker in self.workers.items():
             if worker.returncode and number not in self.killed:
                 return f"worker {number} ended with status {worker.returncode}"
-        if self.sequential:
+        if self.mode == "lockstep":
             found = table.pull(own_keys(0)).reshape(-1)
             right = np.float32(total(self._iterations()))
             return "" if (found == right).all() else f"the model holds {np.unique(found)}, {right} is right"
@@ -221,7 +226,7 @@ class Run:
             seconds=self.seconds,
             iterations=self._iterations(),
             log=self._log(number),
-            sequential=self.sequential,
+            mode=self.mode,
         )
         self.workers[number] = subprocess.Popen(
             [sys.executable, __file__, "--part", msgspec.json.encode(part).decode()],
@@ -239,7 +244,7 @@ class Run:
                 return
             number = self.chance.choice(alive)
             pid = self.workers[number].pid
-            if self.sequential:
+            if self.mode == "lockstep":
                 action = "stop"
             elif action == "kill":
                 self.killed.add(number)
@@ -284,7 +289,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=6.0, help="of faults, per run")
     parser.add_argument("--seed", type=int, default=1, help="of the first run")
-    parser.add_argument("--consistency", choices=CONSISTENCIES, help="only this one")
+    parser.add_argument("--mode", choices=MODES, help="only this one")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -293,16 +298,16 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory(prefix="paceline-torture-") as folder:
         for seed in range(options.seed, options.seed + options.runs):
-            consistency = options.consistency or CONSISTENCIES[seed % len(CONSISTENCIES)]
-            run = Run(seed, consistency, options.seconds, Path(folder))
+            mode = options.mode or list(MODES)[seed % len(MODES)]
+            run = Run(seed, mode, options.seconds, Path(folder))
             began = time.monotonic()
             wrong = run.carry_out()
             faults += run.faults
             failed += bool(wrong)
             told = ", ".join(f"{count} {name}" for name, count in sorted(run.faults.items())) or "none"
-            print(f"run {seed:4} {consistency:10} {time.monotonic() - began:5.1f} s  faults: {told}", flush=True)
+            print(f"run {seed:4} {mode:10} {time.monotonic() - began:5.1f} s  faults: {told}", flush=True)
             if wrong:
-                again = f"python {Path(__file__).name} --runs 1 --seed {seed} --consistency {consistency}"
+                again = f"python {Path(__file__).name} --runs 1 --seed {seed} --mode {mode}"
                 print(f"  WRONG: {wrong}\n  once more: {again} --seconds {options.seconds:g}", flush=True)
     print(f"{options.runs} runs, {failed} wrong; faults: {json.dumps(dict(sorted(faults.items())))}")
     return 1 if failed else 0

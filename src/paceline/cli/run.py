@@ -41,7 +41,11 @@ def run(
         str | None, typer.Option(help="Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="mirrored, central-storage: replicas in the process; default one per device.")
+        int | None,
+        typer.Option(
+            help="parameter-server, hybrid: how many servers may die without loss, copies of what each holds; default "
+            "0. mirrored, central-storage: replicas in the process; default one per device."
+        ),
     ] = None,
     threads: Annotated[
         int | None,

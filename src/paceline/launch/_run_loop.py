@@ -209,7 +209,7 @@ class RunLoop:
         if signals.first is not None:
             return 128 + signals.first
         if self._lost_server is not None:
-            text = f"paceline run: {self._lost_server}; the ranks cannot go on without it, and were ended\n"
+            text = f"paceline run: {self._lost_server}; the ranks cannot go on, and were ended\n"
             self._screen.write_bytes(text.encode(), is_error=True)
             return 1
         if self._culprit is None:

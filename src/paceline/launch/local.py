@@ -60,6 +60,8 @@ class LocalCluster:
     With `replicas` every row is on so many more servers, and a server that dies is replaced too.
     With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
     machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
+    `on_replaced` is told the name and the exit status of every process that is replaced, in a thread, before the other
+    one joins.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LocalCluster:
         start_workers: bool = False,
         token: str | None = None,
         share: Share | None = None,
+        on_replaced: Callable[[str, int], None] = lambda name, status: None,
     ) -> None:
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
@@ -85,6 +88,7 @@ class LocalCluster:
         check_stale_policy(self.consistency, stale)
         self.token = make_token() if token is None else token
         self._tls = tls
+        self._on_replaced = on_replaced
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._scheduler_watch: threading.Thread | None = None
         self._server_watches: list[threading.Thread] = []
@@ -116,11 +120,12 @@ class LocalCluster:
                 }
                 announcing = self._spawn("scheduler", scheduling, stdout=subprocess.PIPE)
             listening = dict.fromkeys(range(servers), _LOOPBACK) if share is None else share.servers
+            serving: list[tuple[subprocess.Popen[bytes], dict[str, Any]]] = []
             for rank, address in listening.items():
-                options = {"role": "server", "rank": rank, "address": address}
+                options: dict[str, Any] = {"role": "server", "rank": rank, "address": address}
                 if announcing is None:
                     options["scratch"] = str(self.scratch)
-                self._spawn(f"server {rank}", options)
+                serving.append((self._spawn(f"server {rank}", options), options))
             for rank in range(workers if start_workers else 0):
                 self._spawn(f"worker {rank}", {"role": "worker", "rank": rank})
             patience_s = _START_S if share is None else share.patience_s
@@ -137,10 +142,9 @@ class LocalCluster:
                 if child is not announcing:
                     self._tell_address(child)
             wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
-            if replicas and share is None:
-                for name, child in list(self._children):
-                    if name.startswith("server"):
-                        self._watch_server(name, child)
+            if replicas:
+                for child, options in serving:
+                    self._watch_server(f"server {options['rank']}", child, options)
         except BaseException:
             self.close()
             raise
@@ -166,12 +170,6 @@ class LocalCluster:
             if status is not None:
                 ended.append((name, status))
         return ended
-
-    def wait_children(self) -> list[tuple[str, int]]:
-        """Wait until every process of the cluster has ended by itself; return name and exit status of each."""
-        if self._scheduler_watch is not None:
-            self._scheduler_watch.join()
-        return [(name, child.wait()) for name, child in self._children]
 
     def pids(self, role: str) -> list[int]:
         """Return the process ids of a role that live, by rank."""
@@ -248,7 +246,7 @@ class LocalCluster:
         again = {**options, "replaces": True}
         self._scheduler_watch = self._replace("scheduler", scheduler, again, _MAX_SCHEDULERS - 1, started)
 
-    def _watch_server(self, name: str, server: subprocess.Popen[bytes]) -> None:
+    def _watch_server(self, name: str, server: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
         """Start another server whenever one dies, to be filled by those that live."""
 
         def started(server: subprocess.Popen[bytes]) -> None:
@@ -256,8 +254,8 @@ class LocalCluster:
                 self.server_restarts += 1
             self._tell_address(server)
 
-        options = {"role": "server", "rank": None, "address": _LOOPBACK, "extra": True}
-        self._server_watches.append(self._replace(name, server, options, _MAX_SERVERS, started))
+        again = {**options, "rank": None, "extra": True}
+        self._server_watches.append(self._replace(name, server, again, _MAX_SERVERS, started))
 
     def _replace(
         self,
@@ -271,7 +269,8 @@ class LocalCluster:
 
         def watch(child: subprocess.Popen[bytes]) -> None:
             for _ in range(most):
-                if child.wait() == 0:
+                status = child.wait()
+                if status == 0:
                     return  # the cluster has ended
                 with self._starting:
                     if self._is_closing:
@@ -281,6 +280,7 @@ class LocalCluster:
                     place = self._children.index((name, child))
                     child = self._spawn(name, options, stdout=None if child.stdout is None else subprocess.PIPE)
                     self._children[place] = self._children.pop()
+                self._on_replaced(name, status)
                 started(child)
             child.wait()
 

@@ -153,6 +153,9 @@ def run_server(
         def tables() -> list[messages.KnownTable]:
             return [] if server is None else server.known_tables()
 
+        def unreachable() -> tuple[int, ...]:
+            return () if server is None else server.unreachable()
+
         transport, node = joining.transport(), make_node_name("server")
         link = await asyncio.to_thread(
             lambda: SchedulerLink(
@@ -162,6 +165,7 @@ def run_server(
                 on_notice=heard,
                 on_lost=lost,
                 tables=tables,
+                unreachable=unreachable,
             )
         )
         try:
@@ -181,7 +185,8 @@ def run_server(
                     node=node, role="server", endpoint=listener.endpoint, rank=rank, extra=extra
                 )
                 welcome = await asyncio.to_thread(link.register, register)
-                server.joined(Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node))
+                joined = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node)
+                server.joined(joined, welcome.heartbeat_s)
                 server.members_changed(welcome.cluster)
                 if on_ready is not None:
                     on_ready(welcome.rank, listener.endpoint)
@@ -249,6 +254,10 @@ def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool) -
         asyncio.set_event_loop(loop)
         loop.run_until_complete(main())
     finally:
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)

@@ -31,7 +31,7 @@ from paceline.launch._run_processes import RankProcesses
 from paceline.launch._run_servers import RunServers
 from paceline.launch._run_streams import Screen, check_log_dir
 from paceline.launch.local import Share, wait_cluster
-from paceline.launch.roles import check_stale_policy
+from paceline.launch.roles import check_replicas, check_stale_policy
 from paceline.protocol import Accept, StrategyChoice, choose_strategy, parse_stale_policy
 from paceline.transport import Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
@@ -91,6 +91,7 @@ def run_script(options: RunOptions) -> int:
     choice = setup.choice
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
+        check_replicas(choice.server_replicas, choice.servers)
     elif options.stale is not None:
         raise UsageError(f"strategy {choice.name} has no servers: leave --stale {options.stale} out")
     if options.log_dir is not None:
@@ -109,6 +110,7 @@ def run_script(options: RunOptions) -> int:
                         workers=setup.num_ranks,
                         consistency=choice.consistency,
                         stale=stale,
+                        replicas=choice.server_replicas,
                         token=setup.token,
                         share=setup.share,
                     )

@@ -174,10 +174,10 @@ class Training:
 
         Raises DataError for what is wrong with the data, PeerError when servers or all workers have died.
         """
+        options, spare = self._options, None if self._processes is None else self._processes.scratch
+        if options.resume is not None:
+            self._resumption = Resumption.find(options.resume, self._warn)
         with self._signals:
-            options, spare = self._options, None if self._processes is None else self._processes.scratch
-            if options.resume is not None:
-                self._resumption = Resumption.find(options.resume, self._warn)
             before = 0 if self._resumption is None else self._resumption.examples
             shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
             dataset = open_training_data(options, self._num_workers, spare, shard_bytes)
@@ -227,7 +227,7 @@ class Training:
         """Bring the cluster to where the snapshot was."""
         resumption.check_data(dataset)
         self._client.sparse_table(jobs.TABLE, dim=1, update=self._options.update)
-        resumption.load(self._client)
+        resumption.load(self._client, self._signals.check)
         self._warn(resumption.describe())
 
     def save(self, directory: str | Path, *, finished: bool = True) -> None:

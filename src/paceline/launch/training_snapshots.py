@@ -170,9 +170,9 @@ class Resumption:
                     f"{ours[name]!r} now: resume with the same options"
                 )
 
-    def load(self, client: Client) -> None:
-        """Load the tables. Raises as :func:`load_snapshot`."""
-        load_snapshot(client, self.snapshot)
+    def load(self, client: Client, check: Callable[[], None]) -> None:
+        """Load the tables; `check` is called now and then, and may raise. Raises as :func:`load_snapshot`."""
+        load_snapshot(client, self.snapshot, check=check)
 
     def describe(self) -> str:
         """Say where the training goes on."""

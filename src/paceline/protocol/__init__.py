@@ -18,9 +18,11 @@ from paceline.protocol import (
     membership,
     outbox,
     placement,
+    reachability,
     replication,
     shards,
     strategies,
+    transitions,
 )
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.protocol.chains import Chain, ChainGroup, Planner, chains_of, groups_of
@@ -42,9 +44,11 @@ from paceline.protocol.iterations import Iterations
 from paceline.protocol.membership import Address, Member, Membership, Role
 from paceline.protocol.outbox import Outbox
 from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
+from paceline.protocol.reachability import Reachability, Silence
 from paceline.protocol.replication import Replication
 from paceline.protocol.shards import ShardAccount, Shards
 from paceline.protocol.strategies import STRATEGIES, StrategyChoice, choose_strategy, is_one_process, needs_servers
+from paceline.protocol.transitions import StateTable, Transition
 
 __all__ = [
     "ALL",
@@ -68,14 +72,18 @@ __all__ = [
     "Outbox",
     "Placement",
     "Planner",
+    "Reachability",
     "Replication",
     "Role",
     "STRATEGIES",
     "Sequential",
     "ShardAccount",
     "Shards",
+    "Silence",
     "StalePolicy",
+    "StateTable",
     "StrategyChoice",
+    "Transition",
     "VectorClock",
     "bucket_set",
     "buckets",
@@ -96,7 +104,9 @@ __all__ = [
     "parse_stale_policy",
     "place",
     "placement",
+    "reachability",
     "replication",
     "shards",
     "strategies",
+    "transitions",
 ]

@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 from paceline.errors import UsageError
 from paceline.protocol.buckets import buckets_in
 from paceline.protocol.placement import NUM_BUCKETS, place
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,31 @@ class Lost:
 
 Instruction: TypeAlias = Changed | Lost
 
+SERVER: Final = StateTable(
+    "a server in a bucket's chain",
+    ("primary", "replica", "filling"),
+    (
+        Transition(OUTSIDE, "start", "primary"),
+        Transition(OUTSIDE, "start", "replica"),
+        Transition(OUTSIDE, "servers_changed", "filling", when="missing"),
+        Transition(OUTSIDE, "filled", "filling", when="missing next"),
+        Transition("filling", "filled", "replica"),
+        Transition("filling", "filled", "primary", when="wanted first"),
+        Transition("filling", "servers_changed", OUTSIDE, when="dead or not wanted"),
+        Transition("filling", "servers_changed", OUTSIDE, "Lost", when="no member lives"),
+        Transition("replica", "servers_changed", "primary", when="next of the living or wanted first"),
+        Transition("replica", "filled", "primary", when="wanted first and all filled"),
+        Transition("primary", "servers_changed", "replica", when="wanted later"),
+        Transition("primary", "filled", "replica", when="wanted later and all filled"),
+        Transition("primary", "servers_changed", OUTSIDE, when="dead or not wanted"),
+        Transition("primary", "servers_changed", OUTSIDE, "Lost", when="the last member dies"),
+        Transition("primary", "filled", OUTSIDE, when="not wanted and all filled"),
+        Transition("replica", "servers_changed", OUTSIDE, when="dead or not wanted"),
+        Transition("replica", "servers_changed", OUTSIDE, "Lost", when="no member lives"),
+        Transition("replica", "filled", OUTSIDE, when="not wanted and all filled"),
+    ),
+)
+
 _LOST: Final = Chain(())
 
 
@@ -89,6 +115,11 @@ def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
             f"{max(chains, default=-1)}: expected each bucket from 0 on in one group."
         )
     return tuple(chains[bucket] for bucket in range(num_named))
+
+
+def has_followers(groups: Iterable[ChainGroup]) -> bool:
+    """Whether any server is behind a primary, as a member or being filled."""
+    return any(group.filling is not None or len(group.members) > 1 for group in groups)
 
 
 class Planner:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from paceline.errors import UsageError
 from paceline.protocol._vector import VectorClock as VectorClock
 from paceline.protocol.consistency import Consistency, Sequential
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,22 @@ class Release:
 
 Event: TypeAlias = Join | Leave | Finish | Resume | Tick | Ask
 Instruction: TypeAlias = Joined | Complete | Release
+
+WORKER: Final = StateTable(
+    "a worker at the gate",
+    ("counting", "finished"),
+    (
+        Transition(OUTSIDE, "Join", "counting", "Joined"),
+        Transition("counting", "Join", "counting", "Joined"),
+        Transition("counting", "Tick", "counting"),
+        Transition("counting", "Finish", "finished"),
+        Transition("finished", "Resume", "counting", "Joined"),
+        Transition("finished", "Join", "finished", "Joined"),
+        Transition("finished", "Tick", "finished"),
+        Transition("counting", "Leave", OUTSIDE),
+        Transition("finished", "Leave", OUTSIDE),
+    ),
+)
 
 
 class Gate:

@@ -11,6 +11,9 @@ keep their pushes until they are safe, and send them again; each says `Synced` b
 is completed or read. Under bounded delay too nothing may be read until then, for a worker's tick may have come before
 the pushes that it stands for: there a server holds the :class:`Takeover` alone.
 
+Workers keep pushes only while some server is behind a primary. So the first server that is filled behind this one is
+reported to have a bucket only when all that is here alone is kept: until then nobody else may come to lead the bucket.
+
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.3 (replication after
 aggregation).
 """
@@ -95,6 +98,9 @@ class Iterations:
         self._complete: dict[int, tuple[int, ...]] = {}  # iteration → who ticked it here, in order
         self._next = first_clock  # the first iteration that the gate has not completed
         self._unsafe: dict[int, int] = {}  # iteration → how many of its sums the chain does not have
+        self._version = 0
+        self._careless: set[int] = set()  # workers that may not have heard that somebody is behind this server
+        self._unkept: int | None = None  # when all have: iterations below this may be in nobody's memory but this one
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -123,6 +129,16 @@ class Iterations:
         """Whether values of iteration `clock` may be read, as far as it depends on this: its gate must be open too."""
         return self._takeover.is_over and self.durable >= clock
 
+    def may_report(self, buckets: int) -> bool:
+        """Whether the scheduler may be told that the server behind this one has these buckets.
+
+        It may come to lead them at once then, and what was pushed to them here has to come again.
+        """
+        if not buckets & self._replication.primary:
+            return True
+        # Rule 5: what was pushed before its sender knew that it had to keep it is in the chain first.
+        return self._unkept is not None and self.durable >= self._unkept
+
     def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
         """Say for which of `buckets` (all led here) a push of a worker is new, and count it as kept in memory.
 
@@ -149,11 +165,18 @@ class Iterations:
         if not self._unsafe[iteration]:
             del self._unsafe[iteration]
 
-    def lead(self, version: int, buckets: int, workers: Collection[int]) -> list[Sum]:
+    def lead(self, version: int, buckets: int, workers: Collection[int], behind: Collection[int] = ()) -> list[Sum]:
         """Note which buckets this server leads from `version` on, and what workers there are: see :class:`Takeover`.
 
+        A takeover also waits for the servers `behind` to be ready (:class:`~paceline.protocol.replication.Lead`).
         Returns the sums that are to go out, if nobody has to be waited for. Tell it of every new map.
         """
+        follows, self._version = version == self._version + 1, version
+        if not self._replication.has_successors or not follows:  # workers may have seen a map by which none keeps
+            self._careless, self._unkept = set(workers), None
+        elif self._unkept is None:
+            self._careless = set(workers)
+        self._look_at_workers()
         before = self._parts.buckets
         if before & ~buckets:
             self._parts.release(before & ~buckets)
@@ -161,14 +184,24 @@ class Iterations:
             self._parts.adopt(buckets & ~before, ())
         was_over = self._takeover.is_over
         # Rule 2: what was on its way to the primary before comes again, before anything here is completed or read.
-        self._takeover.lead(version, buckets, workers)
+        self._takeover.lead(version, buckets, {*workers, *behind})
         return self._settle() if buckets & ~before or not was_over else []
 
     def synced(self, worker: int, version: int) -> list[Sum]:
         """Note that a worker has sent again what it kept, by the map of `version`. Return the sums to go out."""
         was_over = self._takeover.is_over
         self._takeover.synced(worker, version, self._replication.version)
+        if version >= self._replication.version:
+            self._careless.discard(worker)
+            self._look_at_workers()
         return [] if was_over else self._settle()
+
+    def forget(self, worker: int, clock: int) -> None:
+        """Note that a worker finishes, or leaves, at `clock`: what it pushed for iterations from then on is dropped."""
+        for iteration in [iteration for iteration in self._pushed if iteration >= clock]:
+            self._pushed[iteration].discard(worker)
+            if not self._pushed[iteration]:
+                del self._pushed[iteration]
 
     def left(self, worker: int) -> list[Sum]:
         """Note that a worker is gone: what it pushed counts where it ticked. Return the sums to go out."""
@@ -176,7 +209,13 @@ class Iterations:
         for workers in self._pushed.values():
             workers.discard(worker)
         self._takeover.left(worker)
+        self._careless.discard(worker)
+        self._look_at_workers()
         return [] if was_over else self._settle()
+
+    def _look_at_workers(self) -> None:
+        if self._unkept is None and not self._careless and self._replication.has_successors:
+            self._unkept = max([self._next, *(iteration + 1 for iteration in self._pushed)])
 
     def _settle(self) -> list[Sum]:
         if not self._takeover.is_over:

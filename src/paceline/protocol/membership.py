@@ -19,6 +19,7 @@ from itertools import count
 from typing import Final, TypeAlias
 
 from paceline.errors import UsageError
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 Address: TypeAlias = str | tuple[str | int, ...]
 """Where a node listens; the protocol passes it on and never looks inside."""
@@ -81,6 +82,14 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Expel:
+    """A node lives and has to go; ``reason`` is told to it, as what follows on "declared dead"."""
+
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Clock:
     """Time went on: look who has been silent too long."""
 
@@ -133,11 +142,36 @@ class Expelled:
     incarnation: int
 
 
-Event: TypeAlias = Register | Heartbeat | Disconnected | Leave | Clock
+Event: TypeAlias = Register | Heartbeat | Disconnected | Leave | Expel | Clock
 Instruction: TypeAlias = Welcome | Refuse | Publish | Dead | Expelled
 
+MEMBER: Final = StateTable(
+    "an incarnation of a node",
+    ("live", "doubtful", "gone"),
+    (
+        Transition(OUTSIDE, "Register", OUTSIDE, "Refuse", when="rank taken or negative"),
+        Transition(OUTSIDE, "Register", "live", "Welcome"),
+        Transition(OUTSIDE, "rebuild", "live"),
+        Transition(OUTSIDE, "rebuild", "gone", when="a later one has its name or rank"),
+        Transition(OUTSIDE, "readmit", "live"),
+        Transition("live", "Heartbeat", "live"),
+        Transition("live", "Disconnected", "doubtful", when="with grace"),
+        Transition("live", "Disconnected", "gone", "Dead", when="without grace"),
+        Transition("doubtful", "Heartbeat", "live"),
+        Transition("live", "Leave", "gone"),
+        Transition("live", "Clock", "gone", "Dead", when="silent too long"),
+        Transition("live", "Register", "gone", "Dead", when="its node again"),
+        Transition("live", "Expel", "gone", "Dead"),
+        Transition("doubtful", "Leave", "gone"),
+        Transition("doubtful", "Clock", "gone", "Dead", when="silent too long"),
+        Transition("doubtful", "Register", "gone", "Dead", when="its node again"),
+        Transition("doubtful", "Expel", "gone", "Dead"),
+        Transition("gone", "Heartbeat", "gone", "Expelled"),
+    ),
+)
+
 _INCARNATION_GAP: Final = 1 << 20
-"""How far a rebuilt scheduler skips ahead: more incarnations than can be gone with no survivor to tell."""
+"""More incarnations than one scheduler gives."""
 
 
 class Membership:
@@ -194,9 +228,9 @@ class Membership:
                 taken.add((member.role, member.rank))
                 self._members[member.node] = member
                 self._expiries_s[member.node] = now_s + heartbeat_timeout_s
-        # Rule 5: no incarnation is ever given twice. Those of nodes that are gone cannot be asked for: skip
-        # them.
-        self._next_incarnation = highest + _INCARNATION_GAP
+        # Rule 5: no incarnation is ever given twice. Those of nodes that are gone cannot be asked for, but each
+        # rebuilt map has a higher epoch: each begins a range of its own.
+        self._next_incarnation = max(highest + 1, self._epoch * _INCARNATION_GAP)
         return self
 
     @property
@@ -253,6 +287,11 @@ class Membership:
                     return []
                 self._remove(member)
                 return self._publish_change(member.role)
+            case Expel(incarnation, reason):
+                for member in [m for m in self._members.values() if m.incarnation == incarnation]:
+                    self._remove(member)
+                    return [_dead(member, reason), *self._publish_change(member.role)]
+                return []
             case Clock(now_s):
                 return self._expire(now_s)
 

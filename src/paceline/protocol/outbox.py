@@ -7,7 +7,7 @@ one would be.
 
 Under sequential consistency a push is answered when it is in the primary's memory, before the servers behind it have
 it: it is *kept* until its iteration is known to be durable, and goes out again if another server leads its bucket by
-then.
+then. While no server is behind any primary there is nobody who could lead it next, and nothing is kept.
 
 Source: as :mod:`paceline.protocol.replication`.
 """
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import ChainGroup, has_followers
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,36 @@ class Done:
     """All parts of the request are answered."""
 
     token: object
+
+
+REQUEST: Final = StateTable(
+    "a request of a client",
+    ("waiting", "kept", "again"),
+    (
+        Transition(OUTSIDE, "start", "waiting", "Send"),
+        Transition(OUTSIDE, "start", "waiting", when="nobody leads"),
+        Transition(OUTSIDE, "adopt", "waiting"),
+        Transition(OUTSIDE, "adopt", "kept"),
+        Transition("waiting", "answered", "waiting", when="a part"),
+        Transition("waiting", "change", "waiting", "Send"),
+        Transition("waiting", "change", "waiting", when="nobody leads"),
+        Transition("waiting", "send_again", "waiting", "Send"),
+        Transition("waiting", "answered", OUTSIDE, "Done"),
+        Transition("waiting", "answered", "kept", "Done", when="until its iteration is safe"),
+        Transition("waiting", "failed", OUTSIDE),
+        Transition("kept", "durable", OUTSIDE),
+        Transition("kept", "change", "again", "Send", when="another one leads"),
+        Transition("kept", "change", "again", when="nobody leads"),
+        Transition("kept", "change", OUTSIDE, when="nobody could lead next"),
+        Transition("again", "answered", "again", when="a part"),
+        Transition("again", "change", "again", "Send"),
+        Transition("again", "change", "again", when="nobody leads"),
+        Transition("again", "send_again", "again", "Send"),
+        Transition("again", "answered", "kept"),
+        Transition("again", "answered", OUTSIDE, when="nobody could lead next"),
+        Transition("again", "failed", OUTSIDE),
+    ),
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +95,7 @@ class Outbox:
         self._by_number: dict[int, _Request] = {}
         self._number = 0
         self._unsettled = False
+        self._keeps = False  # as the map says
 
     @property
     def version(self) -> int:
@@ -95,11 +128,6 @@ class Outbox:
         """How many parts wait for an answer."""
         return len(self._by_number)
 
-    @property
-    def kept_since(self) -> int | None:
-        """The first iteration of which a push is not known to be durable; None if there is none."""
-        return min((r.keep_clock for r in self._requests if r.keep_clock is not None), default=None)
-
     def start(self, token: object, buckets: int, *, keep_clock: int | None = None) -> list[Send]:
         """Begin a request; return its parts. Under sequential consistency a push is kept until `keep_clock` is over."""
         request = _Request(token, buckets, keep_clock)
@@ -123,7 +151,7 @@ class Outbox:
             return []
         server, buckets = request.parts.pop(number)
         request.buckets &= ~buckets
-        if request.keep_clock is not None:
+        if request.keep_clock is not None and self._keeps:
             request.kept[server] = request.kept.get(server, 0) | buckets
         return self._look(request)
 
@@ -156,21 +184,24 @@ class Outbox:
         self._version = version
         self._unsettled = False
         self._leads = {}
+        self._keeps = has_followers(groups)
         for group in groups:
             if group.members:
                 first = group.members[0]
                 self._leads[first] = self._leads.get(first, 0) | group.buckets
         sends: list[Send] = []
-        for request in self._requests:
+        for request in list(self._requests):
             self._forget_parts(request)
             for server, buckets in list(request.kept.items()):
                 # What its server still leads it still has; unless a map was missed in which it did not.
                 has = buckets & self._leads.get(server, 0) if follows else 0
                 request.buckets |= buckets & ~has
-                if has:
+                if has and self._keeps:
                     request.kept[server] = has
                 else:
                     del request.kept[server]
+            if not request.buckets and not request.kept:
+                del self._requests[request]
             sends += self._cut(request, request.buckets)
         return sends
 

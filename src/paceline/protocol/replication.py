@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from paceline.protocol.buckets import count
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.delivery import Delivery
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 FilterState: TypeAlias = tuple[tuple[int, int, int], ...]
 """What :meth:`Delivery.export` gives: (incarnation, sequence, buckets)."""
@@ -218,6 +219,35 @@ Instruction: TypeAlias = (
     Apply | Forward | Acknowledge | Refuse | Forget | Retry | Load | Drop | Hold | Lead | Links | Report | Ready
 )
 
+_ENDS: Final = {"acknowledged": "Acknowledge", "refused": "Refuse", "forgotten": "Forget"}
+PUSH: Final = StateTable(
+    "a push at one server",
+    ("early", "pending", "left", *_ENDS),
+    (
+        Transition(OUTSIDE, "Push", "early", when="newer map"),
+        Transition(OUTSIDE, "Forwarded", "early", when="newer map"),
+        Transition("early", "Change", OUTSIDE, "Retry"),
+        Transition(OUTSIDE, "Push", "refused", "Refuse", when="older map or not its primary"),
+        Transition(OUTSIDE, "Forwarded", "forgotten", "Forget", when="older map or not from its chain"),
+        Transition(OUTSIDE, "Push", "acknowledged", "Acknowledge", when="nobody behind"),
+        Transition(OUTSIDE, "Forwarded", "acknowledged", "Acknowledge", when="nobody behind"),
+        Transition(OUTSIDE, "Push", "pending", "Forward"),
+        Transition(OUTSIDE, "Forwarded", "pending", "Forward"),
+        Transition("pending", "LinkUp", "pending", "Forward"),
+        Transition("pending", "Change", "left", "Forward"),
+        Transition("left", "Change", "left", "Forward"),
+        Transition("left", "LinkUp", "left", "Forward"),
+        Transition("pending", "Acknowledged", "acknowledged", "Acknowledge", when="the last one behind"),
+        Transition("pending", "LinkUp", "acknowledged", "Acknowledge", when="its bucket goes anew"),
+        *(Transition("pending", "Change", end, _ENDS[end], when="nobody behind now") for end in _ENDS),
+        *(
+            Transition("left", event, end, _ENDS[end])
+            for end in _ENDS
+            for event in ("Acknowledged", "Change", "LinkUp", "Push", "Forwarded")
+        ),
+    ),
+)
+
 
 @dataclass(eq=False, slots=True)
 class _Pending:
@@ -390,14 +420,15 @@ class Replication:
 
     def _take(self, push: _Pending) -> list[Instruction]:
         # Rule 2: what is new here is applied, and all of it goes on: the servers behind ask their own filters.
+        # It goes on first, so that they work at the same time.
         instructions: list[Instruction] = []
         fresh = self._filter.admit(push.incarnation, push.sequence, push.buckets)
-        if fresh:
-            instructions.append(Apply(push.token, fresh))
         known = self._by_push.get((push.incarnation, push.sequence))
         if known is not None and fresh != push.buckets:
             instructions += self._replace([former for former in known if former.is_left], push)
         instructions += self._forward(push)
+        if fresh:
+            instructions.append(Apply(push.token, fresh))
         if not push.waiting:
             return [*instructions, *self._end(push)]
         self._pending[push] = None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from paceline.errors import DataError, ProtocolError, UsageError
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 Assignment: TypeAlias = Literal["first-come", "strided"]
 
@@ -103,11 +104,32 @@ class _Cursor:
 
 _Key: TypeAlias = tuple[int, int, int]  # epoch, file, shard: their order is the order of leasing
 
-# The states of a shard, one byte each: FREE → OPEN → DONE, and OPEN ⇄ RETURNED when a worker is lost.
-_FREE: Final = 0
-_OPEN: Final = 1
-_RETURNED: Final = 2
-_DONE: Final = 3
+SHARD: Final = StateTable(
+    "a shard in one epoch",
+    ("free", "open", "returned", "done"),
+    (
+        Transition(OUTSIDE, "Shards", "free"),
+        Transition(OUTSIDE, "restore", "free"),
+        Transition(OUTSIDE, "restore", "open"),
+        Transition(OUTSIDE, "restore", "done"),
+        Transition("free", "Lease", "open", "Granted"),
+        Transition("open", "Done", "done"),
+        Transition("open", "Lost", "returned"),
+        Transition("returned", "Lease", "open", "Granted"),
+        Transition("free", "Ended", OUTSIDE, when="before it"),
+        Transition("open", "Ended", OUTSIDE, when="before it"),
+        Transition("returned", "Ended", OUTSIDE, when="before it"),
+        Transition("done", "Ended", OUTSIDE, when="before it"),
+    ),
+)
+
+# A shard's state is kept as one byte: its place among the states. Where it goes is looked up.
+_FREE, _OPEN, _RETURNED, _DONE = range(len(SHARD.states))
+_NEXT: Final = {
+    (SHARD.states.index(row.source), row.event): SHARD.states.index(row.target)
+    for row in SHARD.transitions
+    if OUTSIDE not in (row.source, row.target)
+}
 
 _LEASE_GAP: Final = 1 << 20
 """How far a restored pool skips ahead: more leases than can have been given with nobody left to tell."""
@@ -271,7 +293,7 @@ class Shards:
         lease = self._next_lease
         self._next_lease += 1
         self._open[lease] = worker, key
-        self._set_state(key, _OPEN)
+        self._move(key, "Lease")
         return Granted(worker, lease, *key)
 
     def _next(self, worker: int) -> _Key | None:
@@ -340,7 +362,7 @@ class Shards:
                 "was ignored. A worker may report only its own leases."
             )
         del self._open[lease]
-        self._set_state(key, _DONE)
+        self._move(key, "Done")
         self._num_done += 1
 
     def _take_back(self, worker: int) -> None:
@@ -349,7 +371,7 @@ class Shards:
         self._waiting.pop(worker, None)
         for lease in [lease for lease, (holder, _) in self._open.items() if holder == worker]:
             _, key = self._open.pop(lease)
-            self._set_state(key, _RETURNED)
+            self._move(key, "Lost")
             heapq.heappush(self._returned, key)
         if self._strided and 0 <= worker < self._stride:
             self._orphans.add(worker)
@@ -386,6 +408,9 @@ class Shards:
     def _state(self, key: _Key) -> int:
         states = self._states.get(key[:2], b"")
         return states[key[2]] if key[2] < len(states) else _FREE
+
+    def _move(self, key: _Key, event: str) -> None:
+        self._set_state(key, _NEXT[self._state(key), event])
 
     def _set_state(self, key: _Key, state: int) -> None:
         epoch, file, shard = key

@@ -35,7 +35,9 @@ class StrategyChoice:
     consistency: Consistency | None
     """The servers' consistency; None where there are no servers."""
     replicas: int | None
-    """Replicas of the model in one process; None: one per device that is there."""
+    """Replicas of the model in one process; None: one per device that is there, or a strategy without any."""
+    server_replicas: int
+    """How many servers more hold whatever a server holds; 0 where there are no servers."""
 
 
 def needs_servers(name: str) -> bool:
@@ -61,6 +63,7 @@ def choose_strategy(
     Without a `name` it is ``hybrid`` if `servers` are wanted, ``all-reduce`` for several processes, else
     ``one-device``. `processes` is the number of ranks. The consistency is ``sequential`` for ``parameter-server`` and
     ``bounded:4`` for ``hybrid`` unless it is given; sequential consistency averages over the ranks, as all-reduce does.
+    `replicas` are those of the model in one process, or, where there are servers, of what the servers hold.
 
     Raises UsageError for a name that is unknown and for settings that the strategy has no use for.
     """
@@ -74,19 +77,28 @@ def choose_strategy(
             "hybrid for several"
         )
     if replicas is not None:
-        if name not in ("mirrored", "central-storage"):
-            raise UsageError(f"strategy {name} has no replicas in one process: leave --replicas out")
-        if replicas < 1:
-            raise UsageError(f"{replicas} replicas were asked for: expected 1 or more")
+        if name in ("one-device", "all-reduce"):
+            raise UsageError(
+                f"strategy {name} has neither servers nor replicas in one process: leave --replicas {replicas} out"
+            )
+        least = 0 if needs_servers(name) else 1
+        if replicas < least:
+            raise UsageError(f"strategy {name}: {replicas} replicas were asked for: expected {least} or more")
     if not needs_servers(name):
         if servers:
             raise UsageError(f"strategy {name} has no servers, {servers} were asked for: leave --servers out")
         if consistency is not None:
             raise UsageError(f"strategy {name} has no servers: leave --consistency {consistency} out")
-        return StrategyChoice(name=name, servers=0, consistency=None, replicas=replicas)
+        return StrategyChoice(name=name, servers=0, consistency=None, replicas=replicas, server_replicas=0)
     if servers is not None and servers < 1:
         raise UsageError(f"strategy {name} keeps parameters on servers, {servers} were asked for: expected 1 or more")
     parsed = parse_consistency(consistency or ("sequential" if name == "parameter-server" else "bounded:4"))
     if isinstance(parsed, Sequential) and consistency in (None, "sequential"):
         parsed = Sequential(aggregate="mean")
-    return StrategyChoice(name=name, servers=1 if servers is None else servers, consistency=parsed, replicas=None)
+    return StrategyChoice(
+        name=name,
+        servers=1 if servers is None else servers,
+        consistency=parsed,
+        replicas=None,
+        server_replicas=replicas or 0,
+    )

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
+from paceline.protocol.buckets import Buckets
 from paceline.ps.sparse_store import Floats
 from paceline.ps.tables import Selection, TablePart
 
@@ -52,6 +53,13 @@ class IterationBuffer:
             for _, grads in pushes:
                 if grads.nbytes >= _LARGE_BYTES:
                     self._free.setdefault(len(grads), []).append(grads)
+
+    def restrict(self, parts: Mapping[int, TablePart], buckets: Buckets) -> None:
+        """Keep of all pushes what is of these buckets; `parts` has the tables' parts by number."""
+        for by_worker in self._pushes.values():
+            for _, pushes in by_worker.values():
+                cut = [(table, parts[table].restrict(*push, buckets)) for table, push in pushes]
+                pushes[:] = [each for each in cut if len(each[1][1])]
 
     def forget(self, worker: int, from_iteration: int) -> None:
         """Drop what a worker that is gone has pushed for iterations it did not finish."""

@@ -1,4 +1,8 @@
-"""A server's connections to the servers behind it in chains, kept as long as they are wanted."""
+"""A server's connections to the servers behind it in chains, kept as long as they are wanted, and watched.
+
+A cut cable shows no error: bytes just stay unacknowledged. So the server at the other end is asked now and then whether
+it is there, and answers from its event loop.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from paceline.errors import PacelineError
+from paceline.protocol import Silence
+from paceline.ps.messages import PING, PONG
 from paceline.transport import Endpoint, Handler, Header, Hello, Peer, Transport
 
 _CONNECT_S = 2.0
@@ -34,6 +40,24 @@ class ChainLinks:
         self._on_down = on_down
         self._on_frame = on_frame
         self._links: dict[int, _Link] = {}
+        self._silence = Silence()
+        self._timer: asyncio.TimerHandle | None = None
+        self.unreachable: tuple[int, ...] = ()
+        """The wanted servers from which nothing came for five looks in a row; may be read in any thread."""
+
+    def watch(self, period_s: float) -> None:
+        """Look who is silent now, ask all again, and do so every `period_s` from now on."""
+        self._timer = asyncio.get_running_loop().call_later(period_s, self.watch, period_s)
+        for target, link in self._links.items():
+            if link.ask():
+                self._silence.heard(target)
+        self.unreachable = self._silence.look(self._links)
+
+    def frame_received(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Take a frame of a server."""
+        self._silence.heard(target)
+        if header.kind != PONG:
+            self._on_frame(target, header, meta, body)
 
     def want(self, targets: Mapping[int, Endpoint], hello: Hello) -> None:
         """Have a connection to each of these, and to no other; `hello` is who we are."""
@@ -50,6 +74,8 @@ class ChainLinks:
 
     def close(self) -> None:
         """Close all connections."""
+        if self._timer is not None:
+            self._timer.cancel()
         for link in self._links.values():
             link.stop()
         self._links = {}
@@ -64,6 +90,7 @@ class _Link(Handler):
         self._owner = owner
         self._broken = asyncio.Event()
         self._is_stopped = False
+        self._taken = -1  # the bytes that the system has taken, where more were waiting
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def _keep(self) -> None:
@@ -78,12 +105,29 @@ class _Link(Handler):
             if self._is_stopped:
                 peer.abort()
                 return
-            self.peer = peer
+            self.peer, self._taken = peer, -1
             owner._on_up(self._target)
             await self._broken.wait()
             self.peer = None
             owner._on_down(self._target)
             await asyncio.sleep(_PAUSE_S)
+
+    def ask(self) -> bool:
+        """Ask whether the server is there; return whether that is known without its answer.
+
+        While much is on its way to it, it takes its time to answer: but then the system takes more, which it does as
+        the other end acknowledges what it has.
+        """
+        peer = self.peer
+        if peer is None:
+            return False
+        waiting = peer.write_backlog_bytes
+        taken = peer.statistics().bytes_sent - waiting
+        takes = 0 <= self._taken < taken
+        self._taken = taken if waiting else -1
+        if not waiting:
+            peer.send_frame(PING)
+        return takes
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -95,7 +139,7 @@ class _Link(Handler):
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         if peer is self.peer:
-            self._owner._on_frame(self._target, header, meta, body)
+            self._owner.frame_received(self._target, header, meta, body)
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         self._broken.set()

@@ -26,6 +26,7 @@ from paceline.errors import (
 )
 from paceline.protocol import Consistency, Sequential, parse_consistency
 from paceline.protocol.buckets import Buckets
+from paceline.protocol.chains import has_followers
 from paceline.ps import messages
 from paceline.ps.connection import Pending, ServerConnection
 from paceline.ps.copies import Copies
@@ -106,7 +107,6 @@ class Client:
             self.rank = welcome.rank
             self.incarnation = welcome.incarnation
             self.consistency: Consistency = parse_consistency(welcome.settings.consistency)
-            self._keeps = welcome.settings.replicas > 0 and isinstance(self.consistency, Sequential)
             self._hello = Hello(
                 role=role,
                 rank=self.rank,
@@ -159,7 +159,8 @@ class Client:
         """Stop taking part in the iterations for now: nobody waits for this worker until it calls :meth:`join`.
 
         What it pushed without a tick is dropped under sequential consistency. Until then it reads and writes as an
-        observer does: at once. With replicas it waits until what it has pushed with a tick is safe.
+        observer does: at once. Where another server may come to lead what is on one now, it waits until what it has
+        pushed with a tick is safe.
         """
         with self._lock:
             self._drain()
@@ -187,10 +188,17 @@ class Client:
 
     def _take_part(self, counts: bool) -> None:
         self._counts = counts
-        for connection in self._connections:
-            connection.keeps = counts and self._keeps
-            if not counts:
+        self._keep()
+        if not counts:
+            for connection in self._connections:
                 connection.forget_synced()
+
+    def _keep(self) -> None:
+        """Keep pushes until they are safe, or do so no longer: as the map and this worker's part in iterations say."""
+        keeps = self._counts and isinstance(self.consistency, Sequential) and has_followers(self._routes.groups)
+        for connection in self._connections:
+            connection.keeps = keeps
+            if not keeps:
                 connection.forget_kept({id(each) for each in connection.kept})
 
     def _wait_durable(self) -> None:
@@ -369,13 +377,27 @@ class Client:
                 settling.join(10.0)
 
     def __enter__(self) -> Client:
-        """Return itself; the connection is closed at the end of the block."""
+        """Return itself; it is closed at the end of the block.
+
+        A block that ends well waits, as :meth:`retire` does, until what was pushed is acknowledged, and what was pushed
+        with a tick is safe; it raises the first failure. One that ends by an exception waits for no other worker.
+        """
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self.close()
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self._failures or any(each.is_busy or each.kept for each in self._connections):
+                self._drain()
+                self._wait_durable()
 
     # For the tables.
 
@@ -511,7 +533,6 @@ class Client:
             connection = known.pop(server.incarnation, None)
             if connection is None:
                 connection = self._make_connection(server)
-                connection.keeps = self._counts and self._keeps
                 with contextlib.suppress(PacelineError):  # whoever waits for it tries again
                     connection.connect(min(self._timeout_s, _CONNECT_S))
             connection.version = routes.version
@@ -519,6 +540,7 @@ class Client:
         old, self._routes, self._connections = self._routes, routes, connections
         after = {connection.incarnation: connection for connection in connections}
         send_rest = send_again(old, routes, before, after, self._specs)
+        self._keep()
         if self.role == "worker":
             for connection in connections:
                 connection.say_synced(self._clock, self._counts, self.rank)

@@ -7,7 +7,8 @@ tells a push that it has already applied by its number.
 
 When the server has a newer map of the cluster, or is on it no more, the connection is *stuck*: nothing is sent any more
 until the client has settled (:mod:`paceline.ps.resending`), which takes all that is not answered and sends it again by
-the new map. Under sequential consistency with replicas, answered pushes are kept too, until their iteration is safe.
+the new map. Under sequential consistency answered pushes are kept too, until their iteration is safe, while any server
+is behind the primaries, where it may come to lead.
 """
 
 from __future__ import annotations
@@ -368,6 +369,7 @@ class ServerConnection:
                 released.append(pending)
         self._refused.clear()
         self.is_stuck = False
+        self._durable = 0  # of the buckets that it led
         return released
 
     def _left(self) -> StaleEpochError:

@@ -43,6 +43,7 @@ class Gatekeeper:
     """Keeps the gate in front of `tables`; `answer` is called with a held read that may now be served.
 
     `on_complete` is called with each iteration that is complete under sequential consistency, and who ticked it;
+    `on_stop` with a worker that retires or leaves, and its clock;
     `may_read` says whether, the gate apart, values of an iteration may be read (a chain may not have all of it yet);
     `first_clock` where a worker that joins begins at least, `awaited` which workers a takeover waits for; `on_begin` is
     called with the clock at which a server that joins a running cluster begins.
@@ -59,6 +60,7 @@ class Gatekeeper:
         *,
         answer: Callable[[HeldRead], None],
         on_complete: Callable[[int, tuple[int, ...]], None],
+        on_stop: Callable[[int, int], None],
         may_read: Callable[[int], bool],
         on_begin: Callable[[int], None],
         first_clock: Callable[[], int],
@@ -67,6 +69,7 @@ class Gatekeeper:
         self._tables = tables
         self._answer = answer
         self._on_complete = on_complete
+        self._on_stop = on_stop
         self._may_read = may_read
         self._on_begin = on_begin
         self._first_clock = first_clock
@@ -149,8 +152,7 @@ class Gatekeeper:
         if worker not in self.counted:
             return
         self.counted.discard(worker)
-        if self.buffer is not None:
-            self.buffer.forget(worker, self.gate.clocks[worker])
+        self._on_stop(worker, self.gate.clocks[worker])
         self._obey(self.gate.handle(clocks.Finish(worker)))
 
     def leave(self, incarnation: int) -> bool:
@@ -161,8 +163,7 @@ class Gatekeeper:
             self._obey(self.gate.handle(clocks.Leave(incarnation)))
             return False
         self.counted.discard(incarnation)
-        if self.buffer is not None:
-            self.buffer.forget(incarnation, self.gate.clocks.get(incarnation, 0))
+        self._on_stop(incarnation, self.gate.clocks.get(incarnation, 0))
         for held in [held for held in self._held if held.peer.hello.incarnation == incarnation]:
             self._drop(held)
             held.peer.send_error(held.header, self._not_a_member(held.peer))

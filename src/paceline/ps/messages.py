@@ -43,6 +43,9 @@ READY: Final = 37
 """Behind all that a member of a chain has forwarded to its primary: that was all. epoch is the map's version."""
 CLOCKS: Final = 36
 """What a server that is being filled has to know of the tables and workers: meta is a :class:`ClocksInfo`."""
+PING: Final = 38
+"""Are you there? Answered by PONG, of any version of the map."""
+PONG: Final = 39
 
 # Flags of data frames.
 TICKS: Final = 1
@@ -229,9 +232,11 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A sign of life (NOTICE), with what a worker has to show for it."""
+    """A sign of life (NOTICE), with what a worker has to show for it, and whom a server cannot reach."""
 
     progress: dict[str, float] = {}
+    unreachable: tuple[int, ...] = ()
+    """The servers, by incarnation, that this one is linked to and has not heard for half of the time-out."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -48,6 +48,10 @@ class ChainPush:
     buckets: Buckets = ALL
     """Those that its keys are of, as far as that is known: what is asked of no others need not be looked for."""
 
+    def own(self) -> None:
+        """Copy the pieces out of the buffer that they were received in, which will be used again."""
+        self.pieces = [Piece(piece.table, piece.selection.copy(), piece.floats.copy()) for piece in self.pieces]
+
     def part(self, tables: ServerTables, buckets: Buckets) -> Sequence[Piece]:
         """Return the pieces of what falls into buckets."""
         if not self.buckets & ~buckets:

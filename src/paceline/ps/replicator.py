@@ -24,7 +24,7 @@ from paceline.protocol.replication import Replication
 from paceline.ps import messages
 from paceline.ps.chain_links import ChainLinks
 from paceline.ps.gatekeeper import Gatekeeper
-from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, READY, STATE, STATE_TAKEN
+from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, PING, PONG, READY, STATE, STATE_TAKEN
 from paceline.ps.parts import Selection
 from paceline.ps.pushes import ChainPush, Piece, apply, pack, unpack
 from paceline.ps.server_tables import ServerTable, ServerTables
@@ -53,7 +53,8 @@ class _State:
 class Replicator:
     """The chains of one server.
 
-    `transport` makes its connections to other servers; without one it can only be the last of every chain.
+    `transport` makes its connections to other servers; without one it can only be the last of every chain. `may_report`
+    says whether the scheduler may be told that a server has buckets; when it may change, :meth:`look` is to be called.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Replicator:
         on_done: Callable[[ChainPush], None],
         on_refused: Callable[[ChainPush], None],
         on_filled: Callable[[messages.Filled], None],
+        may_report: Callable[[Buckets], bool],
     ) -> None:
         self._tables = tables
         self._gatekeeper = gatekeeper
@@ -73,6 +75,8 @@ class Replicator:
         self._on_done = on_done
         self._on_refused = on_refused
         self._on_filled = on_filled
+        self._may_report = may_report
+        self._reports: dict[int, replication.Report] = {}  # by target: those that wait
         self._links: ChainLinks | None = None
         if transport is not None:
             self._links = ChainLinks(transport, on_up=self._link_up, on_down=self._link_down, on_frame=self._link_frame)
@@ -84,15 +88,22 @@ class Replicator:
         self._states: dict[int, float] = {}  # servers to which one is on its way → since when
         self.rules = Replication(0)
 
-    def joined(self, hello: Hello) -> None:
-        """Take note of who we are; before the first map."""
+    def joined(self, hello: Hello, heartbeat_s: float) -> None:
+        """Take note of who we are, and watch the links at every heartbeat; before the first map."""
         self._hello = hello
         self.rules = Replication(hello.incarnation)
+        if self._links is not None:
+            self._links.watch(heartbeat_s)
 
     @property
     def incarnation(self) -> int:
         """This server's."""
         return self._hello.incarnation
+
+    @property
+    def unreachable(self) -> tuple[int, ...]:
+        """The servers behind this one, by incarnation, that it cannot reach; may be read in any thread."""
+        return () if self._links is None else self._links.unreachable
 
     def close(self) -> None:
         """Close the connections to other servers."""
@@ -108,6 +119,7 @@ class Replicator:
             for member in cluster.members
             if member.role == "server" and member.endpoint is not None
         }
+        self._reports = {}
         self._obey(self.rules.handle(replication.Change(cluster.version, cluster.chain_groups())))
 
     def disconnected(self, peer: Peer) -> None:
@@ -157,13 +169,26 @@ class Replicator:
                         peer.send_frame(READY, epoch=version)
                 case replication.Links(targets):
                     self._want(targets)
-                case replication.Report(version, target, buckets):
-                    self._on_filled(messages.Filled(version=version, target=target, buckets=to_bytes(buckets)))
+                case replication.Report():
+                    self._reports[instruction.target] = instruction
+                    self._report()
                 case replication.Forget(token):
                     if isinstance(token, ChainPush):
                         self._forget(token)
                 case replication.Retry():
                     pass  # the server itself keeps what is early
+
+    def look(self) -> None:
+        """Serve the reads and report the fills that had to wait, and need not any more."""
+        self._gatekeeper.look()
+        self._report()
+
+    def _report(self) -> None:
+        for target, report in list(self._reports.items()):
+            if self._may_report(report.buckets):
+                del self._reports[target]
+                filled = messages.Filled(version=report.version, target=target, buckets=to_bytes(report.buckets))
+                self._on_filled(filled)
 
     def _forget(self, push: ChainPush) -> None:
         """Have a client that still waits ask again: it has the newer map by which the push came another time."""
@@ -218,7 +243,7 @@ class Replicator:
     def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind == FORWARDED:
             self._obey(self.rules.handle(replication.Acknowledged(target, header.request)))
-            self._gatekeeper.look()  # a sum that this server has inherited may be safe now
+            self.look()  # a sum that this server has inherited may be safe now
             self._pump_all()
         elif header.kind == STATE_TAKEN:
             self._state_taken(target, header.request)
@@ -283,6 +308,9 @@ class Replicator:
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a frame of a server before this one; its version is not above ours."""
+        if header.kind == PING:
+            peer.send_frame(PONG)
+            return
         source = peer.hello.incarnation
         self._sources.setdefault(source, peer)
         if header.kind == CLOCKS:
@@ -296,14 +324,15 @@ class Replicator:
                 self._take_state(peer, header, _decode_state(meta), body)
 
     def _take_forward(self, peer: Peer, header: Header, info: messages.ForwardInfo, body: memoryview) -> None:
-        if self.rules.has_successors:
-            body = memoryview(bytearray(body))  # it goes on
         pieces, buckets = list(unpack(info.pieces, body)), from_bytes(info.buckets)
         push = ChainPush(info.operation, info.incarnation, header.sequence, pieces, peer, header, buckets=buckets)
         event = replication.Forwarded(
             push, peer.hello.incarnation, info.incarnation, header.sequence, header.epoch, buckets
         )
-        self._obey(self.rules.handle(event))
+        instructions = self.rules.handle(event)
+        if any(isinstance(each, replication.Forward) for each in instructions):
+            push.own()
+        self._obey(instructions)
 
     def _take_state(self, peer: Peer, header: Header, info: messages.StateInfo, body: memoryview) -> None:
         state = tuple((incarnation, sequence, from_bytes(mask)) for incarnation, sequence, mask in info.filter)

@@ -218,7 +218,8 @@ def _send_push(connection: ServerConnection, push: _Push, buckets: Buckets) -> N
             if part.pending is not None:
                 waiting.append(part.pending)
     push.sent |= buckets
-    both = (_joined(keys), _joined(grads).reshape(-1))
+    # Copies, even of one part: these may be kept, and its memory is the caller's, or a copy's that is given back now.
+    both = (np.concatenate(keys), np.concatenate(grads).reshape(-1))
     _start(waiting, None, connection, lambda: connection.send_now(
         PUSH, any_part.table, any_part.clock, push.sequence, both
     ))  # fmt: skip
@@ -298,7 +299,3 @@ def _lost_parts(tokens: Iterable[_Push | _Pull], new: Routes) -> set[int]:
         return set()
     parts = [part for token in tokens for part in ([token.part] if isinstance(token, _Pull) else token.parts)]
     return {id(part.pending) for part in parts if part.buckets & new.lost}
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)

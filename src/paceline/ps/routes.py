@@ -55,13 +55,17 @@ class Routes:
         return any(server.incarnation == incarnation for server in self.servers)
 
     def loss(self) -> ConnectionLostError:
-        """Return what to say of the buckets that are lost."""
+        """Return what to raise for the buckets that are lost."""
+        return ConnectionLostError(f"{self.describe_loss()}: start again from the last saved model")
+
+    def describe_loss(self) -> str:
+        """Say which buckets are lost, and with whom."""
         ranks = [str(rank) for rank in self.lost_with]
         many = len(ranks) > 1
         names = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if many else "".join(ranks) or "(of unknown rank)"
-        return ConnectionLostError(
+        return (
             f"server{'s' if many else ''} {names} died, and with {'them' if many else 'it'} {count(self.lost)} of "
-            f"{NUM_BUCKETS} buckets of the tables that had no replica left: start again from the last saved model"
+            f"{NUM_BUCKETS} buckets of the tables that had no replica left"
         )
 
 

@@ -23,6 +23,7 @@ from paceline.protocol import (
     Member,
     Membership,
     Planner,
+    Reachability,
     Role,
     Sequential,
     StalePolicy,
@@ -80,6 +81,7 @@ class Scheduler(Handler):
         self._timeout_s = heartbeat_timeout_s
         self._membership = Membership(num_servers, heartbeat_timeout_s)
         self._heartbeat_s = heartbeat_timeout_s / 10.0
+        self._reachability = Reachability(heartbeat_timeout_s / 2)
         self._num_workers = num_workers
         if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
             raise UsageError(
@@ -302,6 +304,16 @@ class Scheduler(Handler):
         # If this process was asleep, what the others have said meanwhile is still to be read.
         if now < due + self._heartbeat_s:
             self._obey(self._membership.handle(membership.Clock(now)))
+            self._look_at_links(now)
+
+    def _look_at_links(self, now_s: float) -> None:
+        """Expel a server that others cannot reach, though this process hears all of them."""
+        ranks = {m.incarnation: m.rank for m in self._membership.members if m.role is Role.SERVER}
+        cut_off = self._reachability.decide(ranks.keys(), self._planner.groups, now_s)
+        if cut_off is not None:
+            others = " and ".join(f"server {ranks[other]}" for other in cut_off.others)
+            reason = f"it and {others} could not reach each other for {self._timeout_s:g} s, though all of them live"
+            self._obey(self._membership.handle(membership.Expel(cut_off.server, reason)))
 
     def _get_map(self, peer: Peer, header: Header, request: messages.GetMap, body: memoryview) -> Any:
         return self._map()
@@ -315,11 +327,6 @@ class Scheduler(Handler):
             raise UsageError(f"role {request.role!r}: expected one of {', '.join(ROLES)}")
         if peer in self._nodes:
             raise ProtocolError(f"node {self._nodes[peer][0]!r} asked twice to join on one connection")
-        if role is Role.SERVER and self._planner.version and self._is_fixed:
-            raise UsageError(
-                f"this cluster has had its {self._settings.num_servers} server(s), and under sequential consistency "
-                "without replicas no other can join: start a new cluster with more --servers, or with --replicas 1"
-            )
         servers = sum(member.role is Role.SERVER for member in self._membership.members)
         if (
             role is Role.SERVER
@@ -362,6 +369,7 @@ class Scheduler(Handler):
             for instruction in self._membership.handle(membership.Heartbeat(*node, time.monotonic())):
                 assert isinstance(instruction, membership.Expelled)
                 _expel(peer, "it was silent too long")
+            self._reachability.heard(node[1], request.unreachable, time.monotonic())
             if self._job is not None and request.progress:
                 self._job.note_progress(node[1], request.progress)
 
@@ -396,11 +404,6 @@ class Scheduler(Handler):
 
     # Chains.
 
-    @property
-    def _is_fixed(self) -> bool:
-        """Whether servers cannot come and go: what an iteration consists of so far is in one server's memory only."""
-        return self._settings.replicas == 0 and self._settings.consistency.startswith("sequential")
-
     def _plan(self) -> None:
         """Have the chains follow the servers that live."""
         servers = {m.incarnation: m.rank for m in self._membership.members if m.role is Role.SERVER}
@@ -430,9 +433,6 @@ class Scheduler(Handler):
             return
         self._leaving.add(node[1])
         before = self._planner.version
-        if self._is_fixed:
-            _end(peer, "its buckets cannot be moved under sequential consistency without replicas")
-            return
         self._plan()
         if self._planner.version != before:
             self._publish()

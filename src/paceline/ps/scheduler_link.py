@@ -50,8 +50,9 @@ class SchedulerLink:
     """Calls to the scheduler from any thread; its notices are given to `on_notice` in the link's own thread.
 
     A member that loses the connection without :meth:`close` tries for `reconnect_s` to reach a scheduler at the same
-    address; `tables`, called in the link's thread, says what tables a server holds. If it cannot, or is no member,
-    `on_lost` is called there, once. `on_map` is called with every map of the cluster, there or where one registers.
+    address; `tables`, called in the link's thread, says what tables a server holds, `unreachable` which other servers
+    it cannot reach. If the link cannot, or is no member, `on_lost` is called there, once. `on_map` is called with every
+    map of the cluster, there or where one registers.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SchedulerLink:
         on_lost: Callable[[PacelineError], None] | None = None,
         on_map: Callable[[ClusterMap], None] | None = None,
         tables: Callable[[], Sequence[KnownTable]] | None = None,
+        unreachable: Callable[[], tuple[int, ...]] = lambda: (),
     ) -> None:
         self._channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, 10.0))
         self.address = address
@@ -79,6 +81,7 @@ class SchedulerLink:
         self._on_lost = on_lost
         self._on_map = on_map
         self._tables = tables
+        self._unreachable = unreachable
         self._memory = Memory()
         self._send_lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
@@ -260,7 +263,7 @@ class SchedulerLink:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + self._heartbeat_s
-                self.tell(messages.Heartbeat())
+                self.tell(messages.Heartbeat(unreachable=self._unreachable()))
             if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
 

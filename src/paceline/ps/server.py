@@ -29,6 +29,7 @@ from paceline.ps.messages import (
     CLOCKS,
     DROPPED,
     FORWARD,
+    PING,
     PULL,
     PUSH,
     PUSH_PULL,
@@ -99,6 +100,7 @@ class Server(Handler):
             on_begin=self._clocks_taken,
             first_clock=self._first_clock,
             on_complete=self._iteration_complete,
+            on_stop=self._worker_stops,
             may_read=self._may_read,
             awaited=self._awaited,
         )
@@ -114,6 +116,7 @@ class Server(Handler):
             on_done=self._push_done,
             on_refused=self._push_refused,
             on_filled=on_filled,
+            may_report=self._may_report,
         )
         self._rules = self._replicator.rules
         self._iterations: Iterations | None = None
@@ -142,6 +145,7 @@ class Server(Handler):
         self._kinds: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
             PULL: self._pull, PUSH: self._push, PUSH_PULL: self._push, TICK: self._tick, CALL: control.call,
             SYNCED: self._synced, READY: self._ready, FORWARD: replicated, STATE: replicated, CLOCKS: replicated,
+            PING: replicated,
         }  # fmt: skip
 
     @property
@@ -149,10 +153,13 @@ class Server(Handler):
         """The server's rank."""
         return self._tables.rank
 
-    def joined(self, hello: Hello) -> None:
-        """Take note of rank and incarnation, which the scheduler's welcome tells; before the first map."""
+    def joined(self, hello: Hello, heartbeat_s: float) -> None:
+        """Take note of rank and incarnation, and of the time between heartbeats; before the first map.
+
+        The scheduler's welcome tells them.
+        """
         self._tables.rank = hello.rank
-        self._replicator.joined(hello)
+        self._replicator.joined(hello, heartbeat_s)
         self._rules = self._replicator.rules
         if self._buffer is not None:
             self._iterations = Iterations(self._rules)
@@ -166,6 +173,10 @@ class Server(Handler):
             messages.KnownTable(number=number, declared=table.declared, spec=table.spec)
             for number, table in list(self._tables.by_number.items())
         ]
+
+    def unreachable(self) -> tuple[int, ...]:
+        """Return the servers that this one cannot reach, by incarnation, for its heartbeats; from any thread."""
+        return self._replicator.unreachable
 
     # What the transport and the scheduler's link tell.
 
@@ -222,6 +233,8 @@ class Server(Handler):
             first, self._version = self._version == 0, cluster.version
             # Who is not there from the beginning has to hear from the server that fills it where the workers are.
             self._awaits_clocks |= first and cluster.version > 1 and not self._has_clocks
+            # First of all: a sum that nobody is left to have counts as safe, and what was read may be here no more.
+            self._gatekeeper.refuse_held(self._stale())
             self._replicator.map_changed(cluster)
             early, self._early = self._early, []
             self._receive_again(early)
@@ -259,13 +272,14 @@ class Server(Handler):
     # Chains.
 
     def _leads(self, buckets: Buckets, behind: frozenset[int]) -> None:
-        self._gatekeeper.refuse_held(self._stale())
         workers = self._counted | self._on_map
         if self._version == 1:  # nobody led anything before
             workers = set()
         if self._iterations is not None:
+            assert self._buffer is not None
+            self._buffer.restrict({number: table.part for number, table in self._tables.by_number.items()}, buckets)
             servers = behind if self._version > 1 else frozenset()
-            self._push_sums(self._iterations.lead(self._version, buckets, workers | servers))
+            self._push_sums(self._iterations.lead(self._version, buckets, workers, servers))
         else:
             self._takeover.lead(self._version, buckets, workers)
 
@@ -285,7 +299,7 @@ class Server(Handler):
         if peer is None:
             assert self._iterations is not None
             self._iterations.acknowledged(push.sequence - 1)
-            self._gatekeeper.look()
+            self._replicator.look()
         elif header is not None and header.kind == CALL:
             peer.send_frame(RESULT, request=header.request, meta=messages.encode(push.result))
         elif header is not None:
@@ -323,6 +337,16 @@ class Server(Handler):
             return self._iterations.may_read(clock)
         return self._takeover.is_over or self._is_eventual
 
+    def _may_report(self, buckets: Buckets) -> bool:
+        return self._iterations is None or self._iterations.may_report(buckets)
+
+    def _worker_stops(self, worker: int, clock: int) -> None:
+        """Drop what a worker that retires, or is gone, has pushed for iterations that it did not finish."""
+        if self._iterations is not None:
+            assert self._buffer is not None
+            self._buffer.forget(worker, clock)
+            self._iterations.forget(worker, clock)
+
     def _awaited(self) -> Collection[int]:
         return self._takeover.awaited if self._iterations is None else self._iterations.awaited
 
@@ -353,7 +377,7 @@ class Server(Handler):
                 assert self._iterations is not None
                 self._iterations.acknowledged(each.iteration)
             self._snapshots.iteration_completed(each.iteration)
-        self._gatekeeper.look()
+        self._replicator.look()
 
     def _sum_up(self, tables: Mapping[int, Sequence[Push]], factor: float, buckets: Buckets) -> list[Piece]:
         pieces = []
@@ -490,9 +514,10 @@ class Server(Handler):
                 self._answer_push(peer, header, selection, self._tick_of(worker, header), DROPPED)
                 return
         table.pushes += 1
-        piece = Piece(header.table, selection.copy(), grads.copy())
         flags = self._flags_of_duplicate(worker, header)
-        push = ChainPush(PUSH_DOWN, worker, header.sequence, [piece], peer, header, flags)
+        pieces = [Piece(header.table, selection, grads)]
+        push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags)
+        push.own()
         self._replicator.push(push, buckets)
         table.staleness.applied(worker, clock)
         self._tick_of(worker, header)

@@ -73,7 +73,11 @@ class ServerControl:
             messages.SetUpdate: self._set_update,
             messages.GetStatistics: self._get_statistics,
         }
-        self.snapshots = ServerSnapshots(tables, lambda: max(gatekeeper.gate.clocks.values(), default=0))
+        self.snapshots = ServerSnapshots(
+            tables,
+            clock=lambda: max(gatekeeper.gate.clocks.values(), default=0),
+            version=lambda: replicator.rules.version,
+        )
         for message, answer in self.snapshots.calls.items():
             self._calls[message] = lambda peer, request, body, answer=answer: answer(request)
 

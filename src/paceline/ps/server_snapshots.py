@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ModelError, PacelineError, UsageError
+from paceline.errors import ModelError, PacelineError, StaleEpochError, UsageError
 from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
 from paceline.ps.server_tables import ServerTables
-from paceline.ps.snapshot_files import PART_BYTES, describe_failure, read_part, write_part
+from paceline.ps.snapshot_files import PART_BYTES, PartBuffer, describe_failure, read_part, write_part
 from paceline.ps.snapshot_messages import (
     DropSnapshot,
     GetLoadState,
@@ -49,12 +49,12 @@ class _Taking:
         self.error = ""
         self.parts: list[SnapshotPart] = []
         self.kept: list[KeptBuckets] = []
-        self._given_up = False
+        self._given_up = self._is_dropped = False
         self._moments: dict[int, Moment] = {}
         self._todo: list[tuple[int, int]] = []  # table, bucket; the next one last
-        self._pieces: list[tuple[int, Keys, Floats]] = []  # of the part that is being gathered
-        self._table = -1  # which it is of
-        self._size = 0
+        self._free = [PartBuffer(PART_BYTES) for _ in range(_WRITERS)]
+        self._gathered = PartBuffer(PART_BYTES)  # the buckets of the next part
+        self._table = -1  # which they are of
         self._num_parts = 0
         self._num_writing = 0
         self._stands_still = False
@@ -93,9 +93,9 @@ class _Taking:
         """Copy one bucket; whoever waits is served before the next one."""
         if self.error or self._given_up:
             return
-        if self._size >= PART_BYTES or not self._todo or self._todo[-1][0] != self._table:
-            if self._pieces:
-                if self._num_writing == _WRITERS:
+        if self._gathered.num_bytes >= PART_BYTES or not self._todo or self._todo[-1][0] != self._table:
+            if self._gathered.buckets:
+                if not self._free:
                     self._stands_still = True
                     return
                 self._write()
@@ -110,8 +110,7 @@ class _Taking:
         except (UsageError, MemoryError) as error:
             self._fail(str(error) or "no memory for a copy of a bucket")
             return
-        self._pieces.append((bucket, keys, records))
-        self._size += keys.nbytes + records.nbytes
+        self._gathered.add(bucket, keys, records)
         # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
         self._loop.call_later(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02), self._step)
 
@@ -135,17 +134,19 @@ class _Taking:
             part.moment = None
 
     def _write(self) -> None:
-        pieces, self._pieces, self._size = self._pieces, [], 0
+        gathered, self._gathered = self._gathered, self._free.pop()
         part = self._tables.find(self._table).part
         file = f"{self._request.folder}/s{self._tables.rank}-t{self._table}-{self._num_parts:05d}.safetensors"
         self._num_parts += 1
         self._num_writing += 1
         name, words = part.spec.name, part.record_words
-        future = self._pool.submit(write_part, self._directory, file, name, words, pieces)
-        future.add_done_callback(lambda done: _call_soon(self._loop, lambda: self._written(done)))
+        future = self._pool.submit(write_part, self._directory, file, name, words, gathered)
+        future.add_done_callback(lambda done: _call_soon(self._loop, lambda: self._written(done, gathered)))
 
-    def _written(self, future: Future[SnapshotPart]) -> None:
+    def _written(self, future: Future[SnapshotPart], gathered: PartBuffer) -> None:
         self._num_writing -= 1
+        gathered.clear()
+        self._free.append(gathered)
         error = future.exception()
         if error is None:
             self.parts.append(future.result())
@@ -163,8 +164,10 @@ class _Taking:
             self._look_for_end()
 
     def _look_for_end(self) -> None:
-        if not self._todo and not self._pieces and not self._num_writing:
+        if not self._todo and not self._gathered.buckets and not self._num_writing:
             self.done = True
+            self._free = []
+            self._gathered = PartBuffer(0)
             self._pool.shutdown(wait=False)
 
     def _fail(self, error: str) -> None:
@@ -174,18 +177,25 @@ class _Taking:
     def give_up(self) -> None:
         """Stop, and remove what was written."""
         self._given_up = True
-        self._todo, self._pieces = [], []
+        self._todo = []
+        self._gathered.clear()
         for number in list(self._moments):
             self._close_moment(number)
         self._pool.shutdown(wait=False)
         if not self._num_writing:
             self._remove()
 
+    def drop(self) -> None:
+        """Give it up, since the coordinator does; its folder goes too when the last server has left it."""
+        self._is_dropped = True
+        self.give_up()
+
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
             for path in (self._directory / self._request.folder).glob(f"s{self._tables.rank}-t*.safetensors"):
                 path.unlink(missing_ok=True)
-            (self._directory / self._request.folder).rmdir()
+            if self._is_dropped:  # or another server would have no folder, and tell of that and not of what is wrong
+                (self._directory / self._request.folder).rmdir()
 
     def state(self) -> SnapshotState:
         """Return how far it is."""
@@ -208,7 +218,7 @@ class _Loading:
         self._ready: list[tuple[int, Keys, Floats]] = []
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-loading")
-        self._is_setting = False
+        self._is_setting = self._given_up = False
         self.done = False
         self.error = ""
         self.rows = 0
@@ -226,10 +236,11 @@ class _Loading:
 
     def _has_read(self, future: Future[list[tuple[int, Keys, Floats]]]) -> None:
         self._num_reading -= 1
+        if self._given_up:
+            return
         error = future.exception()
         if error is not None:
-            self.error = self.error or str(error)
-            self.give_up()
+            self._fail(str(error) or type(error).__name__)
             return
         self._ready += future.result()
         if not self._is_setting:
@@ -238,15 +249,15 @@ class _Loading:
 
     def _set_next(self) -> None:
         """Set one bucket; whoever waits is served before the next one."""
-        if self.error:
+        if self._given_up:
             return
         if self._ready:
             bucket, keys, records = self._ready.pop()
             try:
-                self._part.load_bucket(bucket, keys, records)
+                if self._part.held >> bucket & 1:  # or it has moved meanwhile, and will be loaded again
+                    self._part.load_bucket(bucket, keys, records)
             except PacelineError as error:
-                self.error = str(error)
-                self.give_up()
+                self._fail(str(error) or type(error).__name__)
                 return
             self.rows += len(keys)
             self._loop.call_soon(self._set_next)
@@ -255,10 +266,14 @@ class _Loading:
         if not self._ready:
             self._read_on()
 
+    def _fail(self, error: str) -> None:
+        self.error = error
+        self.give_up()
+
     def give_up(self) -> None:
-        """Stop."""
+        """Stop. It is no error by itself: another loading takes its place, or the server ends, which others see."""
+        self._given_up = True
         self._todo, self._ready = [], []
-        self.error = self.error or "given up"
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -273,11 +288,15 @@ def _read_buckets(directory: Path, part: SnapshotPart, wanted: Buckets) -> list[
 
 
 class ServerSnapshots:
-    """Takes snapshots of one server's tables, and loads them. `clock` tells the highest clock of a worker."""
+    """Takes snapshots of one server's tables, and loads them.
 
-    def __init__(self, tables: ServerTables, clock: Callable[[], int]) -> None:
+    `clock` tells the highest clock of a worker, `version` that of the map of chains that the server goes by.
+    """
+
+    def __init__(self, tables: ServerTables, clock: Callable[[], int], version: Callable[[], int]) -> None:
         self._tables = tables
         self._clock = clock
+        self._version = version
         self._taking: _Taking | None = None
         self._boundary: int | None = None
         self._loading: _Loading | None = None
@@ -322,11 +341,16 @@ class ServerSnapshots:
     def drop(self, request: DropSnapshot) -> None:
         """Give up a snapshot."""
         if self._taking is not None and self._taking.number == request.number:
-            self._taking.give_up()
+            self._taking.drop()
             self._taking, self._boundary = None, None
 
     def load(self, request: LoadParts) -> bool:
-        """Begin to load; return False if the files are not seen here."""
+        """Begin to load; return False if the files are not seen here. Raises StaleEpochError by another map."""
+        if request.version != self._version():
+            raise StaleEpochError(
+                f"server {self._tables.rank} goes by version {self._version()} of the map, and a snapshot is to be "
+                f"loaded by version {request.version}: ask again by the newest one"
+            )
         directory = Path(request.directory)
         if not all((directory / part.file).exists() for part in request.parts):
             return False

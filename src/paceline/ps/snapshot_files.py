@@ -32,7 +32,6 @@ FORMAT = "paceline-snapshot"
 FORMAT_VERSION = 1
 PART_BYTES = 64 << 20
 """A part is closed when it has so many bytes; one bucket never lies in two."""
-_MAX_BUFFERS = 512  # of one call; POSIX systems take 1024
 _FOLDER = re.compile(r"snapshot-(\d{6,})")
 
 
@@ -89,54 +88,93 @@ def numbers_in(directory: Path) -> list[int]:
 # Parts.
 
 
-def write_part(
-    directory: Path, file: str, table: str, words: int, pieces: Sequence[tuple[int, Keys, Floats]]
-) -> SnapshotPart:
+class PartBuffer:
+    """The buckets of a part, copied together; the memory is used again for the next part.
+
+    In two pieces, however many buckets there are: each call that hashes or writes waits for the interpreter's lock.
+    """
+
+    def __init__(self, part_bytes: int) -> None:
+        # Twice what a part may have, for its last bucket; memory that nothing is written to is none.
+        self._keys: Keys = np.empty(2 * part_bytes // 8, np.uint64)
+        self._floats: Floats = np.empty(2 * part_bytes // 4, np.float32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the buckets."""
+        self.buckets: list[int] = []
+        self.rows: list[int] = []
+        self._num_keys = self._num_floats = 0
+
+    @property
+    def keys(self) -> Keys:
+        """Keys of all buckets (uint64 [n])."""
+        return self._keys[: self._num_keys]
+
+    @property
+    def floats(self) -> Floats:
+        """Records of all buckets, flat."""
+        return self._floats[: self._num_floats]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and records."""
+        return 8 * self._num_keys + 4 * self._num_floats
+
+    def add(self, bucket: int, keys: Keys, records: Floats) -> None:
+        """Copy a bucket's keys (uint64 [n]) and records (float32 [n, row_words])."""
+        num_keys, num_floats = self._num_keys + keys.size, self._num_floats + records.size
+        if num_keys > self._keys.size:
+            self._keys = np.concatenate([self.keys, np.empty(2 * keys.size, np.uint64)])
+        if num_floats > self._floats.size:
+            self._floats = np.concatenate([self.floats, np.empty(2 * records.size, np.float32)])
+        self._keys[self._num_keys : num_keys] = keys
+        self._floats[self._num_floats : num_floats] = records.reshape(-1)
+        self._num_keys, self._num_floats = num_keys, num_floats
+        self.buckets.append(bucket)
+        self.rows.append(len(keys))
+
+
+def write_part(directory: Path, file: str, table: str, words: int, gathered: PartBuffer) -> SnapshotPart:
     """Write buckets, each with its keys and records, as one file, and see it onto the disk.
 
     It is for a thread of its own: hashing and writing let others run meanwhile. Raises OSError.
     """
     # Not safetensors.numpy.save: it makes one string of all of it, and nobody else can run while it does.
-    rows = sum(len(keys) for _, keys, _ in pieces)
+    keys, records = gathered.keys, gathered.floats
     layout = {
-        "keys": {"dtype": "U64", "shape": [rows], "data_offsets": [0, 8 * rows]},
-        "records": {"dtype": "F32", "shape": [rows, words], "data_offsets": [8 * rows, (8 + 4 * words) * rows]},
+        "keys": {"dtype": "U64", "shape": [keys.size], "data_offsets": [0, keys.nbytes]},
+        "records": {
+            "dtype": "F32",
+            "shape": [keys.size, words],
+            "data_offsets": [keys.nbytes, keys.nbytes + records.nbytes],
+        },
     }
     head = json.dumps(layout, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    digest, size = hashlib.sha256(), 0
+    buffers = [memoryview(len(head).to_bytes(8, "little") + head)]
+    buffers += [memoryview(array).cast("B") for array in (keys, records) if array.size]  # type: ignore[arg-type]
+    digest = hashlib.sha256()
     with open(directory / file, "wb", buffering=0) as out:
-        buffers = [memoryview(len(head).to_bytes(8, "little") + head)]
-        buffers += [memoryview(keys).cast("B") for _, keys, _ in pieces if len(keys)]  # type: ignore[arg-type]
-        buffers += [
-            memoryview(records.reshape(-1)).cast("B")  # type: ignore[arg-type]
-            for _, _, records in pieces
-            if records.size
-        ]
         for buffer in buffers:
             digest.update(buffer)
-            size += len(buffer)
         _write_all(out.fileno(), buffers)
         os.fsync(out.fileno())
     return SnapshotPart(
         file=file,
         table=table,
-        buckets=tuple(bucket for bucket, _, _ in pieces),
-        rows=tuple(len(keys) for _, keys, _ in pieces),
+        buckets=tuple(gathered.buckets),
+        rows=tuple(gathered.rows),
         words=words,
-        num_bytes=size,
+        num_bytes=sum(map(len, buffers)),
         sha256=digest.hexdigest(),
     )
 
 
-def _write_all(file: int, buffers: list[memoryview]) -> None:
-    """Write buffers one behind the other, many in one call: each call is a wait for the interpreter's lock."""
-    while buffers:
-        written = os.writev(file, buffers[:_MAX_BUFFERS])
-        while buffers and written >= len(buffers[0]):
-            written -= len(buffers.pop(0))
-        if written:
-            buffers[0] = buffers[0][written:]
+def _write_all(file: int, buffers: Sequence[memoryview]) -> None:
+    for buffer in buffers:
+        while buffer:
+            buffer = buffer[os.write(file, buffer) :]
 
 
 def read_part(directory: Path, part: SnapshotPart) -> tuple[Keys, Floats]:

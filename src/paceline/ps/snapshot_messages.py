@@ -123,9 +123,11 @@ class DropSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Read buckets of parts of a table from the disk, those that you hold, and set their rows.
 
-    Answered by whether the files are seen here at all; if so, GetLoadState tells the rest.
+    Answered by whether the files are seen here at all; if so, GetLoadState tells the rest. A server whose map is not of
+    `version` raises StaleEpochError.
     """
 
+    version: int
     table: int
     directory: str
     parts: tuple[SnapshotPart, ...]

@@ -20,12 +20,12 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import ModelError, PeerError, TableMismatchError, UsageError
+from paceline.errors import ModelError, PeerError, StaleEpochError, TableMismatchError, UsageError
 from paceline.protocol import NUM_BUCKETS, Sequential
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, count, from_bytes, to_bytes
 from paceline.ps.client import Client
 from paceline.ps.connection import ServerConnection
-from paceline.ps.messages import TableSpec
+from paceline.ps.messages import ClusterMap, GetMap, TableSpec
 from paceline.ps.records import write_records
 from paceline.ps.snapshot_files import (
     FORMAT,
@@ -88,18 +88,18 @@ def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] =
     if not numbers:
         raise ModelError(f"{folder} holds no whole snapshot to resume from")
     whole: set[str] = set()
-    reason = ""
+    reasons: dict[int, str] = {}
     for number in reversed(numbers):
         try:
             manifest = read_manifest(folder, number)
             _check_files(folder, manifest, whole)
         except ModelError as error:
-            reason = str(error)
-            if number != numbers[0]:
-                warn(f"{folder_name(number)} is not used, and the one before is: {reason}")
+            reasons[number] = str(error)
             continue
+        for newer, reason in reasons.items():
+            warn(f"{folder_name(newer)} is not used, {folder_name(number)} is: {reason}")
         return Snapshot(folder, manifest)
-    raise ModelError(f"{folder} holds no whole snapshot to resume from: {reason}")
+    raise ModelError(f"{folder} holds no whole snapshot to resume from: {'; '.join(reasons.values())}")
 
 
 def _check_files(folder: Path, manifest: SnapshotManifest, whole: set[str]) -> None:
@@ -377,11 +377,14 @@ def _parts_of(
 # Reading back.
 
 
-def load_snapshot(client: Client, snapshot: Snapshot, timeout_s: float = 600.0) -> None:
+def load_snapshot(
+    client: Client, snapshot: Snapshot, timeout_s: float = 600.0, check: Callable[[], None] = lambda: None
+) -> None:
     """Load a snapshot's tables into a new cluster, whatever its number of servers; each server reads its own buckets.
 
-    Raises TableMismatchError if the cluster has such a table with other settings, UsageError if it has rows already,
-    ModelError for a file that is damaged.
+    Servers may join, leave and die meanwhile: it begins again until none did. `check` is called now and then, and may
+    raise. Raises TableMismatchError if the cluster has such a table with other settings, UsageError if it has rows
+    already, ModelError for a file that is damaged, ConnectionLostError if buckets are lost.
     """
     known = {spec.name: spec for spec in client.tables()}
     for table in snapshot.manifest.tables:
@@ -395,54 +398,109 @@ def load_snapshot(client: Client, snapshot: Snapshot, timeout_s: float = 600.0) 
         for name, statistics in server.tables.items():
             if statistics.rows and known[name].kind == "sparse":
                 raise UsageError(f"table {name!r} has rows already: a snapshot is loaded into a new cluster")
-    for table in snapshot.manifest.tables:
-        _load_table(client, snapshot.directory, table, timeout_s)
+    loading = _Loading(client, snapshot, time.monotonic() + timeout_s, check)
+    while not loading.load():
+        loading.pause("servers join, leave or die all the while")
 
 
-def _load_table(client: Client, directory: Path, table: SnapshotTable, timeout_s: float) -> None:
-    number = client.open_table(table.spec).number
-    placing = _placing(client)
-    waits: list[ServerConnection] = []
-    unseen: Buckets = 0
-    with client.lock:
-        for connection, mine in shares_of(client):
-            request = LoadParts(
-                table=number,
-                directory=str(directory.absolute()),
-                parts=tuple(use.part for use in table.uses),
-                buckets=tuple(to_bytes(bucket_set(use.buckets)) for use in table.uses),
-            )
-            if connection.call(request)[0]:
-                waits.append(connection)
-            else:
-                unseen |= mine
-    if unseen:  # it runs elsewhere, and does not see this directory
-        _load_through(client, directory, table, unseen)
-    deadline = time.monotonic() + timeout_s
-    while waits:
-        for connection in list(waits):
-            with client.lock:
-                state = msgspec.convert(connection.call(GetLoadState())[0], LoadState)
-            if state.error:
-                raise ModelError(f"server {connection.rank} could not load its part of the snapshot: {state.error}")
-            if state.done:
-                waits.remove(connection)
-        if waits and time.monotonic() > deadline:
-            raise PeerError(f"server {waits[0].rank} did not load its part of the snapshot within {timeout_s:g} s")
+class _Loading:
+    """A snapshot on its way into a cluster.
+
+    A server reads what it holds, as primary or replica; nothing goes down the chains. So what is loaded while nobody is
+    being filled, by one version of the map from beginning to end, is on every server that has a part in it: one filled
+    later is filled from those. Whatever else was loaded is loaded again.
+    """
+
+    def __init__(self, client: Client, snapshot: Snapshot, deadline: float, check: Callable[[], None]) -> None:
+        self._client = client
+        self._directory = snapshot.directory.absolute()
+        self._tables = snapshot.manifest.tables
+        self._deadline = deadline
+        self._check = check
+
+    def load(self) -> bool:
+        """Load all tables; return False if they have to be loaded again, since servers came or went."""
+        cluster = self._map()
+        if any(group.filling is not None for group in cluster.groups):
+            return False
+        try:
+            for table in self._tables:
+                self._load_table(table, cluster.version)
+        except StaleEpochError:
+            return False
+        return self._map().version == cluster.version
+
+    def pause(self, awaited: str) -> None:
+        """Wait a moment. Raises PeerError if there was time enough."""
+        self._check()
+        if time.monotonic() > self._deadline:
+            raise PeerError(f"the snapshot in {self._directory} was not loaded in time: {awaited}")
         time.sleep(_POLL_S)
-    if placing != _placing(client):
-        raise PeerError("servers came or went while the snapshot was loaded: start again")
+
+    def _map(self) -> ClusterMap:
+        found: ClusterMap = self._client.link.call(GetMap(), ClusterMap)
+        return found
+
+    def _load_table(self, table: SnapshotTable, version: int) -> None:
+        client = self._client
+        number = client.open_table(table.spec).number
+        waits: list[ServerConnection] = []
+        unseen: Buckets = 0
+        with client.lock:
+            for connection, _ in self._shares(version):
+                request = LoadParts(
+                    version=version,
+                    table=number,
+                    directory=str(self._directory),
+                    parts=tuple(use.part for use in table.uses),
+                    buckets=tuple(to_bytes(bucket_set(use.buckets)) for use in table.uses),
+                )
+                if connection.call(request)[0]:
+                    waits.append(connection)
+                else:
+                    unseen |= _held_by(client, connection.incarnation)
+        if unseen:  # it runs elsewhere, and does not see this directory
+            self._load_through(table, unseen)
+        while waits:
+            with client.lock:
+                self._shares(version)
+                waits = [connection for connection in waits if not _has_loaded(connection)]
+            if waits:
+                self.pause(f"server {waits[0].rank} still reads its part")
+
+    def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:
+        """Return the shares of the servers by this version of the map. Raises StaleEpochError if it is another now."""
+        shares = list(shares_of(self._client))
+        if self._client.routes.version != version:
+            raise StaleEpochError(f"the map of the cluster has changed since version {version}")
+        return shares
+
+    def _load_through(self, table: SnapshotTable, wanted: Buckets) -> None:
+        """Load buckets through this process."""
+        for use in table.uses:
+            mine = bucket_set(use.buckets) & wanted
+            if not mine:
+                continue
+            self._check()
+            keys, records = read_part(self._directory, use.part)
+            at = 0
+            for bucket, rows in zip(use.part.buckets, use.part.rows, strict=True):
+                if rows and mine >> bucket & 1:
+                    write_records(self._client, table.spec, keys[at : at + rows], records[at : at + rows])
+                at += rows
 
 
-def _load_through(client: Client, directory: Path, table: SnapshotTable, wanted: Buckets) -> None:
-    """Load buckets through this process."""
-    for use in table.uses:
-        mine = bucket_set(use.buckets) & wanted
-        if not mine:
-            continue
-        keys, records = read_part(directory, use.part)
-        at = 0
-        for bucket, rows in zip(use.part.buckets, use.part.rows, strict=True):
-            if rows and mine >> bucket & 1:
-                write_records(client, table.spec, keys[at : at + rows], records[at : at + rows])
-            at += rows
+def _held_by(client: Client, server: int) -> Buckets:
+    """Return the buckets of whose chain a server is a member."""
+    held = 0
+    for group in client.routes.groups:
+        if server in group.members:
+            held |= group.buckets
+    return held
+
+
+def _has_loaded(connection: ServerConnection) -> bool:
+    state = msgspec.convert(connection.call(GetLoadState())[0], LoadState)
+    if state.error:
+        raise ModelError(f"server {connection.rank} could not load its part of the snapshot: {state.error}")
+    return state.done

@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--num-faults", type=int, help="how many are drawn for each seed (default: 0 to 8)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--trace", action="store_true", help="print every frame that arrives")
-    parser.add_argument("--may-lose", action="store_true", help="let more servers fail than chains can bear")
+    parser.add_argument(
+        "--may-lose", action="store_true", help="let more servers fail than chains can bear; cuts no cable"
+    )
     parser.add_argument("--defect", choices=[each.value for each in Defect], help="break a rule on purpose")
     options = parser.parse_args(arguments)
     first, _, end = options.seeds.partition(":")

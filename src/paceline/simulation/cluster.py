@@ -56,7 +56,7 @@ class Settings:
         return cls(
             num_servers=num_servers,
             num_workers=random.choice((2, 3)),
-            replicas=random.choice((1, 1, 1, 2)),
+            replicas=random.choice((0, 1, 1, 2)),
             consistency=consistency,
             num_buckets=random.choice((6, 8, 12)),
             num_shards=random.choice((5, 8)),
@@ -202,13 +202,16 @@ class Cluster:
         """
         if self.scheduler is None or self.scheduler.is_rebuilding or not self.oracle.version:
             return False
+        if doubtful and not self.settings.replicas:
+            return False  # one that has nothing yet may have all of a bucket before it is missed
         now_s = self.clock.now_s
         healthy = {
             server.incarnation
             for server in self.servers
             if server not in doubtful
             and server.incarnation in self.oracle.members
-            and not server.is_leaving
+            and not self.network.is_cut_off(server)
+            and not (server.is_leaving and self.settings.replicas)  # without, it stays until it is relieved
             and self.unhealthy_until_s.get(server.name, 0.0) < now_s
         }
         for group in self.oracle.groups:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 KINDS: Final = (
     "cut",
     "partition",
+    "cable",
     "crash-server",
     "crash-worker",
     "crash-scheduler",
@@ -25,11 +26,15 @@ KINDS: Final = (
     "join-worker",
     "leave-worker",
 )
-"""The faults that are drawn. `restart` follows crashes; `drop`, `duplicate` and `reorder` follow from the others."""
+"""The faults that are drawn. `restart` follows crashes; `drop`, `duplicate` and `reorder` follow from the others.
 
-FOLLOWING: Final = ("restart", "drop", "duplicate", "reorder")
+A `cut` breaks one connection, a `partition` heals; a `cable` between two servers stays cut until one of them is gone,
+and then `expel` follows.
+"""
 
-_WEIGHTS: Final = (6, 3, 4, 2, 2, 3, 2, 2, 2, 2, 2, 1)
+FOLLOWING: Final = ("restart", "expel", "drop", "duplicate", "reorder")
+
+_WEIGHTS: Final = (6, 3, 2, 4, 2, 2, 3, 2, 2, 2, 2, 2, 1)
 _LONG_S: Final = 0.2
 """A server that is silent for longer counts as one that may fail."""
 
@@ -112,6 +117,32 @@ class Faults:
         cluster.network.part(island, duration_s)
         self._lasts(until_s)
         return True
+
+    def _cable(self) -> bool:
+        cluster = self._cluster
+        whole = [
+            server
+            for server in cluster.servers
+            if server.incarnation in cluster.oracle.members and not cluster.network.is_cut_off(server)
+        ]
+        if len(whole) < 2 or self._may_lose:  # where buckets may be lost, nobody goes that is the last to have one
+            return False
+        one, other = cluster.random.sample(whole, 2)
+        if not (cluster.can_lose([one]) and cluster.can_lose([other])):  # one of them will go
+            return False
+        cluster.note(f"the cable {one.name} - {other.name} is cut")
+        cluster.network.cut_cable(one, other)
+        self._lasts(cluster.clock.now_s + 2.0)
+        self._replace(one, other)
+        return True
+
+    def _replace(self, one: Server, other: Server) -> None:
+        """Start another server when one of these two is gone."""
+        if one.is_alive and other.is_alive:
+            self._cluster.clock.after(0.25, self._replace, one, other)
+        else:
+            self._num_hosts += 1
+            self._restart(f"s{self._num_hosts}", is_server=True)
 
     def _crash_server(self) -> bool:
         cluster = self._cluster
@@ -209,7 +240,7 @@ class Faults:
         if len(staying) < 2:
             return False
         server = cluster.random.choice(staying)
-        if not self._may_lose and not cluster.can_lose([server]):
+        if not self._may_lose and not cluster.can_lose([server] if cluster.settings.replicas else []):
             return False
         server.leave()
         return True

@@ -68,9 +68,10 @@ class Rejoin(Frame):
 
 @dataclass(slots=True)
 class Beat(Frame):
-    """A heartbeat."""
+    """A heartbeat; a server names those that it cannot reach."""
 
     incarnation: int
+    unreachable: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -250,6 +251,16 @@ class ForwardPush(Frame):
     version: int
     buckets: int
     parts: tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class Ping(Frame):
+    """Are you there?"""
+
+
+@dataclass(slots=True)
+class Pong(Frame):
+    """The answer."""
 
 
 @dataclass(slots=True)

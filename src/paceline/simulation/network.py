@@ -141,6 +141,7 @@ class Network:
         self.trace: Callable[[str], None] | None = None
         self.latency_s = random.choice((0.0003, 0.001, 0.003))
         self.bytes_per_s = random.choice((2e6, 2e7, 1e9))
+        self._cables: list[tuple[Process, Process]] = []
         self._partitions: list[tuple[frozenset[str], float]] = []
         self._number = 0
 
@@ -153,6 +154,7 @@ class Network:
         del self.processes[process.name]
         for connection in list(process.connections):
             self.cut(connection)
+        self._cables = [pair for pair in self._cables if process not in pair]
 
     # Connections.
 
@@ -164,7 +166,7 @@ class Network:
         target = self.processes.get(name)
         if not source.is_alive:
             return
-        if target is None or self._blocked_until_s(source, target) > 0:
+        if target is None or self._is_cut(source, target) or self._blocked_until_s(source, target) > 0:
             self.clock.after(_RECONNECT_S, source.run, source.refused, (name, hello))
             return
         if target.stopped_until_s > self.clock.now_s:
@@ -210,6 +212,8 @@ class Network:
         sender, receiver = connection.ends[direction], connection.ends[1 - direction]
         if (connection.limit is not None and index > connection.limit[direction]) or not receiver.is_alive:
             return
+        if self._is_cut(sender, receiver):
+            return
         until_s = max(receiver.stopped_until_s, self._blocked_until_s(sender, receiver) if self._partitions else 0.0)
         if until_s > self.clock.now_s:
             self.clock.again_at(until_s, self._deliver, connection, direction, index, number, frame)
@@ -237,6 +241,8 @@ class Network:
             if connection.limit[direction] < sent:
                 self.fired["drop"] += 1
         self.unlink(connection)
+        if self._is_cut(*connection.ends):
+            return  # nobody hears of it
         for direction in (0, 1):
             end = connection.ends[1 - direction]
             notice_s = self.clock.now_s + connection.latency_s * self.random.random()
@@ -276,6 +282,17 @@ class Network:
         for connection in crossing:
             if self.random.random() < 0.5:
                 self.clock.after(duration_s * self.random.random(), self.cut, connection)
+
+    def cut_cable(self, one: Process, other: Process) -> None:
+        """Let nothing pass between two processes as long as both live; no connection breaks over it."""
+        self._cables.append((one, other))
+
+    def is_cut_off(self, process: Process) -> bool:
+        """Whether a cable of a process is cut."""
+        return any(process in pair for pair in self._cables)
+
+    def _is_cut(self, one: Process, other: Process) -> bool:
+        return bool(self._cables) and any(one in pair and other in pair for pair in self._cables)
 
     def _blocked_until_s(self, one: Process, other: Process) -> float:
         until_s = 0.0

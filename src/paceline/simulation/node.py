@@ -55,6 +55,10 @@ class Node(Process):
         """The leases held, and the shards known to be done."""
         raise NotImplementedError
 
+    def unreachable(self) -> tuple[int, ...]:
+        """Look whom this node cannot reach, for a heartbeat."""
+        return ()
+
     def is_gone(self, incarnation: int) -> bool:
         """Whether that incarnation is no member any more, as far as the map says."""
         return self.map is not None and self.map.excludes(incarnation)
@@ -93,7 +97,7 @@ class Node(Process):
 
     def _beat(self) -> None:
         if self.member is not None:
-            self.tell(Beat(self.incarnation))
+            self.tell(Beat(self.incarnation, self.unreachable()))
         self.later(HEARTBEAT_S, self._beat)
 
     def on_welcomed(self, _: Connection, frame: Welcomed) -> None:

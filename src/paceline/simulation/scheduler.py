@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.protocol import chains, membership, shards
 from paceline.protocol.chains import Planner
 from paceline.protocol.membership import Member, Membership, Role
+from paceline.protocol.reachability import Reachability
 from paceline.protocol.shards import Granted, Shards
 from paceline.simulation.messages import (
     Beat,
@@ -47,6 +48,7 @@ class Scheduler(Process):
         self.cluster = cluster
         settings = cluster.settings
         self.membership = Membership(settings.num_servers, TIMEOUT_S, disconnect_grace_s=GRACE_S)
+        self.reachability = Reachability(TIMEOUT_S / 2)
         self.planner = Planner(settings.num_buckets, settings.replicas)
         self.shards = Shards([settings.num_shards], settings.epochs)
         self.is_rebuilding = follows
@@ -105,7 +107,14 @@ class Scheduler(Process):
         self._last_tick_s = now_s
         if not self.is_rebuilding:
             self._members(membership.Clock(self._patience_s))
+            self._look_at_links()
         self.later(_TICK_S, self._tick)
+
+    def _look_at_links(self) -> None:
+        cut_off = self.reachability.decide(self._servers(), self.planner.groups, self._patience_s)
+        if cut_off is not None:
+            self.cluster.fired["expel"] += 1
+            self._members(membership.Expel(cut_off.server, "it and others do not reach each other"))
 
     # Members.
 
@@ -145,6 +154,7 @@ class Scheduler(Process):
             connection.send(self, Thrown())
         else:
             self._members(membership.Heartbeat(member.node, frame.incarnation, self._patience_s))
+            self.reachability.heard(frame.incarnation, frame.unreachable, self._patience_s)
 
     def _on_going(self, connection: Connection, frame: Going) -> None:
         member = self._member(frame.incarnation)

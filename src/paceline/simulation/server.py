@@ -10,6 +10,7 @@ from paceline.protocol.buckets import buckets_in
 from paceline.protocol.clocks import Gate
 from paceline.protocol.iterations import Iterations, Sum, Takeover
 from paceline.protocol.membership import Role
+from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import (
     AGGREGATE,
     Acknowledge,
@@ -52,6 +53,8 @@ from paceline.simulation.messages import (
     KnownDone,
     Map,
     Part,
+    Ping,
+    Pong,
     PullPart,
     PushPart,
     ReadyFrame,
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
 
 _STATES_UNDER_WAY = 2
+_SILENT_LOOKS = 2
 
 
 class _Job:
@@ -99,8 +103,10 @@ class Server(Node):
         self.takeover = Takeover()  # where there are no iterations
         self._links: dict[int, Connection | None] = {}
         self._connecting: set[int] = set()
+        self._silence = Silence(_SILENT_LOOKS)
         self._states_under_way: dict[int, int] = {}
         self._reports: dict[int, Filled] = {}
+        self._held_reports: dict[int, Filled] = {}
         self._early: list[tuple[Connection, Any]] = []
         self._before_gate: list[tuple[Connection, Any]] = []
         self._reads: dict[int, tuple[Connection, PullPart, bool]] = {}  # ticket → …, whether the gate is open
@@ -125,6 +131,8 @@ class Server(Node):
             StateOk: self._on_state_ok,
             ReadyFrame: self._on_ready,
             Clocks: self._on_clocks,
+            Ping: self._on_ping,
+            Pong: self._on_pong,
         }
 
     # Connections.
@@ -237,8 +245,9 @@ class Server(Node):
             for worker in [worker for worker in self.gate.clocks if self.is_gone(worker)]:
                 self._gate(clocks.Leave(worker))
                 self._left(worker)
-            for worker in [worker for worker in self._awaited if self.is_gone(worker)]:
-                self._left(worker)
+            for member in () if former is None else former.members:  # also one that was never seen at the gate
+                if member.role is Role.WORKER and self.is_gone(member.incarnation):
+                    self._left(member.incarnation)
         if new.version > self.replication.version:
             self._change(new)
         else:
@@ -249,7 +258,7 @@ class Server(Node):
         reads, self._reads = self._reads, {}
         for connection, frame, _ in reads.values():
             connection.send(self, Stale(frame.number, new))
-        self._reports = {}
+        self._reports, self._held_reports = {}, {}
         self._states_under_way = dict.fromkeys(self._states_under_way, 0)
         self._handle(Change(new.version, new.groups))
         self._fill_all()
@@ -297,8 +306,15 @@ class Server(Node):
                 case Links(targets):
                     self._have_links(targets)
                 case Report(version, target, buckets):
-                    self._reports[target] = Filled(version, target, buckets)
-                    self.tell(self._reports[target])
+                    self._held_reports[target] = Filled(version, target, buckets)
+                    self._report()
+
+    def _report(self) -> None:
+        """Tell the scheduler who is filled, as far as may be."""
+        for target, report in list(self._held_reports.items()):
+            if self.iterations is None or self.iterations.may_report(report.buckets):
+                self._reports[target] = self._held_reports.pop(target)
+                self.tell(report)
 
     def _apply(self, job: _Job, buckets: int) -> None:
         for worker, values in job.parts:
@@ -340,7 +356,7 @@ class Server(Node):
             return
         for bucket in [bucket for bucket in self._parts if not buckets >> bucket & 1]:
             del self._parts[bucket]
-        self._sum(self.iterations.lead(self.replication.version, buckets, workers | behind))
+        self._sum(self.iterations.lead(self.replication.version, buckets, workers, behind))
 
     def _have_links(self, targets: frozenset[int]) -> None:
         for target in [target for target in self._links if target not in targets]:
@@ -371,6 +387,20 @@ class Server(Node):
             link.send(self, frame)
 
     # Other servers.
+
+    def unreachable(self) -> tuple[int, ...]:
+        """See :class:`Node`."""
+        found = self._silence.look(self._links)
+        for link in self._links.values():
+            if link is not None:
+                link.send(self, Ping())
+        return found
+
+    def _on_ping(self, connection: Connection, _: Ping) -> None:
+        connection.send(self, Pong())
+
+    def _on_pong(self, connection: Connection, _: Pong) -> None:
+        self._silence.heard(connection.hello[2])
 
     def _feed(self, job: _Job, event: Event) -> None:
         job.event = event
@@ -446,8 +476,10 @@ class Server(Node):
         if frame.version < self.replication.version or frame.buckets & ~self.replication.primary:
             self._refuse(job)
             return
-        new = self.iterations.admit(frame.worker, frame.sequence, frame.iteration, frame.buckets)
-        if new != frame.buckets:
+        # Where there is one copy servers do not look for the buckets of the keys: it counts as a push to all of theirs.
+        whole = frame.buckets if self.cluster.settings.replicas else self.replication.primary
+        new = self.iterations.admit(frame.worker, frame.sequence, frame.iteration, whole)
+        if frame.buckets & ~new:
             self.cluster.fired["duplicate"] += 1
         for value in frame.values:
             if new >> value[0] & 1:
@@ -513,10 +545,6 @@ class Server(Node):
             self.takeover.synced(frame.worker, frame.version, self.replication.version)
         self._serve()
 
-    @property
-    def _awaited(self) -> frozenset[int]:
-        return self.takeover.awaited if self.iterations is None else self.iterations.awaited
-
     def _left(self, worker: int) -> None:
         if self.iterations is not None:
             self._sum(self.iterations.left(worker))
@@ -536,6 +564,8 @@ class Server(Node):
         match event:
             case clocks.Finish(worker) | clocks.Leave(worker):
                 self._counted.discard(worker)
+                if self.iterations is not None and worker in self.gate.clocks:
+                    self.iterations.forget(worker, self.gate.clocks[worker])
             case clocks.Resume(worker) if worker in self.gate.clocks:
                 self._counted.add(worker)
             case clocks.Join(worker) if worker not in self.gate.clocks:
@@ -563,7 +593,8 @@ class Server(Node):
             self._handle(job.event)
 
     def _serve(self) -> None:
-        """Answer the reads that may be answered."""
+        """Answer the reads that may be answered, and report what may be."""
+        self._report()
         oracle = self.cluster.oracle
         for ticket, (connection, frame, is_open) in list(self._reads.items()):
             if not is_open or not self._may_read(frame.clock):

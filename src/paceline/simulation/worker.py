@@ -323,10 +323,6 @@ class Worker(Node):
             self._outbox.durable(connection.hello[2], frame.durable)
         for done in self._outbox.answered(frame.number):
             self._on_done(done)
-        if self.cluster.is_sequential:
-            kept_since = self._outbox.kept_since
-            while self._unsafe and (kept_since is None or self._unsafe[0].iteration < kept_since):
-                self._acknowledged(self._unsafe[0])
         if self._over:
             self._report_done()
 
@@ -342,9 +338,11 @@ class Worker(Node):
             return
         if token is not self._current:
             return
+        assert isinstance(token, _Pull)
         self._busy = False
-        if self._lease is None and self.cluster.is_sequential and self._unsafe and not self.is_counted:
-            self._pull()  # a map that came meanwhile has taken what was safe to another server
+        if self.cluster.is_sequential:  # a read of all buckets: what is of iterations before it is safe
+            while self._unsafe and self._unsafe[0].iteration < token.clock:
+                self._acknowledged(self._unsafe[0])
         if self._lease is not None and self.is_counted:
             low, high = self.cluster.settings.think_s
             self.later(low + (high - low) * self.cluster.random.random(), self._work)

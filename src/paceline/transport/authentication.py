@@ -96,14 +96,17 @@ def prove(token: str, label: str, client_nonce: bytes, server_nonce: bytes, hell
 
 
 def verify(token: str, label: str, client_nonce: bytes, server_nonce: bytes, given: Proof) -> Hello:
-    """Return the Hello that a valid proof comes with; raise Authentication-, Version- or ProtocolError."""
+    """Return the Hello that a valid proof comes with; raise Authentication-, Version- or ProtocolError.
+
+    Both ends must be of one version of paceline: what goes in frames has no versions of its own.
+    """
+    from paceline.version import __version__
+
     expected = prove(token, label, client_nonce, server_nonce, given.hello)
     if len(given.nonce) != NONCE_BYTES or not hmac.compare_digest(expected, given.proof):
         raise AuthenticationError(f"the {label} does not hold this cluster's token")
     hello = decode(given.hello, Hello)
-    if hello.protocol != PROTOCOL_VERSION:
-        from paceline.version import __version__
-
+    if (hello.protocol, hello.paceline) != (PROTOCOL_VERSION, __version__):
         raise VersionError(
             f"the {label} speaks protocol version {hello.protocol} (paceline {hello.paceline}), this "
             f"process version {PROTOCOL_VERSION} (paceline {__version__}); install the same version of "

@@ -84,7 +84,7 @@ class PlainChannel(StreamChannel):
         self._socket = connected
         self._send_timeout_s = send_timeout_s
         self._kernel_timeout_s = 0.0
-        self._look = Spinner().look
+        self._wait = Spinner().wait
         self._poller: select.poll | _ClosedPoll = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_timeout_s))
@@ -122,7 +122,7 @@ class PlainChannel(StreamChannel):
 
     def _read_first(self, size: int) -> int:
         try:
-            if not self._look(self._poller.poll) and not self._poller.poll(self._timeout_ms):
+            if not self._wait(self._poller.poll, self._timeout_ms):
                 raise self._late()
             got = self._socket.recv_into(self._first, size)
         except OSError as error:
@@ -133,7 +133,7 @@ class PlainChannel(StreamChannel):
 
     def _read_scattered(self, buffers: Sequence[Any]) -> int:
         try:
-            if not self._look(self._poller.poll) and not self._poller.poll(self._timeout_ms):
+            if not self._wait(self._poller.poll, self._timeout_ms):
                 raise self._late()
             got = self._socket.recvmsg_into(buffers)[0]
         except OSError as error:

@@ -191,6 +191,9 @@ class _Pipe(asyncio.Transport):
             self._deliver(None)
             self._call(lambda: self._connection.connection_lost(None))
 
+    def is_closing(self) -> bool:
+        return self._is_closed
+
     def abort(self) -> None:
         self.close()
 

@@ -60,7 +60,7 @@ class TransportPeer(Peer):
         self._bytes_sent += size
         if self._is_paused or size > CHUNK_BYTES:
             self._enqueue(memoryview(frame))
-        elif not self._is_closing:
+        elif not self._is_closing and not self._transport.is_closing():  # or asyncio logs that it is broken
             self._write(frame)
 
     def send_frame(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
@@ -37,9 +38,15 @@ class ServerNode:
             on_filled=lambda filled: self.link.tell(filled),
         )
         self.served: Served | None = None
+        self.expelled = ""
+        """Why it was declared dead, if it was told so. It goes on all the same."""
         node = make_node_name("server")
         self.link = SchedulerLink(
-            cluster.transport, cluster.scheduler_address, Hello(role="server", name=node), on_notice=self._heard
+            cluster.transport,
+            cluster.scheduler_address,
+            Hello(role="server", name=node),
+            on_notice=self._heard,
+            unreachable=self.server.unreachable,
         )
         self._stack = stack.enter_context(ExitStack())
         self._serving = self._stack.enter_context(ExitStack())
@@ -49,7 +56,7 @@ class ServerNode:
         register = messages.Register(node=node, role="server", endpoint=self.served.endpoint, rank=rank, extra=extra)
         welcome = self.link.register(register)
         hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node)
-        self.call(lambda: self.server.joined(hello))
+        self.call(lambda: self.server.joined(hello, welcome.heartbeat_s))
         self.call(lambda: self.server.members_changed(welcome.cluster))
 
     @property
@@ -76,6 +83,8 @@ class ServerNode:
     def _heard(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.ClusterMap) and self.served is not None:
             self.served.loop.call_soon_threadsafe(self.server.members_changed, notice)
+        elif isinstance(notice, messages.Expelled):
+            self.expelled = self.expelled or notice.reason
 
 
 class Cluster:
@@ -178,6 +187,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
             return
         event.wait(0.001)
     raise AssertionError("waited in vain")
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """Let no file that this process writes grow beyond so many bytes: a write then fails with EFBIG."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
+from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 
 from paceline.errors import ConnectionLostError, UsageError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
-from paceline.ps import SGD, Client, messages
+from paceline.protocol.buckets import from_bytes
+from paceline.ps import SGD, Adagrad, Client, messages
+from paceline.ps.bucket_arrays import buckets_of_keys
 
-from .harness import Cluster, ServerNode, in_threads, wait_until
+from .harness import Cluster, Floats, ServerNode, in_threads, wait_until
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ITERATIONS = 60
@@ -120,6 +125,100 @@ def test_a_join_moves_what_it_must_and_no_more() -> None:
         assert (values(client, "sparse") == 2 * ITERATIONS).all()
 
 
+def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
+    """Push the same in every run, in two parts per iteration, until iteration `stop_at`; return all that was read."""
+    rule = Adagrad(lr=0.1)  # what it makes of gradients depends on how they are summed
+    sparse, dense = (
+        client.sparse_table("sparse", dim=2, update=rule),
+        client.dense_table("dense", size=700, update=rule),
+    )
+    found: list[Floats] = []
+    while not stop_at or client.clock < stop_at[0]:
+        chance = np.random.default_rng((client.rank, client.clock))
+        sparse.push(KEYS, chance.standard_normal((len(KEYS), 2), np.float32)).wait()
+        time.sleep(0.002 * chance.random())
+        dense.push(chance.standard_normal(700, np.float32), tick=True)
+        found += [sparse.pull(KEYS).reshape(-1), dense.pull()]
+    client.retire()
+    return found
+
+
+def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
+    """Have a server give away what it holds, and end."""
+    node.link.tell(messages.Drain())
+    rank = node.server.rank
+    wait_until(lambda: is_whole(client, len(cluster.nodes), cluster.replicas) and not leads(client, rank))
+    node.stop()
+    cluster.nodes.remove(node)
+
+
+def leads(client: Client, rank: int) -> bool:
+    found = cluster_map(client)
+    ranks = {member.incarnation: member.rank for member in found.of_role("server")}
+    return any(ranks[group.members[0]] == rank for group in found.groups)
+
+
+@pytest.mark.parametrize("aggregate", ["sum", "mean"])
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
+    replicas: int, aggregate: Literal["sum", "mean"]
+) -> None:
+    consistency = Sequential(aggregate=aggregate)
+    stop_at: list[int] = []
+    with Cluster(servers=2, workers=2, replicas=replicas, consistency=consistency) as cluster, ExitStack() as stack:
+        clients, observer = cluster.connect_all(), cluster.connect(observer=True)
+        clocks = []
+
+        def move() -> None:
+            try:
+                for _ in range(2):
+                    wait_until(lambda: clients[0].clock > 5)
+                    clocks.append(clients[0].clock)
+                    cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+                    wait_until(lambda: is_whole(observer, 3, replicas))
+                    drain(cluster, cluster.nodes[0], observer)
+                    wait_until(lambda: is_whole(observer, 2, replicas))
+            finally:
+                stop_at.append(clients[0].clock + 20)
+
+        *disturbed, _ = in_threads(*(lambda each=each: work_together(each, stop_at) for each in clients), move)
+    with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
+        quiet = in_threads(*(lambda each=each: work_together(each, stop_at) for each in cluster.connect_all()))
+    assert clocks[0] < clocks[1] < stop_at[0] - 20
+    for read, right in zip(disturbed, quiet, strict=True):
+        assert len(read) == len(right) == 2 * stop_at[0]
+        assert [index for index, pair in enumerate(zip(read, right, strict=True)) if not np.array_equal(*pair)] == []
+
+
+def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
+    """It was answered from what was dropped already, as if it were safe: the sum it waits for has nobody to go to."""
+    with Cluster(servers=2, workers=1, consistency=Sequential()) as cluster:
+        client = cluster.connect()
+        first = cluster_map(client)
+        one, other = first.groups
+        node = next(node for node in cluster.nodes if node.server._replicator.incarnation == one.members[0])
+
+        def change(version: int, *members: int) -> messages.ClusterMap:
+            groups = (msgspec.structs.replace(one, members=members), other)
+            new: messages.ClusterMap = msgspec.structs.replace(first, version=version, groups=groups)
+            node.call(lambda: node.server.members_changed(new))
+            return new
+
+        table = client.sparse_table("sparse", update=SGD(lr=1.0))
+        keys = np.array([key for key in KEYS if buckets_of_keys(np.array([key])) & from_bytes(one.buckets)])
+        client._take_map(change(2, *one.members, *other.members))  # of which the other one does not hear
+        table.push(keys, -np.ones((len(keys), 1), np.float32), tick=True)
+        read = table.pull_async(keys)
+        wait_until(lambda: bool(node.call(lambda: node.server._gatekeeper.num_held)))
+        change(3, *other.members)
+        wait_until(lambda: read.done() or client._watch.is_unsettled)
+        assert not read.done()
+        last = change(4, *one.members)  # so that all comes to its end
+        for each in cluster.nodes:
+            each.call(partial(each.server.members_changed, last))
+        client._take_map(last)
+
+
 def test_without_replicas_the_lost_buckets_are_named() -> None:
     with Cluster(servers=2, workers=1) as cluster:
         client = cluster.connect(timeout_s=5.0)
@@ -131,12 +230,6 @@ def test_without_replicas_the_lost_buckets_are_named() -> None:
 
 
 def test_who_may_join() -> None:
-    with (
-        Cluster(servers=1, workers=1, consistency=Sequential()) as cluster,
-        ExitStack() as stack,
-        pytest.raises(UsageError, match="under sequential consistency without replicas no other can join"),
-    ):
-        ServerNode(cluster, None, stack, extra=True)
     with (
         Cluster(servers=1, workers=1) as cluster,
         ExitStack() as stack,

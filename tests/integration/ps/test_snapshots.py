@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform, 
 from paceline.ps.snapshot_files import SnapshotManifest, SnapshotWriteError, folder_name, numbers_in
 from paceline.ps.snapshots import SnapshotTaker, load_snapshot, read_newest
 
-from .harness import Cluster, Floats, in_threads, keys_of, random_keys, wait_until
+from .harness import Cluster, Floats, files_up_to, in_threads, keys_of, random_keys, wait_until
 
 KEYS = random_keys(np.random.default_rng(5), 20_000)
 SIZE = 5_000
@@ -211,12 +213,16 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     content[-3] ^= 1
     part.write_bytes(content)
     assert read_newest(tmp_path, told.append).manifest.number == 1
+    assert [line.partition(":")[0] for line in told] == [
+        f"snapshot-00000{number} is not used, snapshot-000001 is" for number in (3, 2)
+    ]
     assert "SHA-256" in told[-1]
     assert str(part) in told[-1]
-    assert "the one before is" in told[-1]
     os.truncate(next((tmp_path / folder_name(1)).glob("*.safetensors")), 100)
-    with pytest.raises(ModelError, match=r"no whole snapshot to resume from: .* cut off .*100 bytes.*SHA-256"):
-        read_newest(tmp_path)
+    told.clear()
+    with pytest.raises(ModelError, match=r"no whole snapshot to resume from: .*; .*; .* cut off .*100 bytes.*SHA-256"):
+        read_newest(tmp_path, told.append)
+    assert not told
     with pytest.raises(ModelError, match="holds no whole snapshot"):
         read_newest(tmp_path / "nowhere")
 
@@ -272,9 +278,14 @@ def test_servers_that_do_not_see_the_files(tmp_path: Path, monkeypatch: pytest.M
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so each time, leaves nothing, and the servers go on; then there is room, and all is as it should be."""
 
-    def full(*arguments: object) -> object:
-        (tmp_path / arguments[1]).write_bytes(b"some of it")  # type: ignore[operator]
-        raise OSError(28, "No space left on device")
+    tries: list[str] = []
+
+    def full(directory: Path, file: str, *arguments: object) -> object:
+        if "/s0-" in file:
+            time.sleep(0.1)  # the other one has failed by now, and removed what it wrote
+        tries.append(file)
+        (directory / file).write_bytes(b"some of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
@@ -284,14 +295,42 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         train(client, range(2, 3), keys=5)
         for number in (2, 3):
             monkeypatch.setattr(server_snapshots, "write_part", full)
+            taker.begin()
+            wait_until(lambda: {file.split("/")[1][:2] for file in tries} == {"s0", "s1"})
+            tries.clear()
             with pytest.raises(SnapshotWriteError, match=f"snapshot {number} was not taken: .*no space left in"):
-                take(taker)
+                finish(taker)
             assert not taker.is_taking
             wait_until(lambda: numbers_in(tmp_path) == [1])
         monkeypatch.undo()
         manifest = take(taker)
         assert manifest.number == 4
         assert not manifest.full
+        expected = values(client)
+    found, _ = restored(tmp_path, 1)
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize(("part_bytes", "who"), [(1 << 20, r"server \d: "), (2_000, "")], ids=["parts", "manifest"])
+def test_files_that_may_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int, who: str) -> None:
+    """The system itself refuses to write: half a file is there by then."""
+    monkeypatch.setattr(server_snapshots, "PART_BYTES", part_bytes)
+    with Cluster(servers=2) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(2))
+        taker = SnapshotTaker(observer, tmp_path)
+        take(taker)
+        kept, before = values(client), sorted(tmp_path.rglob("*"))
+        train(client, range(2, 4))
+        with (
+            files_up_to(20_000),
+            pytest.raises(SnapshotWriteError, match=f"2 was not taken: {who}cannot .* too large$"),
+        ):
+            take(taker)
+        wait_until(lambda: sorted(tmp_path.rglob("*")) == before)
+        found, _ = restored(tmp_path, 1)
+        assert same(found, kept)
+        assert take(taker).number == 3
         expected = values(client)
     found, _ = restored(tmp_path, 1)
     assert same(found, expected)

@@ -81,6 +81,17 @@ def test_without_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_a_program_may_say_what_servers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with paceline.local_cluster(servers=2, replicas=1, consistency=BoundedDelay(tau=4)) as cluster:
+        monkeypatch.setenv("PACELINE_SCHEDULER", cluster.scheduler)
+        monkeypatch.setenv("PACELINE_TOKEN", cluster.token)
+        with Hybrid(consistency=BoundedDelay(tau=4), replicas=1):
+            pass
+        with pytest.raises(UsageError, match=r"strategy hybrid was made with replicas=2, and .* --servers 3 SCRIPT`"):
+            Hybrid(replicas=2)
+        assert not torch.distributed.is_initialized()
+
+
 def test_rows_are_asked_for_an_iteration_ahead() -> None:
     """Under bounded delay they lack this worker's own last update; a request of its own has it."""
     with (

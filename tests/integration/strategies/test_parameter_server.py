@@ -24,6 +24,7 @@ from paceline.collectives import Group  # noqa: E402
 from paceline.errors import ConnectionLostError, UsageError  # noqa: E402
 from paceline.launch.local import LocalCluster  # noqa: E402
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential  # noqa: E402
+from paceline.ps import messages  # noqa: E402
 from paceline.testing import run_ranks  # noqa: E402
 from paceline.torch.strategies import parameter_server  # noqa: E402
 from paceline.torch.strategies._ranks import Ranks  # noqa: E402
@@ -364,6 +365,34 @@ def test_wrong_use_is_told(cluster: LocalCluster) -> None:
                 optimizer.step()
 
     run(check)
+
+
+@pytest.mark.parametrize("cluster", [(BoundedDelay(tau=2), 1)], indirect=True)
+def test_a_program_may_say_what_servers_it_needs(cluster: LocalCluster) -> None:
+    _ranks.here = Ranks()
+    fit: list[dict[str, Any]] = [{"consistency": BoundedDelay(tau=2)}, {"replicas": 0}]
+    for options in fit:
+        ParameterServer(**options).close()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"consistency": BoundedDelay(tau=3)}, "--consistency bounded:3 SCRIPT`, or leave consistency out"),
+        ({"consistency": Sequential(), "replicas": 2}, "--consistency sequential --replicas 2 --servers 3 SCRIPT`"),
+        ({"consistency": BoundedDelay(tau=2), "replicas": 1}, "--replicas 1 --servers 2 SCRIPT`"),
+    ]
+    for options, said in refused:
+        with pytest.raises(UsageError, match=r"were started with consistency=bounded:2, replicas=0: start") as caught:
+            ParameterServer(**options)
+        assert said in str(caught.value)
+    with cluster.connect(observer=True) as observer:
+        members = observer.link.call(messages.GetMap(), messages.ClusterMap)
+    assert members.of_role("worker") == ()  # who was refused has left
+
+
+@pytest.mark.parametrize("cluster", [(MEAN, 1)], indirect=True)
+def test_sequential_is_sequential_however_gradients_are_joined(cluster: LocalCluster) -> None:
+    _ranks.here = Ranks()
+    ParameterServer(consistency=Sequential()).close()
+    with pytest.raises(UsageError, match="with consistency=bounded:0, and"):
+        ParameterServer(consistency=BoundedDelay(tau=0))
 
 
 def test_no_rule_and_no_float32_are_told(cluster: LocalCluster) -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.iterations import Iterations, Sum, Takeover
-from paceline.protocol.replication import AGGREGATE, Acknowledge, Acknowledged, Change, Forwarded, Push, Replication
+from paceline.protocol.replication import (
+    AGGREGATE,
+    Acknowledge,
+    Acknowledged,
+    Change,
+    Forwarded,
+    LinkUp,
+    Push,
+    Replication,
+)
 
 A, B, C = 101, 102, 103
 ALL = 0b11
@@ -143,6 +152,97 @@ def test_who_joins_again_begins_behind_what_any_bucket_has_complete() -> None:
     assert iterations.first_clock == 0  # another one leads
     change(replication, 2, ChainGroup((A,), None, ALL))
     assert iterations.first_clock == 4
+
+
+def filled_behind(*workers: int) -> tuple[Replication, Iterations]:
+    """Return a server that was alone, has a push of worker 1 of iteration 0, and behind which B is being filled."""
+    replication, iterations = server()
+    assert not iterations.may_report(ALL)  # there is nobody to report
+    iterations.admit(1, 0, 0, ALL)
+    change(replication, 2, ChainGroup((A,), B, ALL))
+    iterations.lead(2, ALL, workers)
+    return replication, iterations
+
+
+def test_a_fill_is_reported_when_workers_keep_what_is_here_alone() -> None:
+    replication, iterations = filled_behind(1, 2)
+    iterations.synced(1, 2)
+    iterations.synced(2, 1)  # by an older map, by which it does not keep
+    push_sums(replication, iterations, iterations.complete(0, (1,)))
+    assert not iterations.may_report(ALL)
+    iterations.admit(2, 0, 1, ALL)
+    iterations.synced(2, 2)
+    assert not iterations.may_report(ALL)  # of iteration 1 something came that is not kept
+    push_sums(replication, iterations, iterations.complete(1, (1, 2)))
+    assert iterations.may_report(ALL)
+    iterations.admit(1, 1, 2, ALL)
+    assert iterations.may_report(ALL)
+    # It stays so while somebody is behind it; a worker that comes keeps from the beginning.
+    change(replication, 3, ChainGroup((A,), C, 0b01), ChainGroup((B,), None, 0b10))
+    iterations.lead(3, 0b01, (1, 2, 3))
+    assert iterations.may_report(0b01)
+
+
+def test_a_fill_is_reported_when_the_filled_one_has_the_last_sum_that_is_not_kept() -> None:
+    replication, iterations = filled_behind(1)
+    replication.handle(LinkUp(B))
+    replication.next_fill(B)
+    sums = iterations.complete(0, (1,))
+    push_sums(replication, iterations, sums)
+    iterations.synced(1, 2)
+    assert not iterations.may_report(ALL)
+    assert replication.handle(Acknowledged(B, 2)) == [Acknowledge(sums[0])]
+    iterations.acknowledged(0)
+    assert iterations.may_report(ALL)
+
+
+def test_a_fill_is_reported_though_some_leave_or_finish() -> None:
+    _, iterations = filled_behind(1, 2)
+    iterations.synced(1, 2)
+    assert not iterations.may_report(ALL)
+    iterations.forget(1, 0)  # it has not ticked: what it pushed never counts
+    iterations.left(2)
+    assert iterations.may_report(ALL)
+
+
+def test_what_one_ticked_who_has_left_is_in_the_chain_before_a_fill_is_reported() -> None:
+    replication, iterations = filled_behind(2)
+    iterations.forget(1, 1)
+    iterations.left(1)
+    iterations.synced(2, 2)
+    assert not iterations.may_report(ALL)
+    push_sums(replication, iterations, iterations.complete(0, (1, 2)))
+    assert iterations.may_report(ALL)
+
+
+def test_workers_say_again_that_they_keep_when_nobody_was_behind_or_a_map_was_missed() -> None:
+    replication, iterations = filled_behind()
+    push_sums(replication, iterations, iterations.complete(0, (1,)))
+    assert iterations.may_report(ALL)
+    change(replication, 4, ChainGroup((A,), B, ALL))
+    iterations.lead(4, ALL, (1,))
+    assert not iterations.may_report(ALL)
+    iterations.synced(1, 4)
+    assert iterations.may_report(ALL)
+    for version, filling in ((5, None), (6, B)):
+        change(replication, version, ChainGroup((A,), filling, ALL))
+        iterations.lead(version, ALL, (1,))
+        assert not iterations.may_report(ALL)
+
+
+def test_of_what_another_one_leads_a_fill_is_reported_at_once() -> None:
+    replication, iterations = server(C, A)
+    change(replication, 2, ChainGroup((C, A), B, ALL))
+    iterations.lead(2, 0, (1,))
+    assert iterations.may_report(ALL)
+
+
+def test_who_finishes_without_a_tick_is_no_part_of_the_sum() -> None:
+    _, iterations = server()
+    for worker in (1, 2):
+        iterations.admit(worker, 0, 0, ALL)
+    iterations.forget(1, 0)
+    assert iterations.complete(0, (2,)) == [Sum(0, (2,), ALL)]
 
 
 def test_a_takeover_alone() -> None:

@@ -16,6 +16,7 @@ from paceline.protocol.membership import (
     Dead,
     Disconnected,
     Event,
+    Expel,
     Expelled,
     Heartbeat,
     Instruction,
@@ -82,6 +83,17 @@ def test_silence_is_death_and_the_dead_are_expelled() -> None:
     assert (published.epoch, [m.node for m in published.members]) == (3, ["a"])
     assert feed(membership, Heartbeat("b", 2, 11.0)) == [Expelled("b", 2)]
     assert feed(membership, Heartbeat("who", 9, 11.0)) == [Expelled("who", 9)]
+
+
+def test_one_that_lives_is_expelled_when_told_so() -> None:
+    membership = Membership(0)
+    feed(membership, register("a"), register("b"))
+    dead, published = feed(membership, Expel(2, "it reaches nobody"))
+    assert dead == Dead("b", Role.WORKER, 1, 2, "it reaches nobody")
+    assert isinstance(published, Publish)
+    assert (published.epoch, [m.node for m in published.members]) == (3, ["a"])
+    assert feed(membership, Heartbeat("b", 2, 0.0)) == [Expelled("b", 2)]
+    assert feed(membership, Expel(2, "it reaches nobody")) == []
 
 
 def test_several_deaths_at_once_are_one_epoch() -> None:
@@ -161,6 +173,21 @@ def test_rebuild_knows_the_living_and_reuses_nothing() -> None:
     dead, _ = feed(membership, Clock(105.5))
     assert isinstance(dead, Dead)
     assert dead.node == "a"
+
+
+def test_no_incarnation_is_given_by_two_rebuilt_maps() -> None:
+    membership = Membership(0)
+    feed(membership, register("a"), *(register(f"o{number}", Role.OBSERVER) for number in range(5)))
+    given = []
+    for node in ("b", "c"):  # each comes after a restart and is gone before the next, with nobody to tell of it
+        survivors = [member for member in membership.members if member.role is Role.WORKER]
+        membership = Membership.rebuild(survivors, membership.epoch, expected_servers=0, now_s=0.0)
+        welcome = feed(membership, register(node))[0]
+        assert isinstance(welcome, Welcome)
+        given.append(welcome.incarnation)
+        feed(membership, Leave(node, welcome.incarnation))
+    assert given == sorted(set(given))
+    assert given[0] > 6
 
 
 @pytest.mark.parametrize("numbers", [(-1, 1.0, 0.0), (1, 0.0, 0.0), (1, math.nan, 0.0), (1, 1.0, -1.0)])
@@ -255,6 +282,11 @@ class MembershipMachine(RuleBasedStateMachine):
     def leave(self, node: str) -> None:
         if node in self.live:
             self.apply(Leave(node, self.live[node][2]))
+
+    @rule(node=nodes)
+    def expel(self, node: str) -> None:
+        if node in self.live:
+            assert any(isinstance(each, Dead) for each in self.apply(Expel(self.live[node][2], "why")))
 
     @rule(by_s=st.sampled_from([0.0, 1.0, 2.5, 4.0, 11.0]))
     def time_goes_on(self, by_s: float) -> None:

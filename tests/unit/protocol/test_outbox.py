@@ -5,9 +5,11 @@ from __future__ import annotations
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.outbox import Outbox, Send
 
+FILLING = 9  # somebody is behind all of them, so that pushes are kept
+
 
 def groups(**leads: int) -> tuple[ChainGroup, ...]:
-    return tuple(ChainGroup((int(name[1:]),), None, buckets) for name, buckets in leads.items())
+    return tuple(ChainGroup((int(name[1:]),), FILLING, buckets) for name, buckets in leads.items())
 
 
 def sends(outbox: Outbox, version: int, **leads: int) -> list[tuple[object, int, int]]:

@@ -6,14 +6,14 @@ from paceline.protocol.chains import ChainGroup
 from paceline.protocol.outbox import Done, Outbox, Send
 
 
-def outbox(**leads: int) -> Outbox:
+def outbox(filling: int | None = None, **leads: int) -> Outbox:
     made = Outbox()
-    assert change(made, 1, **leads) == []
+    assert change(made, 1, filling, **leads) == []
     return made
 
 
-def change(outbox: Outbox, version: int, **leads: int) -> list[Send]:
-    groups = (ChainGroup(() if name == "nobody" else (int(name[1:]),), None, mask) for name, mask in leads.items())
+def change(outbox: Outbox, version: int, filling: int | None = None, **leads: int) -> list[Send]:
+    groups = (ChainGroup(() if name == "nobody" else (int(name[1:]),), filling, mask) for name, mask in leads.items())
     return outbox.change(version, tuple(groups))
 
 
@@ -57,25 +57,38 @@ def test_a_newer_map_cuts_anew_and_an_older_one_does_not() -> None:
 
 
 def test_a_push_is_kept_until_its_iteration_is_durable() -> None:
-    requests = outbox(s1=0b01, s2=0b10)
-    requests.start("push", 0b11, keep_clock=3)
-    assert requests.kept_since == 3
+    requests = outbox(9, s1=0b001, s2=0b110)
+    requests.start("push", 0b111, keep_clock=3)
     requests.answered(1)
     assert requests.answered(2) == [Done("push")]
-    assert requests.kept_since == 3
     # Another server leads: it gets what the one before had in memory; done it is only once.
-    assert change(requests, 2, s1=0b01, s3=0b10) == [Send("push", 3, 3, 0b10)]
+    assert change(requests, 2, 9, s1=0b001, s3=0b110) == [Send("push", 3, 3, 0b110)]
     assert requests.answered(3) == []
     requests.durable(1, 3)
     requests.durable(3, 4)
-    assert requests.kept_since == 3
-    requests.durable(1, 4)
-    assert requests.kept_since is None
+    assert change(requests, 3, 9, s4=0b111) == [Send("push", 4, 4, 0b001)]
+    requests.answered(4)
+    requests.durable(4, 4)
+    assert change(requests, 4, 9, s5=0b111) == []
 
 
 def test_after_a_missed_map_everything_kept_goes_out_again() -> None:
-    requests = outbox(s1=0b1)
+    requests = outbox(9, s1=0b1)
     requests.start("push", 0b1, keep_clock=3)
     requests.answered(1)
-    assert change(requests, 2, s1=0b1) == []
-    assert change(requests, 4, s1=0b1) == [Send("push", 1, 2, 0b1)]
+    assert change(requests, 2, 9, s1=0b1) == []
+    assert change(requests, 4, 9, s1=0b1) == [Send("push", 1, 2, 0b1)]
+
+
+def test_while_nobody_is_behind_a_primary_nothing_is_kept() -> None:
+    requests = outbox(s1=0b01, s2=0b10)
+    for token in ("before", "waiting"):
+        requests.start(token, 0b01, keep_clock=3)
+    requests.answered(1)
+    assert change(requests, 2, 9, s1=0b01, s2=0b10) == [Send("waiting", 1, 3, 0b01)]
+    requests.start("begun", 0b10, keep_clock=3)
+    for number in (3, 4):
+        requests.answered(number)
+    # The last map by which it keeps, and the first by which nobody does: what has moved goes out, the rest is let go.
+    assert change(requests, 3, s1=0b01, s3=0b10) == [Send("begun", 3, 5, 0b10)]
+    assert change(requests, 4, 9, s4=0b01, s3=0b10) == [Send("begun", 3, 6, 0b10)]

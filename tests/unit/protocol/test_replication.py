@@ -65,7 +65,7 @@ def test_the_first_map_makes_members_of_servers_that_have_nothing() -> None:
 
 def test_a_push_is_acknowledged_when_all_behind_have_it() -> None:
     first, last = server(A, ((A, B), None, 0b11)), server(B, ((A, B), None, 0b11))
-    assert handle(first, Push("push", 9, 0, 1, 0b11)) == [Apply("push", 0b11), Forward("push", B, 1, 0b11)]
+    assert handle(first, Push("push", 9, 0, 1, 0b11)) == [Forward("push", B, 1, 0b11), Apply("push", 0b11)]
     assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b11)) == [Apply("copy", 0b11), Acknowledge("copy")]
     assert handle(first, Acknowledged(B, 7)) == []
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("push")]
@@ -209,7 +209,7 @@ def test_who_is_overtaken_hands_up_what_is_pending_and_says_when_that_was_all() 
         Lead(0, 0),
     ]
     assert Lead(0b1, 0b1, frozenset({A})) in handle(new, turned)
-    assert handle(new, Forwarded("up", A, AGGREGATE, 1, 2, 0b1)) == [Apply("up", 0b1), Forward("up", A, 1, 0b1)]
+    assert handle(new, Forwarded("up", A, AGGREGATE, 1, 2, 0b1)) == [Forward("up", A, 1, 0b1), Apply("up", 0b1)]
     assert new.inherited == 1
     assert handle(first, Forwarded("down", B, AGGREGATE, 1, 2, 0b1)) == [Acknowledge("down")]
     assert handle(first, Acknowledged(B, 2)) == [Acknowledge("sum")]
@@ -285,7 +285,7 @@ def test_a_server_is_filled_and_reported() -> None:
     assert (bucket, state) == (0, ((9, 0, 0b01),))
     assert handle(new, StateReceived("state", A, 1, bucket, state)) == [Load("state", 0)]
     # What it has got it gets pushes of from then on, and they wait for it.
-    assert handle(first, Push("push", 9, 1, 1, 0b11)) == [Apply("push", 0b11), Forward("push", B, 2, 0b01)]
+    assert handle(first, Push("push", 9, 1, 1, 0b11)) == [Forward("push", B, 2, 0b01), Apply("push", 0b11)]
     assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Apply("copy", 0b01), Acknowledge("copy")]
     assert handle(new, Forwarded("too much", A, 9, 2, 1, 0b11)) == [Forget("too much")]
     assert handle(first, Confirmed(B, number)) == []  # more is to come

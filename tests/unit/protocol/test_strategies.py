@@ -55,9 +55,10 @@ def test_consistency() -> None:
         ({"name": "nothing"}, "there is no strategy 'nothing': expected one of one-device, mirrored"),
         ({"name": "all-reduce", "servers": 1}, "has no servers, 1 were asked for"),
         ({"name": "all-reduce", "consistency": "eventual"}, "leave --consistency eventual out"),
-        ({"name": "all-reduce", "replicas": 2}, "leave --replicas out"),
-        ({"name": "hybrid", "replicas": 2}, "leave --replicas out"),
-        ({"name": "mirrored", "replicas": 0}, "0 replicas were asked for"),
+        ({"name": "all-reduce", "replicas": 2}, "leave --replicas 2 out"),
+        ({"name": None, "replicas": 2}, "strategy one-device has neither servers nor replicas in one process"),
+        ({"name": "mirrored", "replicas": 0}, "0 replicas were asked for: expected 1 or more"),
+        ({"name": "hybrid", "replicas": -1}, "-1 replicas were asked for: expected 0 or more"),
         ({"name": "hybrid", "servers": 0}, "expected 1 or more"),
         ({"name": "parameter-server", "servers": -1}, "expected 1 or more"),
         ({"name": "parameter-server", "consistency": "soon"}, "'soon'"),
@@ -70,5 +71,13 @@ def test_what_cannot_be(options: dict[str, Any], said: str) -> None:
 
 
 def test_replicas() -> None:
-    assert choose_strategy("mirrored", processes=1, replicas=8).replicas == 8
-    assert choose_strategy("central-storage", processes=1).replicas is None
+    """Of the model in one process, or of what servers hold; never both."""
+
+    def chosen(name: str, replicas: int | None) -> tuple[int | None, int]:
+        choice = choose_strategy(name, processes=1, replicas=replicas)
+        return choice.replicas, choice.server_replicas
+
+    assert chosen("mirrored", 8) == (8, 0)
+    assert chosen("central-storage", None) == (None, 0)
+    for name in ("parameter-server", "hybrid"):
+        assert [chosen(name, replicas) for replicas in (None, 0, 2)] == [(None, 0), (None, 0), (None, 2)]

@@ -69,6 +69,21 @@ def test_a_worker_that_is_gone_loses_what_it_did_not_finish() -> None:
     assert [len(buffer.complete(iteration, (11,))[0]) for iteration in (3, 4, 5)] == [1, 0, 0]
 
 
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_of_buckets_that_are_others_now_nothing_is_kept(kind: str) -> None:
+    part = part_of(kind, size=512 if kind == "dense" else 0)
+    buckets = part.buckets_of(keys(1))
+    buffer = IterationBuffer(mean=False)
+    for worker, numbers in ((11, range(6)), (12, (1,)), (13, (0, 2))):
+        buffer.add(4, worker, worker, 1, keys(*numbers), floats(*numbers))
+    if kind == "dense":
+        buffer.add(4, 11, 11, 1, Selection(None, 0, 3, ALL), floats(7, 8, 9))
+    buffer.restrict({1: part}, buckets)
+    tables, _ = buffer.complete(4, (11, 12, 13))
+    assert [grads.tolist() for _, grads in tables[1]] == ([[1], [8], [1]] if kind == "dense" else [[1], [1]])
+    assert [part.keys_of(selection).tolist() for selection, _ in tables[1]] == [[1]] * len(tables[1])
+
+
 def test_what_is_kept_does_not_change_with_the_receive_buffer() -> None:
     buffer = IterationBuffer(mean=False)
     selection, grads = keys(1, 2), floats(1, 2)

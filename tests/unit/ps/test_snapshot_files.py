@@ -16,6 +16,7 @@ from paceline.ps.messages import TableSpec
 from paceline.ps.snapshot_files import (
     FORMAT,
     FORMAT_VERSION,
+    PartBuffer,
     PartUse,
     SnapshotManifest,
     SnapshotTable,
@@ -33,11 +34,11 @@ from paceline.ps.snapshots import SnapshotFolder, read_newest
 def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> SnapshotPart:
     (directory / folder_name(number)).mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(number)
-    pieces = [
-        (bucket, random.integers(0, 2**63, rows).astype(np.uint64), random.random((rows, 3)).astype(np.float32))
-        for bucket in buckets
-    ]
-    return write_part(directory, f"{folder_name(number)}/s0-t1-{buckets[0]:05d}.safetensors", "t", 3, pieces)
+    gathered = PartBuffer(64)
+    for bucket in buckets:
+        keys = random.integers(0, 2**63, rows).astype(np.uint64)
+        gathered.add(bucket, keys, random.random((rows, 3)).astype(np.float32))
+    return write_part(directory, f"{folder_name(number)}/s0-t1-{buckets[0]:05d}.safetensors", "t", 3, gathered)
 
 
 def manifest_of(number: int, *uses: PartUse, **fields: Any) -> SnapshotManifest:
@@ -129,7 +130,7 @@ def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
     (tmp_path / last.file).unlink()
     told: list[str] = []
     assert read_newest(tmp_path, told.append).manifest.number == 4
-    assert "snapshot-000006 is not used, and the one before is: cannot read" in told[0]
+    assert "snapshot-000006 is not used, snapshot-000004 is: cannot read" in told[0]
     with pytest.raises(UsageError, match="at least 1"):
         SnapshotFolder(tmp_path, keep=0)
 

@@ -41,9 +41,11 @@ def test_whatever_was_altered_is_noticed() -> None:
             verify("token", label, client, server, given)
 
 
-def test_versions_are_named() -> None:
-    proof = make_proof(hello=Hello(role="worker", protocol=8, paceline="9.9"))
-    with pytest.raises(VersionError, match=r"version 8 \(paceline 9\.9\), this process version 1 \(paceline 0"):
+@pytest.mark.parametrize("protocol", [1, 8])
+def test_versions_are_named(protocol: int) -> None:
+    proof = make_proof(hello=Hello(role="worker", protocol=protocol, paceline="9.9"))
+    named = rf"version {protocol} \(paceline 9\.9\), this process version 1 \(paceline 0"
+    with pytest.raises(VersionError, match=named):
         verify("token", "client", CLIENT, SERVER, proof)
 
 

@@ -6,7 +6,8 @@ from datetime import timedelta
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.ps import Client
+from paceline.protocol import Consistency, parse_consistency
+from paceline.ps import Client, messages
 from paceline.transport import SocketTransport
 
 _TIMEOUT = timedelta(minutes=1)
@@ -25,3 +26,26 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
             f"not set): start the program with `paceline run --strategy {name} --servers 1 SCRIPT`"
         )
     return Client(SocketTransport(told.token), told.scheduler, rank=rank, timeout_s=timeout.total_seconds())
+
+
+def check_cluster(client: Client, name: str, consistency: Consistency | None, replicas: int | None) -> None:
+    """Raise UsageError unless the servers are as strategy `name` was told that they are; None: however they are.
+
+    They may have more `replicas`. How sequential consistency joins the ranks' gradients is left aside.
+    """
+    if consistency is None and replicas is None:
+        return
+    there = client.link.call(messages.GetSettings(), messages.Settings)
+    has = parse_consistency(there.consistency)
+    is_other = consistency is not None and (type(consistency), consistency.tau) != (type(has), has.tau)
+    if not is_other and (replicas or 0) <= there.replicas:
+        return
+    given = {"consistency": consistency, "replicas": replicas}
+    told = ", ".join(f"{option}={value}" for option, value in given.items() if value is not None)
+    options = "".join(f" --{option} {value}" for option, value in given.items() if value is not None)
+    servers = f" --servers {replicas + 1}" if replicas else ""
+    raise UsageError(
+        f"rank {client.rank}: strategy {name} was made with {told}, and its servers were started with "
+        f"consistency={has}, replicas={there.replicas}: start the program with `paceline run --strategy {name}"
+        f"{options}{servers} SCRIPT`, or leave {' and '.join(o for o, value in given.items() if value is not None)} out"
+    )

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.protocol import Consistency
 from paceline.ps import Client
 from paceline.torch.embeddings import RowTables, ServerTables
-from paceline.torch.strategies._cluster import connect_workers
+from paceline.torch.strategies._cluster import check_cluster, connect_workers
 from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import warn
@@ -27,8 +28,9 @@ class Hybrid(AllReduce):
     the gradients is up to the cluster's consistency: under ``bounded:4``, which ``paceline run`` takes by default, each
     rank's are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
 
-    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`. A model without embeddings is trained
-    as under that, and standard error says so.
+    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency` and `replicas` as
+    :class:`~paceline.torch.strategies.parameter_server.ParameterServer` has them. A model without embeddings is trained
+    as under all-reduce, and standard error says so.
 
     Raises UsageError where there are no servers: start the program with ``paceline run --strategy hybrid``.
 
@@ -39,12 +41,22 @@ class Hybrid(AllReduce):
 
     name: ClassVar[str] = "hybrid"
 
-    def __init__(self, *, device: torch.device | str | None = None, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        consistency: Consistency | None = None,
+        replicas: int | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__(device=device, seed=seed, **options)
+        self._client: Client | None = None
         try:
-            self._client: Client | None = connect_workers(self.name, self.rank, options.get("timeout", DEFAULT_TIMEOUT))
+            self._client = connect_workers(self.name, self.rank, options.get("timeout", DEFAULT_TIMEOUT))
+            check_cluster(self._client, self.name, consistency, replicas)
         except BaseException:
-            super().close()
+            self.close()
             raise
         self._takes_part = True
         atexit.register(self._leave)

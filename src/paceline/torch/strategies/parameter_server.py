@@ -23,9 +23,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import PacelineError, UsageError
-from paceline.protocol import Sequential
+from paceline.protocol import Consistency, Sequential
 from paceline.torch.embeddings import RowTables, ServerTables
-from paceline.torch.strategies._cluster import connect_workers
+from paceline.torch.strategies._cluster import check_cluster, connect_workers
 from paceline.torch.strategies._dense_tables import Bucket, DenseTables, Slot, broadcast_tensors, lay_out
 from paceline.torch.strategies._push_pull import PushPull
 from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT, Ranks
@@ -58,6 +58,9 @@ class ParameterServer(Strategy):
     gradient of zero where other ranks have one, and where none has it stays as it is, as with torch's optimizers.
     `timeout` is how long anything is waited for.
 
+    The servers' consistency and replicas are the launcher's choice. A program that relies on them says so by
+    `consistency` (``BoundedDelay(tau=4)``) and `replicas` (so many or more), and is refused where they are not so.
+
     Raises UsageError where there are no servers: start the program with ``paceline run --strategy parameter-server``.
     """
 
@@ -66,6 +69,8 @@ class ParameterServer(Strategy):
     def __init__(
         self,
         *,
+        consistency: Consistency | None = None,
+        replicas: int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
         bucket_mb: float = 4.0,
@@ -82,6 +87,11 @@ class ParameterServer(Strategy):
             super().__init__(ranks, device=device, seed=seed)
             self.takes_uneven = True
             self.client = connect_workers(self.name, ranks.rank, timeout)
+            try:
+                check_cluster(self.client, self.name, consistency, replicas)
+            except BaseException:
+                self.client.close()
+                raise
         except BaseException:
             ranks.close()
             raise

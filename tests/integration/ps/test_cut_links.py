@@ -1,0 +1,178 @@
+"""Two servers that live and do not reach each other: one of them goes, and workers notice no more than a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.ps import SGD, Client
+from paceline.ps.chain_links import ChainLinks
+from paceline.ps.messages import FORWARD, PING, PONG
+from paceline.testing import FaultPlan, serve_in_thread
+from paceline.transport import Address, Endpoint, Fault, Handler, Header, Hello, Peer, SocketTransport
+from paceline.transport.faulty_peer import FaultyHandler
+
+from .harness import TOKEN, Cluster, ServerNode, in_threads, wait_until
+
+KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+TIMEOUT_S = 1.0
+ITERATIONS = 100
+
+
+class _Cable(FaultPlan):
+    """Loses everything while it is cut."""
+
+    def __init__(self, is_cut: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_cut = is_cut
+
+    def next_fault(self, hello: Hello, kind: int) -> Fault | None:
+        return Fault(action="drop", rank=hello.rank, step=0) if self._is_cut() else None
+
+
+class Cables(SocketTransport):
+    """Connections between servers that can be cut without an error on either end."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKEN)
+        self._cut: set[tuple[int, str]] = set()
+
+    def cut(self, one: ServerNode, other: ServerNode) -> None:
+        """Lose what one of these servers sends to the other from now on."""
+        for source, target in ((one, other), (other, one)):
+            self._cut.add((source.server._replicator.incarnation, target.netloc))
+
+    async def open(
+        self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
+    ) -> Peer:
+        assert isinstance(target, Endpoint)
+        way = (hello.incarnation, target.tcp.netloc)
+        faulty = FaultyHandler(handler, _Cable(lambda: way in self._cut), hello)
+        return faulty.wrap(await super().open(faulty, target, hello, timeout_s=timeout_s))
+
+
+def count(client: Client) -> None:
+    """Add 1 to everything in every iteration."""
+    table = client.sparse_table("counts", update=SGD(lr=1.0))
+    for _ in range(ITERATIONS):
+        table.push(KEYS, -np.ones((300, 1), np.float32), tick=True).wait()
+        time.sleep(0.003)  # so that there is a middle
+    client.flush()
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1), Sequential()], ids=str)
+def test_one_of_two_goes_and_nothing_is_lost(consistency: Consistency) -> None:
+    cables = Cables()
+    with Cluster(
+        servers=3, workers=2, replicas=1, consistency=consistency, heartbeat_timeout_s=TIMEOUT_S, transport=cables
+    ) as cluster:
+        clients = cluster.connect_all()
+
+        def cut() -> None:
+            wait_until(lambda: clients[0].clock > ITERATIONS // 4)
+            cables.cut(cluster.nodes[0], cluster.nodes[1])
+
+        in_threads(lambda: count(clients[0]), lambda: count(clients[1]), cut)
+        wait_until(lambda: bool(cluster.nodes[1].expelled))
+        for client in clients:
+            client.retire()
+        found = clients[0].sparse_table("counts", update=SGD(lr=1.0)).pull(KEYS)
+        assert (found == 2 * ITERATIONS).all()
+        assert [bool(node.expelled) for node in cluster.nodes] == [False, True, False]  # the younger one
+        assert cluster.nodes[1].expelled == (
+            "it and server 0 could not reach each other for 1 s, though all of them live"
+        )
+
+
+def test_without_cuts_nobody_complains() -> None:
+    with Cluster(servers=3, workers=1, replicas=2, heartbeat_timeout_s=0.5) as cluster:
+        table = cluster.connect().sparse_table("counts", update=SGD(lr=1.0))
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            table.push(KEYS, np.ones((300, 1), np.float32)).wait()
+            assert all(node.server.unreachable() == () for node in cluster.nodes)
+
+
+class _Deaf(Handler):
+    """A server that takes its time with every frame, and answers none but PING."""
+
+    def __init__(self) -> None:
+        self.pause_s = 0.0
+        self.answers = True
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        if header.kind == PING and self.answers:
+            peer.send_frame(PONG)
+        time.sleep(self.pause_s)
+
+
+def test_who_answers_or_takes_what_is_sent_is_reachable() -> None:
+    """No PING gets through behind much that is on its way; but the other end takes it, so it is there."""
+    handler, transport = _Deaf(), SocketTransport(TOKEN)
+    period_s, size = 0.05, 1 << 22
+
+    async def look(endpoint: Endpoint) -> None:
+        ups: list[int] = []
+        links = ChainLinks(transport, on_up=ups.append, on_down=lambda target: None, on_frame=lambda *frame: None)
+
+        async def watch(seconds: float) -> list[tuple[int, ...]]:
+            seen = []
+            for _ in range(int(seconds / period_s)):
+                await asyncio.sleep(period_s)
+                seen.append(links.unreachable)
+            return seen
+
+        links.watch(period_s)
+        links.want({7: endpoint}, Hello(role="server"))
+        try:
+            assert set(await watch(0.6)) == {()}  # it answers
+            peer = links.peer(7)
+            assert peer is not None
+            assert ups == [7]
+            handler.answers, handler.pause_s = False, 0.1
+            for _ in range(18):
+                peer.send_frame(FORWARD, body=bytes(size))
+            while peer.write_backlog_bytes > 2 * size:  # it takes
+                assert await watch(2 * period_s) == [(), ()]
+            assert (await watch(1.5))[-1] == (7,)  # all is taken, and nothing is heard any more
+            handler.answers, handler.pause_s = True, 0.0
+            assert (await watch(0.6))[-1] == ()
+            links.want({}, Hello(role="server"))
+            assert (await watch(0.1))[-1] == ()
+        finally:
+            links.close()
+
+    with serve_in_thread(handler, transport) as served:
+        asyncio.run(look(served.endpoint))
+        endpoint = served.endpoint
+
+    async def look_for_nobody() -> tuple[int, ...]:
+        links = ChainLinks(transport, on_up=lambda _: None, on_down=lambda _: None, on_frame=lambda *frame: None)
+        links.watch(period_s)
+        links.want({7: endpoint}, Hello(role="server"))
+        try:
+            await asyncio.sleep(15 * period_s)
+            return links.unreachable
+        finally:
+            links.close()
+
+    assert asyncio.run(look_for_nobody()) == (7,)
+
+
+def test_a_worker_that_does_not_reach_a_server_is_told_which() -> None:
+    """It does not hang, though the scheduler hears both."""
+    with Cluster(servers=2, replicas=1, heartbeat_timeout_s=TIMEOUT_S) as cluster:
+        client = cluster.connect(timeout_s=1.0, reconnect_s=0.5)
+        table = client.sparse_table("counts", update=SGD(lr=1.0))
+        table.push(KEYS, np.ones((300, 1), np.float32)).wait()
+        cluster.nodes[1].stop_serving()
+        began = time.monotonic()
+        with pytest.raises(PacelineError, match="server 1 is gone"):
+            table.push(KEYS, np.ones((300, 1), np.float32)).wait()
+        assert time.monotonic() < began + 10.0

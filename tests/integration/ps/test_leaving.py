@@ -1,0 +1,92 @@
+"""What a worker waits for at the end of its ``with`` block, and what it does not wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from paceline.errors import UsageError
+from paceline.protocol import Sequential
+from paceline.ps import SGD, Client
+from paceline.ps.messages import PUSH
+
+from .harness import Cluster, wait_until
+
+KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+ONES = -np.ones((300, 1), np.float32)
+
+
+def push(client: Client) -> None:
+    client.sparse_table("sparse", update=SGD(lr=1.0)).push(KEYS, ONES, tick=True)
+
+
+def test_it_ends_when_the_last_iteration_is_on_the_replicas() -> None:
+    with Cluster(servers=3, workers=2, replicas=1, consistency=Sequential()) as cluster:
+        leaving, other = cluster.connect_all()
+        observer = cluster.connect(observer=True)
+        left = threading.Event()
+
+        def work() -> None:
+            with leaving:
+                push(leaving)
+            left.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            wait_until(lambda: leaving.clock == 1)
+            assert not left.wait(0.2)  # the iteration is not complete: its pushes are in one memory each
+        finally:
+            push(other)
+            other.flush()
+            thread.join(10.0)
+        assert left.is_set()
+        cluster.nodes[0].stop()
+        other.retire()
+        values = observer.sparse_table("sparse", update=SGD(lr=1.0)).pull(KEYS)
+        assert set(values.reshape(-1)) == {2.0}
+
+
+@pytest.mark.parametrize("abrupt", [True, False])
+def test_an_abrupt_end_waits_for_no_other_worker(abrupt: bool) -> None:
+    def fail(client: Client) -> None:
+        with client:
+            push(client)
+            raise KeyError
+
+    with Cluster(servers=2, workers=2, replicas=1, consistency=Sequential()) as cluster:
+        client, _ = cluster.connect_all()
+        began = time.monotonic()
+        if abrupt:
+            with pytest.raises(KeyError):
+                fail(client)
+        else:
+            push(client)
+            client.close()
+        assert time.monotonic() - began < 5.0
+
+
+def test_what_has_failed_is_raised() -> None:
+    def refuse(*arguments: object) -> None:
+        raise UsageError("not today")
+
+    def work(client: Client) -> None:
+        with client:
+            push(client)
+
+    with Cluster() as cluster:
+        client = cluster.connect()
+        cluster.nodes[0].server._kinds[PUSH] = refuse
+        with pytest.raises(UsageError, match="not today"):
+            work(client)
+        with pytest.raises(UsageError, match="closed"):
+            client.flush()
+
+
+def test_closed_within_the_block() -> None:
+    with Cluster() as cluster, cluster.connect() as client:
+        push(client)
+        client.close()

@@ -1,0 +1,273 @@
+"""A snapshot is loaded while servers join, leave and die: afterwards every server of every chain has its rows."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
+from paceline.protocol.buckets import buckets_in, from_bytes
+from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform, replicator, server_snapshots
+from paceline.ps.snapshot_messages import LoadParts
+from paceline.ps.snapshots import Snapshot, SnapshotTaker, load_snapshot, read_newest
+
+from .harness import Cluster, Floats, ServerNode, in_threads, random_keys, wait_until
+from .test_replication import cluster_map, is_whole
+from .test_snapshots import take
+
+KEYS = random_keys(np.random.default_rng(11), 8_000)
+SIZE = 5_000
+
+
+def declare(client: Client) -> tuple[SparseTable, DenseTable]:
+    start = Uniform(low=-1, high=1)
+    return (
+        client.sparse_table("sparse", dim=2, update=Adagrad(lr=0.1), initializer=start, seed=1),
+        client.dense_table("dense", size=SIZE, update=SGD(lr=0.5), initializer=start, seed=2),
+    )
+
+
+def values(client: Client) -> list[Floats]:
+    sparse, dense = declare(client)
+    return [sparse.pull(KEYS), dense.pull()]
+
+
+def same(one: list[Floats], other: list[Floats]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Floats]]:
+    """A snapshot in many small parts, and what its tables held."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    with pytest.MonkeyPatch.context() as patch, Cluster(servers=2) as cluster:
+        patch.setattr(server_snapshots, "PART_BYTES", 8_000)
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        sparse, dense = declare(client)
+        random = np.random.default_rng(3)
+        sparse.push(KEYS, random.standard_normal((len(KEYS), 2), np.float32))
+        dense.push(random.standard_normal(SIZE, np.float32))
+        client.flush()
+        take(SnapshotTaker(observer, folder))
+        return folder, values(client)
+
+
+class Loads:
+    """Lets servers read parts of a snapshot one by one: the rest once :meth:`go_on` was called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, free: int) -> None:
+        self._free = threading.Semaphore(free)
+        self._is_open = False
+        self.num_read = 0
+        read = server_snapshots._read_buckets
+
+        def read_when_allowed(*arguments: object) -> object:
+            if not self._is_open:
+                self._free.acquire(timeout=20.0)
+            self.num_read += 1
+            return read(*arguments)  # type: ignore[arg-type]
+
+        patch.setattr(server_snapshots, "_read_buckets", read_when_allowed)
+
+    def go_on(self) -> None:
+        """Let all be read."""
+        self._is_open = True
+        self._free.release(1000)
+
+
+def check_all_copies(cluster: Cluster, client: Client) -> None:
+    """Every member of a chain has the same records in its buckets, bit for bit."""
+    nodes = {node.server._replicator.incarnation: node for node in cluster.nodes if node.served is not None}
+
+    def copies(node: ServerNode, bucket: int) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for _, table in sorted(node.server._tables.by_number.items()):
+            keys, records = table.part.read_bucket(bucket)
+            order = np.argsort(keys)
+            found.append((keys[order].tobytes(), records[order].tobytes()))
+        return found
+
+    for group in cluster_map(client).groups:
+        for bucket in buckets_in(from_bytes(group.buckets)):
+            found = [copies(nodes[member], bucket) for member in group.members]
+            assert all(other == found[0] for other in found), (bucket, group.members)
+
+
+def load_while(
+    cluster: Cluster, client: Client, snapshot: Snapshot, patch: pytest.MonkeyPatch, change: Callable[[Loads], None]
+) -> None:
+    """Load; call `change` when some parts were read, and others are not."""
+    loads = Loads(patch, free=6)
+
+    def meanwhile() -> None:
+        try:
+            wait_until(lambda: loads.num_read >= 6)
+            change(loads)
+        finally:
+            loads.go_on()
+
+    in_threads(lambda: load_snapshot(client, snapshot), meanwhile)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_server_joins_meanwhile(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    folder, expected = snapshot
+    with Cluster(servers=2, replicas=replicas) as cluster, ExitStack() as stack:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+
+        def join(loads: Loads) -> None:
+            cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+            wait_until(lambda: is_whole(observer, 3, replicas))
+
+        load_while(cluster, client, read_newest(folder), monkeypatch, join)
+        wait_until(lambda: is_whole(observer, 3, replicas))
+        check_all_copies(cluster, observer)
+        assert same(values(client), expected)
+        if replicas:
+            cluster.nodes[0].stop()
+            assert same(values(client), expected)
+            wait_until(lambda: is_whole(observer, 2, 1))
+            check_all_copies(cluster, observer)
+
+
+def test_whoever_loads_hears_late_of_a_join(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = snapshot
+    with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+
+        def join_unheard(loads: Loads) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(client._watch, "take", lambda cluster: False)
+                cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+                wait_until(lambda: is_whole(observer, 3, 1))
+                loads.go_on()
+                time.sleep(0.3)  # time enough to load all by the old map, and to stop at that
+            client._take_map(cluster_map(observer))
+
+        # Of one table: with the request for the next one it would hear from the servers.
+        manifest = read_newest(folder).manifest
+        one = Snapshot(folder, msgspec.structs.replace(manifest, tables=manifest.tables[:1]))
+        load_while(cluster, client, one, monkeypatch, join_unheard)
+        check_all_copies(cluster, observer)
+        assert same(values(client)[:1], expected[:1])
+
+
+def test_a_server_takes_no_word_of_another_version(snapshot: tuple[Path, list[Floats]]) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        number = client.open_table(read_newest(snapshot[0]).manifest.tables[0].spec).number
+        request = LoadParts(version=7, table=number, directory=str(snapshot[0]), parts=(), buckets=())
+        with pytest.raises(StaleEpochError, match=r"server 0 goes by version 1 .* loaded by version 7"):
+            client.connections[0].call(request)
+
+
+def test_a_server_dies_meanwhile_and_another_takes_its_place(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = snapshot
+    with Cluster(servers=3, replicas=1) as cluster, ExitStack() as stack:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+
+        def die(loads: Loads) -> None:
+            cluster.nodes[1].stop()
+            cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+
+        load_while(cluster, client, read_newest(folder), monkeypatch, die)
+        wait_until(lambda: is_whole(observer, 3, 1))
+        check_all_copies(cluster, observer)
+        cluster.nodes[0].stop()
+        assert same(values(client), expected)
+
+
+def test_the_last_server_with_some_buckets_dies_meanwhile(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        with pytest.raises(ConnectionLostError, match=r"server 1 died, and with it \d+ of 512 buckets"):
+            load_while(cluster, client, read_newest(snapshot[0]), monkeypatch, lambda loads: cluster.nodes[1].stop())
+
+
+def test_it_begins_when_nobody_is_being_filled(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes to the one that is filled may be from before the load, and what is sent later from behind it."""
+    folder, expected = snapshot
+    fills = threading.Event()
+    pump = replicator.Replicator._pump
+
+    def pump_when_allowed(self: replicator.Replicator, target: int) -> None:
+        if fills.is_set():
+            pump(self, target)
+        else:
+            asyncio.get_running_loop().call_later(0.005, self._pump, target)
+
+    monkeypatch.setattr(replicator.Replicator, "_pump", pump_when_allowed)
+    with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        loads = Loads(monkeypatch, free=1000)
+
+        def fill() -> None:
+            time.sleep(0.3)
+            assert not loads.num_read
+            fills.set()
+
+        in_threads(lambda: load_snapshot(client, read_newest(folder)), fill)
+        wait_until(lambda: is_whole(observer, 3, 1))
+        check_all_copies(cluster, observer)
+        assert same(values(client), expected)
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_replica_that_does_not_see_the_files(
+    snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch, blind: int
+) -> None:
+    folder, expected = snapshot
+    load = server_snapshots.ServerSnapshots.load
+    monkeypatch.setattr(
+        server_snapshots.ServerSnapshots,
+        "load",
+        lambda self, request: self._tables.rank != blind and load(self, request),
+    )
+    with Cluster(servers=3, replicas=1) as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        load_snapshot(client, read_newest(folder))
+        check_all_copies(cluster, observer)
+        cluster.nodes[1 - blind].stop()
+        assert same(values(client), expected)
+
+
+def test_no_end_of_comings_and_goings(snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicator.Replicator, "_pump", lambda self, target: None)
+    with Cluster(servers=1, replicas=0) as cluster, ExitStack() as stack:
+        client = cluster.connect()
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        with pytest.raises(PeerError, match="not loaded in time: servers join, leave or die all the while"):
+            load_snapshot(client, read_newest(snapshot[0]), timeout_s=0.2)
+
+
+def test_whoever_waits_may_be_interrupted(snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    loads = Loads(monkeypatch, free=0)
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                load_snapshot(client, read_newest(snapshot[0]), check=interrupt)
+        finally:
+            loads.go_on()

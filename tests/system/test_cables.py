@@ -1,0 +1,189 @@
+"""Cables that are cut, for real: each server is in a network namespace of its own, on a switch in another.
+
+A cut cable breaks no connection and shows no error on either end; bytes just stay unacknowledged.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .running import Commands, Running, wait_until
+from .test_roles import end
+
+NETWORK = "10.203.9"
+SERVERS = (1, 2, 3)
+HEARTBEAT_TIMEOUT_S = 1.5
+COUNTING_S = 5.0
+
+
+class Switch:
+    """Hosts 0 to 3 on one switch; nothing of it is outside the namespaces."""
+
+    def __init__(self) -> None:
+        self._tag = f"pl{os.getpid()}x{secrets.token_hex(2)}"
+        self._names = [f"{self._tag}{name}" for name in ("sw", "h0", "h1", "h2", "h3")]
+
+    def build(self) -> None:
+        switch, *hosts = self._names
+        for name in self._names:
+            run("ip", "netns", "add", name)
+        run("ip", "-n", switch, "link", "add", "name", "br0", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "br0", "up")
+        for number, host in enumerate(hosts):
+            run("ip", "-n", switch, "link", "add", f"p{number}", "type", "veth", "peer", "name", "e", "netns", host)
+            run("ip", "-n", switch, "link", "set", f"p{number}", "master", "br0", "up")
+            run("ip", "-n", host, "addr", "add", f"{NETWORK}.{number + 1}/24", "dev", "e")
+            run("ip", "-n", host, "link", "set", "e", "up")
+            run("ip", "-n", host, "link", "set", "lo", "up")
+
+    def remove(self) -> None:
+        """Take all away; the processes in it have ended."""
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def within(self, host: int) -> list[str]:
+        """What runs a command on a host."""
+        return ["ip", "netns", "exec", self._names[host + 1]]
+
+    def set_cable(self, host: int, state: str) -> None:
+        """Cut a host's cable ("down") or mend it ("up")."""
+        run("ip", "-n", self._names[0], "link", "set", f"p{host}", state)
+
+    def part(self, one: int, other: int) -> None:
+        """Let nothing pass between two hosts; each reaches all others."""
+        for host in (one, other):
+            run("bridge", "-n", self._names[0], "link", "set", "dev", f"p{host}", "isolated", "on")
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    """The network; removed after the commands that ran in it."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "bridge"))):
+        pytest.skip("network namespaces need Linux, root, and ip and bridge of iproute2")
+    switch = Switch()
+    try:
+        try:
+            switch.build()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr}")
+        yield switch
+    finally:
+        switch.remove()
+
+
+class Cluster:
+    """A scheduler and a worker that counts on host 0, and three servers, whose ranks are the numbers of their hosts."""
+
+    def __init__(self, paceline: Commands, switch: Switch, folder: Path) -> None:
+        self._paceline, self._switch, self._folder = paceline, switch, folder
+        self._counts = folder / "acknowledged"
+        here = ["--host", f"{NETWORK}.1", "--port", "0", "--token-file", "token", "--heartbeat-timeout"]
+        self.scheduler = paceline.start(
+            "scheduler", *here, f"{HEARTBEAT_TIMEOUT_S}", "--servers", "3", "--replicas", "1", within=switch.within(0)
+        )
+        found = re.search(r"tcp://([0-9.]+:\d+)", self.scheduler.wait_line("listening on"))
+        assert found is not None
+        self._address = found.group(1)
+        self._worker: subprocess.Popen[str] | None = None
+        self.servers: dict[int, Running] = {}
+        for host in SERVERS:
+            there = ["--host", f"{NETWORK}.{host + 1}", "--rank", f"{host}", "--scheduler", self._address]
+            self.servers[host] = paceline.start("server", *there, "--token-file", "token", within=switch.within(host))
+
+    def start_worker(self) -> None:
+        """Start to count, and wait until it is under way."""
+        count = [sys.executable, str(Path(__file__).with_name("counting_worker.py")), str(COUNTING_S)]
+        token = (self._folder / "token").read_text().strip()
+        self._worker = subprocess.Popen(
+            [*self._switch.within(0), *count, str(self._counts)],
+            env={**self._paceline.environment, "PACELINE_SCHEDULER": self._address, "PACELINE_TOKEN": token},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deadline = time.monotonic() + 20.0
+        while self.num_acknowledged() < 20:
+            assert time.monotonic() < deadline, "the worker does not begin"
+            time.sleep(0.01)
+
+    def stop_worker(self) -> None:
+        """Kill it, if it still runs."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.communicate()
+
+    def num_acknowledged(self) -> int:
+        """How many pushes of the worker are acknowledged."""
+        return int.from_bytes(self._counts.read_bytes() if self._counts.exists() else b"", "little")
+
+    def longest_pause_s(self) -> float:
+        """For how long, at most, the worker's next pushes were not acknowledged."""
+        longest, last, since = 0.0, self.num_acknowledged(), time.monotonic()
+        end = since + HEARTBEAT_TIMEOUT_S + 1.5
+        while (now := time.monotonic()) < end:
+            count = self.num_acknowledged()
+            longest = max(longest, now - since)
+            if count != last:
+                last, since = count, now
+            time.sleep(0.005)
+        return longest
+
+    def check_worker(self) -> None:
+        """It ends well: all that it has read was what it had pushed."""
+        assert self._worker is not None
+        said = self._worker.communicate(timeout=20.0)[0]
+        assert (self._worker.returncode, said) == (0, "")
+
+
+def check_expelled(server: Running, reason: str) -> None:
+    """A server has been declared dead, and ends by itself with one sentence."""
+    finished = server.wait(12.0)
+    assert finished.status == 1, finished
+    assert finished.err == f"paceline: this server was declared dead: {reason}\n"
+
+
+def test_the_cable_of_a_server_is_cut(
+    switch: Switch, paceline: Commands, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    cluster = Cluster(paceline, switch, tmp_path)
+    request.addfinalizer(cluster.stop_worker)
+    cluster.start_worker()
+    switch.set_cable(2, "down")
+    pause_s = cluster.longest_pause_s()
+    assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 1.0
+    assert cluster.servers[2].process.poll() is None  # it knows nothing of it
+    switch.set_cable(2, "up")
+    check_expelled(cluster.servers.pop(2), "nothing was heard from it for 1.5 s")
+    cluster.check_worker()
+    end(cluster.scheduler, *cluster.servers.values())
+
+
+def test_the_cable_between_two_servers_is_cut(
+    switch: Switch, paceline: Commands, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    cluster = Cluster(paceline, switch, tmp_path)
+    request.addfinalizer(cluster.stop_worker)
+    cluster.start_worker()
+    switch.part(1, 3)
+    pause_s = cluster.longest_pause_s()
+    assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 1.0
+    wait_until(lambda: any(server.process.poll() is not None for server in cluster.servers.values()), "nobody ended")
+    gone, other = (1, 3) if cluster.servers[1].process.poll() is not None else (3, 1)
+    why = f"it and server {other} could not reach each other for 1.5 s, though all of them live"
+    check_expelled(cluster.servers.pop(gone), why)
+    cluster.check_worker()
+    end(cluster.scheduler, *cluster.servers.values())

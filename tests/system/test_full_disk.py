@@ -1,0 +1,88 @@
+"""A disk that is really full, and one that may only be read: training goes on, what was kept stays whole."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.ps.snapshots import read_newest
+
+from .running import Commands, Finished
+
+_HOLD = 'mount -t tmpfs -o size=2m tmpfs "$0" && echo mounted && exec cat'  # until its standard input ends
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system of 2 MiB, of which only processes of its mount namespace know."""
+
+    folder: Path
+    """Where it is, for those."""
+    seen: Path
+    """Where it is for all others."""
+    within: tuple[str, ...]
+    """The command by which another one sees it."""
+
+    def files(self) -> list[str]:
+        """What is on it."""
+        return sorted(str(path.relative_to(self.seen)) for path in self.seen.rglob("*"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """One that goes with the test."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["unshare", "--mount", "sh", "-c", _HOLD, str(folder)]
+    try:
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here (util-linux)")
+    with holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        if holder.stdout.readline() != b"mounted\n":
+            pytest.skip("this user may not mount anything, in a namespace of its own either")
+        namespace = f"/proc/{holder.pid}"
+        yield Disk(folder, Path(f"{namespace}/root{folder}"), ("nsenter", f"--mount={namespace}/ns/mnt"))
+        holder.stdin.close()
+
+
+def test_a_full_disk_and_one_to_be_read_only(paceline: Commands, click_log: tuple[Path, Path], disk: Disk) -> None:
+    """One snapshot fits on it, and a model beside it does not."""
+    snapshots, model = disk.folder / "snapshots", disk.folder / "model"
+
+    def train(*arguments: str | Path) -> tuple[Finished, list[str]]:
+        common = ("train", click_log[0], "-q", "--workers", "1", "--batch-size", "32", "--json")
+        every = ("--snapshot-every", "20000", "--snapshot-dir", snapshots)
+        finished = paceline.start(*common, *every, *arguments, within=disk.within).wait()
+        return finished, finished.err.splitlines()
+
+    finished, (*told, last) = train("--epochs", "14", "--save", model)
+    assert finished.status == 1
+    assert last == f"paceline: no space left to save the model in {model}; a model that was there before is untouched"
+    assert told
+    for number, line in enumerate(told, 2):
+        why = f"server 0: no space left in {snapshots}"
+        assert line == f"paceline: snapshot {number} was not taken: {why}; the training goes on"
+    files = disk.files()
+    assert files[:3] == ["snapshots", "snapshots/snapshot-000001", "snapshots/snapshot-000001/manifest.json"]
+    assert len(files) == 4
+    assert read_newest(disk.seen / "snapshots").manifest.number == 1
+
+    subprocess.run([*disk.within, "mount", "-o", "remount,ro", disk.folder], check=True)
+    finished, (resumed, *told) = train("--epochs", "16", "--resume", snapshots)
+    assert finished.json["examples"] == 192_000
+    assert resumed.startswith(f"paceline: resuming from {snapshots}/snapshot-000001: ")
+    assert told
+    for number, line in enumerate(told, 2):
+        why = f"cannot write in {snapshots}: Read-only file system"
+        assert line == f"paceline: snapshot {number} was not taken: {why}; the training goes on"
+    assert disk.files() == files
+    finished, lines = train("--save", model)
+    assert finished.status == 1
+    assert lines == [f"paceline: cannot save a model in {model}: Read-only file system"]

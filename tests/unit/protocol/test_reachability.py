@@ -1,0 +1,173 @@
+"""Who goes when servers that live do not reach each other: by example, and for any complaints."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.protocol import ChainGroup, Reachability, Silence
+from paceline.protocol.reachability import Unreachable
+
+PATIENCE_S = 5.0
+BEAT_S = 1.0
+
+
+def run(
+    complaints: dict[int, tuple[int, ...]],
+    *,
+    servers: tuple[int, ...] = (1, 2, 3, 4),
+    groups: tuple[ChainGroup, ...] = (),
+    beats: int = 6,
+) -> Unreachable | None:
+    """What is decided when all servers have sent so many heartbeats with these complaints."""
+    rule = Reachability(PATIENCE_S)
+    for beat in range(beats):
+        for server in servers:
+            rule.heard(server, complaints.get(server, ()), beat * BEAT_S)
+            rule.validate()
+    return rule.decide(servers, groups, (beats - 1) * BEAT_S)
+
+
+@pytest.mark.parametrize(
+    ("complaints", "goes"),
+    [
+        ({}, None),
+        ({1: (2,)}, Unreachable(2, (1,))),  # of two the younger one
+        ({2: (1,)}, Unreachable(2, (1,))),  # whoever says it
+        ({1: (2,), 2: (1,)}, Unreachable(2, (1,))),  # a pair counts once
+        ({1: (2, 3)}, Unreachable(1, (2, 3))),  # who is at odds with most
+        ({2: (1,), 3: (1,), 4: (1,)}, Unreachable(1, (2, 3, 4))),
+        ({1: (2, 3), 2: (1,), 3: (1,)}, Unreachable(1, (2, 3))),
+        ({1: (2,), 3: (4,)}, Unreachable(4, (3,))),  # one at a time
+        ({1: (9,)}, None),  # the dead reach nobody
+        ({1: (1,)}, None),
+    ],
+)
+def test_who_goes(complaints: dict[int, tuple[int, ...]], goes: Unreachable | None) -> None:
+    assert run(complaints) == goes
+    assert run(complaints, beats=5) is None  # not before its time
+
+
+def test_with_the_expelled_its_complaints_vanish_and_the_rest_is_looked_at_again() -> None:
+    rule = Reachability(PATIENCE_S)
+    for beat in range(6):
+        for server, others in ((1, ()), (2, (1, 3, 5)), (3, ()), (4, (5,)), (5, (2,))):
+            rule.heard(server, others, beat * BEAT_S)
+    assert rule.decide((1, 2, 3, 4, 5), (), 5.0) == Unreachable(2, (1, 3, 5))
+    assert rule.decide((1, 3, 4, 5), (), 5.0) == Unreachable(5, (4,))
+    assert rule.decide((1, 3, 4), (), 5.0) is None
+    assert rule.decide((1,), (), 5.0) is None
+
+
+def test_a_complaint_that_is_not_repeated_is_gone_and_begins_anew() -> None:
+    rule = Reachability(PATIENCE_S)
+    for beat in range(10):
+        rule.heard(1, () if beat == 4 else (2,), beat * BEAT_S)
+        rule.heard(2, (), beat * BEAT_S)
+        assert rule.decide((1, 2), (), beat * BEAT_S) is None
+    rule.heard(2, (), 10.0)
+    assert rule.decide((1, 2), (), 10.0) == Unreachable(2, (1,))
+
+
+def test_of_those_that_the_scheduler_does_not_hear_heartbeats_tell() -> None:
+    """Servers 1 and 2 are cut off from 3 and from the scheduler: it is not 3 that goes, which complains of both."""
+    rule = Reachability(PATIENCE_S)
+    for beat in range(30):
+        rule.heard(3, (1, 2) if beat > 4 else (), beat * BEAT_S)
+        if beat < 2:
+            rule.heard(1, (), beat * BEAT_S)
+            rule.heard(2, (), beat * BEAT_S)
+        assert rule.decide((1, 2, 3), (), beat * BEAT_S) is None
+
+
+def test_who_was_stopped_has_time_to_answer() -> None:
+    rule = Reachability(PATIENCE_S)
+    for beat in range(30):
+        rule.heard(1, (2,) if 5 <= beat < 14 else (), beat * BEAT_S)
+        if not 1 <= beat <= 10:
+            rule.heard(2, (), beat * BEAT_S)
+        assert rule.decide((1, 2), (), beat * BEAT_S) is None, beat
+    for beat in range(30, 36):
+        rule.heard(1, (2,), beat * BEAT_S)
+        rule.heard(2, (), beat * BEAT_S)
+    assert rule.decide((1, 2), (), 35.0) == Unreachable(2, (1,))
+
+
+@pytest.mark.parametrize(
+    ("complaints", "chains", "goes"),
+    [
+        ({1: (2,)}, [(2,)], 1),  # 2 is the last to have something: so the elder goes
+        ({1: (2,)}, [(2,), (1,)], None),  # they wait for their cable
+        ({1: (2,), 3: (4,)}, [(2, 4), (1, 3)], 4),
+        ({1: (2,), 3: (4,)}, [(4,), (1, 3)], 3),
+        ({1: (2, 3)}, [(1,)], None),  # to do without the others would help nobody
+    ],
+)
+def test_nobody_goes_that_is_the_last_to_have_a_bucket(
+    complaints: dict[int, tuple[int, ...]], chains: list[tuple[int, ...]], goes: int | None
+) -> None:
+    groups = tuple(ChainGroup(members, None, 1 << bucket) for bucket, members in enumerate(chains))
+    decided = run(complaints, groups=groups)
+    assert (None if decided is None else decided.server) == goes
+
+
+def test_patience_is_positive() -> None:
+    with pytest.raises(UsageError, match="patience_s=0"):
+        Reachability(0.0)
+
+
+@given(
+    st.dictionaries(st.integers(1, 6), st.sets(st.integers(1, 6)), max_size=6),
+    st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=2, unique=True), max_size=4),
+)
+def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]) -> None:
+    """One after the other goes until no two are at odds, or nobody may go; the one that goes has most against it."""
+    rule, living = Reachability(PATIENCE_S), set(range(1, 7))
+    for beat in range(6):
+        for server in living:
+            rule.heard(server, complaints.get(server, set()), beat * BEAT_S)
+    while True:
+        groups = [ChainGroup(tuple(s for s in chain if s in living), None, 1) for chain in chains]
+        pairs = {frozenset((a, b)) for a in living for b in complaints.get(a, set()) & living if a != b}
+        against = Counter(server for pair in pairs for server in pair)
+        last = {group.members[0] for group in groups if len(group.members) == 1}
+        decided = rule.decide(living, groups, 5.0)
+        rule.validate()
+        if decided is None:
+            most = {server for server in against if against[server] == max(against.values())}
+            assert most <= last
+            return
+        assert decided.server not in last
+        assert against[decided.server] == max(against.values())
+        assert set(decided.others) == {other for pair in pairs if decided.server in pair for other in pair} - {
+            decided.server
+        }
+        living.remove(decided.server)
+        assert living
+
+
+def test_silence_is_counted_in_looks() -> None:
+    silence = Silence(3)
+    assert [silence.look((7,)) for _ in range(5)] == [(), (), (), (7,), (7,)]  # the first look only begins
+    silence.heard(7)
+    assert [silence.look((7, 4)) for _ in range(4)] == [(), (), (), (4, 7)]
+    silence.heard(4)
+    assert silence.look((7, 4)) == (7,)
+    assert silence.look((4,)) == ()  # not linked any more: forgotten
+    assert [silence.look((7,)) for _ in range(4)] == [(), (), (), (7,)]
+
+
+@given(st.lists(st.sampled_from(["look", "heard"]), max_size=40))
+def test_silent_are_those_not_heard_between_looks(events: list[str]) -> None:
+    silence, run_of_looks = Silence(), 0
+    for event in events:
+        if event == "heard":
+            silence.heard(1)
+            run_of_looks = 0
+        else:
+            run_of_looks += 1
+            assert (silence.look((1,)) == (1,)) == (run_of_looks > 5)

@@ -1,0 +1,87 @@
+"""The planner does to the servers of chains what its table says."""
+
+from __future__ import annotations
+
+from random import Random
+
+from paceline.protocol import Planner
+from paceline.protocol.chains import SERVER, Instruction, Lost
+from paceline.protocol.transitions import OUTSIDE
+
+from .watching import Sight, Watch
+
+NUM_BUCKETS = 6
+
+
+def sights(planner: Planner, servers: range) -> dict[tuple[int, int], Sight]:
+    found: dict[tuple[int, int], Sight] = {}
+    for bucket in range(NUM_BUCKETS):
+        for server in servers:
+            found[server, bucket] = (OUTSIDE,)
+        if planner.chains:
+            chain = planner.chains[bucket]
+            found.update({(server, bucket): ("replica",) for server in chain.members[1:]})
+            if chain.members:
+                found[chain.members[0], bucket] = ("primary",)
+            if chain.filling is not None:
+                found[chain.filling, bucket] = ("filling",)
+    return found
+
+
+class Run:
+    """One planner, with servers that come, go, leave and are filled."""
+
+    def __init__(self, random: Random, watch: Watch) -> None:
+        self.random, self.watch = random, watch
+        self.replicas = random.randrange(3)
+        self.planner = Planner(NUM_BUCKETS, self.replicas)
+        self.next_server = 1 + random.randrange(1, 5)
+        self.servers = {server: server for server in range(1, self.next_server)}  # incarnation → rank
+        self.leaving: set[int] = set()
+
+    def step(self) -> None:
+        """Do something, and watch what becomes of every server in every bucket."""
+        servers = range(1, self.next_server + 1)
+        before = sights(self.planner, servers)
+        name, instructions = self.act()
+        lost = [each for each in instructions if isinstance(each, Lost)]
+        for (server, bucket), after in sights(self.planner, servers).items():
+            former = before[server, bucket]
+            if {former, after} != {(OUTSIDE,)}:
+                told = next((each for each in lost if each.buckets >> bucket & 1), None)
+                self.watch.saw(former, name, after, told)
+
+    def act(self) -> tuple[str, list[Instruction]]:
+        if not self.planner.version:
+            self.planner.start(self.servers)
+            return "start", []
+        fills = [group for group in self.planner.groups if group.filling is not None]
+        if fills and self.random.random() < 0.5:
+            group = self.random.choice(fills)
+            assert group.filling is not None
+            return "filled", self.planner.filled(group.filling, group.buckets)
+        what = self.random.choice(["join", "join", "die", "leave", "restart"])
+        if what == "join":
+            free = set(range(1, 6)) - set(self.servers.values())
+            if free:
+                self.servers[self.next_server] = min(free)
+                self.next_server += 1
+        elif what == "die":
+            for server in self.random.sample(sorted(self.servers), min(len(self.servers), self.random.choice([1, 2]))):
+                del self.servers[server]
+        elif what == "leave" and self.servers:
+            self.leaving ^= {self.random.choice(sorted(self.servers))}
+        else:  # it goes on with the chains as they are, and is told who lives as ever
+            groups, version = self.planner.groups, self.planner.version
+            self.planner, instructions = Planner.rebuild(groups, version, self.servers, self.replicas, self.leaving)
+            return "servers_changed", instructions
+        return "servers_changed", self.planner.servers_changed(self.servers, self.leaving & self.servers.keys())
+
+
+def test_the_planner_does_what_its_table_says() -> None:
+    watch, random = Watch(SERVER), Random(2)
+    for _ in range(150):
+        run = Run(random, watch)
+        for _ in range(25):
+            run.step()
+    watch.ends()

@@ -1,0 +1,95 @@
+"""The pool does to shards what its table says."""
+
+from __future__ import annotations
+
+from random import Random
+
+from paceline.protocol import Shards
+from paceline.protocol.shards import SHARD, Done, Ended, Event, Granted, Lease, Lost
+from paceline.protocol.transitions import OUTSIDE
+
+from .watching import Sight, Watch
+
+Key = tuple[int, int, int]
+KEYS: list[Key] = [(epoch, file, shard) for epoch in range(2) for file in range(2) for shard in range(5)]
+
+
+class Run:
+    """One pool after another, of two files that are read twice; the second one's end is not known at first."""
+
+    def __init__(self, random: Random, watch: Watch) -> None:
+        self.random, self.watch = random, watch
+        self.strided = random.choice([True, False])
+        self.granted: list[Granted] = []
+        self.shards = Shards([3, None], 2, "strided" if self.strided else "first-come", 2)
+        for after in self.sights().values():
+            self.watch.saw((OUTSIDE,), "Shards", after)
+
+    def sights(self) -> dict[Key, Sight]:
+        sizes = self.shards.sizes
+        found: dict[Key, Sight] = dict.fromkeys(KEYS, ("free",))
+        for account in self.shards.report():
+            state = "done" if account.done else "returned" if account.num_leases else "free"
+            found[account.epoch, account.file, account.shard] = (state,)
+        for each in self.granted:
+            key = self.shards.shard_of(each.lease)
+            if key is not None:
+                found[key] = "open", each.lease, each.worker
+        return {key: found[key] if key[2] < (sizes[key[1]] or 5) else (OUTSIDE,) for key in KEYS}
+
+    def step(self) -> None:
+        """Do something, and watch what becomes of every shard."""
+        if self.random.random() < 0.04:
+            self.restart()
+            return
+        before, event = self.sights(), self.event()
+        granted = [each for each in self.shards.handle(event) if isinstance(each, Granted)]
+        self.granted += granted
+        told = {(each.epoch, each.file, each.shard): each for each in granted}
+        for key, after in self.sights().items():
+            former = before[key]
+            if key in told:
+                if former[0] == "open":  # taken back, and leased at once to who waits
+                    self.watch.saw(former, event, ("returned",))
+                    former = ("returned",)
+                # Maybe it was asked for before, and the event made an answer possible.
+                self.watch.saw(former, Lease(told[key].worker), after, told[key])
+            else:
+                self.watch.saw(former, event, after)
+
+    def event(self) -> Event:
+        if self.shards.sizes[1] is None and self.random.random() < 0.05:
+            return Ended(1, self.random.choice([1, 3]))
+        worker = self.random.randrange(3)
+        events: list[Event] = [Lease(worker), Lease(worker), Lost(worker)]
+        if self.granted:
+            each = self.random.choice(self.granted[-4:])
+            if self.shards.shard_of(each.lease) is not None:
+                events += [Done(each.worker, each.lease)] * 2
+        return self.random.choice(events)
+
+    def restart(self) -> None:
+        """A new pool hears of what is done, and of some of the leases."""
+        accounts, sizes = self.shards.report(), self.shards.sizes
+        self.granted = [each for each in self.granted if self.random.random() < 0.8]
+        self.shards = Shards.restore(
+            sizes,
+            2,
+            "strided" if self.strided else "first-come",
+            2,
+            done=[(each.epoch, each.file, each.shard) for each in accounts if each.done],
+            held=[each for each in self.granted if self.shards.shard_of(each.lease) is not None],
+            last_lease=max((each.lease for each in self.granted), default=-1),
+        )
+        for after in self.sights().values():
+            if after != (OUTSIDE,):
+                self.watch.saw((OUTSIDE,), "restore", after)
+
+
+def test_the_pool_does_what_its_table_says() -> None:
+    watch, random = Watch(SHARD), Random(4)
+    for _ in range(80):
+        run = Run(random, watch)
+        for _ in range(60):
+            run.step()
+    watch.ends()

@@ -1,0 +1,39 @@
+"""The gate does to workers what its table says."""
+
+from __future__ import annotations
+
+from random import Random
+
+from paceline.protocol import BoundedDelay, Consistency, Gate, Sequential
+from paceline.protocol.clocks import WORKER, Event, Finish, Join, Joined, Leave, Resume, Tick
+from paceline.protocol.transitions import OUTSIDE
+
+from .watching import Sight, Watch
+
+WORKERS = range(4)
+CONSISTENCIES: list[Consistency] = [Sequential(), BoundedDelay(tau=1)]
+
+
+def sight(gate: Gate, worker: int) -> Sight:
+    if worker not in gate.clocks:
+        return (OUTSIDE,)
+    clock = gate.clocks[worker]
+    return "counting" if worker in gate.lagging(1000) else "finished", clock
+
+
+def test_the_gate_does_what_its_table_says() -> None:
+    watch, random = Watch(WORKER), Random(1)
+    for _ in range(100):
+        gate = Gate(random.choice(CONSISTENCIES), random.randrange(3))
+        for _ in range(60):
+            worker = random.choice(WORKERS)
+            clock = gate.clocks.get(worker, 0) + random.choice([-1, 0, 1, 1, 1, 3])
+            others: list[Event] = [Finish(worker), Resume(worker), Leave(worker)]
+            event = random.choice([Join(worker, max(clock, 0)), Tick(worker, clock), Tick(worker, clock), *others])
+            before = [sight(gate, each) for each in WORKERS]
+            joined = next((each for each in gate.handle(event) if isinstance(each, Joined)), None)
+            after = [sight(gate, each) for each in WORKERS]
+            watch.saw(before[worker], event, after[worker], joined)
+            assert joined is None or joined.worker == worker
+            assert [each for each in WORKERS if before[each] != after[each]] in ([], [worker])
+    watch.ends()

@@ -1,0 +1,30 @@
+"""What a machine was seen to do to things of one kind, to be held against the table of its module."""
+
+from __future__ import annotations
+
+from paceline.protocol.transitions import StateTable
+
+Sight = tuple[object, ...]
+"""What is seen of a thing: its state, and whatever else of it an event may change."""
+
+
+class Watch:
+    """Collects what becomes of things; at the end it must be the table, no more and no less."""
+
+    def __init__(self, table: StateTable) -> None:
+        self._table = table
+        self._seen: set[tuple[object, str, object, str]] = set()
+
+    def saw(self, before: Sight, event: object, after: Sight, instruction: object = None) -> None:
+        """Note what an event (or the name of a call) did to a thing, and the instruction that told of it."""
+        if before != after or instruction is not None:
+            told = "" if instruction is None else type(instruction).__name__
+            name = event if isinstance(event, str) else type(event).__name__
+            self._seen.add((before[0], name, after[0], told))
+
+    def ends(self) -> None:
+        self._table.validate()
+        rows = {(row.source, row.event, row.target, row.instruction) for row in self._table.transitions}
+        wrong = [f"{row}: seen, but not in the table" for row in sorted(map(repr, self._seen - rows))]
+        wrong += [f"{row}: in the table, but never seen" for row in sorted(map(repr, rows - self._seen))]
+        assert not wrong, "\n".join([f"The table of {self._table.thing}:", *wrong])
