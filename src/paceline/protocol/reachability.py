@@ -98,6 +98,12 @@ class Reachability:
             return None
         return Unreachable(server, tuple(sorted(sum(pair) - server for pair in at_odds if server in pair)))
 
+    @property
+    def in_doubt(self) -> frozenset[int]:
+        """The servers that complain of others, or that others complain of: any of them may be the one that goes."""
+        pairs = ((server, other) for server, complaints in self._complaints.items() for other in complaints)
+        return frozenset(end for pair in pairs for end in pair)
+
     def _at_odds(self, now_s: float) -> dict[tuple[int, int], float]:
         """Return the pairs of which one does not reach the other, and since when.
 

@@ -57,7 +57,9 @@ def test_with_the_expelled_its_complaints_vanish_and_the_rest_is_looked_at_again
     for beat in range(6):
         for server, others in ((1, ()), (2, (1, 3, 5)), (3, ()), (4, (5,)), (5, (2,))):
             rule.heard(server, others, beat * BEAT_S)
+    assert rule.in_doubt == {1, 2, 3, 4, 5}
     assert rule.decide((1, 2, 3, 4, 5), (), 5.0) == Unreachable(2, (1, 3, 5))
+    assert rule.in_doubt >= {4, 5}
     assert rule.decide((1, 3, 4, 5), (), 5.0) == Unreachable(5, (4,))
     assert rule.decide((1, 3, 4), (), 5.0) is None
     assert rule.decide((1,), (), 5.0) is None
