@@ -52,8 +52,8 @@ class _Taking:
         self._given_up = self._is_dropped = False
         self._moments: dict[int, Moment] = {}
         self._todo: list[tuple[int, int]] = []  # table, bucket; the next one last
-        self._free = [PartBuffer(PART_BYTES) for _ in range(_WRITERS)]
-        self._gathered = PartBuffer(PART_BYTES)  # the buckets of the next part
+        self._free: list[PartBuffer] = []
+        self._gathered: PartBuffer | None = None  # the buckets of the next part
         self._table = -1  # which they are of
         self._num_parts = 0
         self._num_writing = 0
@@ -61,6 +61,23 @@ class _Taking:
         self._directory = Path(request.directory)
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-snapshot")
+        size = sum(tables.find(number).part.num_bytes for number in request.tables)
+        for _ in range(1 + min(_WRITERS, size // PART_BYTES)):
+            future = self._pool.submit(PartBuffer, min(size, PART_BYTES))
+            future.add_done_callback(lambda made: _call_soon(self._loop, self._has_made, made))
+
+    def _has_made(self, future: Future[PartBuffer]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._fail(str(error) or "no memory for a copy of buckets")
+        elif not self.done and not self._given_up:
+            self._has_free(future.result())
+
+    def _has_free(self, buffer: PartBuffer) -> None:
+        self._free.append(buffer)
+        if self._stands_still:
+            self._stands_still = False
+            self._step()
 
     def begin(self) -> None:
         """Begin: at the boundary, or at once."""
@@ -93,16 +110,20 @@ class _Taking:
         """Copy one bucket; whoever waits is served before the next one."""
         if self.error or self._given_up:
             return
-        if self._gathered.num_bytes >= PART_BYTES or not self._todo or self._todo[-1][0] != self._table:
-            if self._gathered.buckets:
-                if not self._free:
-                    self._stands_still = True
-                    return
-                self._write()
-            if not self._todo:
-                self._look_for_end()
+        gathered, table = self._gathered, self._todo[-1][0] if self._todo else -1
+        if gathered is not None and (gathered.num_bytes >= PART_BYTES or table != self._table):
+            self._write(gathered)
+            gathered = self._gathered = None
+        if not self._todo:
+            self._look_for_end()
+            return
+        self._table = table
+        if gathered is None:
+            if not self._free:
+                self._stands_still = True
                 return
-            self._table = self._todo[-1][0]
+            gathered = self._gathered = self._free.pop()
+            gathered.begin(self._tables.find(table).part.record_words)
         number, bucket = self._todo.pop()
         start = time.perf_counter()
         try:
@@ -110,7 +131,7 @@ class _Taking:
         except (UsageError, MemoryError) as error:
             self._fail(str(error) or "no memory for a copy of a bucket")
             return
-        self._gathered.add(bucket, keys, records)
+        gathered.add(bucket, keys, records)
         # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
         self._loop.call_later(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02), self._step)
 
@@ -133,20 +154,16 @@ class _Taking:
         if part.moment is moment:
             part.moment = None
 
-    def _write(self) -> None:
-        gathered, self._gathered = self._gathered, self._free.pop()
-        part = self._tables.find(self._table).part
+    def _write(self, gathered: PartBuffer) -> None:
+        name = self._tables.find(self._table).part.spec.name
         file = f"{self._request.folder}/s{self._tables.rank}-t{self._table}-{self._num_parts:05d}.safetensors"
         self._num_parts += 1
         self._num_writing += 1
-        name, words = part.spec.name, part.record_words
-        future = self._pool.submit(write_part, self._directory, file, name, words, gathered)
-        future.add_done_callback(lambda done: _call_soon(self._loop, lambda: self._written(done, gathered)))
+        future = self._pool.submit(write_part, self._directory, file, name, gathered)
+        future.add_done_callback(lambda done: _call_soon(self._loop, self._written, done, gathered))
 
     def _written(self, future: Future[SnapshotPart], gathered: PartBuffer) -> None:
         self._num_writing -= 1
-        gathered.clear()
-        self._free.append(gathered)
         error = future.exception()
         if error is None:
             self.parts.append(future.result())
@@ -157,17 +174,14 @@ class _Taking:
         if self.error or self._given_up:
             if not self._num_writing:
                 self._remove()
-        elif self._stands_still:
-            self._stands_still = False
-            self._step()
         else:
+            self._has_free(gathered)
             self._look_for_end()
 
     def _look_for_end(self) -> None:
-        if not self._todo and not self._gathered.buckets and not self._num_writing:
+        if not self._todo and self._gathered is None and not self._num_writing:
             self.done = True
             self._free = []
-            self._gathered = PartBuffer(0)
             self._pool.shutdown(wait=False)
 
     def _fail(self, error: str) -> None:
@@ -177,8 +191,7 @@ class _Taking:
     def give_up(self) -> None:
         """Stop, and remove what was written."""
         self._given_up = True
-        self._todo = []
-        self._gathered.clear()
+        self._todo, self._free, self._gathered = [], [], None
         for number in list(self._moments):
             self._close_moment(number)
         self._pool.shutdown(wait=False)
@@ -229,7 +242,7 @@ class _Loading:
             part, buckets = self._todo.pop()
             self._num_reading += 1
             future = self._pool.submit(_read_buckets, self._directory, part, buckets)
-            future.add_done_callback(lambda done: _call_soon(self._loop, lambda: self._has_read(done)))
+            future.add_done_callback(lambda done: _call_soon(self._loop, self._has_read, done))
         if not self._todo and not self._num_reading and not self._ready:
             self.done = True
             self._pool.shutdown(wait=False)
@@ -374,6 +387,6 @@ class ServerSnapshots:
             self._loading.give_up()
 
 
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-        loop.call_soon_threadsafe(function)
+        loop.call_soon_threadsafe(function, *arguments)

@@ -32,6 +32,7 @@ FORMAT = "paceline-snapshot"
 FORMAT_VERSION = 1
 PART_BYTES = 64 << 20
 """A part is closed when it has so many bytes; one bucket never lies in two."""
+_PAGE_BYTES = 4096
 _FOLDER = re.compile(r"snapshot-(\d{6,})")
 
 
@@ -92,68 +93,70 @@ class PartBuffer:
     """The buckets of a part, copied together; the memory is used again for the next part.
 
     In two pieces, however many buckets there are: each call that hashes or writes waits for the interpreter's lock.
+    It is made in a thread: the system takes its time to find `num_bytes` of memory.
     """
 
-    def __init__(self, part_bytes: int) -> None:
-        # Twice what a part may have, for its last bucket; memory that nothing is written to is none.
-        self._keys: Keys = np.empty(2 * part_bytes // 8, np.uint64)
-        self._floats: Floats = np.empty(2 * part_bytes // 4, np.float32)
-        self.clear()
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = np.empty(num_bytes + num_bytes // 4, np.uint8)  # a part's last bucket may go beyond
+        self._memory[:num_bytes:_PAGE_BYTES] = 0
+        self.begin(1)
 
-    def clear(self) -> None:
-        """Forget the buckets."""
+    def begin(self, words: int) -> None:
+        """Forget the buckets; the next ones have records of so many float32."""
         self.buckets: list[int] = []
         self.rows: list[int] = []
-        self._num_keys = self._num_floats = 0
+        self._num_rows = 0
+        self._words = words
+        most = self._memory.nbytes // (8 + 4 * words)
+        self._keys: Keys = self._memory[: 8 * most].view(np.uint64)
+        self._records: Floats = self._memory[8 * most : (8 + 4 * words) * most].view(np.float32).reshape(most, words)
 
     @property
     def keys(self) -> Keys:
         """Keys of all buckets (uint64 [n])."""
-        return self._keys[: self._num_keys]
+        return self._keys[: self._num_rows]
 
     @property
-    def floats(self) -> Floats:
-        """Records of all buckets, flat."""
-        return self._floats[: self._num_floats]
+    def records(self) -> Floats:
+        """Records of all buckets (float32 [n, words])."""
+        return self._records[: self._num_rows]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all keys and records."""
-        return 8 * self._num_keys + 4 * self._num_floats
+        return (8 + 4 * self._words) * self._num_rows
 
     def add(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Copy a bucket's keys (uint64 [n]) and records (float32 [n, row_words])."""
-        num_keys, num_floats = self._num_keys + keys.size, self._num_floats + records.size
-        if num_keys > self._keys.size:
-            self._keys = np.concatenate([self.keys, np.empty(2 * keys.size, np.uint64)])
-        if num_floats > self._floats.size:
-            self._floats = np.concatenate([self.floats, np.empty(2 * records.size, np.float32)])
-        self._keys[self._num_keys : num_keys] = keys
-        self._floats[self._num_floats : num_floats] = records.reshape(-1)
-        self._num_keys, self._num_floats = num_keys, num_floats
+        """Copy a bucket's keys (uint64 [n]) and records (float32 [n, words])."""
+        start, stop = self._num_rows, self._num_rows + len(keys)
+        if stop > len(self._keys):
+            self._keys = np.concatenate([self.keys, np.empty(2 * len(keys), np.uint64)])
+            self._records = np.concatenate([self.records, np.empty((2 * len(keys), self._words), np.float32)])
+        self._keys[start:stop], self._records[start:stop] = keys, records
+        self._num_rows = stop
         self.buckets.append(bucket)
         self.rows.append(len(keys))
 
 
-def write_part(directory: Path, file: str, table: str, words: int, gathered: PartBuffer) -> SnapshotPart:
+def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> SnapshotPart:
     """Write buckets, each with its keys and records, as one file, and see it onto the disk.
 
     It is for a thread of its own: hashing and writing let others run meanwhile. Raises OSError.
     """
     # Not safetensors.numpy.save: it makes one string of all of it, and nobody else can run while it does.
-    keys, records = gathered.keys, gathered.floats
+    keys, records = gathered.keys, gathered.records
     layout = {
         "keys": {"dtype": "U64", "shape": [keys.size], "data_offsets": [0, keys.nbytes]},
         "records": {
             "dtype": "F32",
-            "shape": [keys.size, words],
+            "shape": records.shape,
             "data_offsets": [keys.nbytes, keys.nbytes + records.nbytes],
         },
     }
     head = json.dumps(layout, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     buffers = [memoryview(len(head).to_bytes(8, "little") + head)]
-    buffers += [memoryview(array).cast("B") for array in (keys, records) if array.size]  # type: ignore[arg-type]
+    buffers += [memoryview(array).cast("B") for array in (keys, records.reshape(-1)) if array.size]  # type: ignore[arg-type]
     digest = hashlib.sha256()
     with open(directory / file, "wb", buffering=0) as out:
         for buffer in buffers:
@@ -165,7 +168,7 @@ def write_part(directory: Path, file: str, table: str, words: int, gathered: Par
         table=table,
         buckets=tuple(gathered.buckets),
         rows=tuple(gathered.rows),
-        words=words,
+        words=records.shape[1],
         num_bytes=sum(map(len, buffers)),
         sha256=digest.hexdigest(),
     )

@@ -35,10 +35,11 @@ def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> Snaps
     (directory / folder_name(number)).mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(number)
     gathered = PartBuffer(64)
+    gathered.begin(3)
     for bucket in buckets:
         keys = random.integers(0, 2**63, rows).astype(np.uint64)
         gathered.add(bucket, keys, random.random((rows, 3)).astype(np.float32))
-    return write_part(directory, f"{folder_name(number)}/s0-t1-{buckets[0]:05d}.safetensors", "t", 3, gathered)
+    return write_part(directory, f"{folder_name(number)}/s0-t1-{buckets[0]:05d}.safetensors", "t", gathered)
 
 
 def manifest_of(number: int, *uses: PartUse, **fields: Any) -> SnapshotManifest:
