@@ -1,8 +1,8 @@
 """What a replica costs, and what a server that joins costs those who work meanwhile.
 
 ``python benchmarks/replication.py``: pushes (waited for) and pulls of rows of dim 16 with Adagrad on two servers, with
-one copy and with a replica, in turns, medians; then a third server joins a cluster of 10^6 rows while a worker pushes
-and pulls: its rate before and during the move, the longest request, and the share of the buckets that moved.
+one copy and with a replica, in turns of many, medians; then a third server joins a cluster of 10^6 rows while a worker
+pushes and pulls: its rate before and during the move, the longest request, and the share of the buckets that moved.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table as Grid
 
@@ -23,6 +25,9 @@ from paceline.ps import Client, SparseTable, messages
 
 DIM = 16
 ROWS = 1_000_000
+TURNS = 3
+WARM = 5
+"""Requests of each turn that do not count."""
 
 
 def open_rows(client: Client) -> SparseTable:
@@ -50,22 +55,36 @@ def cost(rounds: int) -> None:
         for table in tables:
             fill(table)
         random = np.random.default_rng(1)
-        for count in (1, 1_000, 10_000, 100_000):
+        for count in (1, 100, 1_000, 10_000, 100_000):
+            keys = random.choice(ROWS, count, replace=False).astype(np.uint64)
+            grads = np.ones((count, DIM), np.float32)
             times: dict[str, list[list[float]]] = {"push": [[], []], "pull": [[], []]}
-            for _ in range(max(rounds // max(1, count // 1_000), 15)):
-                keys = random.choice(ROWS, count, replace=False).astype(np.uint64)
-                grads = np.ones((count, DIM), np.float32)
-                for which, table in enumerate(tables):
-                    began = time.perf_counter()
-                    table.push(keys, grads, assume_unique=True).wait()
-                    pushed = time.perf_counter()
-                    table.pull(keys, assume_unique=True)
-                    times["push"][which].append(pushed - began)
-                    times["pull"][which].append(time.perf_counter() - pushed)
+            some = max(rounds // max(1, count // 1_000), 15)
+            for which in range(2 * TURNS):
+                table = tables[which % 2]
+                times["push"][which % 2] += [timed(push, table, keys, grads) for _ in range(some)][WARM:]
+                times["pull"][which % 2] += [timed(pull, table, keys) for _ in range(some)][WARM:]
             for work, (alone, copied) in times.items():
                 a, b = statistics.median(alone) * 1e6, statistics.median(copied) * 1e6
                 grid.add_row(work, f"{count:,}", f"{a:,.1f}", f"{b:,.1f}", f"{b / a:.2f}")
     Console().print(grid)
+
+
+def push(table: SparseTable, keys: npt.NDArray[np.uint64], grads: npt.NDArray[np.float32]) -> None:
+    """Push, and wait until the whole chain has it."""
+    table.push(keys, grads, assume_unique=True).wait()
+
+
+def pull(table: SparseTable, keys: npt.NDArray[np.uint64]) -> None:
+    """Pull."""
+    table.pull(keys, assume_unique=True)
+
+
+def timed(work: Callable[..., object], *arguments: object) -> float:
+    """Return the seconds that it takes."""
+    start = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - start
 
 
 def work(client: Client, seconds: float, servers: int | None = None) -> tuple[float, float]:

@@ -44,7 +44,7 @@ class Spinner:
         found = self.look(ready)
         if not found:
             found = ready(timeout)
-            if time.perf_counter() - start < _LONG_SPIN_S:
+            if found and time.perf_counter() - start < _LONG_SPIN_S:
                 self._num_to_skip, self._spin_s = 0, _LONG_SPIN_S
         return found
 

@@ -32,6 +32,39 @@ def test_looking_stops_where_it_does_not_pay_and_is_tried_again(monkeypatch: pyt
     assert spinner.look(lambda timeout_ms: [2]) == [2]  # it pays again: at once
 
 
+def test_where_it_would_have_paid_to_look_longer_it_looks_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spinning, "num_cores", lambda: 2)
+    now_s = answer_s = 0.0
+    asleep: list[float | None] = []
+
+    def ready(timeout: float | None) -> list[int]:
+        nonlocal now_s
+        if timeout != 0:
+            asleep.append(timeout)
+            now_s = answer_s
+        now_s += 1e-6
+        return [1] if now_s > answer_s else []
+
+    def took_sleep(after_s: float) -> bool:
+        nonlocal answer_s
+        answer_s = now_s + after_s
+        before = len(asleep)
+        assert spinner.wait(ready, 5.0) == [1]
+        return len(asleep) > before
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    spinner = Spinner()
+    assert not took_sleep(30e-6)
+    assert took_sleep(100e-6)  # twice as long as it looks at first
+    assert not took_sleep(100e-6)
+    assert not took_sleep(150e-6)
+    assert took_sleep(1e-3)  # that did not pay
+    assert took_sleep(30e-6)  # so this one is not looked for
+    assert took_sleep(100e-6)
+    assert not took_sleep(100e-6)
+    assert asleep == [5.0] * 4
+
+
 def test_on_one_core_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spinning, "num_cores", lambda: 1)
     assert Spinner().look(lambda timeout_ms: [1]) == []
