@@ -105,12 +105,21 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     first.signal(signal.SIGTERM)
     left = first.wait()
     assert (left.status, "Traceback" in left.err) == (0, False)
+    third = paceline.start("server", "--join", *joining)
+    third.wait_line("listening on")
+    worker.signal(signal.SIGSTOP)  # what it has not pushed yet is awaited
+    second.signal(signal.SIGTERM)
+    second.wait_line("leaves when its rows are on other servers")
+    assert second.process.poll() is None
+    worker.signal(signal.SIGCONT)
+    left = second.wait()
+    assert (left.status, "Traceback" in left.err) == (0, False)
     assert training.process.poll() is None
     training.signal(signal.SIGINT)
     finished = training.wait()
     assert (finished.status, "the model so far is saved in unfinished" in finished.err) == (130, True)
     assert 0.6 < paceline.succeed("predict", "unfinished", click_log[1], "--json").json["auc"] < 1.0
-    end(scheduler, second, worker)
+    end(scheduler, third, worker)
 
 
 def token(folder: Path, text: str) -> Path:

@@ -79,6 +79,9 @@ def server(
         rank=rank,
         extra=join,
         on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
+        on_leaving=lambda: typer.echo(
+            "paceline server: leaves when its rows are on other servers; Ctrl-C or SIGTERM once more ends it at once"
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messag
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 
 _LINGER_S = 5.0
-_DRAIN_S = 60.0
+_SOON_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,13 @@ def run_scheduler(
 def run_server(
     joining: Joining, *, address: str = "127.0.0.1:0", rank: int | None = None, extra: bool = False,
     with_parent: bool = False, on_ready: Callable[[int, Endpoint], None] | None = None,
+    on_leaving: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Be a parameter server until the cluster ends.
 
-    An `extra` one joins a cluster that has all its servers. At SIGTERM its buckets move to the others before it goes; a
-    second one ends it at once. Raises PeerError if the scheduler is lost or expels us.
+    An `extra` one joins a cluster that has all its servers. At SIGTERM its buckets move to the others before it goes,
+    however long that takes (`on_leaving` is called if it is more than a moment); a second one ends it at once. Raises
+    PeerError if the scheduler is lost or expels us.
     """
 
     async def serve(stop: asyncio.Event) -> None:
@@ -192,7 +194,7 @@ def run_server(
                     on_ready(welcome.rank, listener.endpoint)
                 await stop.wait()
                 if not (ended or failure or with_parent):
-                    await _drain(link, stop)
+                    await _drain(link, stop, on_leaving)
             finally:
                 server.close()
                 await listener.close()
@@ -204,14 +206,18 @@ def run_server(
     _run(serve, with_parent)
 
 
-async def _drain(link: SchedulerLink, stop: asyncio.Event) -> None:
-    """Wait until this server's buckets are on others, a second signal comes, or it takes too long."""
+async def _drain(link: SchedulerLink, stop: asyncio.Event, on_leaving: Callable[[], None]) -> None:
+    """Wait until this server's buckets are on others, or a second signal comes."""
     stop.clear()
     try:
         await asyncio.to_thread(link.tell, messages.Drain())
-        await asyncio.wait_for(stop.wait(), _DRAIN_S)
-    except (PacelineError, asyncio.TimeoutError):
-        pass  # who is left goes on without them
+    except PacelineError:
+        return  # who is left goes on without them
+    try:
+        await asyncio.wait_for(stop.wait(), _SOON_S)
+    except asyncio.TimeoutError:
+        on_leaving()
+        await stop.wait()
 
 
 def watch_parent(on_gone: Callable[[], None]) -> None:
