@@ -8,6 +8,9 @@ import sys
 import time
 
 import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.app import app
 
 from .running import Commands, parse_json
 
@@ -15,9 +18,15 @@ COMMANDS = ["train", "predict", "run", "scheduler", "server", "worker", "doctor"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(paceline: Commands, command: str) -> None:
-    finished = paceline.succeed(*command.split(), "--help")
-    assert f"Example: paceline {command}" in " ".join(finished.out.split())
+def test_help_has_an_example(command: str) -> None:
+    finished = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert finished.exit_code == 0
+    assert f"Example: paceline {command}" in " ".join(finished.output.split())
+
+
+def test_help(paceline: Commands) -> None:
+    finished = paceline.succeed("train", "--help")
+    assert "Example: paceline train" in " ".join(finished.out.split())
 
 
 def test_version(paceline: Commands) -> None:

@@ -105,10 +105,10 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     first.signal(signal.SIGTERM)
     left = first.wait()
     assert (left.status, "Traceback" in left.err) == (0, False)
+    worker.signal(signal.SIGSTOP)
     third = paceline.start("server", "--join", *joining)
     third.wait_line("listening on")
-    worker.signal(signal.SIGSTOP)  # what it has not pushed yet is awaited
-    second.signal(signal.SIGTERM)
+    second.signal(signal.SIGTERM)  # the worker has yet to say that it keeps what it pushes
     second.wait_line("leaves when its rows are on other servers")
     assert second.process.poll() is None
     worker.signal(signal.SIGCONT)

@@ -157,7 +157,7 @@ def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path],
     """And training is the same every time where it is sequential."""
     arguments: list[str | Path] = [
         "train", click_log[0], "--eval", click_log[1], "--epochs", "2",
-        "--consistency", "sequential", "--servers", "2", "--workers", "3",
+        "--consistency", "sequential", "--servers", "2", "--workers", "2",
     ]  # fmt: skip
     runs = [paceline.start(*arguments, "--save", f"model{i}", "--cache", "cache", "--json", "-q") for i in range(2)]
     results = [run.wait() for run in runs]

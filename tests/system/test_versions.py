@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from paceline.version import __version__
 
 from .running import Commands
@@ -15,21 +13,21 @@ from .test_roles import end, start_scheduler
 _OTHER = 'import paceline.version\npaceline.version.__version__ = "9.8.7"\n'
 
 
-@pytest.mark.parametrize("command", [["server"], ["worker"], ["train", "data.tsv"]], ids=lambda command: command[0])
-def test_a_member_of_another_version(
-    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, command: list[str]
-) -> None:
+def test_members_of_another_version(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "sitecustomize.py").write_text(_OTHER)
     (tmp_path / "data.tsv").symlink_to(click_log[0])
     other = replace(paceline, environment={**paceline.environment, "PYTHONPATH": str(tmp_path / "other")})
     assert other.succeed("--version").out == "paceline 9.8.7\n"
     scheduler, address = start_scheduler(paceline)
-    refused = other.run(*command, "--scheduler", address, "--token-file", "token")
-    assert (refused.status, refused.out, len(refused.err.splitlines())) == (1, "", 1), refused
-    assert "paceline 9.8.7" in refused.err
-    assert f"paceline {__version__}" in refused.err
-    assert "install the same version" in refused.err
+    commands = [["server"], ["worker"], ["train", "data.tsv"]]
+    joining = [other.start(*command, "--scheduler", address, "--token-file", "token") for command in commands]
+    for member in joining:
+        refused = member.wait()
+        assert (refused.status, refused.out, len(refused.err.splitlines())) == (1, "", 1), refused
+        assert "paceline 9.8.7" in refused.err
+        assert f"paceline {__version__}" in refused.err
+        assert "install the same version" in refused.err
     ours = paceline.start("server", "--scheduler", address, "--token-file", "token")
     ours.wait_line("listening on")
     end(scheduler, ours)

@@ -153,6 +153,8 @@ class Run:
     mode: str
     seconds: float
     folder: Path
+    first: tuple[str, str] | None = None
+    """Role and action of the first fault, such as ``("server", "kill")``; it waits until a worker has pushed."""
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def __post_init__(self) -> None:
@@ -191,7 +193,11 @@ class Run:
             self._resume(now)
             if now > deadline:
                 return f"it did not end within {deadline - started:.0f} s"
-            if now >= next_fault and now < started + self.seconds:
+            if self.first is not None and not self.faults:
+                if len(table):
+                    self._fault(cluster, client)
+                    next_fault = now + 1.0
+            elif now >= next_fault and now < started + self.seconds:
                 next_fault = now + 1.0
                 self._fault(cluster, client)
             time.sleep(0.02)
@@ -236,6 +242,8 @@ class Run:
     def _fault(self, cluster: LocalCluster, client: Client) -> None:
         role = self.chance.choice(["server", "server", "scheduler", "worker"])
         action = self.chance.choice(["kill", "stop"])
+        if self.first is not None and not self.faults:
+            role, action = self.first
         if role == "server" and not self._has_replicas(client):
             return
         if role == "worker":

@@ -47,6 +47,14 @@ def run(
             "0. mirrored, central-storage: replicas in the process; default one per device."
         ),
     ] = None,
+    heartbeat_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            help="Where there are servers: a process that gives no sign of life for so many seconds counts as dead; "
+            "default 30.",
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(help="OMP_NUM_THREADS of each rank; default: the cores shared out, unless it is set already."),
@@ -91,6 +99,7 @@ def run(
             consistency=consistency,
             stale=stale,
             replicas=replicas,
+            heartbeat_timeout_s=heartbeat_timeout,
             threads=threads,
             log_dir=log_dir,
             cluster=cluster,

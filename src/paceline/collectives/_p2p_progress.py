@@ -160,6 +160,7 @@ class Progress:
     # the loop
 
     def _look(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        # Not Spinner.wait: whether it pays here to look longer has not been measured.
         return self._spinner.look(self._selector.select) or self._selector.select(timeout)
 
     def _lead(self, timeout: float | None, select: _Select) -> None:

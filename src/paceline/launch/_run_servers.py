@@ -9,27 +9,30 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
 import msgspec
 
 from paceline.errors import PacelineError, PeerError
+from paceline.launch._run_news import News
 from paceline.launch.local import LocalCluster, Share, describe_status
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import SchedulerLink, make_node_name, messages
 from paceline.ps.routes import MapWatch
 from paceline.transport import Hello
 
-_HEARTBEAT_TIMEOUT_S = 30.0
-"""Ranks that are lost are noticed by their connections; this is for hosts that are. A rank may be busy for long."""
+_LEAVING_S = 2.0
+"""How long a server that was declared dead may take to end by itself; one that is stopped never does."""
+_LOOK_S = 0.5
 
 
 class RunServers:
     """What this machine runs of a cluster whose workers are the ranks. Use it as a context manager.
 
     Whatever the servers hold is on `replicas` servers more than one. That a process died and was replaced is said on
-    standard error.
+    standard error, by whoever asks for the `failure` or waits here.
     """
 
     def __init__(
@@ -42,16 +45,21 @@ class RunServers:
         replicas: int,
         token: str,
         share: Share | None,
+        heartbeat_timeout_s: float,
         on_compile: Callable[[str], None] | None = None,
     ) -> None:
         self._num_workers = workers
         self._share = share
         self._seen: set[int] = set()
         self._there: set[int] = set()
-        self._servers: set[int] = set()  # by incarnation
-        self._replaced: list[tuple[set[int], str]] = []  # who was there before, and what is said when one more is
+        self._servers: set[str] = set()  # by node
+        self._expelled: dict[str, float] = {}  # servers that were there, and until when they may live
+        self._stopped: set[str] = set()  # who was killed for that, by name
+        self._news = News()
+        self._epoch = 0
         self._watch = MapWatch()
-        self._ended = self._cut_short = self._lost = False
+        self._ended = self._cut_short = False
+        self._lost: str | None = None  # why there is no scheduler any more
         self._changed = threading.Condition()
         self._cluster = LocalCluster(
             servers=servers,
@@ -61,7 +69,7 @@ class RunServers:
             replicas=replicas,
             token=token,
             share=share,
-            heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
+            heartbeat_timeout_s=heartbeat_timeout_s,
             on_compile=on_compile,
             on_replaced=self._note_replaced,
         )
@@ -76,16 +84,18 @@ class RunServers:
             raise
 
     def failure(self) -> str | None:
-        """Say who is gone, if the ranks cannot go on without."""
+        """Say who is gone, if the ranks cannot go on without. To be called about every second."""
+        self._look()
         if self._ended:  # by the machine with the scheduler, when all ranks have left their servers, or when it failed
-            return "the cluster of servers was ended by another node" if self._cut_short else None
+            who = "the scheduler was told to end" if self._share is None else "the servers were ended by another node"
+            return who if self._cut_short else None
         for name, status in self._cluster.dead_children("scheduler") + self._cluster.dead_children("server"):
             if status or self._link is None:  # else the link is about to say why
                 return f"{name} {describe_status(status)}"
         routes = self._watch.newest
         if routes is not None and routes.lost:
             return routes.describe_loss()
-        return "the scheduler is gone" if self._lost else None
+        return self._lost
 
     def wait_others(self) -> None:
         """Wait until nobody on other machines needs what runs here; returns at once if all ranks were here.
@@ -105,6 +115,7 @@ class RunServers:
         """End everything. Idempotent."""
         if self._link is not None:
             self._link.close()
+        self._say_news()
         self._cluster.close()
 
     def __enter__(self) -> RunServers:
@@ -136,36 +147,62 @@ class RunServers:
 
     def _take_map(self, cluster: messages.ClusterMap) -> None:
         with self._changed:
+            if cluster.epoch < self._epoch:
+                return  # what registering was answered, while the next one came
+            self._epoch = cluster.epoch
             self._watch.take(cluster)
             self._there = {member.rank for member in cluster.of_role("worker")}
             self._seen |= self._there
-            self._servers = {member.incarnation for member in cluster.of_role("server")}
-            ripe = [] if cluster.num_lost else [each for each in self._replaced if self._servers - each[0]]
-            for each in ripe:
-                self._replaced.remove(each)
+            servers = cluster.of_role("server")
+            nodes = {member.node for member in servers}
+            self._expelled.update(dict.fromkeys(self._servers - nodes, time.monotonic() + _LEAVING_S))
+            self._servers = nodes
+            self._news.take_servers((member.incarnation for member in servers), is_lost=cluster.num_lost > 0)
             self._changed.notify_all()
-        for _, text in ripe:
-            _say(text)
 
     def _heard(self, notice: msgspec.Struct) -> None:
-        if isinstance(notice, messages.Ended):
-            with self._changed:
+        with self._changed:
+            if isinstance(notice, messages.Ended):
                 self._ended, self._cut_short = True, bool(self._there)
-                self._changed.notify_all()
+            elif isinstance(notice, messages.Expelled):
+                self._lost = self._lost or f"this launcher was declared dead: {notice.reason}"
+            self._changed.notify_all()
 
     def _has_lost(self, error: PacelineError) -> None:
         with self._changed:
-            self._lost = True
+            self._lost = self._lost or str(error)
             self._changed.notify_all()
 
     def _note_replaced(self, name: str, status: int) -> None:
-        """Say that a process died; of a server when another one is there, since it may have been one too many."""
-        if name == "scheduler":
-            _say(f"the scheduler {describe_status(status)}: another one takes its place")
-            return
-        text = f"{name} {describe_status(status)}: its replicas serve what it had, and another server took its place"
         with self._changed:
-            self._replaced.append((self._servers, text))
+            if name == "scheduler":
+                self._news.add(f"the scheduler {describe_status(status)}: another one takes its place")
+                return
+            died = "gave no sign of life and was killed" if name in self._stopped else describe_status(status)
+            self._stopped.discard(name)
+            after = "its replicas serve what it had, and another server took its place"
+            self._news.add_when_replaced(name, f"{name} {died}: {after}")
+
+    # What becomes of it, in the thread that asks for it.
+
+    def _look(self) -> None:
+        """Say what is new, and kill servers that were declared dead and do not end: others take their place then."""
+        self._say_news()
+        with self._changed:
+            now = time.monotonic()
+            for node in [node for node, until in self._expelled.items() if now >= until and not self._ended]:
+                del self._expelled[node]
+                name = self._cluster.kill_server(node)
+                if name is not None:
+                    self._stopped.add(name)
+
+    def _say_news(self) -> None:
+        with self._changed:
+            lines = self._news.take_lines()
+        for line in lines:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                sys.stderr.write(f"paceline run: {line}\n")
+                sys.stderr.flush()
 
     @property
     def _runs_scheduler(self) -> bool:
@@ -180,16 +217,14 @@ class RunServers:
 
         def is_over() -> bool:
             routes = self._watch.newest
-            return is_done() or self._ended or self._lost or (routes is not None and routes.lost != 0)
+            return is_done() or self._ended or self._lost is not None or (routes is not None and routes.lost != 0)
 
-        with self._changed:
-            self._changed.wait_for(is_over)
-            failure = None if is_done() else self.failure()
+        while True:
+            self._look()
+            with self._changed:
+                has_ended, is_good = self._changed.wait_for(is_over, _LOOK_S), is_done()
+            if has_ended:
+                failure = None if is_good else self.failure()
+                break
         if failure is not None:
             raise PeerError(f"{failure}; the ranks on other machines cannot go on")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-        sys.stderr.write(f"paceline run: {text}\n")
-        sys.stderr.flush()

@@ -13,12 +13,14 @@ import sys
 from typing import Any
 
 from paceline.environment import environment
-from paceline.errors import ConnectionLostError, PacelineError
+from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.protocol import parse_consistency, parse_stale_policy
-from paceline.transport import TLS, Endpoint
+from paceline.transport import TLS, Endpoint, Hello
 
 from .kernels import load_kernels
 from .roles import Joining, run_scheduler, run_server, watch_parent
+
+_ANSWER_S = 2.0
 
 
 def main() -> int:
@@ -36,9 +38,8 @@ def main() -> int:
     except ConnectionLostError:
         return 1  # the parent sees who is gone, and says so once for all
     except PacelineError as error:
-        if options.get("extra"):
-            return 1  # it came to take a dead server's place; the cluster may have ended meanwhile
-        who = f"{options['role']} {options.get('rank', '')}".strip()
+        rank = options.get("rank")
+        who = options["role"] if rank is None else f"{options['role']} {rank}"
         print(f"paceline {who}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
@@ -87,7 +88,13 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
                 rank=options["rank"],
                 extra=options.get("extra", False),
                 with_parent=True,
+                node=options["node"],
             )
+        except (AddressError, DeadlineError) as error:
+            # It came to take a dead server's place, and the cluster may have ended meanwhile.
+            if options.get("extra") and not _answers(joining):
+                raise ConnectionLostError("the scheduler is gone") from error
+            raise
         finally:
             if "scratch" in options:  # no scheduler here that would see to it if the parent is killed
                 _remove_if_empty(options["scratch"])
@@ -95,6 +102,15 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
         from paceline.models.worker import run_worker
 
         run_worker(joining.transport(), joining.scheduler, rank=options["rank"], watch=watch_parent)
+
+
+def _answers(joining: Joining) -> bool:
+    """Whether there is a scheduler."""
+    try:
+        joining.transport().connect(joining.scheduler, Hello(role="observer"), timeout_s=_ANSWER_S).close()
+    except PacelineError:
+        return False
+    return True
 
 
 def _remove_if_empty(folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from typing import IO, Any
 
 from paceline.errors import AddressError, DeadlineError, PacelineError, PeerError, UsageError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
-from paceline.ps import Client, SchedulerLink, messages
+from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 
 from .kernels import prepare_kernels
@@ -34,6 +35,9 @@ _START_S = 60.0
 _END_S = 10.0
 _LOOPBACK = "127.0.0.1:0"
 _MAX_SERVERS = 100  # of one rank, one after the other
+_SHORT_LIFE_S = 5.0  # of a process that took another's place: the next one waits
+_FIRST_PAUSE_S = 1.0  # and twice as long each time
+_LONGEST_PAUSE_S = 30.0
 _MAX_SCHEDULERS = 6  # the first, and five that take its place: what kills so many would kill the next one too
 
 
@@ -90,10 +94,10 @@ class LocalCluster:
         self._tls = tls
         self._on_replaced = on_replaced
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
-        self._scheduler_watch: threading.Thread | None = None
-        self._server_watches: list[threading.Thread] = []
+        self._nodes: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # the servers, by the name they register with
+        self._watches: dict[str, threading.Thread] = {}  # each replaces one that dies, by its name
         self._starting = threading.Lock()
-        self._is_closing = False
+        self._is_closing = threading.Event()
         self.scheduler_restarts = 0
         """How many schedulers have died and were replaced."""
         self.server_restarts = 0
@@ -164,9 +168,8 @@ class LocalCluster:
         ended = []
         for name, child in list(self._children):
             # Nor is a process gone for as long as another one is to take its place.
-            watched = name == "scheduler" and self._scheduler_watch is not None and self._scheduler_watch.is_alive()
-            watched |= name.startswith("server") and bool(self._server_watches)
-            status = None if watched or not name.startswith(role) else child.poll()
+            watch = self._watches.get(name)
+            status = None if (watch is not None and watch.is_alive()) or not name.startswith(role) else child.poll()
             if status is not None:
                 ended.append((name, status))
         return ended
@@ -174,6 +177,14 @@ class LocalCluster:
     def pids(self, role: str) -> list[int]:
         """Return the process ids of a role that live, by rank."""
         return [child.pid for name, child in list(self._children) if name.startswith(role) and child.poll() is None]
+
+    def kill_server(self, node: str) -> str | None:
+        """Kill the server that registered as `node` if it runs here and lives; return its name."""
+        name, child = self._nodes.get(node, ("", None))
+        if child is None or child.poll() is not None:
+            return None
+        child.kill()
+        return name
 
     def wait_workers(self, client: Client, count: int, timeout_s: float = _START_S) -> None:
         """Wait until `count` workers have joined. Raises PeerError if one ends before."""
@@ -195,7 +206,7 @@ class LocalCluster:
     def close(self) -> None:
         """End every process of the cluster. Idempotent."""
         with self._starting:
-            self._is_closing = True
+            self._is_closing.set()
         # Workers hold nothing that is still wanted; to be told to end would be news to one that is stopped or stuck.
         self.end_workers()
         if any(child.poll() is None for _, child in self._children):
@@ -209,9 +220,7 @@ class LocalCluster:
                 child.kill()
                 child.wait()
             _close_pipe(child.stdout)
-        if self._scheduler_watch is not None:
-            self._scheduler_watch.join()
-        for watch in self._server_watches:
+        for watch in self._watches.values():
             watch.join()
         self._children = []
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -244,7 +253,7 @@ class LocalCluster:
                 self.scheduler_restarts += 1
 
         again = {**options, "replaces": True}
-        self._scheduler_watch = self._replace("scheduler", scheduler, again, _MAX_SCHEDULERS - 1, started)
+        self._replace("scheduler", scheduler, again, _MAX_SCHEDULERS - 1, started)
 
     def _watch_server(self, name: str, server: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
         """Start another server whenever one dies, to be filled by those that live."""
@@ -255,7 +264,7 @@ class LocalCluster:
             self._tell_address(server)
 
         again = {**options, "rank": None, "extra": True}
-        self._server_watches.append(self._replace(name, server, again, _MAX_SERVERS, started))
+        self._replace(name, server, again, _MAX_SERVERS, started)
 
     def _replace(
         self,
@@ -264,17 +273,23 @@ class LocalCluster:
         options: dict[str, Any],
         most: int,
         started: Callable[[subprocess.Popen[bytes]], None],
-    ) -> threading.Thread:
-        """Start another process in the place of one that dies, so often at most, in a thread; return the thread."""
+    ) -> None:
+        """Start another process in the place of one that dies, so often at most, in a thread."""
 
         def watch(child: subprocess.Popen[bytes]) -> None:
+            short_lives, since = 0, -math.inf
             for _ in range(most):
                 status = child.wait()
                 if status == 0:
                     return  # the cluster has ended
+                short_lives = short_lives + 1 if time.monotonic() - since < _SHORT_LIFE_S else 0
+                pause_s = min(_FIRST_PAUSE_S * 2.0 ** (short_lives - 1), _LONGEST_PAUSE_S) if short_lives else 0.0
+                if self._is_closing.wait(pause_s):
+                    return
                 with self._starting:
-                    if self._is_closing:
+                    if self._is_closing.is_set():
                         return
+                    since = time.monotonic()
                     _close_pipe(child.stdin)
                     _close_pipe(child.stdout)
                     place = self._children.index((name, child))
@@ -285,8 +300,8 @@ class LocalCluster:
             child.wait()
 
         thread = threading.Thread(target=watch, args=(child,), name=f"paceline-{name}-watch", daemon=True)
+        self._watches[name] = thread
         thread.start()
-        return thread
 
     def _hear_address(self, scheduler: subprocess.Popen[bytes]) -> str:
         assert scheduler.stdout is not None
@@ -306,6 +321,8 @@ class LocalCluster:
     def _spawn(self, name: str, options: dict[str, Any], stdout: int | None = None) -> subprocess.Popen[bytes]:
         if self._tls is not None:
             options = {**options, "tls": asdict(self._tls)}
+        if options["role"] == "server":
+            options = {**options, "node": make_node_name("server")}
         child = subprocess.Popen(
             [sys.executable, "-m", "paceline.launch.child", json.dumps(options, default=str)],
             stdin=subprocess.PIPE,
@@ -314,6 +331,8 @@ class LocalCluster:
             start_new_session=True,
         )
         self._children.append((name, child))
+        if "node" in options:
+            self._nodes[options["node"]] = (name, child)
         return child
 
     def _check_started(self, role: str) -> None:

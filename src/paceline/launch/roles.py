@@ -117,14 +117,16 @@ def run_scheduler(
 def run_server(
     joining: Joining, *, address: str = "127.0.0.1:0", rank: int | None = None, extra: bool = False,
     with_parent: bool = False, on_ready: Callable[[int, Endpoint], None] | None = None,
-    on_leaving: Callable[[], None] = lambda: None,
+    on_leaving: Callable[[], None] = lambda: None, node: str | None = None,
 ) -> None:  # fmt: skip
-    """Be a parameter server until the cluster ends.
+    """Be a parameter server until the cluster ends, under the name `node`, which no other has; None: one is made.
 
     An `extra` one joins a cluster that has all its servers. At SIGTERM its buckets move to the others before it goes,
     however long that takes (`on_leaving` is called if it is more than a moment); a second one ends it at once. Raises
     PeerError if the scheduler is lost or expels us.
     """
+
+    node = make_node_name("server") if node is None else node
 
     async def serve(stop: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
@@ -158,7 +160,7 @@ def run_server(
         def unreachable() -> tuple[int, ...]:
             return () if server is None else server.unreachable()
 
-        transport, node = joining.transport(), make_node_name("server")
+        transport = joining.transport()
         link = await asyncio.to_thread(
             lambda: SchedulerLink(
                 transport,
@@ -188,6 +190,7 @@ def run_server(
                 )
                 welcome = await asyncio.to_thread(link.register, register)
                 joined = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node)
+                listener.introduce(joined)
                 server.joined(joined, welcome.heartbeat_s)
                 server.members_changed(welcome.cluster)
                 if on_ready is not None:
@@ -242,12 +245,15 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 
 
 def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool) -> None:
-    """Run a role's coroutine on the transport's event loop until it ends or SIGTERM or SIGINT asks for it."""
+    """Run a role's coroutine on the transport's event loop until it ends or SIGTERM or SIGINT asks for it.
+
+    With a parent they do not: it ends the process by other means, and takes one that a signal ended for dead.
+    """
     loop = new_event_loop()
 
     async def main() -> None:
         stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in () if with_parent else (signal.SIGTERM, signal.SIGINT):
             try:
                 loop.add_signal_handler(number, stop.set)
             except (NotImplementedError, RuntimeError, ValueError):

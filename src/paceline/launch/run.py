@@ -38,6 +38,8 @@ from paceline.transport.addresses import bind_tcp
 from paceline.transport.authentication import check_token
 
 _PATIENCE_S = 300.0
+_HEARTBEAT_TIMEOUT_S = 30.0
+"""Who is killed is noticed by its connections; this is for who is stopped or cut off. A rank may be busy for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,7 @@ class RunOptions:
     consistency: str | None = None
     stale: str | None = None
     replicas: int | None = None
+    heartbeat_timeout_s: float | None = None
     threads: int | None = None
     log_dir: Path | None = None
     cluster: Path | None = None
@@ -92,8 +95,8 @@ def run_script(options: RunOptions) -> int:
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
         check_replicas(choice.server_replicas, choice.servers)
-    elif options.stale is not None:
-        raise UsageError(f"strategy {choice.name} has no servers: leave --stale {options.stale} out")
+    else:
+        _check_no_servers(options, choice.name)
     if options.log_dir is not None:
         check_log_dir(options.log_dir)
     with contextlib.ExitStack() as stack:
@@ -113,6 +116,7 @@ def run_script(options: RunOptions) -> int:
                         replicas=choice.server_replicas,
                         token=setup.token,
                         share=setup.share,
+                        heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
                     )
                 )
                 scheduler = servers.scheduler
@@ -181,6 +185,14 @@ def _check_script(options: RunOptions) -> None:
         raise UsageError(f"there is no script {script}; options of 'paceline run' stand before it, its own behind it")
     elif Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
         raise UsageError(f"{script} is a folder without a __main__.py, and no script")
+
+
+def _check_no_servers(options: RunOptions, strategy: str) -> None:
+    given = {"--stale": options.stale, "--heartbeat-timeout": options.heartbeat_timeout_s}
+    for name, value in given.items():
+        if value is not None:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise UsageError(f"strategy {strategy} has no servers: leave {name} {shown} out")
 
 
 def _check_module(name: str) -> None:

@@ -1,7 +1,7 @@
 """Snapshots of a training: when one is due, what is told when it does not come about, and how to go on from one.
 
 Whom it talks to: the driver (:mod:`paceline.launch.train`), which looks in now and then, and
-:mod:`paceline.ps.snapshots`, which has servers write and read.
+:mod:`paceline.ps.snapshots` and :mod:`~paceline.ps.snapshot_loading`, which have servers write and read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from paceline.errors import DataError, PacelineError, UsageError
 from paceline.models import jobs
 from paceline.ps import Client, messages
 from paceline.ps.snapshot_files import SnapshotManifest, SnapshotWriteError
+from paceline.ps.snapshot_loading import Snapshot, load_snapshot, read_newest
 from paceline.ps.snapshot_messages import JobAccount
-from paceline.ps.snapshots import Snapshot, SnapshotTaker, load_snapshot, read_newest
+from paceline.ps.snapshots import SnapshotTaker
 
 if TYPE_CHECKING:
     from .train import TrainOptions

@@ -101,6 +101,7 @@ class Iterations:
         self._version = 0
         self._careless: set[int] = set()  # workers that may not have heard that somebody is behind this server
         self._unkept: int | None = None  # when all have: iterations below this may be in nobody's memory but this one
+        self._bequeathed = 0  # iterations below this may have pushes in memory of workers that ticked them and are gone
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -202,12 +203,16 @@ class Iterations:
             self._pushed[iteration].discard(worker)
             if not self._pushed[iteration]:
                 del self._pushed[iteration]
+        if self._unkept is not None:  # nobody may ever complete what was dropped: it is not waited for
+            self._unkept = min(self._unkept, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
         """Note that a worker is gone: what it pushed counts where it ticked. Return the sums to go out."""
         was_over = self._takeover.is_over
-        for workers in self._pushed.values():
-            workers.discard(worker)
+        for iteration, workers in self._pushed.items():
+            if worker in workers:
+                workers.discard(worker)
+                self._bequeathed = max(self._bequeathed, iteration + 1)
         self._takeover.left(worker)
         self._careless.discard(worker)
         self._look_at_workers()
@@ -215,7 +220,11 @@ class Iterations:
 
     def _look_at_workers(self) -> None:
         if self._unkept is None and not self._careless and self._replication.has_successors:
-            self._unkept = max([self._next, *(iteration + 1 for iteration in self._pushed)])
+            self._unkept = self._end_of_parts()
+
+    def _end_of_parts(self) -> int:
+        """Return the iteration from which on no push is in memory."""
+        return max([self._next, self._bequeathed, *(iteration + 1 for iteration in self._pushed)])
 
     def _settle(self) -> list[Sum]:
         if not self._takeover.is_over:

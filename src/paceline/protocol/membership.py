@@ -221,7 +221,7 @@ class Membership:
         self = cls(expected_servers, heartbeat_timeout_s, disconnect_grace_s=disconnect_grace_s)
         self._epoch = epoch + 1
         taken: set[tuple[Role, int]] = set()
-        highest = epoch
+        highest = 0
         for member in sorted(members, key=lambda m: m.incarnation, reverse=True):
             highest = max(highest, member.incarnation)
             if member.node not in self._members and (member.role, member.rank) not in taken:

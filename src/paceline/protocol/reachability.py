@@ -88,14 +88,14 @@ class Reachability:
         due = {server for pair, since_s in at_odds.items() if now_s - since_s >= self._patience_s for server in pair}
         if not due:
             return None
+        # Rule 2: nobody goes that is the last to have a bucket: to wait for the cable is better than to lose it.
+        expendable = due - self._last_to_have(groups, now_s)
+        if not expendable:
+            return None
         # Rule 1: who is at odds with most goes: its own cable is cut.
         num_pairs = Counter(server for pair in at_odds for server in pair)
-        # Rule 2: nobody goes that is the last to have a bucket: to wait for the cable is better than to lose it.
-        last = {group.members[0] for group in groups if len(group.members) == 1}
         # Rule 3: of those that are alike the younger one goes: it has less.
-        server = max(due, key=lambda each: (num_pairs[each], each not in last, each))
-        if server in last:
-            return None
+        server = max(expendable, key=lambda each: (num_pairs[each], each))
         return Unreachable(server, tuple(sorted(sum(pair) - server for pair in at_odds if server in pair)))
 
     @property
@@ -103,6 +103,18 @@ class Reachability:
         """The servers that complain of others, or that others complain of: any of them may be the one that goes."""
         pairs = ((server, other) for server, complaints in self._complaints.items() for other in complaints)
         return frozenset(end for pair in pairs for end in pair)
+
+    def _last_to_have(self, groups: Iterable[ChainGroup], now_s: float) -> set[int]:
+        """Return the servers without which some bucket would be lost, or might be.
+
+        A member that was not heard lately may be dead already, though nobody has declared it so: it counts for nothing.
+        """
+        silent_s = self._patience_s / 2
+        last: set[int] = set()
+        for group in groups:
+            there = {each for each in group.members if now_s - self._last_s.get(each, -float("inf")) <= silent_s}
+            last.update(member for member in group.members if not there - {member})
+        return last
 
     def _at_odds(self, now_s: float) -> dict[tuple[int, int], float]:
         """Return the pairs of which one does not reach the other, and since when.

@@ -1,6 +1,6 @@
 """Transition tables: what may become of one thing in the hands of a machine, as data.
 
-A module with a machine has a :class:`StateTable` of the thing that it decides about: a worker, a shard, a push.
+A machine that decides about one kind of thing (a worker, a shard, a push) has a :class:`StateTable` of it beside it.
 ``docs/diagrams.py`` draws the diagrams of ``docs/protocol.md`` from the tables. Tests drive each machine at random and
 see to it that it does what its table says, all of it, and nothing else.
 """

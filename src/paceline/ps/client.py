@@ -106,6 +106,7 @@ class Client:
             welcome = self.link.register(messages.Register(node=node, role=role, rank=rank))
             self.rank = welcome.rank
             self.incarnation = welcome.incarnation
+            self.settings: messages.Settings = welcome.settings
             self.consistency: Consistency = parse_consistency(welcome.settings.consistency)
             self._hello = Hello(
                 role=role,

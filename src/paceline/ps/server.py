@@ -346,6 +346,7 @@ class Server(Handler):
             assert self._buffer is not None
             self._buffer.forget(worker, clock)
             self._iterations.forget(worker, clock)
+            self._replicator.look()  # a fill may be reported now
 
     def _awaited(self) -> Collection[int]:
         return self._takeover.awaited if self._iterations is None else self._iterations.awaited

@@ -61,7 +61,8 @@ class _Taking:
         self._directory = Path(request.directory)
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-snapshot")
-        size = sum(tables.find(number).part.num_bytes for number in request.tables)
+        parts = [tables.find(number).part for number in request.tables]
+        size = sum((8 + 4 * part.record_words) * part.num_rows for part in parts)
         for _ in range(1 + min(_WRITERS, size // PART_BYTES)):
             future = self._pool.submit(PartBuffer, min(size, PART_BYTES))
             future.add_done_callback(lambda made: _call_soon(self._loop, self._has_made, made))
@@ -127,11 +128,10 @@ class _Taking:
         number, bucket = self._todo.pop()
         start = time.perf_counter()
         try:
-            keys, records = self._copy(number, bucket)
+            gathered.add(bucket, *self._copy(number, bucket))
         except (UsageError, MemoryError) as error:
             self._fail(str(error) or "no memory for a copy of a bucket")
             return
-        gathered.add(bucket, keys, records)
         # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
         self._loop.call_later(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02), self._step)
 

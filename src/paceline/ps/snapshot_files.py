@@ -130,8 +130,9 @@ class PartBuffer:
         """Copy a bucket's keys (uint64 [n]) and records (float32 [n, words])."""
         start, stop = self._num_rows, self._num_rows + len(keys)
         if stop > len(self._keys):
-            self._keys = np.concatenate([self.keys, np.empty(2 * len(keys), np.uint64)])
-            self._records = np.concatenate([self.records, np.empty((2 * len(keys), self._words), np.float32)])
+            more = max(start, 2 * len(keys))
+            self._keys = np.concatenate([self.keys, np.empty(more, np.uint64)])
+            self._records = np.concatenate([self.records, np.empty((more, self._words), np.float32)])
         self._keys[start:stop], self._records[start:stop] = keys, records
         self._num_rows = stop
         self.buckets.append(bucket)

@@ -216,6 +216,10 @@ class Listener(ABC):
         """How many connections there are, those that have not yet proved themselves included."""
 
     @abstractmethod
+    def introduce(self, hello: Hello) -> None:
+        """Tell this to those who connect from now on: who we are is known later than where we listen."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Stop listening, close every connection, remove the Unix socket. Idempotent."""
 

@@ -146,6 +146,9 @@ class _MemoryListener(Listener):
     def num_connections(self) -> int:
         return len(self.service.connections)
 
+    def introduce(self, hello: Hello) -> None:
+        self.service.hello = hello
+
     async def close(self) -> None:
         self._listeners.pop(self.endpoint.tcp.host, None)
         for connection in list(self.service.connections):

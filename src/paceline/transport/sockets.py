@@ -160,6 +160,9 @@ class _SocketListener(Listener):
     def num_connections(self) -> int:
         return len(self._service.connections)
 
+    def introduce(self, hello: Hello) -> None:
+        self._service.hello = hello
+
     async def close(self) -> None:
         for server in self._servers:
             server.close()

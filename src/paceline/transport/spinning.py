@@ -3,10 +3,11 @@
 To wake a process on an idle core takes 20 µs and more (a virtual one has to be started again), longer than
 most requests take. So a wait begins with a few microseconds of looking. Where that does not pay (the answer
 takes longer, or needs this very core) it soon stops: each miss doubles the number of waits without. Where it
-would have paid to look a little longer (a push that goes on to a replica), it does so from then on.
+would have paid to look a little longer (a push that goes on to a replica), it does so until that misses once.
 
 Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs if
-neither looks, 20 if the client does, 8 if both do.
+neither looks, 20 if the client does, 8 if both do. A push of one key to a server with a replica (three processes
+on two cores): 250 to 300 µs if all look for 50 µs at most, 105 to 170 if they learn to look for 200.
 """
 
 from __future__ import annotations

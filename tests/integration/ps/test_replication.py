@@ -190,6 +190,26 @@ def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
         assert [index for index, pair in enumerate(zip(read, right, strict=True)) if not np.array_equal(*pair)] == []
 
 
+def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_one_who_retires() -> None:
+    with Cluster(workers=2, consistency=Sequential()) as cluster, ExitStack() as stack:
+        goes, _ = workers = cluster.connect_all()
+        observer = cluster.connect(observer=True)
+        tables = [client.sparse_table("sparse", update=SGD(lr=1.0)) for client in workers]
+        for table in tables:
+            table.push(KEYS, -np.ones((300, 1), np.float32), tick=True)
+        for table in tables:
+            table.pull(KEYS)
+        tables[0].push(KEYS, -np.ones((300, 1), np.float32))
+        goes.flush()
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        time.sleep(0.5)
+        wait_until(lambda: bool(cluster.nodes[0].server._replicator._reports))  # it has the rows, and nobody is told
+        assert not is_whole(observer, 2, 0)
+        goes.retire()
+        wait_until(lambda: is_whole(observer, 2, 0))
+        assert set(values(observer, "sparse")) == {2.0}
+
+
 def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
     """It was answered from what was dropped already, as if it were safe: the sum it waits for has nobody to go to."""
     with Cluster(servers=2, workers=1, consistency=Sequential()) as cluster:

@@ -15,7 +15,8 @@ from paceline.errors import ModelError, PeerError, TableMismatchError, UsageErro
 from paceline.protocol import Sequential
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform, server_snapshots, snapshots
 from paceline.ps.snapshot_files import SnapshotManifest, SnapshotWriteError, folder_name, numbers_in
-from paceline.ps.snapshots import SnapshotTaker, load_snapshot, read_newest
+from paceline.ps.snapshot_loading import load_snapshot, read_newest
+from paceline.ps.snapshots import SnapshotTaker
 
 from .harness import Cluster, Floats, files_up_to, in_threads, keys_of, random_keys, wait_until
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import paceline  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.launch.local import LocalCluster  # noqa: E402
-from paceline.protocol import BoundedDelay, Sequential  # noqa: E402
+from paceline.protocol import BoundedDelay, Eventual, Sequential  # noqa: E402
 from paceline.torch.embeddings import Embedder, Embedding, ServerTables, find_embeddings  # noqa: E402
 from paceline.torch.strategies.hybrid import Hybrid  # noqa: E402
 
@@ -87,8 +87,13 @@ def test_a_program_may_say_what_servers_it_needs(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("PACELINE_TOKEN", cluster.token)
         with Hybrid(consistency=BoundedDelay(tau=4), replicas=1):
             pass
-        with pytest.raises(UsageError, match=r"strategy hybrid was made with replicas=2, and .* --servers 3 SCRIPT`"):
+        options = "--servers 3 --replicas 2 --consistency bounded:4 SCRIPT`"
+        with pytest.raises(UsageError, match=f"strategy hybrid was made with replicas=2, and .* {options}"):
             Hybrid(replicas=2)
+        with pytest.raises(UsageError, match="--servers 2 --replicas 1 --consistency eventual SCRIPT`"):
+            Hybrid(consistency=Eventual())  # what was right stays as it is
+        with pytest.raises(UsageError, match="was made with replicas=-1: expected 0 or more"):
+            Hybrid(replicas=-1)
         assert not torch.distributed.is_initialized()
 
 

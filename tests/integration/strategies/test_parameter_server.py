@@ -374,9 +374,9 @@ def test_a_program_may_say_what_servers_it_needs(cluster: LocalCluster) -> None:
     for options in fit:
         ParameterServer(**options).close()
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"consistency": BoundedDelay(tau=3)}, "--consistency bounded:3 SCRIPT`, or leave consistency out"),
-        ({"consistency": Sequential(), "replicas": 2}, "--consistency sequential --replicas 2 --servers 3 SCRIPT`"),
-        ({"consistency": BoundedDelay(tau=2), "replicas": 1}, "--replicas 1 --servers 2 SCRIPT`"),
+        ({"consistency": BoundedDelay(tau=3)}, "--servers 1 --consistency bounded:3 SCRIPT`, or leave consistency out"),
+        ({"consistency": Sequential(), "replicas": 2}, "--servers 3 --replicas 2 --consistency sequential SCRIPT`"),
+        ({"consistency": BoundedDelay(tau=2), "replicas": 1}, "--servers 2 --replicas 1 --consistency bounded:2"),
     ]
     for options, said in refused:
         with pytest.raises(UsageError, match=r"were started with consistency=bounded:2, replicas=0: start") as caught:

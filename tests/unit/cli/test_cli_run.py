@@ -60,6 +60,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         ("--strategy parameter-server --servers 0 s.py", "0 were asked for: expected 1 or more"),
         ("--strategy all-reduce --servers 1 s.py", "has no servers"),
         ("--strategy all-reduce --stale drop:2 s.py", "leave --stale drop:2 out"),
+        ("--strategy all-reduce --heartbeat-timeout 5 s.py", "no servers: leave --heartbeat-timeout 5 out"),
         ("--strategy parameter-server --stale drop:2 s.py", "nothing to do under sequential"),
         ("--strategy parameter-server --consistency x s.py", "'x'"),
         ("--strategy all-reduce --replicas 2 s.py", "leave --replicas 2 out"),

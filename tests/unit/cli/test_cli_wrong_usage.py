@@ -69,6 +69,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --save good.tsv", 1, "there is a file of that name"),
         ("train good.tsv --save others", 1, "it holds other files"),
         ("train good.tsv --save good.tsv/model", 1, "good.tsv"),
+        ("train good.tsv --snapshot-every often", 2, "expected a time such as 30s"),
+        ("train good.tsv --snapshot-every 10s", 2, "--snapshot-dir DIR"),
         ("predict others good.tsv", 1, "others holds no model"),
         ("bench ps --update adam", 2, "expected sgd or ftrl"),
         ("train good.tsv --scheduler 127.0.0.1:9", 2, "a cluster needs a token"),

@@ -11,8 +11,8 @@ from paceline.errors import DataError, UsageError
 from paceline.launch.train import TrainOptions
 from paceline.launch.training_snapshots import Resumption, describe_training, parse_every
 from paceline.ps.snapshot_files import FORMAT, FORMAT_VERSION, SnapshotManifest
+from paceline.ps.snapshot_loading import Snapshot
 from paceline.ps.snapshot_messages import DoneShards, JobAccount
-from paceline.ps.snapshots import Snapshot
 
 
 @pytest.mark.parametrize(

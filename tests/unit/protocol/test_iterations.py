@@ -203,6 +203,39 @@ def test_a_fill_is_reported_though_some_leave_or_finish() -> None:
     iterations.forget(1, 0)  # it has not ticked: what it pushed never counts
     iterations.left(2)
     assert iterations.may_report(ALL)
+    _, iterations = filled_behind(1, 2)
+    iterations.synced(1, 2)
+    iterations.synced(2, 2)
+    assert not iterations.may_report(ALL)
+    iterations.forget(1, 0)  # though all have said that they keep
+    assert iterations.may_report(ALL)
+
+
+def test_a_fill_is_reported_though_one_goes_whose_pushes_it_waited_for() -> None:
+    # Found by a reviewer: the drain or join hung until somebody completed an iteration that nobody else was in.
+    replication, iterations = filled_behind(1, 2)
+    iterations.admit(2, 0, 0, 0b01)
+    iterations.admit(2, 1, 1, ALL)
+    iterations.synced(1, 2)
+    iterations.synced(2, 2)
+    iterations.forget(2, 1)  # it has ticked iteration 0
+    iterations.left(2)
+    assert not iterations.may_report(ALL)  # of that there are pushes in nobody else's memory
+    push_sums(replication, iterations, iterations.complete(0, (1, 2)))
+    assert iterations.may_report(ALL)
+
+
+def test_a_fill_waits_for_what_one_ticked_who_is_gone_though_others_drop_theirs() -> None:
+    replication, iterations = filled_behind(1, 2)
+    iterations.admit(2, 0, 0, ALL)
+    for worker, clock in ((1, 1), (2, 0)):
+        iterations.synced(worker, 2)
+        assert not iterations.may_report(ALL)
+        iterations.forget(worker, clock)
+        iterations.left(worker)
+        assert not iterations.may_report(ALL)
+    push_sums(replication, iterations, iterations.complete(0, (1,)))
+    assert iterations.may_report(ALL)
 
 
 def test_what_one_ticked_who_has_left_is_in_the_chain_before_a_fill_is_reported() -> None:

@@ -19,7 +19,7 @@ BEAT_S = 1.0
 def run(
     complaints: dict[int, tuple[int, ...]],
     *,
-    servers: tuple[int, ...] = (1, 2, 3, 4),
+    servers: tuple[int, ...] = (1, 2, 3, 4, 5),
     groups: tuple[ChainGroup, ...] = (),
     beats: int = 6,
 ) -> Unreachable | None:
@@ -106,7 +106,11 @@ def test_who_was_stopped_has_time_to_answer() -> None:
         ({1: (2,)}, [(2,), (1,)], None),  # they wait for their cable
         ({1: (2,), 3: (4,)}, [(2, 4), (1, 3)], 4),
         ({1: (2,), 3: (4,)}, [(4,), (1, 3)], 3),
-        ({1: (2, 3)}, [(1,)], None),  # to do without the others would help nobody
+        ({1: (2, 3)}, [(1,)], 3),  # it has most against it, and may not go: so the others do, one by one
+        ({1: (2, 3)}, [(1,), (2, 3)], 3),
+        ({1: (2, 3)}, [(1,), (2,), (3,)], None),
+        ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # what these two may do does not hang on those
+        ({1: (2, 3), 4: (5,)}, [(1,), (2,), (3,), (4, 5)], 5),
     ],
 )
 def test_nobody_goes_that_is_the_last_to_have_a_bucket(
@@ -115,6 +119,29 @@ def test_nobody_goes_that_is_the_last_to_have_a_bucket(
     groups = tuple(ChainGroup(members, None, 1 << bucket) for bucket, members in enumerate(chains))
     decided = run(complaints, groups=groups)
     assert (None if decided is None else decided.server) == goes
+
+
+def test_who_is_silent_and_not_declared_dead_yet_has_no_bucket() -> None:
+    """1 and 2 have each its buckets with 3; 3 dies while 1 and 2 are at odds: either alone has them, and stays."""
+    rule = Reachability(PATIENCE_S)
+    groups = (ChainGroup((1, 3), None, 0b01), ChainGroup((3, 2), None, 0b10))
+    for beat in range(12):
+        for server, others in ((1, (2,) if beat >= 4 else ()), (2, ()), (3, ())):
+            if server != 3 or beat < 7:
+                rule.heard(server, others, beat * BEAT_S)
+        assert rule.decide((1, 2, 3), groups, beat * BEAT_S) is None, beat
+    rule.heard(3, (), 11.0)
+    assert rule.decide((1, 2, 3), groups, 11.0) == Unreachable(2, (1,))
+
+
+def test_two_that_fall_silent_together_are_both_the_last() -> None:
+    rule = Reachability(PATIENCE_S)
+    for beat in range(6):
+        for server in (1, 2):
+            rule.heard(server, (2,) if server == 1 else (), beat * BEAT_S)
+    groups = (ChainGroup((1, 2), None, 1),)
+    assert rule.decide((1, 2), groups, 5.0 + PATIENCE_S / 2) == Unreachable(2, (1,))
+    assert rule.decide((1, 2), groups, 5.1 + PATIENCE_S / 2) is None  # who knows which of the two is dead
 
 
 def test_patience_is_positive() -> None:
@@ -127,7 +154,10 @@ def test_patience_is_positive() -> None:
     st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=2, unique=True), max_size=4),
 )
 def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]) -> None:
-    """One after the other goes until no two are at odds, or nobody may go; the one that goes has most against it."""
+    """One after the other goes until no two are at odds, or neither of two may go; no bucket is lost by it.
+
+    Of those that may go it is one that has most against it.
+    """
     rule, living = Reachability(PATIENCE_S), set(range(1, 7))
     for beat in range(6):
         for server in living:
@@ -137,14 +167,14 @@ def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]
         pairs = {frozenset((a, b)) for a in living for b in complaints.get(a, set()) & living if a != b}
         against = Counter(server for pair in pairs for server in pair)
         last = {group.members[0] for group in groups if len(group.members) == 1}
+        assert all(group.members for group in groups)
         decided = rule.decide(living, groups, 5.0)
         rule.validate()
         if decided is None:
-            most = {server for server in against if against[server] == max(against.values())}
-            assert most <= last
+            assert against.keys() <= last
             return
         assert decided.server not in last
-        assert against[decided.server] == max(against.values())
+        assert against[decided.server] == max(count for server, count in against.items() if server not in last)
         assert set(decided.others) == {other for pair in pairs if decided.server in pair for other in pair} - {
             decided.server
         }

@@ -27,8 +27,9 @@ from paceline.ps.snapshot_files import (
     write_manifest,
     write_part,
 )
+from paceline.ps.snapshot_loading import read_newest
 from paceline.ps.snapshot_messages import DoneShards, JobAccount, SnapshotPart, done_shards, shards_in
-from paceline.ps.snapshots import SnapshotFolder, read_newest
+from paceline.ps.snapshots import SnapshotFolder
 
 
 def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> SnapshotPart:
@@ -65,6 +66,22 @@ def test_a_part_is_a_safetensors_file(tmp_path: Path, rows: int) -> None:
     np.testing.assert_array_equal(plain["records"], records)
     assert records.shape == (2 * rows, 3)
     assert part.num_bytes == os.path.getsize(tmp_path / part.file)
+
+
+@pytest.mark.parametrize(("num_bytes", "stays"), [(1000 * (8 + 4), True), (100, False)])
+def test_a_part_of_the_size_foreseen_is_copied_once(num_bytes: int, stays: bool) -> None:
+    gathered = PartBuffer(num_bytes)
+    gathered.begin(1)
+    keys, records = np.arange(1000, dtype=np.uint64), np.arange(1000, dtype=np.float32).reshape(1000, 1)
+    for bucket in range(10):
+        rows = slice(100 * bucket, 100 * bucket + 100)
+        gathered.add(bucket, keys[rows], records[rows])
+        if bucket == 0:
+            first = gathered.records
+    assert np.shares_memory(first, gathered.records) is stays
+    np.testing.assert_array_equal(gathered.keys, keys)
+    np.testing.assert_array_equal(gathered.records, records)
+    assert (gathered.buckets, gathered.rows, gathered.num_bytes) == (list(range(10)), [100] * 10, 12_000)
 
 
 def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.protocol import Consistency, parse_consistency
-from paceline.ps import Client, messages
+from paceline.protocol import Consistency
+from paceline.ps import Client
 from paceline.transport import SocketTransport
 
 _TIMEOUT = timedelta(minutes=1)
@@ -33,19 +33,19 @@ def check_cluster(client: Client, name: str, consistency: Consistency | None, re
 
     They may have more `replicas`. How sequential consistency joins the ranks' gradients is left aside.
     """
-    if consistency is None and replicas is None:
-        return
-    there = client.link.call(messages.GetSettings(), messages.Settings)
-    has = parse_consistency(there.consistency)
+    if replicas is not None and replicas < 0:
+        raise UsageError(f"rank {client.rank}: strategy {name} was made with replicas={replicas}: expected 0 or more")
+    there, has = client.settings, client.consistency
     is_other = consistency is not None and (type(consistency), consistency.tau) != (type(has), has.tau)
     if not is_other and (replicas or 0) <= there.replicas:
         return
     given = {"consistency": consistency, "replicas": replicas}
     told = ", ".join(f"{option}={value}" for option, value in given.items() if value is not None)
-    options = "".join(f" --{option} {value}" for option, value in given.items() if value is not None)
-    servers = f" --servers {replicas + 1}" if replicas else ""
+    copies = max(there.replicas, replicas or 0)
+    options = f"--servers {max(there.num_servers, copies + 1)}" + (f" --replicas {copies}" if copies else "")
+    options += f" --consistency {consistency or has}"
     raise UsageError(
         f"rank {client.rank}: strategy {name} was made with {told}, and its servers were started with "
-        f"consistency={has}, replicas={there.replicas}: start the program with `paceline run --strategy {name}"
-        f"{options}{servers} SCRIPT`, or leave {' and '.join(o for o, value in given.items() if value is not None)} out"
+        f"consistency={has}, replicas={there.replicas}: start the program with `paceline run --strategy {name} "
+        f"{options} SCRIPT`, or leave {' and '.join(o for o, value in given.items() if value is not None)} out"
     )

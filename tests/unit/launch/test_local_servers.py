@@ -1,0 +1,112 @@
+"""Servers of this machine that die: who is replaced, who cannot be, and what a run says of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+import paceline.launch.local as local_module
+from paceline.launch._run_servers import RunServers
+from paceline.launch.local import LocalCluster, Share
+from paceline.protocol import Accept, Eventual
+from paceline.ps import Client, messages
+from paceline.transport import SocketTransport
+
+_TOKEN = "a token for tests"
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that comes true soon."""
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def servers() -> RunServers:
+    """Two servers and a replica."""
+    return RunServers(
+        servers=2,
+        workers=1,
+        consistency=Eventual(),
+        stale=Accept(),
+        replicas=1,
+        token=_TOKEN,
+        share=None,
+        heartbeat_timeout_s=10.0,
+    )
+
+
+def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local_module, "_FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(local_module, "_SHORT_LIFE_S", 30.0)
+    port, scheduler = free_port(), f"127.0.0.1:{free_port()}"
+    share = Share(scheduler=scheduler, runs_scheduler=True, servers={0: "127.0.0.1:0", 1: f"127.0.0.1:{port}"})
+    statuses: list[int] = []
+    with LocalCluster(
+        servers=2, replicas=1, share=share, on_replaced=lambda name, each: statuses.append(each)
+    ) as local:
+        os.kill(local.pids("server")[1], signal.SIGTERM)
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            while taken.getsockname()[1] != port:
+                try:
+                    taken.bind(("127.0.0.1", port))
+                except OSError:
+                    time.sleep(0.001)
+            taken.listen()
+            wait_until(lambda: len(statuses) == 1 and len(local.pids("server")) == 1)
+            time.sleep(0.5)
+            assert statuses == [-signal.SIGTERM]  # and not 1, which is how the second one ended
+            assert local.dead_children("server") == []  # another one is to come
+            since = time.monotonic()
+            local.close()
+            assert time.monotonic() - since < 8.0  # whatever the pause
+    said = capfd.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: the port is in use" in said
+    assert said.count("\n") == 1
+
+
+def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
+    """The link's thread, which has to send heartbeats, may not be held up by standard error."""
+    with servers, Client(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
+        before = {each.incarnation for each in client.link.wait_servers(10.0)}
+        os.kill(servers._cluster.pids("server")[0], signal.SIGTERM)
+
+        def is_replaced() -> bool:
+            now = {
+                each.incarnation for each in client.link.call(messages.GetMap(), messages.ClusterMap).of_role("server")
+            }
+            return len(now) == 2 and bool(now - before)
+
+        wait_until(is_replaced)
+        time.sleep(0.2)
+        assert capsys.readouterr().err == ""
+        assert servers.failure() is None
+        assert capsys.readouterr().err == (
+            "paceline run: server 0 was killed by SIGTERM: its replicas serve what it had, and another server took its "
+            "place\n"
+        )
+
+
+def test_the_end_of_the_cluster_is_not_blamed_on_nodes_that_are_not_there(servers: RunServers) -> None:
+    with servers, Client(SocketTransport(_TOKEN), servers.scheduler, rank=0) as client:
+        wait_until(lambda: bool(servers._there))
+        client.link.call(messages.EndCluster())
+        wait_until(lambda: servers.failure() is not None)
+        assert servers.failure() == "the scheduler was told to end"

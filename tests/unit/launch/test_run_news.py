@@ -1,0 +1,62 @@
+"""When ``paceline run`` says that a server died: when another one has joined, and once for each."""
+
+from __future__ import annotations
+
+from paceline.launch._run_news import News
+
+
+def make_news(*incarnations: int) -> News:
+    """News of a cluster with these servers."""
+    news = News()
+    news.take_servers(incarnations, is_lost=False)
+    return news
+
+
+def test_a_death_is_said_when_another_server_has_joined() -> None:
+    news = make_news(1, 2)
+    news.add_when_replaced("server 1", "died")
+    news.take_servers([1], is_lost=False)
+    assert news.take_lines() == []
+    news.take_servers([1, 3], is_lost=False)
+    assert news.take_lines() == ["died"]
+    news.take_servers([1, 3, 4], is_lost=False)
+    assert news.take_lines() == []
+
+
+def test_what_takes_a_place_and_dies_before_it_joins_is_not_said() -> None:
+    news = make_news(1, 2)
+    news.add_when_replaced("server 1", "the first")
+    news.add_when_replaced("server 1", "the second")
+    news.take_servers([1, 3], is_lost=False)
+    news.take_servers([1, 3, 4], is_lost=False)
+    assert news.take_lines() == ["the first"]
+
+
+def test_of_two_deaths_at_once_each_waits_for_a_server() -> None:
+    news = make_news(1, 2, 3)
+    news.add_when_replaced("server 0", "0 died")
+    news.add_when_replaced("server 1", "1 died")
+    news.take_servers([3], is_lost=False)
+    news.take_servers([3, 4], is_lost=False)
+    assert news.take_lines() == ["0 died"]
+    news.take_servers([3, 4, 1], is_lost=False)  # it was there before
+    assert news.take_lines() == []
+    news.take_servers([3, 4, 5], is_lost=False)
+    assert news.take_lines() == ["1 died"]
+
+
+def test_the_first_map_says_nothing_of_who_has_joined() -> None:
+    news = News()
+    news.add("the scheduler died")
+    news.add_when_replaced("server 1", "died")
+    news.take_servers([1, 2], is_lost=False)
+    assert news.take_lines() == ["the scheduler died"]
+    news.take_servers([1, 2, 3], is_lost=False)
+    assert news.take_lines() == ["died"]
+
+
+def test_a_loss_is_all_there_is_to_say() -> None:
+    news = make_news(1, 2)
+    news.add_when_replaced("server 1", "died")
+    news.take_servers([3], is_lost=True)
+    assert news.take_lines() == []
