@@ -63,6 +63,20 @@ def test_a_cut_cable_holds_all_up_unless_one_of_the_two_servers_goes(monkeypatch
     assert any(violation is not None and "(progress)" in violation for violation in violations)
 
 
+def test_no_restarted_scheduler_forgets_that_somebody_is_gone() -> None:
+    num_restarts = 0
+    for seed in range(10):
+        lines: list[str] = []
+        faults = ("crash-scheduler", "join-worker", "crash-worker")
+        outcome = Cluster(seed, faults=faults, num_faults=24, trace=lines.append).run()
+        assert outcome.violation is None
+        maps = re.findall(r"scheduler -> .*Map\(epoch=(\d+),.*highest=(\d+)", "\n".join(lines))
+        highest = dict(sorted((int(epoch), int(number)) for epoch, number in maps))
+        assert list(highest.values()) == sorted(highest.values())
+        num_restarts += outcome.fired["crash-scheduler"]
+    assert num_restarts > 10
+
+
 def test_without_faults_nothing_is_sent_again() -> None:
     for seed in range(20):
         outcome = Cluster(seed, faults=()).run()

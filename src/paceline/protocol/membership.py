@@ -239,6 +239,11 @@ class Membership:
         return self._epoch
 
     @property
+    def last_incarnation(self) -> int:
+        """No incarnation above this one was ever given: who has one up to it and is no member is gone."""
+        return self._next_incarnation - 1
+
+    @property
     def ready(self) -> bool:
         """Whether the expected servers are all there."""
         return sum(m.role is Role.SERVER for m in self._members.values()) >= self._expected_servers

@@ -453,7 +453,9 @@ class Replication:
                     former.waiting[target] = number, buckets & ~taken
                 else:  # what it waits for is on its way once more, and is answered under that number
                     del self._by_number[number], former.waiting[target]
-            if not former.buckets and not former.is_sum:
+            if former.is_ours and not push.is_ours and not former.is_sum:
+                former.end = Refuse  # its client has no part in what was handed up, and asks again
+            elif not former.buckets and not former.is_sum:
                 former.end = Forget
             if not former.waiting:
                 instructions += self._end(former)

@@ -114,6 +114,8 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The version of the chains; 0 while there are none."""
     groups: tuple[GroupInfo, ...] = ()
     """Which servers hold which buckets."""
+    last_incarnation: int = 0
+    """Who has none above this one, and is no member, is gone."""
 
     @property
     def num_lost(self) -> int:

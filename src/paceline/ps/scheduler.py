@@ -466,6 +466,7 @@ class Scheduler(Handler):
                 messages.GroupInfo(group.members, group.filling, to_bytes(group.buckets))
                 for group in self._planner.groups
             ),
+            last_incarnation=self._membership.last_incarnation,
         )
 
     # Tables.

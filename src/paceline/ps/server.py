@@ -226,7 +226,9 @@ class Server(Handler):
             return  # overtaken by a newer one: a newcomer that is not on it has not left
         self._epoch = cluster.epoch
         there = {member.incarnation for member in cluster.members}
-        for gone in self._on_map - there:
+        # Who joined and died between two maps was on neither.
+        counted = {worker for worker in self._counted if worker <= cluster.last_incarnation}
+        for gone in (self._on_map | counted) - there:
             self.worker_left(gone)
         self._on_map = {member.incarnation for member in cluster.members if member.role == "worker"}
         if cluster.version > self._version:

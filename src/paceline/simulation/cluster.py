@@ -267,11 +267,8 @@ class Cluster:
                         raise Violation(f"{holder.name} is a member of the chain of bucket {bucket} and has it not")
                     self.oracle.check_acknowledged(bucket, data, holder.name)
                     first = of.get(group.members[0])
-                    if at_end and first is not None and first.data[bucket].marks != data.marks:
-                        raise Violation(
-                            f"{holder.name} has {data.marks} in bucket {bucket}, its primary {first.name} "
-                            f"{first.data[bucket].marks} (replicas are equal)"
-                        )
+                    if at_end and first is not None:
+                        self.oracle.check_equal(bucket, first.data[bucket], data, holder.name)
 
     def run(self) -> Outcome:
         """Live until all work is done, or something is wrong."""

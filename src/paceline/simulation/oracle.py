@@ -137,6 +137,19 @@ class Oracle:
                     "acknowledged (no acknowledged push is lost)"
                 )
 
+    def check_equal(self, bucket: int, first: Data, data: Data, where: str) -> None:
+        """Check that a replica has what its primary has, but for what was never acknowledged: its worker died.
+
+        Under sequential consistency, where only sums go down a chain, without exception.
+        """
+        for worker in first.marks.keys() | data.marks.keys():
+            last = len(self._by_bucket[bucket][worker]) - 1
+            is_open = not self.is_sequential and self._acknowledged.get(bucket, {}).get(worker, 0) < last
+            if first.marks.get(worker, 0) != data.marks.get(worker, 0) and not is_open:
+                raise Violation(
+                    f"{where} has {data.marks} in bucket {bucket}, its primary {first.marks} (replicas are equal)"
+                )
+
     def check_value(self, bucket: int, data: Data, where: str) -> None:
         """Check that the value is the sum of the pushes that are said to be in it."""
         pushes = self._by_bucket.get(bucket, {})

@@ -53,7 +53,6 @@ class Scheduler(Process):
         self.shards = Shards([settings.num_shards], settings.epochs)
         self.is_rebuilding = follows
         self.leaving: set[int] = set()
-        self._highest = 0
         self._nodes: dict[int, Connection] = {}  # incarnation → connection
         self._rejoins: dict[int, tuple[Connection, Rejoin]] = {}
         self._waiting: list[tuple[Connection, Any]] = []
@@ -172,7 +171,6 @@ class Scheduler(Process):
         for instruction in self.membership.handle(event):
             match instruction:
                 case membership.Welcome(incarnation=incarnation):
-                    self._highest = incarnation
                     self._nodes[incarnation] = self._welcome
                     self._welcome.owner = incarnation
                     member = self._member(incarnation)
@@ -238,7 +236,8 @@ class Scheduler(Process):
 
     def _map(self) -> Map:
         now = self.membership.publish()
-        return Map(now.epoch, now.members, self._highest, self.planner.version, self.planner.groups)
+        highest = self.membership.last_incarnation
+        return Map(now.epoch, now.members, highest, self.planner.version, self.planner.groups)
 
     def _publish(self) -> None:
         new = self._map()
@@ -262,7 +261,6 @@ class Scheduler(Process):
             if latest is None or not latest.excludes(frame.member.incarnation)
         ]
         settings = self.cluster.settings
-        highest = max([epoch, *(frame.member.incarnation for frame in rejoins)])
         self._patience_s = 0.0
         self.membership = Membership.rebuild(
             [frame.member for frame in rejoins],
@@ -272,7 +270,6 @@ class Scheduler(Process):
             heartbeat_timeout_s=TIMEOUT_S,
             disconnect_grace_s=GRACE_S,
         )
-        self._highest = highest + (1 << 20) - 1
         living = {member.incarnation for member in self.membership.members}
         self._known_done = {key for _, frame in self._rejoins.values() for key in frame.done}
         held = [grant for frame in rejoins if frame.member.incarnation in living for grant in frame.held]

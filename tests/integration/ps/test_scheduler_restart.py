@@ -480,3 +480,21 @@ def test_without_servers_nothing_is_left_to_take_over() -> None:
         cluster.replace(recovery_s=0.2)
         with pytest.raises(PeerError, match="declared dead: the servers of its cluster are gone; start it again"):
             member.call(messages.GetMap())
+
+
+def test_who_joined_and_died_between_two_maps_is_waited_for_no_longer() -> None:
+    with Cluster(servers=1, workers=2, consistency=BoundedDelay(tau=1)) as cluster:
+        server = cluster.nodes[0].server
+        lost, left = cluster.connect_all()
+        known: messages.ClusterMap = left.link.call(messages.GetMap(), messages.ClusterMap)
+
+        def take(last_incarnation: int) -> set[int]:
+            members = tuple(member for member in known.members if member.incarnation != lost.incarnation)
+            server._on_map = set()  # no map has ever named the worker here
+            epoch = server._epoch + 1
+            changes = {"members": members, "epoch": epoch, "last_incarnation": last_incarnation}
+            server.members_changed(msgspec.structs.replace(known, **changes))
+            return set(server._counted)
+
+        assert cluster.nodes[0].call(lambda: take(lost.incarnation - 1)) == {lost.incarnation, left.incarnation}
+        assert cluster.nodes[0].call(lambda: take(known.last_incarnation)) == {left.incarnation}

@@ -178,12 +178,14 @@ def test_rebuild_knows_the_living_and_reuses_nothing() -> None:
 def test_no_incarnation_is_given_by_two_rebuilt_maps() -> None:
     membership = Membership(0)
     feed(membership, register("a"), *(register(f"o{number}", Role.OBSERVER) for number in range(5)))
-    given = []
+    given: list[int] = []
     for node in ("b", "c"):  # each comes after a restart and is gone before the next, with nobody to tell of it
         survivors = [member for member in membership.members if member.role is Role.WORKER]
         membership = Membership.rebuild(survivors, membership.epoch, expected_servers=0, now_s=0.0)
+        assert max(given, default=6) <= membership.last_incarnation  # so whoever is gone is known to be
         welcome = feed(membership, register(node))[0]
         assert isinstance(welcome, Welcome)
+        assert welcome.incarnation == membership.last_incarnation
         given.append(welcome.incarnation)
         feed(membership, Leave(node, welcome.incarnation))
     assert given == sorted(set(given))
