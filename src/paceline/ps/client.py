@@ -177,9 +177,11 @@ class Client:
         with self._lock:
             clock = self._clock
             while True:  # servers may differ for a moment: the latest one counts
+                version = self._routes.version
                 joins = self.call_all(messages.JoinClock(rank=self.rank, clock=clock))
-                # A server that has come meanwhile was told that we take no part.
-                if all(joined == clock for joined in joins) and not self._watch.is_unsettled:
+                # If the map has changed meanwhile, all servers were told that we take no part.
+                is_same_map = version == self._routes.version and not self._watch.is_unsettled
+                if all(joined == clock for joined in joins) and is_same_map:
                     break
                 clock = max(joins)
             self._clock = clock
