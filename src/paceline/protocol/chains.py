@@ -83,6 +83,9 @@ SERVER: Final = StateTable(
     ),
 )
 
+VERSION_GAP: Final = 1000
+"""How much a restarted scheduler adds to the newest version that is known: only the dead may have known later maps."""
+
 _LOST: Final = Chain(())
 
 

@@ -108,14 +108,17 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     epoch: int
     members: tuple[MemberInfo, ...]
-    ready: bool
-    """Whether all expected servers are there."""
     version: int = 0
     """The version of the chains; 0 while there are none."""
     groups: tuple[GroupInfo, ...] = ()
     """Which servers hold which buckets."""
     last_incarnation: int = 0
     """Who has none above this one, and is no member, is gone."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether all expected servers have been there."""
+        return self.version > 0
 
     @property
     def num_lost(self) -> int:

@@ -30,6 +30,7 @@ from paceline.protocol import (
     membership,
 )
 from paceline.protocol.buckets import from_bytes, to_bytes
+from paceline.protocol.chains import VERSION_GAP
 from paceline.ps import messages
 from paceline.ps.job import JobBoard
 from paceline.ps.messages import ALL_DONE, CALL, NOTICE, RESULT, MemberInfo, TableSpec
@@ -39,7 +40,6 @@ from paceline.transport import Endpoint, Handler, Header, Peer
 
 _MAX_TABLES = 65535
 _SHORTEST_RECOVERY_S = 1.5
-_VERSION_GAP = 1000  # no map that only nodes knew that are dead now shares its number with a new one
 _UNANSWERED: Any = object()
 
 
@@ -273,7 +273,7 @@ class Scheduler(Handler):
         if found.version:
             servers = {m.incarnation: m.rank for m in self._membership.members if m.role is Role.SERVER}
             self._planner, _ = Planner.rebuild(
-                found.groups, found.version + _VERSION_GAP, servers, self._settings.replicas
+                found.groups, found.version + VERSION_GAP, servers, self._settings.replicas
             )
         for table in found.tables:
             known = _KnownTable(table.number, table.declared, table.spec)
@@ -460,7 +460,6 @@ class Scheduler(Handler):
         return messages.ClusterMap(
             epoch=self._membership.epoch,
             members=members,
-            ready=self._planner.version > 0,
             version=self._planner.version,
             groups=tuple(
                 messages.GroupInfo(group.members, group.filling, to_bytes(group.buckets))

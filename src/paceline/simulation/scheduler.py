@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.protocol import chains, membership, shards
-from paceline.protocol.chains import Planner
+from paceline.protocol.chains import VERSION_GAP, Planner
 from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.reachability import Reachability
 from paceline.protocol.shards import Granted, Shards
@@ -36,8 +36,6 @@ TIMEOUT_S = 1.0
 GRACE_S = 0.4
 REJOIN_S = 0.8
 _TICK_S = 0.1
-_VERSION_GAP = 1000
-"""More maps than a scheduler can have published that only those have got who did not come back: no version twice."""
 
 
 class Scheduler(Process):
@@ -278,7 +276,7 @@ class Scheduler(Process):
         self.leaving = {f.member.incarnation for f in rejoins if f.is_leaving and f.member.role is Role.SERVER} & living
         if newest is not None and newest.version:
             self.planner, instructions = Planner.rebuild(
-                newest.groups, newest.version + _VERSION_GAP, self._servers(), settings.replicas, self.leaving
+                newest.groups, newest.version + VERSION_GAP, self._servers(), settings.replicas, self.leaving
             )
             self._look_for_loss(instructions)
         else:

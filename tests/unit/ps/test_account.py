@@ -105,7 +105,7 @@ def settings(cluster: str = "ours") -> Settings:
 
 def map_of(epoch: int, *members: tuple[str, int]) -> ClusterMap:
     infos = tuple(MemberInfo(node=f"{role}{n}", role=role, rank=n, incarnation=n) for role, n in members)
-    return ClusterMap(epoch=epoch, members=infos, ready=True)
+    return ClusterMap(epoch=epoch, members=infos)
 
 
 def back(recovery: Recovery, role: str, number: int, cluster: ClusterMap, **options: Any) -> Any:

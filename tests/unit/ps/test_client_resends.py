@@ -184,7 +184,7 @@ class World:
             )
             for incarnation in (*leads, *(() if filling is None else (filling,)))
         )
-        return messages.ClusterMap(epoch=version, members=members, ready=True, version=version, groups=tuple(groups))
+        return messages.ClusterMap(epoch=version, members=members, version=version, groups=tuple(groups))
 
     def publish(self, client: Client, version: int, leads: Mapping[int, int], filling: int | None = None) -> None:
         """Let the client have a newer map."""
