@@ -25,6 +25,16 @@ def scheduler(
     heartbeat_timeout: options.HeartbeatTimeout = 10.0,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 7337,
+    replaces: Annotated[
+        bool,
+        typer.Option("--replaces", help="Begin no new cluster before the members of a former one had time to come."),
+    ] = False,
+    accept_minority: Annotated[
+        bool,
+        typer.Option(
+            "--accept-minority", help="Take over a cluster though most of its servers do not come: they are dead."
+        ),
+    ] = False,
     token_file: Annotated[
         Path | None, typer.Option(help="The cluster's token; made (mode 0600) if there is no such file.")
     ] = None,
@@ -50,6 +60,10 @@ def scheduler(
         replicas=replicas,
         heartbeat_timeout_s=heartbeat_timeout,
         on_ready=lambda endpoint: typer.echo(f"paceline scheduler: listening on {endpoint}"),
+        on_note=_note,
+        on_loss=_note,
+        replaces=replaces or accept_minority,
+        accepts_minority=accept_minority,
     )
 
 
@@ -106,6 +120,10 @@ def worker(
         rank=rank,
         on_ready=lambda own: typer.echo(f"paceline worker {own}: joined the cluster at {joining.scheduler}"),
     )
+
+
+def _note(text: str) -> None:
+    typer.echo(f"paceline scheduler: {text}", err=True)
 
 
 def _address(host: str, port: int) -> str:

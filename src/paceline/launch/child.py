@@ -65,6 +65,7 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             replicas=options["replicas"],
             heartbeat_timeout_s=options["heartbeat_timeout_s"],
             on_ready=announce,
+            on_note=lambda text: print(f"paceline scheduler: {text}", file=sys.stderr, flush=True),
             with_parent=True,
             replaces=options["replaces"],
         )

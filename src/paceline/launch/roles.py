@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
+_RECONNECT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +74,17 @@ def run_scheduler(
     replicas: int = 0,
     heartbeat_timeout_s: float = 10.0,
     on_ready: Callable[[Endpoint], None],
+    on_note: Callable[[str], None] = lambda text: None,
+    on_loss: Callable[[str], None] = lambda text: None,
     with_parent: bool = False,
     replaces: bool = False,
+    accepts_minority: bool = False,
 ) -> None:
     """Be the scheduler until the cluster is told to end; `on_ready` is called with its addresses.
 
     At the address of one that died, with its token and settings, it takes over its cluster; `replaces` says that there
-    is one to be taken over.
+    is one to be taken over, `accepts_minority` that members which do not come are dead. `on_note` is called with what
+    whoever runs the cluster should know, `on_loss` with what is lost. Raises PeerError if another one takes over.
     """
 
     check_replicas(replicas, num_servers)
@@ -92,6 +98,9 @@ def run_scheduler(
             replicas=replicas,
             heartbeat_timeout_s=heartbeat_timeout_s,
             replaces=replaces,
+            accepts_minority=accepts_minority,
+            on_note=on_note,
+            on_loss=on_loss,
         )
         transport = SocketTransport(token, tls=tls)
         listener = await transport.serve(scheduler, Hello(role="scheduler", name="scheduler"), address=address)
@@ -107,6 +116,8 @@ def run_scheduler(
                     await asyncio.sleep(0.01)
             for task in (ended, stopped):
                 task.cancel()
+            if scheduler.failure is not None:
+                raise scheduler.failure
         finally:
             scheduler.close()
             await listener.close()
@@ -137,9 +148,9 @@ def run_server(
 
         def end(error: PacelineError | None) -> None:
             nonlocal ended
-            ended = True
-            if error is not None:
+            if error is not None and not ended:
                 failure.append(error)
+            ended = True
             stop.set()
 
         def heard(notice: msgspec.Struct) -> None:
@@ -170,6 +181,8 @@ def run_server(
                 on_lost=lost,
                 tables=tables,
                 unreachable=unreachable,
+                # What it holds nobody else may have: it waits for its scheduler as long as it takes.
+                reconnect_s=_RECONNECT_S if with_parent else math.inf,
             )
         )
         try:
@@ -188,7 +201,9 @@ def run_server(
                 register = messages.Register(
                     node=node, role="server", endpoint=listener.endpoint, rank=rank, extra=extra
                 )
-                welcome = await asyncio.to_thread(link.register, register)
+                welcome = await _register(link, register, stop)
+                if welcome is None:
+                    return
                 joined = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node)
                 listener.introduce(joined)
                 server.joined(joined, welcome.heartbeat_s)
@@ -207,6 +222,20 @@ def run_server(
             raise failure[0]
 
     _run(serve, with_parent)
+
+
+async def _register(link: SchedulerLink, message: messages.Register, stop: asyncio.Event) -> messages.Welcome | None:
+    """Wait until this server is a member of a cluster that has all its servers; None if it is to stop before."""
+    registering = asyncio.ensure_future(asyncio.to_thread(link.register, message, timeout_s=math.inf))
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait({registering, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not registering.done():
+        await asyncio.to_thread(link.close)
+        await asyncio.wait({registering})
+        registering.exception()
+        return None
+    return registering.result()
 
 
 async def _drain(link: SchedulerLink, stop: asyncio.Event, on_leaving: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ from paceline.protocol import (
     placement,
     reachability,
     replication,
+    scheduler,
     shards,
     strategies,
     transitions,
@@ -41,11 +42,12 @@ from paceline.protocol.consistency import (
 )
 from paceline.protocol.delivery import Delivery
 from paceline.protocol.iterations import Iterations
-from paceline.protocol.membership import Address, Member, Membership, Role
+from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.outbox import Outbox
 from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
 from paceline.protocol.reachability import Reachability, Silence
 from paceline.protocol.replication import Replication
+from paceline.protocol.scheduler import SchedulerCore
 from paceline.protocol.shards import ShardAccount, Shards
 from paceline.protocol.strategies import STRATEGIES, StrategyChoice, choose_strategy, is_one_process, needs_servers
 from paceline.protocol.transitions import StateTable, Transition
@@ -53,7 +55,6 @@ from paceline.protocol.transitions import StateTable, Transition
 __all__ = [
     "ALL",
     "Accept",
-    "Address",
     "BoundedDelay",
     "Buckets",
     "Chain",
@@ -76,6 +77,7 @@ __all__ = [
     "Replication",
     "Role",
     "STRATEGIES",
+    "SchedulerCore",
     "Sequential",
     "ShardAccount",
     "Shards",
@@ -106,6 +108,7 @@ __all__ = [
     "placement",
     "reachability",
     "replication",
+    "scheduler",
     "shards",
     "strategies",
     "transitions",

@@ -68,23 +68,23 @@ SERVER: Final = StateTable(
         Transition(OUTSIDE, "filled", "filling", when="missing next"),
         Transition("filling", "filled", "replica"),
         Transition("filling", "filled", "primary", when="wanted first"),
-        Transition("filling", "servers_changed", OUTSIDE, when="dead or not wanted"),
+        Transition("filling", "servers_changed", OUTSIDE, when="dead, silent or not wanted"),
         Transition("filling", "servers_changed", OUTSIDE, "Lost", when="no member lives"),
         Transition("replica", "servers_changed", "primary", when="next of the living or wanted first"),
         Transition("replica", "filled", "primary", when="wanted first and all filled"),
         Transition("primary", "servers_changed", "replica", when="wanted later"),
         Transition("primary", "filled", "replica", when="wanted later and all filled"),
-        Transition("primary", "servers_changed", OUTSIDE, when="dead or not wanted"),
+        Transition("primary", "servers_changed", OUTSIDE, when="dead, silent or not wanted"),
         Transition("primary", "servers_changed", OUTSIDE, "Lost", when="the last member dies"),
         Transition("primary", "filled", OUTSIDE, when="not wanted and all filled"),
-        Transition("replica", "servers_changed", OUTSIDE, when="dead or not wanted"),
+        Transition("replica", "servers_changed", OUTSIDE, when="dead, silent or not wanted"),
         Transition("replica", "servers_changed", OUTSIDE, "Lost", when="no member lives"),
         Transition("replica", "filled", OUTSIDE, when="not wanted and all filled"),
     ),
 )
 
 VERSION_GAP: Final = 1000
-"""How much a restarted scheduler adds to the newest version that is known: only the dead may have known later maps."""
+"""How much a restarted scheduler adds to the newest version that is known: only the dead may have known a later one."""
 
 _LOST: Final = Chain(())
 
@@ -125,6 +125,11 @@ def has_followers(groups: Iterable[ChainGroup]) -> bool:
     return any(group.filling is not None or len(group.members) > 1 for group in groups)
 
 
+def lost_buckets(groups: Iterable[ChainGroup]) -> int:
+    """The buckets that nobody has."""
+    return sum(group.buckets for group in groups if not group.members)
+
+
 class Planner:
     """The chains of all buckets, and the version that rises when any of them changes.
 
@@ -140,9 +145,9 @@ class Planner:
         self._version = 0
         self._chains: list[Chain] = []
         self._living: frozenset[int] = frozenset()
+        self._silent: frozenset[int] = frozenset()
         self._wanted_of: dict[int, int] = {}  # the servers, incarnation → rank, that `_wanted` was made for
         self._wanted: tuple[Chain, ...] = ()  # what placement says; empty if nobody is left to hold anything
-        self._filling_since: dict[int, int] = {}  # bucket → version in which its server began to be filled
 
     @classmethod
     def rebuild(
@@ -152,12 +157,13 @@ class Planner:
         servers: Mapping[int, int],
         replicas: int,
         leaving: Collection[int] = (),
+        silent: Collection[int] = (),
     ) -> tuple[Planner, list[Instruction]]:
-        """Go on after a restart of the scheduler, from the newest map that any node knows and the servers that live.
+        """Go on after a restart of the scheduler, from the newest view that any node knows and the servers that live.
 
         The chains get the next version, changed or not, since a newer one may have gone to nodes that are dead. A
         fill that was under way goes on; its server reports again what it was filled with. Who is not among
-        ``servers`` is dead: wait for those on the map before.
+        ``servers`` is dead: wait for those in the view before.
 
         Raises:
             UsageError: the groups are empty or no map, the version is below 1, or two servers have one rank.
@@ -168,7 +174,7 @@ class Planner:
         self = cls(len(chains), replicas)
         self._chains = list(chains)
         self._version = version
-        instructions = self.servers_changed(servers, leaving)
+        instructions = self.servers_changed(servers, leaving, silent)
         if self._version == version:
             self._version += 1
             instructions.append(Changed(self._version))
@@ -200,15 +206,11 @@ class Planner:
     @property
     def lost(self) -> int:
         """The buckets whose data is gone."""
-        return sum(1 << bucket for bucket, chain in enumerate(self._chains) if not chain.members)
+        return lost_buckets(self.groups)
 
-    def holds(self, server: int) -> int:
-        """The buckets of whose chain a server is a part, as a member or being filled."""
-        held = 0
-        for group in self.groups:
-            if server == group.filling or server in group.members:
-                held |= group.buckets
-        return held
+    def member_of(self, server: int) -> int:
+        """The buckets of whose chain a server is a member."""
+        return sum(group.buckets for group in self.groups if server in group.members)
 
     def start(self, servers: Mapping[int, int]) -> None:
         """Place all buckets on these servers (incarnation → rank): their tables are empty, nobody needs filling.
@@ -225,38 +227,40 @@ class Planner:
         self._chains = list(self._wanted)
         self._version = 1
 
-    def servers_changed(self, servers: Mapping[int, int], leaving: Collection[int] = ()) -> list[Instruction]:
+    def servers_changed(
+        self, servers: Mapping[int, int], leaving: Collection[int] = (), silent: Collection[int] = ()
+    ) -> list[Instruction]:
         """Take who lives now (incarnation → rank); return what to do, a Changed at most once and last.
 
-        Those that are leaving live, and shall hold nothing as soon as others do. Before the start nothing changes.
+        Those that are leaving live, and shall hold nothing as soon as others do. Those that are silent may live: they
+        stay in chains of which nobody else is left. Before the start nothing changes.
 
         Raises:
             UsageError: two servers have one rank; nothing has changed.
         """
         if not self._version:
             return []
-        self._want({server: rank for server, rank in servers.items() if server not in leaving})
+        self._want({server: rank for server, rank in servers.items() if server not in leaving and server not in silent})
         self._living = frozenset(servers)
+        self._silent = frozenset(silent)
         return self._settle(range(self._num_buckets))
 
-    def filled(self, server: int, buckets: int, version: int | None = None) -> list[Instruction]:
-        """Take a server's word that it has all of these buckets now; return what to do.
+    def filled(self, server: int, buckets: int) -> list[Instruction]:
+        """Take the word that a server has all of these buckets now; return what to do.
 
-        A bucket that it is not being filled with (any more) is left aside. If ``version`` is given, the chains that
-        the server knew when it said so, then so is one that it was filled with, dropped and is filled with again
-        since: the word is of the first time.
+        A bucket that it is not being filled with (any more) is left aside.
         """
         news = []
         for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
             chain = self._chains[bucket]
-            if chain.filling != server:
-                continue
-            if version is not None and version < self._filling_since.get(bucket, 0):
-                continue
-            self._chains[bucket] = Chain((*chain.members, server))
-            self._filling_since.pop(bucket, None)
-            news.append(bucket)
+            if chain.filling == server:
+                self._chains[bucket] = Chain((*chain.members, server))
+                news.append(bucket)
         return self._settle(news, changed=bool(news))
+
+    def restore(self, groups: Iterable[ChainGroup]) -> None:
+        """Go back to these chains: what was planned since is not to be. The version stays, as it may be known."""
+        self._chains = list(chains_of(groups))
 
     def _want(self, servers: Mapping[int, int]) -> None:
         """Compute the chains that are wanted of these servers, unless they are the same as before."""
@@ -279,10 +283,6 @@ class Planner:
                 continue
             changed = True
             self._chains[bucket] = after
-            if after.filling is None:
-                self._filling_since.pop(bucket, None)
-            elif after.filling != before.filling:
-                self._filling_since[bucket] = self._version + 1
             if not after.members:
                 lost |= 1 << bucket
         instructions: list[Instruction] = [Lost(lost)] if lost else []
@@ -293,10 +293,12 @@ class Planner:
 
     def _next_chain(self, bucket: int, chain: Chain) -> Chain:
         # Rule 1: a dead server leaves its chain at once; without a member there is nobody to fill from.
-        members = tuple([server for server in chain.members if server in self._living])
-        if not members:
+        living = tuple([server for server in chain.members if server in self._living])
+        if not living:
             return _LOST
-        filling = chain.filling if chain.filling in self._living else None
+        # Rule 4: so does a silent one, unless all are silent that have the bucket: nothing is gained without it.
+        members = tuple([server for server in living if server not in self._silent]) or living
+        filling = chain.filling if chain.filling in self._living - self._silent else None
         if not self._wanted:
             return Chain(members, filling)  # everybody leaves: there is nowhere to go
         # Rule 2: when all that are wanted are members, the chain is what placement says, and others drop out.
@@ -317,4 +319,3 @@ class Planner:
             assert self._living.issuperset(servers), "a dead server in a chain"
             assert chain.members or chain.filling is None, "a server is filled from nowhere"
             assert chain == self._next_chain(bucket, chain), "a rule was not applied"
-        assert all(self._chains[bucket].filling is not None for bucket in self._filling_since)

@@ -1,13 +1,11 @@
-"""Who is in the cluster: the scheduler's state machine.
+"""Who is in the cluster: the members, their ranks and incarnations, and when each was heard last.
 
-The scheduler's runtime feeds a :class:`Membership` what nodes send and what the clock says, and does as the
-instructions bid. The state is soft: after a restart it is relearned from what the nodes report
-(:meth:`Membership.rebuild`), and training goes on meanwhile, because no iteration passes through the
-scheduler.
+The scheduler's core (:mod:`paceline.protocol.scheduler`) holds one :class:`Membership`. The state is soft: after a
+restart it is relearned from what the nodes report (:meth:`Membership.rebuild`), and training goes on meanwhile, because
+no iteration passes through the scheduler.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.4 and 4.5 (server
-and worker management); epochs as in Viewstamped Replication Revisited (Liskov and Cowling 2012), incarnations
-as in SWIM (Das, Gupta, Motivala 2002).
+and worker management); incarnations as in SWIM (Das, Gupta, Motivala 2002).
 """
 
 from __future__ import annotations
@@ -15,18 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
-from typing import Final, TypeAlias
+from typing import Final
 
 from paceline.errors import UsageError
-from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
-Address: TypeAlias = str | tuple[str | int, ...]
-"""Where a node listens; the protocol passes it on and never looks inside."""
+INCARNATION_RANGE: Final = 1 << 20
+"""More incarnations than one scheduler gives."""
 
 
 class Role(Enum):
-    """What a node does. Observers look on (progress, dashboard) and are not part of the numbered map."""
+    """What a node does. Observers look on (progress, dashboard) and are in no view."""
 
     SERVER = "server"
     WORKER = "worker"
@@ -35,351 +31,181 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One live node."""
+    """One live node: a process, under a name that no other process ever has."""
 
     node: str
     role: Role
     rank: int
     incarnation: int
-    address: Address
-
-
-@dataclass(frozen=True, slots=True)
-class Register:
-    """A node wants to be a member. ``preferred_rank``: this rank or none."""
-
-    node: str
-    role: Role
-    address: Address
-    now_s: float
-    preferred_rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """A node says that it lives."""
-
-    node: str
-    incarnation: int
-    now_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """A node's connection to the scheduler broke."""
-
-    node: str
-    incarnation: int
-    now_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A node goes in good order."""
-
-    node: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Expel:
-    """A node lives and has to go; ``reason`` is told to it, as what follows on "declared dead"."""
-
-    incarnation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Time went on: look who has been silent too long."""
-
-    now_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Tell the node that it is a member, with this rank and incarnation, as of this epoch."""
-
-    node: str
-    role: Role
-    rank: int
-    incarnation: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Tell the node that it is not taken; ``reason`` is a sentence for its user. Nothing has changed."""
-
-    node: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Send everybody the new map: the servers, then the workers, each by rank."""
-
-    epoch: int
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """This incarnation is no member any more, and not by its own wish: take back its leases, fence it off."""
-
-    node: str
-    role: Role
-    rank: int
-    incarnation: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Expelled:
-    """Tell the sender that this incarnation is no member: it stops, or registers again and gets a new one."""
-
-    node: str
-    incarnation: int
-
-
-Event: TypeAlias = Register | Heartbeat | Disconnected | Leave | Expel | Clock
-Instruction: TypeAlias = Welcome | Refuse | Publish | Dead | Expelled
-
-MEMBER: Final = StateTable(
-    "an incarnation of a node",
-    ("live", "doubtful", "gone"),
-    (
-        Transition(OUTSIDE, "Register", OUTSIDE, "Refuse", when="rank taken or negative"),
-        Transition(OUTSIDE, "Register", "live", "Welcome"),
-        Transition(OUTSIDE, "rebuild", "live"),
-        Transition(OUTSIDE, "rebuild", "gone", when="a later one has its name or rank"),
-        Transition(OUTSIDE, "readmit", "live"),
-        Transition("live", "Heartbeat", "live"),
-        Transition("live", "Disconnected", "doubtful", when="with grace"),
-        Transition("live", "Disconnected", "gone", "Dead", when="without grace"),
-        Transition("doubtful", "Heartbeat", "live"),
-        Transition("live", "Leave", "gone"),
-        Transition("live", "Clock", "gone", "Dead", when="silent too long"),
-        Transition("live", "Register", "gone", "Dead", when="its node again"),
-        Transition("live", "Expel", "gone", "Dead"),
-        Transition("doubtful", "Leave", "gone"),
-        Transition("doubtful", "Clock", "gone", "Dead", when="silent too long"),
-        Transition("doubtful", "Register", "gone", "Dead", when="its node again"),
-        Transition("doubtful", "Expel", "gone", "Dead"),
-        Transition("gone", "Heartbeat", "gone", "Expelled"),
-    ),
-)
-
-_INCARNATION_GAP: Final = 1 << 20
-"""More incarnations than one scheduler gives."""
+    address: object = None
+    """Where it listens; the protocol passes it on and never looks inside."""
+    process: object = None
+    """Which process of which host it is; passed on too."""
 
 
 class Membership:
-    """The live nodes, their ranks and incarnations, and the epoch of the map.
+    """The live members.
 
-    ``heartbeat_timeout_s`` is how long a node may be silent; ``disconnect_grace_s`` how long it may be silent
-    after its connection broke (0: the break itself is the death, as a killed process's is).
+    Arguments: `expected_servers`, how many the cluster begins with; `heartbeat_timeout_s`, how long a member may be
+    silent before it is overdue; `first_incarnation`, the lowest that is given to a newcomer.
 
     Raises:
         UsageError: a number is out of range.
     """
 
-    def __init__(
-        self, expected_servers: int, heartbeat_timeout_s: float = 10.0, *, disconnect_grace_s: float = 0.0
-    ) -> None:
-        if expected_servers < 0 or not heartbeat_timeout_s > 0 or not disconnect_grace_s >= 0:
+    def __init__(self, expected_servers: int, heartbeat_timeout_s: float = 10.0, *, first_incarnation: int = 1) -> None:
+        if expected_servers < 0 or not heartbeat_timeout_s > 0 or first_incarnation < 1:
             raise UsageError(
                 f"Membership(expected_servers={expected_servers}, heartbeat_timeout_s={heartbeat_timeout_s}, "
-                f"disconnect_grace_s={disconnect_grace_s}): expected at least 0, more than 0 and at least 0."
+                f"first_incarnation={first_incarnation}): expected at least 0, more than 0 and at least 1."
             )
         self._expected_servers = expected_servers
         self._timeout_s = heartbeat_timeout_s
-        self._grace_s = disconnect_grace_s
-        self._epoch = 0
-        self._next_incarnation = 1
-        self._members: dict[str, Member] = {}
-        self._expiries_s: dict[str, float] = {}  # node → when its silence becomes its death
-        self._disconnected: set[str] = set()
+        self._next_incarnation = first_incarnation
+        self._members: dict[int, Member] = {}  # by incarnation
+        self._by_node: dict[str, Member] = {}
+        self._by_rank: dict[Role, dict[int, Member]] = {role: {} for role in Role}
+        self._free_rank = dict.fromkeys(Role, 0)  # no rank below it is free
+        self._heard_s: dict[int, float] = {}
 
     @classmethod
     def rebuild(
         cls,
         members: Iterable[Member],
-        epoch: int,
+        first_incarnation: int,
         *,
         expected_servers: int,
         now_s: float,
         heartbeat_timeout_s: float = 10.0,
-        disconnect_grace_s: float = 0.0,
     ) -> Membership:
-        """Relearn the state from what live nodes say of themselves, and the highest ``epoch`` that any saw.
+        """Go on with these members, all of them as if heard now.
 
-        The map gets the next epoch, since it may lack nodes that died unseen: publish :meth:`publish` at
-        once. Of two that claim one name or one rank the later incarnation holds; the other is expelled at its
-        heartbeat.
+        Of two that claim one name or one rank the later incarnation is taken.
         """
-        self = cls(expected_servers, heartbeat_timeout_s, disconnect_grace_s=disconnect_grace_s)
-        self._epoch = epoch + 1
-        taken: set[tuple[Role, int]] = set()
-        highest = 0
-        for member in sorted(members, key=lambda m: m.incarnation, reverse=True):
-            highest = max(highest, member.incarnation)
-            if member.node not in self._members and (member.role, member.rank) not in taken:
-                taken.add((member.role, member.rank))
-                self._members[member.node] = member
-                self._expiries_s[member.node] = now_s + heartbeat_timeout_s
-        # Rule 5: no incarnation is ever given twice. Those of nodes that are gone cannot be asked for, but each
-        # rebuilt map has a higher epoch: each begins a range of its own.
-        self._next_incarnation = max(highest + 1, self._epoch * _INCARNATION_GAP)
+        self = cls(expected_servers, heartbeat_timeout_s, first_incarnation=first_incarnation)
+        for member in sorted(members, key=lambda each: -each.incarnation):
+            self._next_incarnation = max(self._next_incarnation, member.incarnation + 1)
+            if member.node not in self._by_node and member.rank not in self._by_rank[member.role]:
+                self._add(member, now_s)
         return self
 
     @property
-    def epoch(self) -> int:
-        """The number of the current map; 0 before the first."""
-        return self._epoch
-
-    @property
     def last_incarnation(self) -> int:
-        """No incarnation above this one was ever given: who has one up to it and is no member is gone."""
+        """No incarnation above this one was ever given: whoever has one up to it and is no member is gone."""
         return self._next_incarnation - 1
 
     @property
     def ready(self) -> bool:
         """Whether the expected servers are all there."""
-        return sum(m.role is Role.SERVER for m in self._members.values()) >= self._expected_servers
+        return len(self._by_rank[Role.SERVER]) >= self._expected_servers
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All live nodes, observers included: by role, then rank."""
-        order = {role: place for place, role in enumerate(Role)}
-        return tuple(sorted(self._members.values(), key=lambda m: (order[m.role], m.rank)))
+        """All live members, observers included: by role, then rank."""
+        return tuple(each for role in Role for each in self.of(role))
 
-    @property
-    def next_expiry_s(self) -> float | None:
-        """The time after which a Clock event finds somebody dead, if all are silent; None without members."""
-        return min(self._expiries_s.values(), default=None)
+    def of(self, role: Role) -> tuple[Member, ...]:
+        """The members of a role, by rank."""
+        by_rank = self._by_rank[role]
+        return tuple([by_rank[rank] for rank in sorted(by_rank)])
 
-    def publish(self) -> Publish:
-        """The current map, as last published."""
-        return Publish(self._epoch, tuple(m for m in self.members if m.role is not Role.OBSERVER))
+    def find(self, incarnation: int) -> Member | None:
+        """The member of this incarnation."""
+        return self._members.get(incarnation)
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; return what to do, in order. At most one Publish, and it comes last."""
-        match event:
-            case Register():
-                return self._register(event)
-            case Heartbeat(node, incarnation, now_s):
-                if self._find(node, incarnation) is None:
-                    # Rule 3: the dead stay dead. Whatever the cause, this incarnation may not come back.
-                    return [Expelled(node, incarnation)]
-                self._disconnected.discard(node)
-                self._expiries_s[node] = max(self._expiries_s[node], now_s + self._timeout_s)
-                return []
-            case Disconnected(node, incarnation, now_s):
-                member = self._find(node, incarnation)
-                if member is None:
-                    return []
-                if self._grace_s > 0:
-                    self._disconnected.add(node)
-                    self._expiries_s[node] = min(self._expiries_s[node], now_s + self._grace_s)
-                    return []
-                self._remove(member)
-                dead = _dead(member, "its connection to the scheduler broke")
-                return [dead, *self._publish_change(member.role)]
-            case Leave(node, incarnation):
-                member = self._find(node, incarnation)
-                if member is None:
-                    return []
-                self._remove(member)
-                return self._publish_change(member.role)
-            case Expel(incarnation, reason):
-                for member in [m for m in self._members.values() if m.incarnation == incarnation]:
-                    self._remove(member)
-                    return [_dead(member, reason), *self._publish_change(member.role)]
-                return []
-            case Clock(now_s):
-                return self._expire(now_s)
+    def named(self, node: str) -> Member | None:
+        """The member of this name."""
+        return self._by_node.get(node)
 
-    def readmit(self, member: Member, now_s: float) -> bool:
-        """Take in again an observer that a former scheduler had welcomed and that comes when all is rebuilt.
+    def register(
+        self,
+        node: str,
+        role: Role,
+        now_s: float,
+        *,
+        rank: int | None = None,
+        address: object = None,
+        process: object = None,
+    ) -> Member:
+        """Take in a node; return the member that it is now. One that is a member already stays the same.
 
-        Observers are not on the map, so nobody knew that there was one to wait for. Return whether it is a member now:
-        not if another one has its name or rank.
+        `rank`: this one or none; without it the smallest free rank of the role.
+
+        Raises:
+            UsageError: the rank is taken or negative; nothing has changed.
         """
-        taken = any(m.node == member.node or (m.role, m.rank) == (member.role, member.rank) for m in self.members)
-        if taken or member.role is not Role.OBSERVER or member.incarnation >= self._next_incarnation:
-            return False
-        self._members[member.node] = member
-        self._expiries_s[member.node] = now_s + self._timeout_s
-        return True
-
-    def _register(self, event: Register) -> list[Instruction]:
-        former = self._members.get(event.node)
-        taken = {m.rank: m for m in self._members.values() if m.role is event.role and m is not former}
-        rank = event.preferred_rank
+        known = self._by_node.get(node)
+        if known is not None:
+            # Rule 1: a name is one process. Who registers again has not heard its welcome.
+            self.heard(known.incarnation, now_s)
+            return known
+        taken = self._by_rank[role]
         if rank is None:
-            rank = next(r for r in count() if r not in taken)  # Rule 1: the smallest free rank of the role
+            rank = self._free_rank[role]  # Rule 2: the smallest free rank of the role
+            while rank in taken:
+                rank += 1
+            self._free_rank[role] = rank
         elif rank < 0 or rank in taken:
             holder = f"is held by node {taken[rank].node!r}" if rank in taken else "is negative"
-            return [
-                Refuse(
-                    event.node,
-                    f"Node {event.node!r} asked to be {event.role.value} {rank}, but that rank {holder}; "
-                    "it was not taken in. Ask for another rank or for none.",
-                )
-            ]
-        instructions: list[Instruction] = []
-        if former is not None:
-            # Rule 2: a node that registers again is a new process. The former one is dead, seen or not.
-            self._remove(former)
-            instructions.append(_dead(former, "its node registered again"))
-        member = Member(event.node, event.role, rank, self._next_incarnation, event.address)
+            raise UsageError(
+                f"Node {node!r} asked to be {role.value} {rank}, but that rank {holder}; it was not taken in. Ask for "
+                "another rank or for none."
+            )
+        # Rule 3: no incarnation is ever given twice.
+        member = Member(node, role, rank, self._next_incarnation, address, process)
         self._next_incarnation += 1
-        self._members[event.node] = member
-        self._expiries_s[event.node] = event.now_s + self._timeout_s
-        published = self._publish_change(event.role, *([former.role] if former else []))
-        welcome = Welcome(event.node, event.role, rank, member.incarnation, self._epoch)
-        return [*instructions, welcome, *published]
+        self._add(member, now_s)
+        return member
 
-    def _expire(self, now_s: float) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        roles: list[Role] = []
-        for member in [m for m in self.members if self._expiries_s[m.node] < now_s]:
-            if member.node in self._disconnected:
-                reason = f"its connection broke and it was not back within {self._grace_s:g} s"
-            else:
-                reason = f"nothing was heard from it for {self._timeout_s:g} s"
-            self._remove(member)
-            roles.append(member.role)
-            instructions.append(_dead(member, reason))
-        return [*instructions, *self._publish_change(*roles)]
+    def readmit(self, member: Member, now_s: float) -> bool:
+        """Take in again one that a former scheduler had welcomed, and of whom no view tells.
 
-    def _publish_change(self, *roles: Role) -> list[Instruction]:
-        # Rule 4: one event that changes the set of servers or workers makes one new epoch; observers make
-        # none.
-        if all(role is Role.OBSERVER for role in roles):
-            return []
-        self._epoch += 1
-        return [self.publish()]
+        Return whether it is a member now: not if another one has its name or rank.
+        """
+        taken = member.node in self._by_node or member.rank in self._by_rank[member.role]
+        if taken or member.incarnation >= self._next_incarnation:
+            return False
+        self._add(member, now_s)
+        return True
 
-    def _find(self, node: str, incarnation: int) -> Member | None:
-        member = self._members.get(node)
-        return member if member is not None and member.incarnation == incarnation else None
+    def heard(self, incarnation: int, now_s: float) -> bool:
+        """Note a sign of life; return whether it is a member's. The dead stay dead."""
+        if incarnation not in self._members:
+            return False
+        self._heard_s[incarnation] = max(now_s, self._heard_s[incarnation])
+        return True
 
-    def _remove(self, member: Member) -> None:
-        del self._members[member.node], self._expiries_s[member.node]
-        self._disconnected.discard(member.node)
+    def doubt(self, incarnation: int) -> None:
+        """Count a member as overdue until it is heard again."""
+        if incarnation in self._members:
+            self._heard_s[incarnation] = -float("inf")
+
+    def overdue(self, now_s: float) -> tuple[Member, ...]:
+        """The members that were silent for longer than the time-out, by incarnation."""
+        due_s = now_s - self._timeout_s
+        return tuple([self._members[each] for each in sorted(self._heard_s) if self._heard_s[each] < due_s])
+
+    def remove(self, incarnation: int) -> Member | None:
+        """Forget a member; return it, or None if it is none."""
+        member = self._members.pop(incarnation, None)
+        if member is not None:
+            del self._by_node[member.node], self._by_rank[member.role][member.rank], self._heard_s[incarnation]
+            self._free_rank[member.role] = min(member.rank, self._free_rank[member.role])
+        return member
+
+    def _add(self, member: Member, now_s: float) -> None:
+        self._members[member.incarnation] = member
+        self._by_node[member.node] = member
+        self._by_rank[member.role][member.rank] = member
+        self._heard_s[member.incarnation] = now_s
 
     def validate(self) -> None:
         """Assert the invariants."""
-        members = self._members.values()
-        assert all(node == member.node for node, member in self._members.items())
-        assert self._expiries_s.keys() == self._members.keys()
-        assert self._disconnected <= self._members.keys()
-        assert len({(m.role, m.rank) for m in members}) == len(members), "two nodes of one rank"
-        assert len({m.incarnation for m in members}) == len(members), "two nodes of one incarnation"
-        assert all(m.incarnation < self._next_incarnation and m.rank >= 0 for m in members)
-
-
-def _dead(member: Member, reason: str) -> Dead:
-    return Dead(member.node, member.role, member.rank, member.incarnation, reason)
+        members = self._members
+        assert all(incarnation == member.incarnation for incarnation, member in members.items())
+        assert {member.node: member for member in members.values()} == self._by_node, "two members of one name"
+        for role, by_rank in self._by_rank.items():
+            assert by_rank == {m.rank: m for m in members.values() if m.role is role}, "two members of one rank"
+            assert all(rank in by_rank for rank in range(self._free_rank[role])), "a free rank is overlooked"
+        assert self._heard_s.keys() == members.keys()
+        assert max(members, default=0) < self._next_incarnation, "an incarnation would be given twice"

@@ -23,8 +23,7 @@ from .rules import (
     to_fields,
 )
 from .saving import SavedModel, load_tables, read_model, save_tables
-from .scheduler import Scheduler
-from .scheduler_link import SchedulerLink
+from .scheduler import Scheduler, SchedulerLink
 from .server import Server
 from .sparse_store import SparseStore
 from .sparse_table import SparseTable

@@ -35,7 +35,7 @@ from paceline.ps.messages import TICK, TICKS, TableSpec
 from paceline.ps.resending import send_again
 from paceline.ps.routes import MapWatch, Routes, no_routes
 from paceline.ps.rules import Initializer, UpdateRule, Zeros, to_fields
-from paceline.ps.scheduler_link import SchedulerLink
+from paceline.ps.scheduler.link import SchedulerLink
 from paceline.ps.sparse_table import SparseTable
 from paceline.transport import Address, Endpoint, Hello, Transport
 
@@ -103,7 +103,7 @@ class Client:
             on_map=self._take_map,
         )
         try:
-            welcome = self.link.register(messages.Register(node=node, role=role, rank=rank))
+            welcome = self.link.register(messages.Register(node=node, role=role, rank=rank), timeout_s=timeout_s)
             self.rank = welcome.rank
             self.incarnation = welcome.incarnation
             self.settings: messages.Settings = welcome.settings
@@ -115,7 +115,6 @@ class Client:
                 name=node,
                 extra={"timeout_ms": int(timeout_s * 1000)},
             )
-            self.link.wait_servers(timeout_s)
             with self._lock:
                 self._routes = self._watch.wait_newer(0, timeout_s)
                 for server in self._routes.servers:

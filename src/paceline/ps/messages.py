@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from paceline.errors import ProtocolError
 from paceline.protocol.buckets import count, from_bytes
 from paceline.protocol.chains import ChainGroup
 from paceline.ps import snapshot_messages
@@ -85,6 +86,16 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.kind}({shape}, {update}, {self.initializer.get('kind')}({start}), seed={self.seed})"
 
 
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """One process, which is told by it from any other that there ever was."""
+
+    host: str
+    """The boot of the machine, and the namespace of the process ids."""
+    pid: int
+    started: int
+    """When, in the units of the host's kernel."""
+
+
 class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One server or worker of the cluster."""
 
@@ -93,6 +104,7 @@ class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     incarnation: int
     endpoint: Endpoint | None = None
+    process: Process | None = None
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +116,7 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The members at one epoch. The scheduler sends it as a NOTICE on every change."""
+    """A view (:class:`paceline.protocol.scheduler.View`). The scheduler sends it as a NOTICE when it is committed."""
 
     epoch: int
     members: tuple[MemberInfo, ...]
@@ -114,6 +126,17 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Which servers hold which buckets."""
     last_incarnation: int = 0
     """Who has none above this one, and is no member, is gone."""
+    term: int = 0
+    """The scheduler that published it; each that takes over has a higher one."""
+    is_partial: bool = False
+    """Whether the workers were left out, as they are in what workers get."""
+    num_waiting: int = 0
+    """While the cluster is forming: how many of its servers have come."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of two maps the one with the greater order is the newer one."""
+        return self.term, self.epoch
 
     @property
     def ready(self) -> bool:
@@ -134,7 +157,57 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return tuple(sorted((m for m in self.members if m.role == role), key=lambda m: m.rank))
 
 
+class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a map differs by from the one of `base`, which was sent on this connection before. A NOTICE."""
+
+    base: int
+    """The epoch of that map."""
+    epoch: int
+    term: int
+    version: int
+    last_incarnation: int
+    joined: tuple[MemberInfo, ...] = ()
+    gone: tuple[int, ...] = ()
+    groups: tuple[GroupInfo, ...] | None = None
+    """None: as before."""
+
+    def apply(self, base: ClusterMap) -> ClusterMap:
+        """Return the map that this makes of `base`. Raises ProtocolError if it is of another one."""
+        if base.epoch != self.base:
+            raise ProtocolError(f"the scheduler has sent what changed since map {self.base}, and {base.epoch} is here")
+        gone = set(self.gone)
+        return msgspec.structs.replace(
+            base,
+            term=self.term,
+            epoch=self.epoch,
+            version=self.version,
+            last_incarnation=self.last_incarnation,
+            members=(*(member for member in base.members if member.incarnation not in gone), *self.joined),
+            groups=base.groups if self.groups is None else self.groups,
+        )
+
+
+class PrepareMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE to a server: keep this map, answer with Prepared, and do not act on it yet."""
+
+    map: ClusterMap | MapChange
+
+
+class CommitMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE to a server: act on the map that was prepared last on this connection."""
+
+    term: int
+    epoch: int
+
+
 # To the scheduler.
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE from a server: the map of this order is here."""
+
+    term: int
+    epoch: int
 
 
 class GetMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -168,16 +241,23 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: int | None = None
     extra: bool = False
     """Whether a server joins though all expected ones are there."""
+    process: Process | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Who the newcomer is."""
+    """Who the member is."""
 
     rank: int
     incarnation: int
     heartbeat_s: float
     settings: Settings
     cluster: ClusterMap
+    received: int = -1
+    """The number of the last message of this member that the scheduler has; -1 if it knows of none."""
+
+
+class Elsewhere(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to Rejoin: another cluster is at this address now. The member's own may come back."""
 
 
 class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,9 +299,9 @@ class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A member comes back to a scheduler that may know nothing of it, and says what it knows; answered by Welcome.
+    """A member comes back to a scheduler that may know nothing of it, and says what it knows.
 
-    Raises PeerError if the scheduler's cluster is another one, or has declared this member dead.
+    Answered by Welcome or Elsewhere. Raises PeerError if this member was declared dead.
     """
 
     node: str
@@ -231,7 +311,10 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     endpoint: Endpoint | None
     settings: Settings
     cluster: ClusterMap
-    """The last map that it has seen."""
+    """The newest map that it has seen, committed or prepared."""
+    is_leaving: bool = False
+    """Whether it is a server that waits until it may leave."""
+    process: Process | None = None
     tables: tuple[KnownTable, ...] = ()
     job: JobMemory | None = None
 
@@ -546,13 +629,13 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
 ToScheduler = (
     GetMap | GetSettings | Register | Rejoin | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob
     | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
-    | EndCluster | GetAccount | Filled | Drain
+    | EndCluster | GetAccount | Filled | Drain | Prepared
 )  # fmt: skip
 ToServer = (
     CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
     | snapshot_messages.ToServer
 )  # fmt: skip
-FromScheduler = ClusterMap | Ended | Expelled | JobNews
+FromScheduler = ClusterMap | MapChange | PrepareMap | CommitMap | Ended | Expelled | JobNews
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode

@@ -116,10 +116,12 @@ class Cluster:
         self.last_fault_s = 0.0
         self.may_lose = may_lose
         self.unhealthy_until_s: dict[str, float] = {}
+        self.is_one_host = self.random.random() < 0.5
+        """Whether the scheduler's kernel knows of all processes when they have ended."""
         self._number = 0
-        self.scheduler: Scheduler | None = Scheduler(self, follows=False)
+        self.scheduler: Scheduler | None = self._start_scheduler(replaces=False)
         for server in range(self.settings.num_servers):
-            self.start_server(f"s{server}")
+            self.start_server(f"s{server}", is_extra=False)
         for worker in range(self.settings.num_workers):
             self.start_worker(f"w{worker}")
         self._faults = Faults(self, faults, num_faults, may_lose=may_lose)
@@ -142,6 +144,7 @@ class Cluster:
         """Note that a node stops by itself."""
         self.note(f"{node.name} ends")
         node.end()
+        self._tell_end(node)
         if isinstance(node, Worker) and not self.workers and not self.is_done:
             self.clock.after(0.05, self._replace, node.host)
 
@@ -159,10 +162,24 @@ class Cluster:
 
     # Processes.
 
-    def start_server(self, host: str) -> Server:
-        """Start a server."""
+    def start_server(self, host: str, *, is_extra: bool = True) -> Server:
+        """Start a server: one more, or one that the cluster begins with."""
         self._number += 1
-        return Server(host, f"{host}.{self._number}", self)
+        return Server(host, f"{host}.{self._number}", self, is_extra=is_extra)
+
+    def _start_scheduler(self, *, replaces: bool, accepts_minority: bool = False) -> Scheduler:
+        self._number += 1
+        name = f"scheduler.{self._number}"
+        return Scheduler(name, self, replaces=replaces, accepts_minority=accepts_minority)
+
+    def waits_for(self, scheduler: Scheduler, servers: Collection[str]) -> None:
+        """Note that a scheduler needs servers to take over; the operator sees whether they are dead."""
+        if scheduler is self.scheduler and not any(name in self.network.processes for name in servers):
+            self.note("the operator starts the scheduler again")
+            self.fired["operator"] += 1
+            self.crash(scheduler)
+            self.scheduler = self._start_scheduler(replaces=True, accepts_minority=True)
+            self.last_fault_s = max(self.last_fault_s, self.clock.now_s)
 
     def _replace(self, host: str) -> None:
         self.start_worker(host)
@@ -178,17 +195,33 @@ class Cluster:
         if process is self.scheduler:
             self.scheduler = None
         process.end()
+        self._tell_end(process)
+
+    def _tell_end(self, process: Process) -> None:
+        """Let the schedulers know that a process has ended, if their kernel does."""
+        if self.is_one_host:
+            for scheduler in self.schedulers:
+                scheduler.later(0.001, scheduler.process_ended, process.name)
 
     def restart_scheduler(self) -> None:
         """Start a scheduler after the former one."""
         if self.scheduler is None:
             self.note("the scheduler is back")
-            self.scheduler = Scheduler(self, follows=True)
+            self.scheduler = self._start_scheduler(replaces=self.random.random() < 0.5)
 
     @property
     def servers(self) -> list[Server]:
         """The servers that live."""
         return [process for process in self.network.processes.values() if isinstance(process, Server)]
+
+    def start_second_scheduler(self) -> None:
+        """Start a scheduler at the address of one that lives."""
+        self.scheduler = self._start_scheduler(replaces=self.random.random() < 0.5)
+
+    @property
+    def schedulers(self) -> list[Scheduler]:
+        """The schedulers that live: one, or two that both believe to lead."""
+        return [process for process in self.network.processes.values() if isinstance(process, Scheduler)]
 
     @property
     def workers(self) -> list[Worker]:
@@ -200,7 +233,7 @@ class Cluster:
 
         A server that is being filled counts as one of the chain, for it may become a member before it is missed.
         """
-        if self.scheduler is None or self.scheduler.is_rebuilding or not self.oracle.version:
+        if self.scheduler is None or not self.scheduler.is_established or not self.oracle.view.version:
             return False
         if doubtful and not self.settings.replicas:
             return False  # one that has nothing yet may have all of a bucket before it is missed
@@ -209,13 +242,13 @@ class Cluster:
             server.incarnation
             for server in self.servers
             if server not in doubtful
-            and server.incarnation in self.oracle.members
-            and server.incarnation not in self.scheduler.reachability.in_doubt
+            and server.incarnation in self.oracle.view.servers
+            and server.incarnation not in self.scheduler.core.reachability.in_doubt
             and not self.network.is_cut_off(server)
             and not (server.is_leaving and self.settings.replicas)  # without, it stays until it is relieved
             and self.unhealthy_until_s.get(server.name, 0.0) < now_s
         }
-        for group in self.oracle.groups:
+        for group in self.oracle.view.groups:
             chain = {*group.members, group.filling} - {None}
             if healthy.isdisjoint(group.members) or len(chain - healthy) > self.settings.replicas:
                 return False
@@ -232,15 +265,15 @@ class Cluster:
     def is_finished(self) -> bool:
         """Whether all work is done, and the servers have nothing left to do either."""
         scheduler = self.scheduler
-        if scheduler is None or scheduler.is_rebuilding:
+        if scheduler is None or not scheduler.is_established:
             return False
         if not self.is_done or self.workers:
             return False
-        if not scheduler.planner.is_stable:
+        if not scheduler.core.planner.is_stable:
             return False
         return all(
-            server.incarnation in self.oracle.members
-            and server.replication.version == self.oracle.version
+            server.incarnation in self.oracle.view.servers
+            and server.replication.version == self.oracle.view.version
             and not server.replication.num_pending
             for server in self.servers
         )
@@ -249,12 +282,11 @@ class Cluster:
         """Look at everything."""
         for server in self.servers:
             server.validate()
-        if self.scheduler is not None and not self.scheduler.is_rebuilding:
-            self.scheduler.planner.validate()
-            self.scheduler.membership.validate()
-            self.scheduler.shards.validate()
+        for scheduler in self.schedulers:
+            scheduler.core.validate()
+            scheduler.shards.validate()
         of = {server.incarnation: server for server in self.servers if server.incarnation}
-        for group in self.oracle.groups:
+        for group in self.oracle.view.groups:
             for member in group.members:
                 holder = of.get(member)
                 if holder is None or holder.replication.version == 0:

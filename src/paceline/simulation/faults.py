@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from paceline.simulation.network import Process
-from paceline.simulation.node import SCHEDULER
+from paceline.simulation.scheduler import Scheduler
 from paceline.simulation.server import Server
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ KINDS: Final = (
     "crash-server",
     "crash-worker",
     "crash-scheduler",
+    "reset-scheduler",
+    "second-scheduler",
     "stop",
     "slow",
     "clock-jump",
@@ -28,13 +30,14 @@ KINDS: Final = (
 )
 """The faults that are drawn. `restart` follows crashes; `drop`, `duplicate` and `reorder` follow from the others.
 
-A `cut` breaks one connection, a `partition` heals; a `cable` between two servers stays cut until one of them is gone,
-and then `expel` follows.
+A `cut` breaks one connection, `reset-scheduler` all of the scheduler's; a `partition` heals; a `second-scheduler`
+listens at the address of the first, which lives and keeps some of its connections for a while; a `cable` between two
+servers stays cut until one of them is gone, and then `expel` follows.
 """
 
-FOLLOWING: Final = ("restart", "expel", "drop", "duplicate", "reorder")
+FOLLOWING: Final = ("restart", "expel", "superseded", "operator", "drop", "duplicate", "reorder")
 
-_WEIGHTS: Final = (6, 3, 2, 4, 2, 2, 3, 2, 2, 2, 2, 2, 1)
+_WEIGHTS: Final = (6, 3, 2, 4, 2, 2, 2, 1, 3, 2, 2, 2, 2, 2, 1)
 _LONG_S: Final = 0.2
 """A server that is silent for longer counts as one that may fail."""
 
@@ -107,11 +110,12 @@ class Faults:
         until_s = cluster.clock.now_s + duration_s
         if duration_s >= _LONG_S:
             # Those that the scheduler does not hear may be declared dead.
-            beyond = set(names) - set(island) if SCHEDULER in island else set(island)
+            scheduler = cluster.scheduler
+            beyond = set(names) - set(island) if scheduler is not None and scheduler.name in island else set(island)
             doubtful = [server for server in cluster.servers if server.name in beyond]
-            if SCHEDULER not in names or not self._may_fail(doubtful, until_s + 0.5):
+            if scheduler is None or not self._may_fail(doubtful, until_s + 0.5):
                 return False
-        elif cluster.scheduler is None or cluster.scheduler.is_rebuilding:
+        elif cluster.scheduler is None or not cluster.scheduler.is_established:
             return False
         cluster.note(f"partition of {island} for {duration_s}")
         cluster.network.part(island, duration_s)
@@ -123,7 +127,7 @@ class Faults:
         whole = [
             server
             for server in cluster.servers
-            if server.incarnation in cluster.oracle.members and not cluster.network.is_cut_off(server)
+            if server.incarnation in cluster.oracle.view.servers and not cluster.network.is_cut_off(server)
         ]
         if len(whole) < 2 or self._may_lose:  # where buckets may be lost, nobody goes that is the last to have one
             return False
@@ -183,7 +187,7 @@ class Faults:
     def _crash_scheduler(self) -> bool:
         cluster = self._cluster
         scheduler = cluster.scheduler
-        if scheduler is None or scheduler.is_rebuilding:
+        if scheduler is None or not scheduler.is_established:
             return False
         now_s = cluster.clock.now_s
         doubtful = [each for each in cluster.servers if cluster.unhealthy_until_s.get(each.name, 0.0) >= now_s]
@@ -195,11 +199,44 @@ class Faults:
         self._lasts(now_s + delay_s + 1.0)
         return True
 
+    def _reset_scheduler(self) -> bool:
+        cluster = self._cluster
+        if cluster.scheduler is None or not cluster.scheduler.connections:
+            return False
+        cluster.note("the scheduler's connections are reset")
+        for connection in list(cluster.scheduler.connections):
+            cluster.network.cut(connection)
+        return True
+
+    def _second_scheduler(self) -> bool:
+        cluster, random = self._cluster, self._cluster.random
+        former = cluster.scheduler
+        if former is None or not former.is_established or len(cluster.schedulers) > 1 or cluster.network.has_cut_cables:
+            return False
+        over_s = cluster.clock.now_s + 3.5
+        alive = {server.incarnation for server in cluster.servers}
+        if not self._may_lose and not (cluster.can_lose([]) and cluster.oracle.view.voters <= alive):
+            return False
+        for server in cluster.servers:  # each scheduler may do without those that it does not hear
+            cluster.unhealthy_until_s[server.name] = max(over_s, cluster.unhealthy_until_s.get(server.name, 0.0))
+        cluster.note("a second scheduler")
+        cluster.oracle.shards_may_repeat = True  # each of the two gives them out
+        cluster.start_second_scheduler()
+        for connection in list(former.connections):
+            cluster.clock.after(3.0 * random.random() ** 2, cluster.network.cut, connection)
+        cluster.clock.after(3.2, self._end_former, former)
+        self._lasts(over_s)
+        return True
+
+    def _end_former(self, scheduler: Scheduler) -> None:
+        if scheduler.is_alive:
+            self._cluster.crash(scheduler)
+
     def _stop(self) -> bool:
         cluster = self._cluster
         process = self._any()
         duration_s = cluster.random.choice((0.05, 0.3, 0.9, 2.0))
-        if cluster.scheduler is None or cluster.scheduler.is_rebuilding:
+        if cluster.scheduler is None or not cluster.scheduler.is_established:
             return False
         until_s = cluster.clock.now_s + duration_s
         long = [process] if isinstance(process, Server) and duration_s >= _LONG_S else []
@@ -221,7 +258,7 @@ class Faults:
         return True
 
     def _clock_jump(self) -> bool:
-        process = self._cluster.network.processes.get(SCHEDULER) or self._any()
+        process = self._cluster.scheduler or self._any()
         if self._cluster.random.random() < 0.3:
             process = self._any()
         process.clock_offset_s += self._cluster.random.choice((-3600.0, -2.0, 2.0, 3600.0))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from paceline.protocol.chains import ChainGroup
 from paceline.protocol.membership import Member
 from paceline.protocol.replication import FilterState
+from paceline.protocol.scheduler import View
 from paceline.protocol.shards import Granted
 
 Value: TypeAlias = tuple[int, int, int]
@@ -37,22 +37,31 @@ class RegisterNode(Frame):
     """A new process wants to be a member."""
 
     is_server: bool
+    is_extra: bool
 
 
 @dataclass(slots=True)
 class Map(Frame):
-    """Everything that the scheduler publishes. Who is not among `members`, up to incarnation `highest`, is gone."""
+    """A view that the scheduler has committed."""
 
     size: ClassVar[int] = 2000
-    epoch: int
-    members: tuple[Member, ...]
-    highest: int
-    version: int
-    groups: tuple[ChainGroup, ...]
+    view: View
 
-    def excludes(self, incarnation: int) -> bool:
-        """Whether it says that an incarnation is gone."""
-        return incarnation <= self.highest and all(member.incarnation != incarnation for member in self.members)
+
+@dataclass(slots=True)
+class PrepareView(Frame):
+    """A view that a server is to keep, and not to act on yet."""
+
+    size: ClassVar[int] = 2000
+    view: View
+
+
+@dataclass(slots=True)
+class PreparedView(Frame):
+    """A server has the view of this order."""
+
+    term: int
+    epoch: int
 
 
 @dataclass(slots=True)
@@ -60,7 +69,8 @@ class Rejoin(Frame):
     """A member is connected (again); the rest is for a scheduler that knows nothing."""
 
     member: Member
-    map: Map | None
+    cluster: str
+    view: View
     is_leaving: bool
     held: tuple[Granted, ...]
     done: frozenset[Key]
@@ -83,9 +93,11 @@ class Going(Frame):
 
 @dataclass(slots=True)
 class Welcomed(Frame):
-    """The node is this member."""
+    """The node is this member of this cluster."""
 
     member: Member
+    cluster: str
+    view: View
 
 
 @dataclass(slots=True)
@@ -224,7 +236,7 @@ class Stale(Frame):
     """A part is refused: the map was old. Here is the newer one."""
 
     number: int
-    map: Map
+    view: View
 
 
 @dataclass(slots=True)

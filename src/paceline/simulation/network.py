@@ -138,6 +138,7 @@ class Network:
         self.random = random
         self.fired = fired
         self.processes: dict[str, Process] = {}
+        self._listening: dict[str, Process] = {}  # other addresses than names
         self.trace: Callable[[str], None] | None = None
         self.latency_s = random.choice((0.0003, 0.001, 0.003))
         self.bytes_per_s = random.choice((2e6, 2e7, 1e9))
@@ -148,6 +149,10 @@ class Network:
     def add(self, process: Process) -> None:
         """Let a process listen under its name."""
         self.processes[process.name] = process
+
+    def listen(self, address: str, process: Process) -> None:
+        """Let a process listen at another address than its name, in the place of whoever did."""
+        self._listening[address] = process
 
     def remove(self, process: Process) -> None:
         """Take a process away and break its connections."""
@@ -163,9 +168,11 @@ class Network:
         self.clock.after(self.latency_s * (0.5 + self.random.random()), self._arrive, source, name, hello)
 
     def _arrive(self, source: Process, name: str, hello: Any) -> None:
-        target = self.processes.get(name)
+        target = self._listening.get(name) or self.processes.get(name)
         if not source.is_alive:
             return
+        if target is not None and not target.is_alive:
+            target = None
         if target is None or self._is_cut(source, target) or self._blocked_until_s(source, target) > 0:
             self.clock.after(_RECONNECT_S, source.run, source.refused, (name, hello))
             return
@@ -213,6 +220,7 @@ class Network:
         if (connection.limit is not None and index > connection.limit[direction]) or not receiver.is_alive:
             return
         if self._is_cut(sender, receiver):
+            connection.limit = list(connection.delivered)  # a stream has no gaps, even when the cable goes with its end
             return
         until_s = max(receiver.stopped_until_s, self._blocked_until_s(sender, receiver) if self._partitions else 0.0)
         if until_s > self.clock.now_s:
@@ -234,10 +242,12 @@ class Network:
         if not connection.is_open:
             return
         connection.is_open = False
-        connection.limit = []
+        frozen = connection.limit is not None
+        connection.limit = list(connection.delivered)
         for direction in (0, 1):
-            delivered, sent = connection.delivered[direction], connection.sent[direction]
-            connection.limit.append(self.random.randint(delivered, sent))
+            sent = connection.sent[direction]
+            if not frozen:
+                connection.limit[direction] = self.random.randint(connection.delivered[direction], sent)
             if connection.limit[direction] < sent:
                 self.fired["drop"] += 1
         self.unlink(connection)
@@ -286,6 +296,11 @@ class Network:
     def cut_cable(self, one: Process, other: Process) -> None:
         """Let nothing pass between two processes as long as both live; no connection breaks over it."""
         self._cables.append((one, other))
+
+    @property
+    def has_cut_cables(self) -> bool:
+        """Whether any cable is cut."""
+        return bool(self._cables)
 
     def is_cut_off(self, process: Process) -> bool:
         """Whether a cable of a process is cut."""

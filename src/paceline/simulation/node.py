@@ -1,32 +1,47 @@
-"""What servers and workers have in common: they are members of a cluster, and know its newest map."""
+"""What servers and workers have in common: they are members of a cluster, and know its newest view."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.membership import Member
+from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View
 from paceline.protocol.shards import Granted
-from paceline.simulation.messages import Beat, Key, Map, RegisterNode, Rejoin, Thrown, Welcomed
+from paceline.simulation.messages import (
+    Beat,
+    Key,
+    Map,
+    PreparedView,
+    PrepareView,
+    RegisterNode,
+    Rejoin,
+    Thrown,
+    Welcomed,
+)
 from paceline.simulation.network import Connection, Process
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
 
-SCHEDULER = "scheduler"
-HEARTBEAT_S = 0.25
+SCHEDULER: Final = "scheduler"
+"""The address at which the scheduler listens, whichever that is."""
+TIMEOUT_S: Final = 1.0
+HEARTBEAT_S: Final = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
 
 
 class Node(Process):
-    """A process that registers at the scheduler, sends heartbeats and takes maps."""
+    """A process that registers at the scheduler, sends heartbeats and takes views."""
 
-    def __init__(self, host: str, name: str, cluster: Cluster, *, is_server: bool) -> None:
+    def __init__(self, host: str, name: str, cluster: Cluster, *, is_server: bool, is_extra: bool = False) -> None:
         super().__init__(name, cluster.network)
         self.host = host
         self.cluster = cluster
         self.is_server = is_server
+        self.is_extra = is_extra
         self.member: Member | None = None
-        self.map: Map | None = None
+        self.cluster_name = ""
+        self.views: KnownViews[View] = KnownViews()
         self.scheduler: Connection | None = None
         self.is_leaving = False
         self.later(0.0, self._connect)
@@ -37,14 +52,19 @@ class Node(Process):
         """The incarnation; 0 before the welcome."""
         return 0 if self.member is None else self.member.incarnation
 
+    @property
+    def map(self) -> View | None:
+        """The newest committed view."""
+        return self.views.committed
+
     # What subclasses do.
 
     def welcomed(self) -> None:
         """Begin, as a member."""
         raise NotImplementedError
 
-    def mapped(self, former: Map | None, new: Map) -> None:
-        """Take a map of which the version or the epoch is newer than before."""
+    def mapped(self, former: View | None, new: View) -> None:
+        """Take a view that is newer than the one before."""
         raise NotImplementedError
 
     def attached(self) -> None:
@@ -60,7 +80,7 @@ class Node(Process):
         return ()
 
     def is_gone(self, incarnation: int) -> bool:
-        """Whether that incarnation is no member any more, as far as the map says."""
+        """Whether that incarnation is no member any more, as far as the view says."""
         return self.map is not None and self.map.excludes(incarnation)
 
     def address(self, incarnation: int) -> str | None:
@@ -84,11 +104,17 @@ class Node(Process):
         """Register, or say who this is."""
         self.scheduler = connection
         if self.member is None:
-            connection.send(self, RegisterNode(self.is_server))
+            connection.send(self, RegisterNode(self.is_server, self.is_extra))
             return
         held, done = self.held()
-        connection.send(self, Rejoin(self.member, self.map, self.is_leaving, held, done))
+        newest = self.views.newest
+        assert newest is not None
+        connection.send(self, Rejoin(self.member, self.cluster_name, newest, self.is_leaving, held, done))
         self.attached()
+
+    def is_current(self, connection: Connection) -> bool:
+        """Whether a frame of this connection is taken: of the scheduler, only what comes on the newest."""
+        return connection.hello[0] != "node" or connection is self.scheduler
 
     def scheduler_closed(self) -> None:
         """Connect again."""
@@ -103,33 +129,35 @@ class Node(Process):
     def on_welcomed(self, _: Connection, frame: Welcomed) -> None:
         """Take the welcome."""
         if self.member is None:
-            self.member = frame.member
+            self.member, self.cluster_name = frame.member, frame.cluster
             self.welcomed()
+        self.take(frame.view)
 
     def on_thrown(self, _: Connection, __: Thrown) -> None:
         """Stop: this incarnation is dead, and may not come back."""
         self.cluster.ended(self)
 
+    def on_prepare(self, connection: Connection, frame: PrepareView) -> None:
+        """Keep a view that the next scheduler has to hear of, should this one die."""
+        if self.views.prepare(frame.view):
+            connection.send(self, PreparedView(frame.view.term, frame.view.epoch))
+
     def on_map(self, _: Connection, frame: Map) -> None:
-        """Take a map, from whomever."""
+        """Take what the scheduler has published."""
+        self.take(frame.view)
+
+    def take(self, view: View) -> None:
+        """Take a view, from whomever."""
         former = self.map
-        if former is not None:
-            newer_epoch, newer_version = frame.epoch > former.epoch, frame.version > former.version
-            if not newer_epoch and not newer_version:
-                return
-            if not (newer_epoch and frame.version >= former.version):
-                # A server's word of the chains may come before the scheduler's word of the members, or after it.
-                members = frame if newer_epoch else former
-                chains = frame if newer_version else former
-                frame = Map(members.epoch, members.members, members.highest, chains.version, chains.groups)
-        self.map = frame
-        if frame.version:
-            self.cluster.oracle.mapped(frame.version, frame.groups, self.name)
+        if not self.views.commit(view):
+            return
+        if view.version:
+            self.cluster.oracle.mapped(view.version, view.groups, self.name)
         if self.member is not None and self.is_gone(self.incarnation):
             self.cluster.ended(self)
             return
         if self.member is not None:
-            self.mapped(former, frame)
+            self.mapped(former, view)
 
 
 def servers_of(groups: tuple[ChainGroup, ...]) -> set[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from paceline.protocol.chains import ChainGroup
+from paceline.protocol.scheduler import View
 from paceline.simulation.messages import Key, Value
 
 
@@ -53,13 +54,13 @@ class Oracle:
     def __init__(self, tau: int | None, is_sequential: bool) -> None:
         self.tau = tau
         self.is_sequential = is_sequential
-        self.members: set[int] = set()
-        self.version = 0
-        self.groups: tuple[ChainGroup, ...] = ()
+        self.view = View()
+        """The newest view that was committed, by whatever scheduler."""
         self.workers: list[Pushing] = []
         self.num_reads = 0
         self.num_pushes = 0
         self.done: set[Key] = set()
+        self.shards_may_repeat = False
         self.lost = 0
         # (bucket, worker) → iteration and sum of the first n pushes, n = 0, 1, …
         self._pushes: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -89,13 +90,14 @@ class Oracle:
     def read(self, bucket: int, data: Data, reader: int, clock: int, version: int, server: int, where: str) -> None:
         """Check what a server of `version` is about to answer to the worker `reader` in iteration `clock`."""
         self.num_reads += 1
-        if version == self.version:
+        if version == self.view.version:
             self.check_acknowledged(bucket, data, where)
-        if self.tau is None or reader not in self.members or server not in self.members:
+        members = {member.incarnation for member in self.view.members}
+        if self.tau is None or reader not in members or server not in members:
             return  # who is declared dead and has not heard of it may read, or answer, what is out of date
         needed = clock - self.tau
         for worker in self.workers:
-            if not worker.is_counted or not worker.is_alive or worker.incarnation not in self.members:
+            if not worker.is_counted or not worker.is_alive or worker.incarnation not in members:
                 continue
             if worker.finished_clock < needed:
                 raise Violation(
@@ -158,9 +160,9 @@ class Oracle:
 
     # Maps.
 
-    def published(self, version: int, groups: tuple[ChainGroup, ...]) -> None:
-        """Note what the scheduler holds to be true."""
-        self.version, self.groups = version, groups
+    def published(self, view: View) -> None:
+        """Note that a scheduler has committed a view."""
+        self.view = max(self.view, view, key=lambda each: each.order)
 
     def mapped(self, version: int, groups: tuple[ChainGroup, ...], where: str) -> None:
         """Note that a node took a map."""
@@ -178,6 +180,6 @@ class Oracle:
 
     def shard_done(self, key: Key) -> None:
         """Note that a shard is done for good."""
-        if key in self.done:
+        if key in self.done and not self.shards_may_repeat:
             raise Violation(f"shard {key} is done a second time (each example once)")
         self.done.add(key)

@@ -1,13 +1,12 @@
-"""The scheduler of a simulated cluster: a thin runtime of membership, planner and shards."""
+"""The scheduler of a simulated cluster: a thin runtime of the scheduler's core, and of shards."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.protocol import chains, membership, shards
-from paceline.protocol.chains import VERSION_GAP, Planner
-from paceline.protocol.membership import Member, Membership, Role
-from paceline.protocol.reachability import Reachability
+from paceline.protocol import shards
+from paceline.protocol.membership import Role
+from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.protocol.shards import Granted, Shards
 from paceline.simulation.messages import (
     Beat,
@@ -19,6 +18,8 @@ from paceline.simulation.messages import (
     LeaseAnswer,
     LeaseRequest,
     Map,
+    PreparedView,
+    PrepareView,
     RegisterNode,
     Rejoin,
     ShardDone,
@@ -27,52 +28,51 @@ from paceline.simulation.messages import (
     Welcomed,
 )
 from paceline.simulation.network import Connection, Process
-from paceline.simulation.node import SCHEDULER
+from paceline.simulation.node import HEARTBEAT_S, SCHEDULER, TIMEOUT_S
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
 
-TIMEOUT_S = 1.0
-GRACE_S = 0.4
-REJOIN_S = 0.8
-_TICK_S = 0.1
+_FLUSH_S = 0.005
 
 
 class Scheduler(Process):
-    """One scheduler process. One that follows another first waits for the nodes to come back."""
+    """One scheduler process, at the address at which they all listen."""
 
-    def __init__(self, cluster: Cluster, *, follows: bool) -> None:
-        super().__init__(SCHEDULER, cluster.network)
+    def __init__(self, name: str, cluster: Cluster, *, replaces: bool, accepts_minority: bool) -> None:
+        super().__init__(name, cluster.network)
+        cluster.network.listen(SCHEDULER, self)
         self.cluster = cluster
         settings = cluster.settings
-        self.membership = Membership(settings.num_servers, TIMEOUT_S, disconnect_grace_s=GRACE_S)
-        self.reachability = Reachability(TIMEOUT_S / 2)
-        self.planner = Planner(settings.num_buckets, settings.replicas)
+        self.core = SchedulerCore(
+            num_servers=settings.num_servers,
+            replicas=settings.replicas,
+            heartbeat_timeout_s=TIMEOUT_S,
+            cluster=name,
+            salt=cluster.random.getrandbits(16),
+            replaces=replaces,
+            accepts_minority=accepts_minority,
+            num_buckets=settings.num_buckets,
+        )
         self.shards = Shards([settings.num_shards], settings.epochs)
-        self.is_rebuilding = follows
-        self.leaving: set[int] = set()
-        self._nodes: dict[int, Connection] = {}  # incarnation → connection
-        self._rejoins: dict[int, tuple[Connection, Rejoin]] = {}
         self._waiting: list[tuple[Connection, Any]] = []
         self._answers: dict[int, LeaseAnswer] = {}
         self._requests: dict[int, int] = {}
         self._uncommitted: dict[Key, tuple[int, int, set[int]]] = {}  # shard → worker, lease, who has to know yet
         self._known_done: set[Key] = set()
-        self._patience_s = 0.0
-        self._last_tick_s = self.own_now_s
-        self.later(_TICK_S, self._tick)
-        if follows:
-            self.later(REJOIN_S, self._rebuild)
+        self._nodes: dict[int, Connection] = {}  # the members that were welcomed, by incarnation
+        self._flushes = False
+        self.later(HEARTBEAT_S, self._tick)
         self._handlers: dict[type, Any] = {
-            RegisterNode: self._on_register,
-            Rejoin: self._on_rejoin,
-            Beat: self._on_beat,
-            Going: self._on_going,
-            Filled: self._on_filled,
             LeaseRequest: self._on_lease_request,
             ShardDone: self._on_shard_done,
             KnownDone: self._on_known_done,
         }
+
+    @property
+    def is_established(self) -> bool:
+        """Whether it leads a cluster."""
+        return self.core.is_established and self.core.phase is Phase.LEADING
 
     # Connections.
 
@@ -82,223 +82,164 @@ class Scheduler(Process):
 
     def receive(self, connection: Connection, frame: Any) -> None:
         """See :class:`Process`."""
-        if self.is_rebuilding and not isinstance(frame, Rejoin):
+        event = self._event_of(connection, frame)
+        if event is not None:
+            self._feed(event)
+            if isinstance(event, events.Rejoin):
+                self._look_for_ended()
+            elif isinstance(event, events.Leave):
+                connection.send(self, Thrown())
+        elif not self.core.is_established:
             self._waiting.append((connection, frame))
-            return
-        self._handlers[type(frame)](connection, frame)
+        else:
+            self._handlers[type(frame)](connection, frame)
+
+    def _event_of(self, connection: Connection, frame: Any) -> events.Event | None:
+        match frame:
+            case RegisterNode(is_server, is_extra):
+                node = connection.ends[0]
+                role = Role.SERVER if is_server else Role.WORKER
+                return events.Register(connection, node.name, role, address=node.name, is_extra=is_extra)
+            case Rejoin(member, cluster, view, is_leaving):
+                return events.Rejoin(Returned(connection, member, cluster, view, is_leaving, knowledge=frame))
+            case Beat(_, unreachable):
+                return events.Heartbeat(connection, unreachable)
+            case Filled(version, target, buckets):
+                return events.Filled(version, target, buckets)
+            case PreparedView(term, epoch):
+                return events.Prepared(connection, term, epoch)
+            case Going():
+                is_server = connection.ends[0].is_server  # type: ignore[attr-defined]
+                return events.Drain(connection) if is_server else events.Leave(connection)
+        return None
 
     def closed(self, connection: Connection) -> None:
         """See :class:`Process`."""
-        incarnation = connection.owner
-        if incarnation is None or self._nodes.get(incarnation) is not connection:
-            return
-        del self._nodes[incarnation]
-        member = self._member(incarnation)
-        if member is not None:
-            self._members(membership.Disconnected(member.node, incarnation, self._patience_s))
+        incarnation = self.core.incarnation_of(connection)
+        self._waiting = [each for each in self._waiting if each[0] is not connection]
+        if incarnation is not None and self._nodes.get(incarnation) is connection:
+            del self._nodes[incarnation]
+        self._feed(events.Disconnected(connection))
+        if incarnation is not None:
+            self.later(2 * self.network.latency_s, self._probe, connection.ends[0].name, incarnation)
 
     def _tick(self) -> None:
-        # A clock that jumps, or a scheduler that was stopped, makes nobody silent: no tick counts for more than two.
-        now_s = self.own_now_s
-        self._patience_s += min(max(now_s - self._last_tick_s, 0.0), 2 * _TICK_S)
-        self._last_tick_s = now_s
-        if not self.is_rebuilding:
-            self._members(membership.Clock(self._patience_s))
-            self._look_at_links()
-        self.later(_TICK_S, self._tick)
+        self._feed(events.Clock())
+        self._look_for_ended()
+        if self.core.needed:
+            self.cluster.waits_for(self, [member.node for member in self.core.needed])
+        self.later(HEARTBEAT_S, self._tick)
 
-    def _look_at_links(self) -> None:
-        cut_off = self.reachability.decide(self._servers(), self.planner.groups, self._patience_s)
-        if cut_off is not None:
-            self.cluster.fired["expel"] += 1
-            self._members(membership.Expel(cut_off.server, "it and others do not reach each other"))
+    # What is known of processes: by the kernel, if all are on one host, or by what nobody listens at any more.
 
-    # Members.
+    def process_ended(self, name: str) -> None:
+        """Take the kernel's word that a process has ended."""
+        member = self.core.membership.named(name)
+        if member is not None:
+            self._feed(events.Ended(member.incarnation))
 
-    def _member(self, incarnation: int) -> Member | None:
-        for member in self.membership.members:
-            if member.incarnation == incarnation:
-                return member
-        return None
+    def _look_for_ended(self) -> None:
+        """While members of a former scheduler are awaited, look which of them have ended."""
+        for member in self.core.awaited:
+            if self.cluster.is_one_host:
+                if not self._lives(member.node):
+                    self._feed(events.Ended(member.incarnation))
+            else:
+                self._probe(member.node, member.incarnation)
 
-    def _on_register(self, connection: Connection, frame: RegisterNode) -> None:
-        node = connection.ends[0]
-        role = Role.SERVER if frame.is_server else Role.WORKER
-        host = connection.ends[0].host  # type: ignore[attr-defined]
-        self._welcome = connection
-        self._members(membership.Register(host, role, node.name, self._patience_s))
+    def _probe(self, name: str, incarnation: int) -> None:
+        if not self.cluster.is_one_host and not self._lives(name) and self.core.membership.find(incarnation):
+            self._feed(events.Doubted(incarnation))
 
-    def _on_rejoin(self, connection: Connection, frame: Rejoin) -> None:
-        incarnation = frame.member.incarnation
-        connection.owner = incarnation
-        if self.is_rebuilding:
-            self._rejoins[incarnation] = connection, frame
-            return
-        if self._member(incarnation) is None:
-            connection.send(self, Thrown())
-            return
-        self._nodes[incarnation] = connection
-        self._members(membership.Heartbeat(frame.member.node, incarnation, self._patience_s))
-        connection.send(self, self._map())
-        if frame.member.role is Role.SERVER:
-            if frame.is_leaving and incarnation not in self.leaving:
-                self._drain(incarnation)
-            connection.send(self, KnowDone(tuple(sorted(self._known_done))))
+    def _lives(self, name: str) -> bool:
+        return name in self.network.processes
 
-    def _on_beat(self, connection: Connection, frame: Beat) -> None:
-        member = self._member(frame.incarnation)
-        if member is None:
-            connection.send(self, Thrown())
-        else:
-            self._members(membership.Heartbeat(member.node, frame.incarnation, self._patience_s))
-            self.reachability.heard(frame.incarnation, frame.unreachable, self._patience_s)
+    # The core.
 
-    def _on_going(self, connection: Connection, frame: Going) -> None:
-        member = self._member(frame.incarnation)
-        if member is None:
-            connection.send(self, Thrown())
-        elif member.role is Role.SERVER:
-            self._drain(frame.incarnation)
-        else:
-            self._members(membership.Leave(member.node, member.incarnation))
+    def _feed(self, event: events.Event) -> None:
+        for instruction in self.core.handle(event, self.own_now_s):
+            self._execute(instruction)
+        if self.core.is_established:
+            waiting, self._waiting = self._waiting, []
+            for connection, frame in waiting:
+                self.receive(connection, frame)
+
+    def _execute(self, instruction: events.Instruction) -> None:
+        match instruction:
+            case events.Welcome(peer, member):
+                assert isinstance(peer, Connection)
+                self._nodes[member.incarnation] = peer
+                view = self._view_for(peer, self.core.committed)
+                peer.send(self, Welcomed(member, self.core.cluster, view))
+                if member.role is Role.SERVER:
+                    peer.send(self, KnowDone(tuple(sorted(self._known_done))))
+            case events.Expel(peer):
+                assert isinstance(peer, Connection)
+                peer.send(self, Thrown())
+            case events.Foreign(peer):
+                assert isinstance(peer, Connection)
+                self.network.close(peer)  # it comes again
+            case events.Removed(member, reason):
+                self._removed(member, reason)
+            case events.TakenOver():
+                self._take_over(instruction)
+            case events.Prepare(peers, view):
+                for each in peers:
+                    assert isinstance(each, Connection)
+                    each.send(self, PrepareView(view))
+            case events.Publish(view):
+                self._publish(view)
+            case events.FlushSoon():
+                if not self._flushes:
+                    self._flushes = True
+                    self.later(_FLUSH_S, self._flush)
+            case events.Release(peer):
+                assert isinstance(peer, Connection)
+                peer.send(self, Going(0))
+            case events.Lost(buckets):
+                if self.core.term >= self.cluster.oracle.view.term:  # else nobody listens to it any more
+                    self.cluster.lost(buckets)
+            case events.Note(text):
+                self.cluster.note(text)
+            case events.Superseded():
+                self.cluster.fired["superseded"] += 1
+                self.cluster.crash(self)
+            case events.Refuse(_, reason):
+                raise AssertionError(reason)
+
+    def _flush(self) -> None:
+        self._flushes = False
+        self._feed(events.Flush())
+
+    def _removed(self, member: Any, reason: str | None) -> None:
+        if reason is not None:
+            self.cluster.fired["dead"] += 1
+            self.cluster.note(f"{member.node} ({member.incarnation}) is removed: {reason}")
+            if "could not reach" in reason:
+                self.cluster.fired["expel"] += 1
+        self._nodes.pop(member.incarnation, None)
+        if member.role is Role.WORKER:
             self._work(shards.Lost(member.incarnation))
-            connection.send(self, Thrown())
+        self._commit()
 
-    def _members(self, event: membership.Event) -> None:
-        publish = False
-        for instruction in self.membership.handle(event):
-            match instruction:
-                case membership.Welcome(incarnation=incarnation):
-                    self._nodes[incarnation] = self._welcome
-                    self._welcome.owner = incarnation
-                    member = self._member(incarnation)
-                    assert member is not None
-                    self._welcome.send(self, Welcomed(member))
-                    if member.role is Role.SERVER:
-                        self._welcome.send(self, KnowDone(tuple(sorted(self._known_done))))
-                case membership.Dead(role=role, incarnation=incarnation):
-                    self.cluster.fired["dead"] += 1
-                    self._nodes.pop(incarnation, None)
-                    if role is Role.WORKER:
-                        self._work(shards.Lost(incarnation))
-                case membership.Expelled(incarnation=incarnation):
-                    pass
-                case membership.Publish():
-                    publish = True
-        if publish:
-            self.leaving &= {member.incarnation for member in self.membership.members}
-            self._commit()
-            self._plan()
-            self._publish()
-
-    def _servers(self) -> dict[int, int]:
-        return {m.incarnation: m.rank for m in self.membership.members if m.role is Role.SERVER}
-
-    def _plan(self) -> None:
-        servers = self._servers()
-        if self.planner.version == 0:
-            if self.membership.ready and servers:
-                self.planner.start(servers)
-        else:
-            self._look_for_loss(self.planner.servers_changed(servers, self.leaving))
-
-    def _look_for_loss(self, instructions: list[chains.Instruction]) -> bool:
-        for instruction in instructions:
-            if isinstance(instruction, chains.Lost):
-                self.cluster.lost(instruction.buckets)
-        return bool(instructions)
-
-    def _drain(self, server: int) -> None:
-        self.leaving.add(server)
-        if self._look_for_loss(self.planner.servers_changed(self._servers(), self.leaving)):
-            self._publish()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Let those servers go that hold nothing any more."""
-        for server in sorted(self.leaving):
-            member = self._member(server)
-            if member is not None and self.planner.version and not self.planner.holds(server):
-                if server in self._nodes:
-                    self._nodes[server].send(self, Going(server))
-                self._nodes.pop(server, None)
-                self._members(membership.Leave(member.node, server))
-
-    def _on_filled(self, connection: Connection, frame: Filled) -> None:
-        # A word by an older map may be of a server that was filled from another since.
-        if frame.version == self.planner.version and self._member(connection.owner) is not None:
-            if self._look_for_loss(self.planner.filled(frame.target, frame.buckets, frame.version)):
-                self.cluster.fired["filled"] += 1
-                self._publish()
-            self._let_go()
-
-    def _map(self) -> Map:
-        now = self.membership.publish()
-        highest = self.membership.last_incarnation
-        return Map(now.epoch, now.members, highest, self.planner.version, self.planner.groups)
-
-    def _publish(self) -> None:
-        new = self._map()
-        self.cluster.oracle.members = {member.incarnation for member in new.members}
-        self.cluster.oracle.published(new.version, new.groups)
+    def _publish(self, view: View) -> None:
+        self.cluster.oracle.published(view)
         for connection in list(self._nodes.values()):
-            connection.send(self, new)
+            connection.send(self, Map(self._view_for(connection, view)))
+        self._commit()
 
-    # After another scheduler.
+    def _view_for(self, connection: Connection, view: View) -> View:
+        """What a node is told of a view."""
+        return view if connection.ends[0].is_server else view.without_workers()  # type: ignore[attr-defined]
 
-    def _rebuild(self) -> None:
-        self.is_rebuilding = False
-        # The dead stay dead: who was declared so may not have heard of it, but others have, and act by it.
-        maps = [frame.map for _, frame in self._rejoins.values() if frame.map is not None]
-        latest = max(maps, key=lambda each: each.epoch, default=None)
-        newest = max(maps, key=lambda each: each.version, default=None)
-        epoch = 0 if latest is None else latest.epoch
-        rejoins = [
-            frame
-            for _, frame in self._rejoins.values()
-            if latest is None or not latest.excludes(frame.member.incarnation)
-        ]
+    def _take_over(self, taken: events.TakenOver) -> None:
+        frames = [each.knowledge for each in taken.returned if isinstance(each.knowledge, Rejoin)]
+        living = {frame.member.incarnation for frame in frames}
+        self._known_done = {key for frame in frames for key in frame.done}
+        held = [grant for frame in frames for grant in frame.held if frame.member.incarnation in living]
         settings = self.cluster.settings
-        self._patience_s = 0.0
-        self.membership = Membership.rebuild(
-            [frame.member for frame in rejoins],
-            epoch,
-            expected_servers=settings.num_servers,
-            now_s=self._patience_s,
-            heartbeat_timeout_s=TIMEOUT_S,
-            disconnect_grace_s=GRACE_S,
-        )
-        living = {member.incarnation for member in self.membership.members}
-        self._known_done = {key for _, frame in self._rejoins.values() for key in frame.done}
-        held = [grant for frame in rejoins if frame.member.incarnation in living for grant in frame.held]
         self.shards = Shards.restore([settings.num_shards], settings.epochs, done=self._known_done, held=held)
         self.cluster.oracle.done |= self._known_done
-        self.leaving = {f.member.incarnation for f in rejoins if f.is_leaving and f.member.role is Role.SERVER} & living
-        if newest is not None and newest.version:
-            self.planner, instructions = Planner.rebuild(
-                newest.groups, newest.version + VERSION_GAP, self._servers(), settings.replicas, self.leaving
-            )
-            self._look_for_loss(instructions)
-        else:
-            if self.cluster.oracle.version:
-                self.cluster.lost(settings.all_buckets)  # no server and no worker is left that knows of any
-            self._plan()
-        for incarnation, (connection, _) in self._rejoins.items():
-            if incarnation in living and connection.is_open:
-                self._nodes[incarnation] = connection
-        for member in self.membership.members:
-            if member.incarnation not in self._nodes:
-                self._members(membership.Disconnected(member.node, member.incarnation, self._patience_s))
-        self._publish()
-        for incarnation, (connection, frame) in self._rejoins.items():
-            if incarnation not in living:
-                connection.send(self, Thrown())
-            elif frame.member.role is Role.SERVER:
-                connection.send(self, KnowDone(tuple(sorted(self._known_done))))
-        waiting, self._waiting = self._waiting, []
-        for connection, waited in waiting:
-            if connection.is_open:
-                self.receive(connection, waited)
 
     # Shards.
 
@@ -317,8 +258,11 @@ class Scheduler(Process):
         if worker in self._nodes:
             self._nodes[worker].send(self, self._answers[worker])
 
+    def _is_member(self, incarnation: int) -> bool:
+        return self.core.membership.find(incarnation) is not None
+
     def _on_lease_request(self, connection: Connection, frame: LeaseRequest) -> None:
-        if self._member(frame.worker) is None:
+        if not self._is_member(frame.worker):
             connection.send(self, Thrown())
             return
         answer = self._answers.get(frame.worker)
@@ -332,8 +276,11 @@ class Scheduler(Process):
         if answer is None or answer.number != frame.number:
             connection.send(self, LeaseAnswer(frame.number, None, True))
 
+    def _servers(self) -> set[int]:
+        return {member.incarnation for member in self.core.membership.of(Role.SERVER)}
+
     def _on_shard_done(self, connection: Connection, frame: ShardDone) -> None:
-        if self._member(frame.worker) is None:
+        if not self._is_member(frame.worker):
             return
         key = self.shards.shard_of(frame.lease)
         if key is None:
@@ -342,7 +289,7 @@ class Scheduler(Process):
             return
         self._work(shards.Done(frame.worker, frame.lease))
         self._known_done.add(key)
-        servers = set(self._servers())
+        servers = self._servers()
         self._uncommitted[key] = frame.worker, frame.lease, servers
         for server in sorted(servers):
             if server in self._nodes:
@@ -357,7 +304,7 @@ class Scheduler(Process):
 
     def _commit(self) -> None:
         """Confirm those shards that all servers know to be done."""
-        servers = set(self._servers())
+        servers = self._servers()
         for key, (worker, lease, ignorant) in list(self._uncommitted.items()):
             if not ignorant & servers:
                 del self._uncommitted[key]

@@ -37,6 +37,7 @@ from paceline.protocol.replication import (
     Retry,
     StateReceived,
 )
+from paceline.protocol.scheduler import View
 from paceline.protocol.shards import Granted
 from paceline.simulation.messages import (
     Answer,
@@ -55,6 +56,7 @@ from paceline.simulation.messages import (
     Part,
     Ping,
     Pong,
+    PrepareView,
     PullPart,
     PushPart,
     ReadyFrame,
@@ -67,14 +69,13 @@ from paceline.simulation.messages import (
     Welcomed,
 )
 from paceline.simulation.network import Connection
-from paceline.simulation.node import SCHEDULER, Node
+from paceline.simulation.node import Node, servers_of
 from paceline.simulation.oracle import Data, Violation
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
 
 _STATES_UNDER_WAY = 2
-_SILENT_LOOKS = 2
 
 
 class _Job:
@@ -92,8 +93,8 @@ class _Job:
 class Server(Node):
     """Replication, a gate, iterations if sequential, and a table of sums."""
 
-    def __init__(self, host: str, name: str, cluster: Cluster) -> None:
-        super().__init__(host, name, cluster, is_server=True)
+    def __init__(self, host: str, name: str, cluster: Cluster, *, is_extra: bool) -> None:
+        super().__init__(host, name, cluster, is_server=True, is_extra=is_extra)
         self.data: dict[int, Data] = {}
         self.gate: Gate | None = None
         self.done: set[Key] = set()
@@ -103,7 +104,7 @@ class Server(Node):
         self.takeover = Takeover()  # where there are no iterations
         self._links: dict[int, Connection | None] = {}
         self._connecting: set[int] = set()
-        self._silence = Silence(_SILENT_LOOKS)
+        self._silence = Silence()
         self._states_under_way: dict[int, int] = {}
         self._reports: dict[int, Filled] = {}
         self._held_reports: dict[int, Filled] = {}
@@ -117,6 +118,7 @@ class Server(Node):
             Welcomed: self.on_welcomed,
             Thrown: self.on_thrown,
             Map: self.on_map,
+            PrepareView: self.on_prepare,
             Going: self._on_drained,
             KnowDone: self._on_know_done,
             JoinGate: self._on_join,
@@ -176,7 +178,7 @@ class Server(Node):
 
     def closed(self, connection: Connection) -> None:
         """See :class:`Process`."""
-        if connection is self.scheduler or connection.ends[1].name == SCHEDULER:
+        if connection.hello[0] == "node":
             self.scheduler_closed()
             return
         if connection.ends[0] is not self:
@@ -205,7 +207,8 @@ class Server(Node):
 
     def receive(self, connection: Connection, frame: Any) -> None:
         """See :class:`Process`."""
-        self._handlers[type(frame)](connection, frame)
+        if self.is_current(connection):
+            self._handlers[type(frame)](connection, frame)
 
     # Membership.
 
@@ -239,7 +242,7 @@ class Server(Node):
         self.done.update(frame.keys)
         connection.send(self, KnownDone(self.incarnation, frame.keys))
 
-    def mapped(self, former: Map | None, new: Map) -> None:
+    def mapped(self, former: View | None, new: View) -> None:
         """See :class:`Node`."""
         if self.gate is not None and (former is None or new.epoch > former.epoch):
             for worker in [worker for worker in self.gate.clocks if self.is_gone(worker)]:
@@ -254,13 +257,17 @@ class Server(Node):
             self._connect_again()
         self._serve()
 
-    def _change(self, new: Map) -> None:
+    def _change(self, new: View) -> None:
         reads, self._reads = self._reads, {}
         for connection, frame, _ in reads.values():
             connection.send(self, Stale(frame.number, new))
         self._reports, self._held_reports = {}, {}
         self._states_under_way = dict.fromkeys(self._states_under_way, 0)
         self._handle(Change(new.version, new.groups))
+        if self.incarnation not in servers_of(new.groups):
+            # Workers that come now do not come here: what the gate knows is of no use when it has buckets again.
+            self.gate, self.iterations, self.takeover = None, None, Takeover()
+            self._counted, self._parts, self._before_gate = set(), {}, []
         self._fill_all()
         if self.gate is not None:
             self._catch_up()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.protocol.buckets import ALL, bucket_set
 from paceline.protocol.outbox import Done, Outbox, Send
+from paceline.protocol.scheduler import View
 from paceline.protocol.shards import Granted
 from paceline.simulation.messages import (
     Answer,
@@ -17,6 +18,7 @@ from paceline.simulation.messages import (
     LeaseAnswer,
     LeaseRequest,
     Map,
+    PrepareView,
     PullPart,
     PushPart,
     ShardDone,
@@ -29,7 +31,7 @@ from paceline.simulation.messages import (
     Welcomed,
 )
 from paceline.simulation.network import Connection
-from paceline.simulation.node import SCHEDULER, Node, servers_of
+from paceline.simulation.node import Node, servers_of
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
@@ -82,6 +84,7 @@ class Worker(Node):
             Welcomed: self.on_welcomed,
             Thrown: self.on_thrown,
             Map: self.on_map,
+            PrepareView: self.on_prepare,
             LeaseAnswer: self._on_lease,
             ShardDoneOk: self._on_done_ok,
             JoinedGate: self._on_joined,
@@ -125,7 +128,7 @@ class Worker(Node):
 
     def closed(self, connection: Connection) -> None:
         """See :class:`Process`."""
-        if connection.ends[1].name == SCHEDULER:
+        if connection.hello[0] == "node":
             self.scheduler_closed()
             return
         server = connection.hello[2]
@@ -149,11 +152,12 @@ class Worker(Node):
 
     def receive(self, connection: Connection, frame: Any) -> None:
         """See :class:`Process`."""
-        self._handlers[type(frame)](connection, frame)
+        if self.is_current(connection):
+            self._handlers[type(frame)](connection, frame)
 
     def _on_stale(self, connection: Connection, frame: Stale) -> None:
         self._outbox.refused(frame.number)
-        self.on_map(connection, frame.map)
+        self.take(frame.view)
 
     # Maps.
 
@@ -161,7 +165,7 @@ class Worker(Node):
         """See :class:`Node`."""
         self.cluster.oracle.workers.append(self)
 
-    def mapped(self, former: Map | None, new: Map) -> None:
+    def mapped(self, former: View | None, new: View) -> None:
         """See :class:`Node`."""
         if new.version <= self._outbox.version:
             self._connect_again()

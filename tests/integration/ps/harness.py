@@ -53,11 +53,18 @@ class ServerNode:
         served = self.served = self._serving.enter_context(serve_in_thread(self.server, cluster.transport))
         self._serving.callback(lambda: served.call(self.server.close))
         self._stack.callback(self.link.close)
-        register = messages.Register(node=node, role="server", endpoint=self.served.endpoint, rank=rank, extra=extra)
-        welcome = self.link.register(register)
-        hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node)
+        self.registration = messages.Register(
+            node=node, role="server", endpoint=self.served.endpoint, rank=rank, extra=extra
+        )
+
+    def join(self) -> ServerNode:
+        """Become a member, when the servers are all there that the cluster begins with."""
+        welcome = self.link.register(self.registration)
+        name = self.registration.node
+        hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=name)
         self.call(lambda: self.server.joined(hello, welcome.heartbeat_s))
         self.call(lambda: self.server.members_changed(welcome.cluster))
+        return self
 
     @property
     def netloc(self) -> str:
@@ -124,6 +131,11 @@ class Cluster:
         self.scheduler_address = self.served.endpoint.best()
         try:
             self.nodes = [ServerNode(self, rank, self._stack) for rank in range(servers)]
+            if expected_servers is None:
+                in_threads(*[node.join for node in self.nodes])
+            else:
+                for node in self.nodes:  # they are waiting for others
+                    node.link.start(node.registration, messages.Welcome)
         except BaseException:
             self._stack.close()
             raise
@@ -147,6 +159,23 @@ class Cluster:
         link.register(messages.Register(node=node, role=role, rank=rank))
         return link
 
+    def lose(self, link: SchedulerLink) -> None:
+        """Let the process of a member have ended: it says nothing any more, and the kernel says so."""
+        welcome = link._welcome
+        assert welcome is not None
+        link._closing = True  # so that its thread takes the break for what it is, and says nothing
+        link._channel.close()
+        link._thread.join(PATIENCE_S)
+        self.served.call(lambda: self.scheduler.process_ended(welcome.incarnation))
+
+    def kill(self, client: Client) -> None:
+        """Let a client's process be dead: every connection breaks, none is closed in good order."""
+        self.lose(client.link)
+        for connection in client._connections:
+            connection._lost = ConnectionError("killed")  # type: ignore[assignment]
+            connection._channel.close()
+        client._connections = []
+
     def num_counted(self) -> int:
         """How many workers take part in the iterations, as the servers see it."""
         return max(len(node.server._counted) for node in self.nodes)
@@ -166,17 +195,6 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def kill(client: Client) -> None:
-    """Let a client's process be dead: every connection breaks, none is closed in good order."""
-    client.link._closing = True  # so that its thread takes the break for what it is, and says nothing
-    client.link._channel.close()
-    client.link._thread.join(PATIENCE_S)
-    for connection in client._connections:
-        connection._lost = ConnectionError("killed")  # type: ignore[assignment]
-        connection._channel.close()
-    client._connections = []
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

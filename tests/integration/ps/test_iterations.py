@@ -12,7 +12,7 @@ from paceline.errors import DeadlineError, PeerError, UsageError
 from paceline.protocol import BoundedDelay, Eventual, Sequential
 from paceline.ps import FTRL, SGD, Adagrad, Adam, Client, DenseTable, Momentum, SparseTable, UpdateRule, messages
 
-from .harness import Cluster, Floats, floats, in_threads, keys_of, kill, random_keys, wait_until
+from .harness import Cluster, Floats, floats, in_threads, keys_of, random_keys, wait_until
 
 RULES: list[UpdateRule] = [
     SGD(lr=0.05),
@@ -236,7 +236,7 @@ def test_whoever_goes_opens_the_gate(consistency: Sequential | BoundedDelay, dea
         if death == "close":
             goes.close()
         else:
-            kill(goes)
+            cluster.kill(goes)
         expected = -4 if isinstance(consistency, Sequential) else -8
         assert (ticket.result() == expected).all()
         for _ in range(5):  # and nobody waits any more
@@ -250,7 +250,7 @@ def test_a_worker_that_dies_while_it_waits_is_forgotten() -> None:
         goes.tick()
         other.pull_async(keys_of(1))
         wait_until(lambda: lives.statistics()[0].held == 1)
-        kill(goes)
+        cluster.kill(goes)
         wait_until(lambda: lives.statistics()[0].held == 0)
         lives.tick()
         assert table.pull(keys_of(1)) == 0
@@ -384,9 +384,7 @@ def test_nobody_waits_for_a_worker_that_died_before_it_took_part() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect()
         other = cluster.link()  # registers as a worker, and dies before it joins the iterations
-        other._closing = True
-        other._channel.close()
-        other._thread.join(10)
+        cluster.lose(other)
         table = client.sparse_table("w", dim=1, update=SGD(lr=1.0))
         table.push(np.array([1], np.uint64), np.ones((1, 1), np.float32), tick=True)
         assert table.pull(np.array([1], np.uint64)).tolist() == [[-1.0]]

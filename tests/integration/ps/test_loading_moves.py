@@ -127,7 +127,7 @@ def test_a_server_joins_meanwhile(
         client, observer = cluster.connect(), cluster.connect(observer=True)
 
         def join(loads: Loads) -> None:
-            cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+            cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
             wait_until(lambda: is_whole(observer, 3, replicas))
 
         load_while(cluster, client, read_newest(folder), monkeypatch, join)
@@ -151,7 +151,7 @@ def test_whoever_loads_hears_late_of_a_join(
         def join_unheard(loads: Loads) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(client._watch, "take", lambda cluster: False)
-                cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+                cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
                 wait_until(lambda: is_whole(observer, 3, 1))
                 loads.go_on()
                 time.sleep(0.3)  # time enough to load all by the old map, and to stop at that
@@ -183,7 +183,7 @@ def test_a_server_dies_meanwhile_and_another_takes_its_place(
 
         def die(loads: Loads) -> None:
             cluster.nodes[1].stop()
-            cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+            cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
 
         load_while(cluster, client, read_newest(folder), monkeypatch, die)
         wait_until(lambda: is_whole(observer, 3, 1))
@@ -218,7 +218,7 @@ def test_it_begins_when_nobody_is_being_filled(
     monkeypatch.setattr(replicator.Replicator, "_pump", pump_when_allowed)
     with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
         client, observer = cluster.connect(), cluster.connect(observer=True)
-        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         loads = Loads(monkeypatch, free=1000)
 
         def fill() -> None:
@@ -255,7 +255,7 @@ def test_no_end_of_comings_and_goings(snapshot: tuple[Path, list[Floats]], monke
     monkeypatch.setattr(replicator.Replicator, "_pump", lambda self, target: None)
     with Cluster(servers=1, replicas=0) as cluster, ExitStack() as stack:
         client = cluster.connect()
-        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         with pytest.raises(
             PeerError, match=r"for 0.2 s nothing came of it \(servers join, leave or die all the while\)"
         ):

@@ -83,7 +83,7 @@ def test_one_after_the_other_is_replaced(consistency: Consistency) -> None:
 
         def replace() -> None:
             for node in list(cluster.nodes):
-                cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+                cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
                 wait_until(lambda: is_whole(observer, 3, 1))
                 node.stop()
                 wait_until(lambda: is_whole(observer, 2, 1))
@@ -113,7 +113,7 @@ def test_a_join_moves_what_it_must_and_no_more() -> None:
         client = cluster.connect()
         count(client, "sparse")
         before = {group.members: group.buckets for group in cluster_map(client).groups}
-        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         wait_until(lambda: is_whole(client, 3, 0) and len(cluster_map(client).groups) == 3)
         after = {group.members: group.buckets for group in cluster_map(client).groups}
         moved = 512 - sum(
@@ -147,9 +147,9 @@ def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
     """Have a server give away what it holds, and end."""
     node.link.tell(messages.Drain())
     rank = node.server.rank
+    cluster.nodes.remove(node)
     wait_until(lambda: is_whole(client, len(cluster.nodes), cluster.replicas) and not leads(client, rank))
     node.stop()
-    cluster.nodes.remove(node)
 
 
 def leads(client: Client, rank: int) -> bool:
@@ -174,7 +174,7 @@ def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
                 for _ in range(2):
                     wait_until(lambda: clients[0].clock > 5)
                     clocks.append(clients[0].clock)
-                    cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+                    cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
                     wait_until(lambda: is_whole(observer, 3, replicas))
                     drain(cluster, cluster.nodes[0], observer)
                     wait_until(lambda: is_whole(observer, 2, replicas))
@@ -201,7 +201,7 @@ def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_one_who_retires() -
             table.pull(KEYS)
         tables[0].push(KEYS, -np.ones((300, 1), np.float32))
         goes.flush()
-        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True))
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         time.sleep(0.5)
         wait_until(lambda: bool(cluster.nodes[0].server._replicator._reports))  # it has the rows, and nobody is told
         assert not is_whole(observer, 2, 0)
@@ -255,4 +255,4 @@ def test_who_may_join() -> None:
         ExitStack() as stack,
         pytest.raises(UsageError, match=r"has its 1 server\(s\): to add one while it runs, start it with 'paceline"),
     ):
-        ServerNode(cluster, None, stack)
+        ServerNode(cluster, None, stack).join()

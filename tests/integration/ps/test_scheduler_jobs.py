@@ -50,12 +50,6 @@ def rest(worker: SchedulerLink, after: int) -> None:
     worker.call(messages.GetMap())  # by its answer the scheduler has heard
 
 
-def die(worker: SchedulerLink) -> None:
-    worker._closing = True
-    worker._channel.close()
-    worker._thread.join(10)
-
-
 def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
     workers = [cluster.link(rank=rank) for rank in range(2)]
     asked = [worker.start(messages.GetJob(after=0), messages.Job) for worker in workers]
@@ -92,7 +86,7 @@ def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: Schedul
     done(lives, number, mine)
     assert take(lives, number).lease == NOTHING_NOW
     waiting: list[messages.Lease] = []
-    in_threads(lambda: waiting.append(take(lives, number, wait=True)), lambda: die(dies))
+    in_threads(lambda: waiting.append(take(lives, number, wait=True)), lambda: cluster.lose(dies))
     assert waiting[0].lease not in (lost.lease, NOTHING_NOW, ALL_DONE)
     assert (waiting[0].file, waiting[0].shard) == (lost.file, lost.shard)
     done(lives, number, waiting[0])
@@ -134,7 +128,7 @@ def test_the_last_worker_dies_before_it_hears_that_all_is_done(cluster: Cluster,
     for _ in range(2):
         done(worker, number, take(worker, number))
     assert not state(poster, number).finished
-    die(worker)
+    cluster.lose(worker)
     wait_until(lambda: state(poster, number).finished)
 
 
@@ -143,7 +137,7 @@ def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: Schedule
     number = post(poster, 2)
     done(worker, number, take(worker, number))
     take(worker, number)
-    die(worker)
+    cluster.lose(worker)
     wait_until(lambda: state(poster, number).num_workers == 0)
     assert not state(poster, number).finished
     heir = cluster.link()
@@ -222,7 +216,7 @@ def test_heartbeats_carry_progress(cluster: Cluster, poster: SchedulerLink) -> N
     workers[0].tell(messages.Heartbeat(progress={"job": number, "examples": 9.0}))
     workers[0].call(messages.GetMap())
     assert state(poster, number).progress == {"examples": 16.0}
-    die(workers[0])
+    cluster.lose(workers[0])
     wait_until(lambda: state(poster, number).num_workers == 1)
     # What the dead have finished counts; what they had begun counts where it is done again.
     assert state(poster, number).progress == {"examples": 15.0}
@@ -285,7 +279,7 @@ def test_a_strided_job_does_not_wait_for_a_worker_that_dies_first(cluster: Clust
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     job = post(poster, 2, assignment="strided")
     asked = first.start(messages.TakeLease(job=job, wait=False), messages.Lease)
-    die(second)
+    cluster.lose(second)
     assert asked().shard == 0
 
 

@@ -45,6 +45,11 @@ def fill_all(planner: Planner, limit: int = 50) -> int:
     raise AssertionError(f"fills go on after {limit} rounds: {planner.groups}")
 
 
+def held(planner: Planner, server: int) -> int:
+    """The buckets of whose chain a server is a part, as a member or being filled."""
+    return sum(group.buckets for group in planner.groups if server == group.filling or server in group.members)
+
+
 def placed(servers: dict[int, int], num_buckets: int, replicas: int) -> tuple[Chain, ...]:
     by_rank = {rank: server for server, rank in servers.items()}
     chains = place(num_buckets, sorted(by_rank), replicas).chains
@@ -66,7 +71,7 @@ def test_before_the_start_there_is_nothing_to_change() -> None:
     assert planner.chains == ()
     assert planner.groups == ()
     assert planner.servers_changed({100: 0}) == planner.filled(100, ALL) == []
-    assert planner.holds(100) == planner.lost == 0
+    assert held(planner, 100) == planner.member_of(100) == planner.lost == 0
     assert not planner.is_stable
 
 
@@ -86,7 +91,7 @@ def test_a_newcomer_is_filled_and_then_takes_over() -> None:
     servers[102] = 2
     before = planner.chains
     assert planner.servers_changed(servers) == [Changed(2)]
-    moving = planner.holds(102)
+    moving = held(planner, 102)
     for bucket, chain in enumerate(planner.chains):
         assert chain == Chain(before[bucket].members, 102 if moving >> bucket & 1 else None)
     half = moving & 0b1111
@@ -120,26 +125,26 @@ def test_the_next_in_the_chain_is_primary_at_once_when_a_server_dies() -> None:
 
 def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     planner, servers = started(2)
-    mine = planner.holds(101)
+    mine = held(planner, 101)
     assert planner.servers_changed({100: 0}) == [Lost(mine), Changed(2)]
     assert planner.lost == mine
     assert {planner.chains[bucket] for bucket in buckets_in(mine)} == {Chain(())}
     assert planner.is_stable
     assert planner.servers_changed(servers) == []  # said once; nobody fills what nobody has
-    assert planner.holds(101) == 0
+    assert held(planner, 101) == 0
     assert planner.filled(101, mine) == []
 
 
 def test_who_is_being_filled_dies_with_the_last_member_and_without() -> None:
     planner, servers = started(1)
     planner.servers_changed({**servers, 101: 1})
-    moving = planner.holds(101)
+    moving = held(planner, 101)
     assert planner.servers_changed(servers) == [Changed(3)]
     assert planner.chains == placed(servers, 8, 0)
     assert planner.filled(101, moving) == []
     planner.servers_changed({**servers, 102: 1})
     assert planner.servers_changed({102: 1}) == [Lost(0xFF), Changed(5)]
-    assert planner.holds(102) == 0
+    assert held(planner, 102) == 0
 
 
 def test_a_fill_goes_on_while_it_is_wanted_and_no_longer() -> None:
@@ -148,26 +153,26 @@ def test_a_fill_goes_on_while_it_is_wanted_and_no_longer() -> None:
     planner.servers_changed(servers)
     servers[102] = 2
     assert planner.servers_changed(servers) == []  # in some chains the second newcomer ranks first: it waits
-    assert planner.holds(101) == (1 << 64) - 1
+    assert held(planner, 101) == (1 << 64) - 1
 
     planner, servers = started(1, 64)
     servers[101] = 1
     planner.servers_changed(servers)
-    began = planner.holds(101)
+    began = held(planner, 101)
     servers[102] = 2
     planner.servers_changed(servers)
     for bucket, wanted in enumerate(placed(servers, 64, 0)):
         assert planner.chains[bucket] == (wanted if 100 in wanted.members else Chain((100,), *wanted.members))
-    assert planner.holds(101) & began == planner.holds(101) != began  # some went to the other newcomer
+    assert held(planner, 101) & began == held(planner, 101) != began  # some went to the other newcomer
 
 
 def test_a_leaving_server_stays_until_it_is_replaced() -> None:
     planner, servers = started(3, replicas=1)
-    mine = planner.holds(100)
+    mine = held(planner, 100)
     planner.servers_changed(servers, leaving=[100])
-    assert planner.holds(100) == mine
+    assert held(planner, 100) == mine
     fill_all(planner)
-    assert planner.holds(100) == 0
+    assert held(planner, 100) == 0
     del servers[100]
     assert planner.chains == placed(servers, 8, 1)
     assert planner.servers_changed(servers) == []
@@ -182,7 +187,7 @@ def test_nothing_moves_when_everybody_leaves() -> None:
     # But who is dead drops out, also of those that were being filled.
     servers[102] = 2
     planner.servers_changed(servers)
-    assert planner.holds(102)
+    assert held(planner, 102)
     del servers[102]
     assert planner.servers_changed(servers, leaving=servers) == [Changed(3)]
     assert planner.chains == before
@@ -196,17 +201,96 @@ def test_a_server_that_comes_back_with_its_rank_is_empty() -> None:
     assert planner.chains == placed({100: 0, 102: 1}, 8, 1)
 
 
-def test_a_late_word_of_an_earlier_fill_is_left_aside() -> None:
+def test_a_silent_server_leaves_the_chains_that_have_another_member() -> None:
+    planner, servers = started(3, replicas=1)
+    before = planner.chains
+    assert planner.servers_changed(servers, silent=[100]) == [Changed(2)]
+    for old, new in zip(before, planner.chains, strict=True):
+        assert new.members == tuple(server for server in old.members if server != 100)
+        assert new.filling == (None if len(new.members) == 2 else ({101, 102} - {*new.members}).pop())
+    fill_all(planner)
+    assert planner.chains == placed({101: 1, 102: 2}, 8, 1)  # without it, as if it were dead
+
+
+def test_a_silent_server_stays_where_nobody_else_is_heard() -> None:
+    planner, servers = started(3, 32)
+    mine = planner.member_of(100)
+    assert mine
+    assert planner.servers_changed(servers, silent=[100]) == [Changed(2)]
+    assert planner.member_of(100) == mine
+    assert planner.lost == 0
+    for bucket in buckets_in(mine):  # who is to have it next waits for it
+        assert planner.chains[bucket].members == (100,)
+        assert planner.chains[bucket].filling in (101, 102)
+    assert planner.servers_changed(servers) == [Changed(3)]  # it comes back
+    assert planner.chains == placed(servers, 32, 0)
+
+
+def test_all_members_stay_where_all_are_silent() -> None:
+    planner, servers = started(2, replicas=1)
+    before = planner.chains
+    assert planner.servers_changed(servers, silent=servers) == []
+    assert planner.chains == before
+    servers[102] = 2
+    planner.servers_changed(servers, silent=[100, 101])
+    assert [chain.members for chain in planner.chains] == [chain.members for chain in before]
+    # One of them is dead, which is certain; the other one is all that there is.
+    del servers[100]
+    planner.servers_changed(servers, silent=[101])
+    assert {chain.members for chain in planner.chains} == {(101,)}
+    assert planner.lost == 0
+    del servers[101]
+    assert planner.servers_changed(servers)[0] == Lost(0xFF)
+
+
+def test_a_silent_server_is_not_filled() -> None:
     planner, servers = started(1)
-    both = {**servers, 101: 1}
-    planner.servers_changed(both)
-    moving = planner.holds(101)
-    planner.servers_changed(both, leaving=[101])  # it drops what it was filled with
-    planner.servers_changed(both)
-    assert planner.version == 4
-    assert planner.filled(101, moving, version=2) == []
-    assert planner.filled(101, moving, version=4) == [Changed(5)]
-    assert planner.is_stable
+    servers[101] = 1
+    planner.servers_changed(servers)
+    moving = held(planner, 101)
+    assert moving
+    assert planner.servers_changed(servers, silent=[101]) == [Changed(3)]
+    assert planner.chains == placed({100: 0}, 8, 0)
+    assert planner.filled(101, moving) == []
+    assert planner.servers_changed(servers) == [Changed(4)]
+    assert held(planner, 101) == moving
+    assert planner.filled(101, moving) == [Changed(5)]
+    assert planner.chains == placed(servers, 8, 0)
+
+
+def test_a_server_that_was_silent_is_filled_again_where_it_was_left_out() -> None:
+    planner, servers = started(2, replicas=1)
+    before = planner.chains
+    planner.servers_changed(servers, silent=[101])
+    assert set(planner.chains) == {Chain((100,))}
+    planner.servers_changed(servers)
+    assert set(planner.chains) == {Chain((100,), 101)}
+    fill_all(planner)
+    assert planner.chains == before
+
+
+def test_to_restore_chains_undoes_what_was_planned_and_no_version() -> None:
+    planner, servers = started(2, replicas=1)
+    before, groups = planner.chains, planner.groups
+    planner.servers_changed({100: 0})
+    assert planner.chains != before
+    planner.restore(groups)
+    assert planner.chains == before
+    assert planner.version == 2  # somebody may have seen it
+    assert planner.servers_changed(servers) == []
+    assert planner.servers_changed({100: 0}) == [Changed(3)]
+    planner.validate()
+
+
+def test_members_are_those_that_have_a_bucket() -> None:
+    planner, servers = started(1)
+    assert planner.member_of(100) == 0xFF
+    planner.servers_changed({**servers, 101: 1})
+    assert planner.member_of(101) == 0
+    moving = held(planner, 101)
+    planner.filled(101, moving)
+    assert planner.member_of(101) == moving
+    assert planner.member_of(100) == 0xFF & ~moving
 
 
 def test_a_restarted_scheduler_goes_on() -> None:
@@ -221,7 +305,7 @@ def test_a_restarted_scheduler_goes_on() -> None:
     # Deaths meanwhile, of all that a bucket had too.
     lonely, instructions = Planner.rebuild(again.groups, again.version, {100: 0}, 1)
     assert instructions == [Lost(lonely.lost), Changed(again.version + 1)]
-    assert lonely.lost == 0xFF & ~again.holds(100)
+    assert lonely.lost == 0xFF & ~held(again, 100)
     # What was known as lost is not said again.
     _, instructions = Planner.rebuild(lonely.groups, lonely.version, {100: 0}, 1)
     assert instructions == [Changed(lonely.version + 1)]
@@ -248,13 +332,14 @@ MACHINE_BUCKETS = 12
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """Servers come, go, leave and are filled in any order; the model knows who really has which bucket."""
+    """Servers come, go, leave, fall silent and are filled in any order; the model knows who really has which bucket."""
 
     @initialize(num_servers=st.integers(1, 4), replicas=st.integers(0, 2))
     def start(self, num_servers: int, replicas: int) -> None:
         self.planner, self.servers = started(num_servers, MACHINE_BUCKETS, replicas)
         self.replicas = replicas
         self.leaving: set[int] = set()
+        self.silent: set[int] = set()
         self.next_incarnation = 200
         self.version = 1
         self.lost = 0
@@ -266,7 +351,7 @@ class PlannerMachine(RuleBasedStateMachine):
         assert [i for i in instructions if isinstance(i, Changed)] == [Changed(self.version)] * changed
         assert self.planner.version == self.version
         # Who is in a bucket's chain no more drops its data; who died has none.
-        self.full = {(s, b) for s, b in self.full if self.planner.holds(s) >> b & 1}
+        self.full = {(s, b) for s, b in self.full if held(self.planner, s) >> b & 1}
         lost = sum(1 << b for b in range(MACHINE_BUCKETS) if not any((s, b) in self.full for s in self.servers))
         news = lost & ~self.lost
         assert [i for i in instructions if isinstance(i, Lost)] == ([Lost(news)] if news else [])
@@ -275,7 +360,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def change(self) -> None:
         before = self.planner.chains
         had = {b for s, b in self.full if s in self.servers}
-        self.obey(self.planner.servers_changed(self.servers, self.leaving), before)
+        self.obey(self.planner.servers_changed(self.servers, self.leaving, self.silent), before)
         assert had == {b for _, b in self.full}, "a bucket lost its last copy though that lived"
 
     @rule(rank=st.integers(0, 5))
@@ -292,6 +377,7 @@ class PlannerMachine(RuleBasedStateMachine):
         server = data.draw(st.sampled_from(sorted(self.servers)))
         rank = self.servers.pop(server)
         self.leaving.discard(server)
+        self.silent.discard(server)
         if comes_back:
             self.servers[self.next_incarnation] = rank
             self.next_incarnation += 1
@@ -303,6 +389,25 @@ class PlannerMachine(RuleBasedStateMachine):
             self.leaving ^= {data.draw(st.sampled_from(sorted(self.servers)))}
             self.change()
 
+    @rule(data=st.data())
+    def fall_silent_or_be_heard(self, data: st.DataObject) -> None:
+        if self.servers:
+            self.silent ^= {data.draw(st.sampled_from(sorted(self.servers)))}
+            self.change()
+
+    @rule(data=st.data())
+    def plan_and_take_it_back(self, data: st.DataObject) -> None:
+        """A plan of which nothing became: as if it had not been made, but for the version."""
+        before, groups = self.planner.chains, self.planner.groups
+        some = st.sets(st.sampled_from([*self.servers, 0]))
+        living = {server: self.servers[server] for server in data.draw(some) if server}
+        self.planner.servers_changed(living, data.draw(some), data.draw(some))
+        self.planner.restore(groups)
+        assert self.planner.servers_changed(self.servers, self.leaving, self.silent) == []
+        assert self.planner.chains == before
+        assert self.version <= self.planner.version <= self.version + 1
+        self.version = self.planner.version
+
     @rule(mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1), server=st.integers(100, 210))
     def report_of_anybody(self, mask: int, server: int) -> None:
         """A word that is late or false: nobody becomes a member who was not being filled."""
@@ -313,7 +418,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), mask=st.integers(1, (1 << MACHINE_BUCKETS) - 1))
     def fill(self, data: st.DataObject, mask: int) -> None:
-        """A server is filled with some of its buckets, and says so, of others too."""
+        """A server is filled with some of its buckets, and it is said so, of others too."""
         fills = {chain.filling for chain in self.planner.chains if chain.filling is not None}
         if fills:
             server = data.draw(st.sampled_from(sorted(fills)))
@@ -321,30 +426,37 @@ class PlannerMachine(RuleBasedStateMachine):
             self.full |= {(server, b) for b in buckets_in(mask) if before[b].filling == server}
             self.obey(self.planner.filled(server, mask), before)
 
+    def is_waiting(self, members: tuple[int, ...]) -> bool:
+        """Whether a bucket is where nobody is heard: nobody can be filled with it."""
+        return bool(members) and self.silent.issuperset(members)
+
     @rule()
     def settle(self) -> None:
         for _ in range(50):
-            fills = [group for group in self.planner.groups if group.filling is not None]
+            groups = self.planner.groups
+            fills = [each for each in groups if each.filling is not None and not self.is_waiting(each.members)]
             if not fills:
                 break
             assert fills[0].filling is not None
             before = self.planner.chains
             self.full |= {(fills[0].filling, b) for b in buckets_in(fills[0].buckets)}
             self.obey(self.planner.filled(fills[0].filling, fills[0].buckets), before)
-        assert self.planner.is_stable
-        staying = {server: rank for server, rank in self.servers.items() if server not in self.leaving}
+        waiting = sum(1 << b for b, chain in enumerate(self.planner.chains) if self.is_waiting(chain.members))
+        assert self.planner.is_stable or waiting
+        staying = {server: self.servers[server] for server in self.servers.keys() - self.leaving - self.silent}
         if not staying:
             return
         wanted = placed(staying, MACHINE_BUCKETS, self.replicas)
         for bucket, chain in enumerate(self.planner.chains):
-            assert chain == (Chain(()) if self.lost >> bucket & 1 else wanted[bucket])
-        assert not any(self.planner.holds(server) for server in self.leaving)
+            if not waiting >> bucket & 1:
+                assert chain == (Chain(()) if self.lost >> bucket & 1 else wanted[bucket])
+        assert not any(held(self.planner, server) & ~waiting for server in self.leaving | self.silent)
 
     @rule()
     def restart(self) -> None:
         before = self.planner.chains
         planner, instructions = Planner.rebuild(
-            self.planner.groups, self.version, self.servers, self.replicas, self.leaving
+            self.planner.groups, self.version, self.servers, self.replicas, self.leaving, self.silent
         )
         self.version += 1
         assert instructions == [Changed(self.version)]
@@ -359,4 +471,4 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPlannerMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

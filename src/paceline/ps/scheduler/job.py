@@ -15,9 +15,9 @@ import msgspec
 from paceline.protocol import Shards, shards
 from paceline.ps import messages
 from paceline.ps.account import Account
-from paceline.ps.messages import ALL_DONE, NOTHING_NOW, RESULT
+from paceline.ps.messages import ALL_DONE, NOTHING_NOW
+from paceline.ps.scheduler.sessions import Call
 from paceline.ps.snapshot_messages import JobAccount, done_shards, shards_in
-from paceline.transport import Header, Peer
 
 _BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
 
@@ -43,9 +43,9 @@ class JobBoard:
         )
         strided = request.assignment == "strided"
         self._awaited = set(ranks) if strided else set()
-        self._early: dict[int, tuple[Peer, Header, bool]] = {}  # who has asked while others were awaited
+        self._early: dict[int, tuple[Call, bool]] = {}  # who has asked while others were awaited
         self._answers: dict[int, messages.Lease] = {}  # granted while nobody was listening
-        self._waiting: dict[int, tuple[Peer, Header]] = {}
+        self._waiting: dict[int, Call] = {}
         self._waits: set[int] = set()
         self._progress: dict[int, dict[str, float]] = {}
         self._settled: dict[int, dict[str, float]] = {}  # the counters of a rank at its last shard's end
@@ -145,14 +145,14 @@ class JobBoard:
         self._is_news, self._new_done, self._new_ended, self._new_settled = False, [], {}, {}
         return news
 
-    def take_lease(self, peer: Peer, header: Header, rank: int, wait: bool) -> None:
+    def take_lease(self, call: Call, rank: int, wait: bool) -> None:
         """Answer a worker that wants a shard; with `wait`, when there is one."""
         if self._awaited and self.failed is None:
-            self._early[rank] = (peer, header, wait)
+            self._early[rank] = (call, wait)
             self._await_no_more(rank)
             return
         self._started = self._started or time.monotonic()
-        self._waiting[rank] = (peer, header)
+        self._waiting[rank] = call
         if self.failed is not None:
             self._tell(rank, messages.Lease(lease=ALL_DONE))
             return
@@ -169,8 +169,8 @@ class JobBoard:
         self._awaited.discard(rank)
         if not self._awaited:
             early, self._early = self._early, {}
-            for asker, (peer, header, wait) in sorted(early.items()):
-                self.take_lease(peer, header, asker, wait)
+            for asker, (call, wait) in sorted(early.items()):
+                self.take_lease(call, asker, wait)
 
     def lease_done(self, rank: int, incarnation: int, request: messages.LeaseDone) -> None:
         """Note that a shard is done, and keep what its worker found in it."""
@@ -228,8 +228,8 @@ class JobBoard:
 
     def end(self) -> None:
         """Tell whoever waits for a shard that there is none: another job follows, or the cluster ends."""
-        for rank, (peer, header, _) in self._early.items():
-            self._waiting[rank] = (peer, header)
+        for rank, (call, _) in self._early.items():
+            self._waiting[rank] = call
         self._awaited, self._early = set(), {}
         for rank in list(self._waiting):
             self._tell(rank, messages.Lease(lease=ALL_DONE))
@@ -319,8 +319,7 @@ class JobBoard:
                 self._answers[rank] = answer
 
     def _tell(self, rank: int, answer: messages.Lease) -> None:
-        peer, header = self._waiting.pop(rank)
-        peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer))
+        self._waiting.pop(rank).answer(answer)
 
     def _look_for_end(self) -> None:
         if self._ended is not None or self._active:

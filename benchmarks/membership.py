@@ -1,0 +1,99 @@
+"""What it costs a scheduler that many processes join its cluster at once, and that one of them goes.
+
+``python benchmarks/membership.py``: a scheduler, 4 servers and 2,000 workers in one process (lines to the scheduler
+only: no tables, no data). Prints how long it took until all were welcomed, what the scheduler sent meanwhile, and the
+same for one worker that leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+from paceline.protocol import Accept, Eventual
+from paceline.ps import Scheduler, messages
+from paceline.ps.messages import CALL, NOTICE, RESULT
+from paceline.transport import Endpoint, Handler, Header, Hello, Peer, SocketTransport, make_token
+
+SERVERS = 4
+AT_ONCE = 64  # connections that are being opened
+
+
+class Node(Handler):
+    """A member that does nothing but be one."""
+
+    def __init__(self, role: str, rank: int) -> None:
+        self.role, self.rank = role, rank
+        self.welcomed = asyncio.Event()
+        self.maps = 0
+
+    async def join(self, transport: SocketTransport, scheduler: Endpoint) -> Peer:
+        """Connect and register."""
+        name = f"{self.role}-{self.rank}"
+        peer = await transport.open(self, scheduler, Hello(role=self.role, name=name))
+        message = messages.Register(node=name, role=self.role, rank=self.rank)
+        peer.send_frame(CALL, request=1, meta=messages.encode(message))
+        return peer
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Count maps, and answer those that are to be prepared."""
+        if header.kind == RESULT:
+            self.welcomed.set()
+        elif header.kind == NOTICE:
+            notice = messages.decode_notice(meta)
+            self.maps += 1
+            if isinstance(notice, messages.PrepareMap):
+                prepared = messages.Prepared(term=notice.map.term, epoch=notice.map.epoch)
+                peer.send_frame(NOTICE, meta=messages.encode(prepared))
+
+
+async def measure(num_workers: int) -> None:
+    """Let all join, then one leave, and print what it took."""
+    transport = SocketTransport(make_token())
+    scheduler = Scheduler(
+        num_servers=SERVERS, num_workers=1, consistency=Eventual(), stale=Accept(), heartbeat_timeout_s=600.0
+    )
+    listener = await transport.serve(scheduler, Hello(role="scheduler"))
+    nodes = [Node("server", rank) for rank in range(SERVERS)] + [Node("worker", rank) for rank in range(num_workers)]
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def come(node: Node) -> Peer:
+        async with gate:
+            return await node.join(transport, listener.endpoint)
+
+    began = time.perf_counter()
+    peers = await asyncio.gather(*(come(node) for node in nodes))
+    await asyncio.gather(*(node.welcomed.wait() for node in nodes))
+    joined_s, joined_bytes = time.perf_counter() - began, sent(peers)
+    began = time.perf_counter()
+    peers[-1].send_frame(NOTICE, meta=messages.encode(messages.Leave()))
+    maps = sum(node.maps for node in nodes[:SERVERS])
+    while sum(node.maps for node in nodes[:SERVERS]) < maps + 2 * SERVERS:  # prepared and committed
+        await asyncio.sleep(0.001)
+    left_s, left_bytes = time.perf_counter() - began, sent(peers) - joined_bytes
+    print(
+        f"{len(nodes):,} processes joined in {joined_s:.1f} s, {joined_bytes / 1e6:,.1f} MB sent by the scheduler; "
+        f"one left: {1e3 * left_s:.1f} ms, {left_bytes / 1e3:,.1f} kB"
+    )
+    for peer in peers:
+        peer.abort()
+    scheduler.close()
+    await listener.close()
+
+
+def sent(peers: list[Peer]) -> int:
+    """Return the bytes that came from the scheduler."""
+    return sum(peer.statistics().bytes_received for peer in peers)
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="*", default=[500, 2000])
+    for workers in parser.parse_args().workers:
+        asyncio.run(measure(workers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Which view is next: prepared first, committed when enough servers have it.
+
+A scheduler's core holds one :class:`Publication` and offers it, after every change, what the view ought to be now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from paceline.protocol.chains import VERSION_GAP
+from paceline.protocol.scheduler.views import Proposal, View
+
+_TERM_BITS: Final = 16  # of a term that tell two schedulers from one another that took over from the same one
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Everybody may act on the view now."""
+
+    view: View
+    former: View
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """The view has to be prepared first."""
+
+    proposal: Proposal
+
+
+Step: TypeAlias = Committed | Proposed | None
+
+
+class Publication:
+    """The views of one scheduler. `salt` is a number that no other scheduler has."""
+
+    def __init__(self, replicas: int, salt: int) -> None:
+        self._replicas = replicas
+        self._salt = salt % (1 << _TERM_BITS)
+        self.term = (1 << _TERM_BITS) | self._salt
+        """The scheduler's; another one after a take-over."""
+        self.committed = View(term=self.term)
+        """The view that members act on."""
+        self.is_established = False
+        """Whether the scheduler has committed a view."""
+        self.proposal: Proposal | None = None
+        """The view that is being prepared."""
+        self.epoch = 0
+        """Of the newest view, committed or not."""
+
+    def take_over(self, latest: View) -> None:
+        """Go on from the newest view of another scheduler, in a higher term."""
+        self.term = ((latest.term >> _TERM_BITS) + 1 << _TERM_BITS) | self._salt
+        self.committed, self.epoch, self.proposal = latest, latest.epoch + VERSION_GAP, None
+
+    def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:
+        """Say what is to be done so that this becomes the view; its term, epoch and version are given here.
+
+        `released` are the servers that leave by it as they wish, `ended` those whose processes have ended.
+        """
+        same_chains = wanted.groups == self.committed.groups and self.is_established
+        version = self.committed.version if same_chains else wanted.version
+        now = replace(wanted, term=self.term, epoch=self.epoch + 1, version=version)
+        if self.is_established and now.only_adds_workers(self.committed):
+            self.proposal = None
+            if (now.members, now.last_incarnation) == (self.committed.members, self.committed.last_incarnation):
+                return None
+            return self._commit(now)
+        if not self.committed.version:  # no server has acted on any view
+            return self._commit(now)
+        if self.proposal is None or not now.same_servers(self.proposal.view):
+            self.epoch = now.epoch
+            self.proposal = Proposal(now, self.committed, self._replicas, frozenset(released))
+            return Proposed(self.proposal)
+        return self._commit(self.proposal.view) if self.proposal.is_accepted(ended) else None
+
+    def prepared(self, server: int, term: int, epoch: int) -> bool:
+        """Note that a server has the view of this order; return whether it is the one that is being prepared."""
+        if self.proposal is None or (term, epoch) != self.proposal.view.order:
+            return False
+        self.proposal.prepared.add(server)
+        return True
+
+    def _commit(self, view: View) -> Committed:
+        former, self.committed, self.proposal = self.committed, view, None
+        self.epoch, self.is_established = view.epoch, True
+        return Committed(view, former)

@@ -1,0 +1,120 @@
+"""How a scheduler that was started in the place of another learns what that one knew: from the members.
+
+:class:`Recovery` collects those that come back, with the newest view that each has seen, committed or prepared. The
+newest of all views is the one to go on from, once enough of its servers are back (see
+:mod:`paceline.protocol.scheduler.views` for why), and everybody else too, or the time-out is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from paceline.protocol.membership import Member, Role
+from paceline.protocol.scheduler.views import View, may_take_over
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A member that has come to the new scheduler, and what it knows."""
+
+    peer: object
+    """The connection that it came by."""
+    member: Member
+    cluster: str
+    """Which cluster it is a member of."""
+    view: View
+    """The newest that it has seen."""
+    is_leaving: bool = False
+    """Whether it is a server that waits for its release."""
+    job: int = 0
+    """The number of the latest job that it knows of."""
+    has_posted: bool = False
+    """Whether it has posted that job."""
+    knowledge: object = None
+    """What else it knows, for the runtime."""
+
+
+class Recovery:
+    """The members that have come back so far."""
+
+    def __init__(self) -> None:
+        self._returned: dict[object, Returned] = {}  # by connection
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has come back."""
+        return not self._returned
+
+    def add(self, returned: Returned) -> None:
+        """Note a member that is back; its newest connection counts."""
+        for peer, known in list(self._returned.items()):
+            if known.member.incarnation == returned.member.incarnation:
+                del self._returned[peer]
+        self._returned[returned.peer] = returned
+
+    def forget(self, peer: object) -> Returned | None:
+        """Note that a connection broke, or that its member goes; return what that member had said."""
+        return self._returned.pop(peer, None)
+
+    def drain(self, peer: object) -> None:
+        """Note that a member wants to leave."""
+        if peer in self._returned:
+            self._returned[peer] = replace(self._returned[peer], is_leaving=True)
+
+    def all(self) -> list[Returned]:
+        """All that are back, of whatever cluster."""
+        return list(self._returned.values())
+
+    def ours(self) -> list[Returned]:
+        """The members of the cluster that most servers, or else most members, are of."""
+        votes = Counter(each.cluster for each in self._returned.values())
+        servers = Counter(each.cluster for each in self._returned.values() if each.member.role is Role.SERVER)
+        cluster = max(votes, key=lambda name: (servers[name], votes[name]), default="")
+        return [each for each in self._returned.values() if each.cluster == cluster]
+
+    def others(self) -> list[Returned]:
+        """The members of other clusters."""
+        ours = {each.cluster for each in self.ours()}
+        return [each for each in self._returned.values() if each.cluster not in ours]
+
+    def latest_view(self) -> View:
+        """The newest view that any of ours has seen, with the workers of the newest that names workers.
+
+        So it is complete: a worker is removed only by a view that enough servers have prepared.
+        """
+        views = [each.view for each in self.ours()]
+        newest = max(views, key=lambda view: view.order, default=View())
+        if not newest.is_partial:
+            return newest
+        whole = max((view for view in views if not view.is_partial), key=lambda view: view.order, default=View())
+        workers = tuple(member for member in whole.members if member.role is Role.WORKER)
+        members = (*newest.members, *workers)
+        return replace(newest, members=members, last_incarnation=whole.last_incarnation, is_partial=False)
+
+    def is_member(self, returned: Returned) -> bool:
+        """Whether one that is back is still a member: not if the newest view says that it is gone."""
+        return returned.member.role is Role.OBSERVER or not self.latest_view().excludes(returned.member.incarnation)
+
+    def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
+        """The members of the newest view that are neither back nor known to have ended."""
+        back = {each.member.incarnation for each in self.ours()}
+        return tuple(m for m in self.latest_view().members if m.incarnation not in back and m.incarnation not in ended)
+
+    def has_quorum(self, ended: Collection[int], replicas: int) -> bool:
+        """Whether servers enough are back to go on from the newest view."""
+        back = {each.member.incarnation for each in self.ours()}
+        return may_take_over(self.latest_view().voters, ended, back, replicas)
+
+    def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
+        """Those of the missing that have buckets."""
+        voters = self.latest_view().voters
+        return tuple(member for member in self.missing(ended) if member.incarnation in voters)
+
+    def is_complete(self, ended: Collection[int]) -> bool:
+        """Whether all members of the newest view are back, and whoever has posted the latest job."""
+        ours = self.ours()
+        number = max((each.job for each in ours), default=0)
+        has_poster = not number or any(each.has_posted and each.job == number for each in ours)
+        return bool(ours) and has_poster and not self.missing(ended)

@@ -1,0 +1,186 @@
+"""Views: what the scheduler publishes, and who must have taken the next one before anybody acts on it.
+
+A :class:`View` says who is in the cluster and which servers are each bucket's chain. One that does more than add
+workers is first *prepared*: sent to the servers, which keep it and answer, and act on it when it is *committed*. So
+whatever view somebody has acted on is known to enough servers for the next scheduler to learn of it, and of two
+schedulers that each believe to lead the cluster one can neither commit a view nor take over:
+
+* a view is committed once half of the voters of the one before have it, or as many as are left when `replicas` of them
+  fail, if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
+* a scheduler takes over with so many voters of the newest view that it learns of that any two such sets have one in
+  common: with a majority, or with more than `replicas` (:func:`may_take_over`).
+
+Voters are the servers that have a bucket and whose processes are not known to have ended.
+
+Source: views and their change as in Viewstamped Replication Revisited (Liskov and Cowling 2012); the two quorums that
+need only intersect one another: Howard, Malkhi and Spiegelman 2016 "Flexible Paxos".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+from paceline.protocol.chains import ChainGroup
+from paceline.protocol.membership import Member, Role
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who is in the cluster, and where its buckets are."""
+
+    term: int = 0
+    """The scheduler that published it; each that takes over has a higher one."""
+    epoch: int = 0
+    """The number of the view; it rises with every change."""
+    version: int = 0
+    """The number of the chains; it rises when they change. 0: there are none yet."""
+    members: tuple[Member, ...] = ()
+    """Servers and workers, each by rank."""
+    groups: tuple[ChainGroup, ...] = ()
+    last_incarnation: int = 0
+    """Whoever has an incarnation up to this one, and is no member, is gone."""
+    is_partial: bool = False
+    """Whether the workers were left out."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of two views the one with the greater order is the newer one."""
+        return self.term, self.epoch
+
+    @property
+    def servers(self) -> dict[int, int]:
+        """The ranks of the servers, by incarnation."""
+        return {member.incarnation: member.rank for member in self.members if member.role is Role.SERVER}
+
+    @property
+    def voters(self) -> frozenset[int]:
+        """The servers that are asked before this view is followed by another: those that have some bucket."""
+        return frozenset(server for group in self.groups for server in group.members)
+
+    def same_servers(self, other: View) -> bool:
+        """Whether the servers and their chains are the same."""
+        return self.groups == other.groups and self.servers == other.servers
+
+    def only_adds_workers(self, former: View) -> bool:
+        """Whether it follows a former view by new workers, if by anything: that needs no quorum."""
+        return self.same_servers(former) and set(former.members) <= set(self.members)
+
+    def without_workers(self) -> View:
+        """What of it concerns a worker: where the buckets are."""
+        servers = tuple(member for member in self.members if member.role is Role.SERVER)
+        return replace(self, members=servers, is_partial=True)
+
+    def excludes(self, incarnation: int) -> bool:
+        """Whether it says that an incarnation is gone."""
+        if self.is_partial or incarnation > self.last_incarnation:
+            return False
+        return all(member.incarnation != incarnation for member in self.members)
+
+
+class Ordered(Protocol):
+    """A view, in whatever form."""
+
+    @property
+    def term(self) -> int:
+        """See :attr:`View.term`."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """See :attr:`View.order`."""
+
+
+V = TypeVar("V", bound=Ordered)
+
+
+class KnownViews(Generic[V]):
+    """The views that one member knows: what it acts on, and what it keeps for the scheduler that comes next."""
+
+    def __init__(self) -> None:
+        self.committed: V | None = None
+        """What it acts on; None before the first."""
+        self.prepared: V | None = None
+        """The newest that it was sent to be prepared."""
+
+    @property
+    def newest(self) -> V | None:
+        """The newest of all: what a new scheduler has to hear of."""
+        known = [view for view in (self.committed, self.prepared) if view is not None]
+        return max(known, key=lambda view: view.order, default=None)
+
+    def prepare(self, view: V) -> bool:
+        """Keep a view that may be committed; return whether it is to be answered by Prepared.
+
+        It is not if its scheduler was superseded: a later one's view is known here.
+        """
+        newest = self.newest
+        if newest is not None and view.term < newest.term:
+            return False
+        if self.prepared is None or view.order > self.prepared.order:
+            self.prepared = view
+        return True
+
+    def commit(self, view: V) -> bool:
+        """Take a committed view; return whether it is newer than the one before."""
+        if self.committed is not None and view.order <= self.committed.order:
+            return False
+        self.committed = view
+        return True
+
+
+def commit_quorum(num_voters: int, replicas: int) -> int:
+    """How many of the voters must have a view before it is committed.
+
+    >>> [commit_quorum(voters, replicas=1) for voters in (0, 1, 2, 3, 4, 5)]
+    [0, 1, 1, 2, 2, 3]
+    """
+    return min((num_voters + 1) // 2, max(num_voters - replicas, 1)) if num_voters else 0
+
+
+def may_commit(voters: Collection[int], ended: Collection[int], prepared: Collection[int], replicas: int) -> bool:
+    """Whether a view that follows one with these `voters` may be committed, if `prepared` have it."""
+    living = [server for server in voters if server not in ended]
+    return sum(server in prepared for server in living) >= commit_quorum(len(living), replicas)
+
+
+def may_take_over(voters: Collection[int], ended: Collection[int], returned: Collection[int], replicas: int) -> bool:
+    """Whether a scheduler may go on from a view with these `voters`, if `returned` have come to it."""
+    living = [server for server in voters if server not in ended]
+    needed = len(living) - commit_quorum(len(living), replicas) + 1
+    return not living or sum(server in returned for server in living) >= needed
+
+
+def gaining(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> frozenset[int]:
+    """Return the servers that are members of some bucket's chain, and were not before."""
+    had: dict[int, int] = {}
+    for group in before:
+        for server in group.members:
+            had[server] = had.get(server, 0) | group.buckets
+    return frozenset(server for group in after for server in group.members if group.buckets & ~had.get(server, 0))
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A view that is being prepared, in the place of the view `committed`."""
+
+    view: View
+    committed: View
+    replicas: int
+    released: frozenset[int] = frozenset()
+    """The servers that leave by this view, by their own wish."""
+    prepared: set[int] = field(default_factory=set)
+    """The servers that have it."""
+
+    @property
+    def audience(self) -> frozenset[int]:
+        """The servers that it is sent to."""
+        return frozenset({*self.committed.servers, *self.view.servers})
+
+    def is_accepted(self, ended: Collection[int]) -> bool:
+        """Whether it may be committed: enough of those have it that do not leave by it, and all that gain by it."""
+        living = {server for server in self.committed.voters if server not in ended}
+        staying = living - self.released  # what those know that go is gone with them
+        needed = min(commit_quorum(len(living), self.replicas), len(staying))
+        gains = gaining(self.committed.groups, self.view.groups)
+        return gains <= self.prepared and len(staying & self.prepared) >= needed

@@ -1,0 +1,445 @@
+"""A process's line to the scheduler: calls, news and heartbeats on one connection, kept by a thread of its own.
+
+The connection may break: the line connects again and goes on where it was (:mod:`paceline.ps.scheduler.sessions`). The
+scheduler may die and another come in its place, at the same address: the line tells the new one who this process is and
+what it remembers (:mod:`paceline.ps.account`), and what waits for an answer is asked again. Whoever uses the line
+notices a pause.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from paceline.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    DeadlineError,
+    PacelineError,
+    PeerError,
+    UsageError,
+    VersionError,
+)
+from paceline.protocol.scheduler import KnownViews
+from paceline.ps import messages
+from paceline.ps.account import Memory
+from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
+from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
+from paceline.ps.scheduler.processes import own_process
+from paceline.transport import Address, Channel, Header, Hello, Kind, Transport
+
+_FIRST_HEARTBEAT_S = 0.1  # until the scheduler says how often: often enough for the shortest patience
+_SHORTEST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.25
+_ELSEWHERE_PAUSE_S = 2.0  # where another cluster is at the scheduler's address
+_CONNECT_S = 10.0
+_Result = TypeVar("_Result")
+_WELCOME: Any = messages.Welcome | messages.Elsewhere
+
+
+class SchedulerLink:
+    """Calls to the scheduler from any thread; its notices are given to `on_notice` in the link's own thread.
+
+    A process that loses the connection without :meth:`close`, and is a member or waits to be one, tries for
+    `reconnect_s` to reach a scheduler at the same address; `tables`, called in the link's thread, says what tables a
+    server holds, `unreachable` which other servers it cannot reach. If the link cannot, or is no member, `on_lost` is
+    called there, once. `on_map` is called with every map of the cluster, there or where one registers.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        address: Address | str,
+        hello: Hello,
+        *,
+        timeout_s: float = 60.0,
+        reconnect_s: float = 60.0,
+        on_notice: Callable[[msgspec.Struct], None] | None = None,
+        on_lost: Callable[[PacelineError], None] | None = None,
+        on_map: Callable[[ClusterMap], None] | None = None,
+        tables: Callable[[], Sequence[KnownTable]] | None = None,
+        unreachable: Callable[[], tuple[int, ...]] = lambda: (),
+    ) -> None:
+        self._channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, _CONNECT_S))
+        self.address = address
+        self.reconnections = 0
+        """How often the connection was made again."""
+        self._transport = transport
+        self._hello = hello
+        self._timeout_s = timeout_s
+        self._reconnect_s = reconnect_s
+        self._on_notice = on_notice
+        self._on_lost = on_lost
+        self._on_map = on_map
+        self._tables = tables
+        self._unreachable = unreachable
+        self._memory = Memory()
+        self._send_lock = threading.Lock()
+        self._outgoing = Outgoing()
+        self._is_connected = True
+        self._is_leaving = False
+        self._closing = False
+        self._closed = threading.Event()
+        self._is_over = self._is_released = False  # the scheduler has said that there is nothing to come back to
+        self._lost: PacelineError | None = None
+        self._heartbeat_s = _FIRST_HEARTBEAT_S
+        self._registration: messages.Register | None = None
+        self._welcome: messages.Welcome | None = None
+        self._map_changed = threading.Condition()
+        self._maps: KnownViews[ClusterMap] = KnownViews()
+        self._thread = threading.Thread(target=self._run, name="paceline-scheduler-link", daemon=True)
+        self._thread.start()
+
+    def call(
+        self,
+        message: msgspec.Struct,
+        result: type[_Result] | Any = None,
+        *,
+        body: Sequence[Any] = (),
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send a message and return its answer, decoded as `result`; raise what the scheduler reported."""
+        return self.call_with_body(message, result, body=body, timeout_s=timeout_s)[0]
+
+    def call_with_body(
+        self,
+        message: msgspec.Struct,
+        result: Any = None,
+        *,
+        body: Sequence[Any] = (),
+        timeout_s: float | None = None,
+    ) -> tuple[Any, memoryview]:
+        """Do as :meth:`call`, and return the body of the answer too."""
+        return self._finish(self._send(message, body), result, timeout_s)
+
+    def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:
+        """Send a message; return a function that waits for the answer as :meth:`call` does."""
+        sent = self._send(message, ())
+
+        def finish() -> _Result:
+            answer: _Result = self._finish(sent, result, None)[0]
+            return answer
+
+        return finish
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message that wants no answer."""
+        with self._send_lock:
+            self._is_leaving |= isinstance(message, messages.Drain)
+            self._send_or_keep(message, (), None)
+
+    def _send(self, message: msgspec.Struct, body: Sequence[Any]) -> Message:
+        with self._send_lock:
+            return self._send_or_keep(message, tuple(body), Future())
+
+    def _send_or_keep(self, content: msgspec.Struct, body: tuple[Any, ...], answer: Answer | None) -> Message:
+        """Send a message, or keep it until there is a scheduler again. Under the lock."""
+        if self._lost is not None:
+            raise self._lost
+        content = self._memory.sent(content, body)
+        message = self._outgoing.add(content, body, answer)
+        if self._is_connected:
+            try:
+                self._outgoing.send(self._channel, message)
+            except ConnectionLostError:
+                self._is_connected = False  # the link's thread sees it too, and does what is to be done
+            except PacelineError:
+                self._outgoing.take(message.number)
+                raise
+        return message
+
+    def _finish(self, sent: Message, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        assert sent.answer is not None
+        try:
+            meta, data = sent.answer.result(timeout_s if math.isfinite(timeout_s) else None)
+        except TimeoutError:
+            with self._send_lock:
+                self._outgoing.take(sent.number)
+            raise DeadlineError(
+                f"the scheduler at {self.address} did not answer {type(sent.content).__name__} within {timeout_s:g} s"
+            ) from None
+        return (msgspec.msgpack.decode(meta, type=result) if result is not None else msgspec.msgpack.decode(meta)), data
+
+    # Membership.
+
+    def register(self, message: messages.Register, *, timeout_s: float | None = None) -> messages.Welcome:
+        """Join the cluster; wait until its servers are there. Raises DeadlineError if they do not come in time."""
+        message = msgspec.structs.replace(message, process=own_process())
+        self._registration = message
+        waits_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            welcome: messages.Welcome = self.call(message, messages.Welcome, timeout_s=waits_s)
+        except DeadlineError:
+            self._registration = None
+            found: ClusterMap = self.call(messages.GetMap(), ClusterMap)
+            raise DeadlineError(
+                f"{found.num_waiting} servers have joined within {waits_s:g} s, and the scheduler expects more: start "
+                "them with 'paceline server', or start the scheduler with fewer --servers"
+            ) from None
+        except BaseException:
+            self._registration = None
+            raise
+        return welcome
+
+    def close(self) -> None:
+        """Leave in good order and end the thread. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            self._closed.set()
+            with self._send_lock:
+                try:
+                    self._channel.send_frame(NOTICE, meta=messages.encode(messages.Leave()))
+                except PacelineError:
+                    pass
+                self._lost = self._lost or UsageError("this client is closed: connect again")
+            self._channel.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    @property
+    def cluster(self) -> ClusterMap | None:
+        """The newest map; None before one has come."""
+        return self._maps.committed
+
+    def _take_map(self, cluster: ClusterMap) -> None:
+        with self._map_changed:
+            is_new = self._maps.commit(cluster)
+            self._map_changed.notify_all()
+        if is_new and self._on_map is not None:
+            self._on_map(cluster)
+        if is_new and self._on_notice is not None:
+            self._on_notice(cluster)
+
+    # The link's thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._listen()
+            except (PacelineError, OSError, ValueError, msgspec.MsgspecError) as error:
+                lost = self._come_back() if self._may_come_back(error) else self._sentence(error)
+                if lost is not None:
+                    self._fail(lost)
+                    return
+
+    def _listen(self) -> None:
+        next_beat = time.monotonic() + self._heartbeat_s
+        while True:
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + self._heartbeat_s
+                self.tell(messages.Heartbeat(unreachable=self._unreachable()))
+            if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
+                self._receive()
+
+    def _receive(self) -> None:
+        channel = self._channel
+        channel.last_header = None
+        try:
+            frame = channel.receive_frame(self._timeout_s)
+        except PacelineError as error:
+            header = _last_header(channel)
+            if header is None or header.kind != Kind.ERROR:
+                raise
+            with self._send_lock:
+                refused = self._outgoing.take(header.request)
+            if refused is not None and refused.answer is not None:
+                refused.answer.set_exception(error)
+            return
+        if frame.header.sequence:
+            with self._send_lock:
+                self._outgoing.received(frame.header.sequence)
+        if frame.header.kind == NOTICE:
+            self._take_notice(messages.decode_notice(frame.meta))
+            return
+        with self._send_lock:
+            message = self._outgoing.take(frame.header.request)
+        if message is not None and message.answer is not None:
+            if isinstance(message.content, messages.Register):  # changes of the map may follow at once
+                self._welcomed(msgspec.msgpack.decode(frame.meta, type=messages.Welcome))
+            self._memory.answered(message.content, frame.meta)
+            message.answer.set_result((frame.meta, frame.body))
+
+    def _welcomed(self, welcome: messages.Welcome) -> None:
+        self._memory.incarnation = welcome.incarnation
+        self._heartbeat_s = welcome.heartbeat_s
+        self._welcome = welcome
+        self._take_map(welcome.cluster)
+
+    def _take_notice(self, notice: msgspec.Struct) -> None:
+        match notice:
+            case messages.JobNews():
+                self._memory.told(notice)
+            case ClusterMap():
+                self._take_map(notice)
+            case MapChange():
+                self._take_map(self._changed(notice))
+            case messages.PrepareMap(map=cluster):
+                whole = self._changed(cluster) if isinstance(cluster, MapChange) else cluster
+                if self._maps.prepare(whole):
+                    prepared = messages.Prepared(term=whole.term, epoch=whole.epoch)
+                    with self._send_lock:
+                        self._channel.send_frame(NOTICE, meta=messages.encode(prepared))
+            case messages.CommitMap():
+                known = self._maps.prepared
+                if known is not None and known.order == (notice.term, notice.epoch):
+                    self._take_map(known)
+            case _:
+                self._is_released |= isinstance(notice, messages.Ended)
+                self._is_over |= isinstance(notice, messages.Ended | messages.Expelled)
+                if self._on_notice is not None:
+                    self._on_notice(notice)
+
+    def _changed(self, change: MapChange) -> ClusterMap:
+        base = self._maps.committed
+        assert base is not None, "a change without a map"
+        return change.apply(base)
+
+    # When the connection is lost.
+
+    def _may_come_back(self, error: Exception) -> bool:
+        is_member = self._registration is not None
+        return is_member and not (_is_told(error) or self._closing or self._is_over) and self._reconnect_s > 0
+
+    def _come_back(self) -> PacelineError | None:
+        """Connect again, to the same scheduler or the one in its place; return why not."""
+        with self._send_lock:
+            self._is_connected = False
+        self._channel.close()
+        deadline = time.monotonic() + self._reconnect_s
+        pause = _SHORTEST_PAUSE_S
+        while not self._closing and not self._is_over:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return self._gone(self._reconnect_s)
+            is_elsewhere = False
+            try:
+                is_elsewhere = not self._resume(min(remaining, _CONNECT_S))
+                if not is_elsewhere:
+                    return None
+            except (ConnectionLostError, DeadlineError, AuthenticationError, VersionError, _NobodyThere, OSError):
+                pass  # gone again, or who is there is no scheduler of ours
+            except PacelineError as error:
+                return error  # there is a scheduler, and it does not want this process
+            self._channel.close()
+            # Many members lose their scheduler at the same moment: they shall not all come back at the same one.
+            pause = _ELSEWHERE_PAUSE_S if is_elsewhere else pause
+            self._closed.wait(min(pause * random.uniform(0.5, 1.0), max(deadline - time.monotonic(), 0.0)))
+            pause = min(2 * pause, _LONGEST_PAUSE_S, max(self._heartbeat_s, _SHORTEST_PAUSE_S))
+        return self._gone()
+
+    def _resume(self, timeout_s: float) -> bool:
+        """Connect, be welcomed, send again what may be lost; return whether the cluster is ours."""
+        try:
+            channel = self._transport.connect(self.address, self._hello, timeout_s=timeout_s)
+        except (AuthenticationError, VersionError):
+            raise
+        except PacelineError:
+            raise _NobodyThere from None
+        with self._send_lock:
+            self._channel = channel
+            if self._closing:
+                raise self._gone()
+            if self._welcome is None:  # not a member yet: the registration is among what is asked again
+                self._send_again(0)
+                return True
+            rejoining = self._outgoing.add(self._rejoin(), (), Future())
+            self._outgoing.send(channel, rejoining)
+        assert rejoining.answer is not None
+        try:
+            self._wait_welcome(rejoining.answer)
+        finally:
+            with self._send_lock:
+                # Not among what is asked again: should this connection break too, the scheduler is told anew.
+                self._outgoing.take(rejoining.number)
+        answer = msgspec.msgpack.decode(rejoining.answer.result()[0], type=_WELCOME)
+        if isinstance(answer, messages.Elsewhere):
+            return False
+        self._welcome, self._heartbeat_s = answer, answer.heartbeat_s
+        self._take_map(answer.cluster)
+        with self._send_lock:
+            self._send_again(answer.received)
+        self.reconnections += 1
+        return True
+
+    def _wait_welcome(self, answer: Answer) -> None:
+        while not answer.done():
+            if self._channel.poll(self._heartbeat_s):
+                self._receive()
+                if self._is_released:
+                    raise self._gone()
+            else:
+                self._channel.send_frame(NOTICE, meta=messages.encode(messages.Heartbeat()))
+
+    def _rejoin(self) -> messages.Rejoin:
+        registration, welcome, newest = self._registration, self._welcome, self._maps.newest
+        assert registration is not None
+        assert welcome is not None
+        assert newest is not None
+        return messages.Rejoin(
+            node=registration.node,
+            role=registration.role,
+            rank=welcome.rank,
+            incarnation=welcome.incarnation,
+            endpoint=registration.endpoint,
+            process=registration.process,
+            settings=welcome.settings,
+            cluster=newest,
+            is_leaving=self._is_leaving,
+            tables=self._memory.tables() if self._tables is None else tuple(self._tables()),
+            job=self._memory.job(),
+        )
+
+    def _send_again(self, received: int) -> None:
+        """Send what the scheduler may not have; -1: it is another one, and has nothing. Under the lock."""
+        if received < 0:
+            self._outgoing.forget_notices()
+            for report, parts in self._memory.reports():
+                self._channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
+        for message in self._outgoing.since(received):
+            self._outgoing.send(self._channel, message)
+        self._is_connected = True
+
+    def _fail(self, error: PacelineError) -> None:
+        closing = self._closing
+        with self._send_lock:
+            lost = self._lost = self._lost or error
+            calls = self._outgoing.calls()
+        for message in calls:
+            if message.answer is not None and not message.answer.done():
+                message.answer.set_exception(lost)
+        with self._map_changed:
+            self._map_changed.notify_all()
+        self._channel.close()
+        if not closing and self._on_lost is not None:
+            self._on_lost(lost)
+
+    def _sentence(self, error: Exception) -> PacelineError:
+        return error if isinstance(error, PeerError) and _is_told(error) else self._gone()
+
+    def _gone(self, waited_s: float = 0.0) -> ConnectionLostError:
+        tried = f", and no other came in its place within {waited_s:g} s" if waited_s else ""
+        return ConnectionLostError(
+            f"the scheduler at {self.address} is gone{tried}: this process cannot go on without it"
+        )
+
+
+class _NobodyThere(Exception):  # noqa: N818 - a state, not an error
+    """Nobody listens at the scheduler's address."""
+
+
+def _is_told(error: Exception) -> bool:
+    """Whether the scheduler is there and has said what is wrong."""
+    return isinstance(error, PeerError) and not isinstance(error, ConnectionLostError)
+
+
+def _last_header(channel: Channel) -> Header | None:
+    return channel.last_header

@@ -1,0 +1,181 @@
+"""Which of the members' processes have ended, as far as that is certain: the kernel says so.
+
+A broken connection is no death. But where a process runs under the scheduler's own kernel, its end is known at once;
+and of one on another host it is probable, if the host refuses connections to the address at which it listened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from paceline.ps.messages import Process
+from paceline.transport import Endpoint, host_identity
+from paceline.transport.addresses import namespace
+
+_POLL_S = 0.05
+_PROBE_S = 2.0
+_LAST_WORDS_S = 1.0
+"""How long the connection of a process that has ended may take to break."""
+
+
+@functools.cache
+def own_host() -> str:
+    """Return what tells the processes that this kernel knows by their ids from others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = host_identity()
+    return f"{boot}/{namespace('pid')}"
+
+
+def own_process() -> Process:
+    """Return which process this is."""
+    pid = os.getpid()
+    return Process(own_host(), pid, _started(pid) or 0)
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process was started; None if there is none, or it has only to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        pass
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 1000)
+    except psutil.Error:
+        return None
+
+
+class ProcessWatch:
+    """Watches the processes of members; in the event loop's thread.
+
+    `on_ended` is called with the incarnation of a member whose process has certainly ended, `on_doubted` with that of
+    one whose process has probably ended. A process that ended is told of only after its connection broke
+    (:meth:`disconnected`), so that its last words are heard first.
+    """
+
+    def __init__(self, on_ended: Callable[[int], None], on_doubted: Callable[[int], None]) -> None:
+        self._on_ended = on_ended
+        self._on_doubted = on_doubted
+        self._watched: dict[int, tuple[Process | None, Endpoint | None]] = {}
+        self._descriptors: dict[int, int] = {}  # incarnation → process descriptor
+        self._connected: set[int] = set()
+        self._polls: dict[int, asyncio.TimerHandle] = {}
+        self._probes: dict[int, asyncio.Task[None]] = {}
+
+    def watch(self, incarnation: int, process: Process | None, endpoint: Endpoint | None, *, connected: bool) -> None:
+        """Watch the process of a member from now on."""
+        if connected:
+            self._connected.add(incarnation)
+        if incarnation in self._watched:
+            return
+        self._watched[incarnation] = (process, endpoint)
+        if process is not None and process.host == own_host() and hasattr(os, "pidfd_open"):
+            self._open(incarnation, process)
+        if not connected:
+            self.disconnected(incarnation)
+
+    def forget(self, incarnation: int) -> None:
+        """Watch it no longer."""
+        self._watched.pop(incarnation, None)
+        self._connected.discard(incarnation)
+        descriptor = self._descriptors.pop(incarnation, None)
+        if descriptor is not None:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+        for waiting in (self._polls.pop(incarnation, None), self._probes.pop(incarnation, None)):
+            if waiting is not None:
+                waiting.cancel()
+
+    def disconnected(self, incarnation: int) -> None:
+        """Find out whether the process of a member lives, whose connection is broken."""
+        self._connected.discard(incarnation)
+        process, endpoint = self._watched.get(incarnation, (None, None))
+        if process is not None and process.host == own_host():
+            self._poll(incarnation)
+        elif endpoint is not None and incarnation not in self._probes:
+            probing = asyncio.get_running_loop().create_task(self._probe(incarnation, endpoint))
+            self._probes[incarnation] = probing
+
+    def close(self) -> None:
+        """Watch nobody any more."""
+        for incarnation in list(self._watched):
+            self.forget(incarnation)
+
+    # Under this kernel.
+
+    def _open(self, incarnation: int, process: Process) -> None:
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except OSError:  # there is none any more, or none may be had: it is looked for when its connection breaks
+            return
+        self._descriptors[incarnation] = descriptor
+        asyncio.get_running_loop().add_reader(descriptor, self._ended, incarnation)
+
+    def _ended(self, incarnation: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._descriptors[incarnation])
+        if incarnation in self._connected:  # what it said last is read first
+            self._polls[incarnation] = loop.call_later(_LAST_WORDS_S, self._poll, incarnation)
+        else:
+            self._poll(incarnation)
+
+    def _poll(self, incarnation: int) -> None:
+        """Tell that a process has ended, or look again soon."""
+        self._cancel_poll(incarnation)
+        process, _ = self._watched.get(incarnation, (None, None))
+        if process is None:
+            return
+        if _started(process.pid) != process.started:
+            self.forget(incarnation)
+            self._on_ended(incarnation)
+        elif incarnation not in self._connected:
+            # A killed process's connections break a moment before it has ended.
+            delay_s = _POLL_S if incarnation not in self._descriptors else 1.0
+            self._polls[incarnation] = asyncio.get_running_loop().call_later(delay_s, self._poll, incarnation)
+
+    def _cancel_poll(self, incarnation: int) -> None:
+        poll = self._polls.pop(incarnation, None)
+        if poll is not None:
+            poll.cancel()
+
+    # On other hosts.
+
+    async def _probe(self, incarnation: int, endpoint: Endpoint) -> None:
+        """Look whether anybody listens at a member's address, until that is clear or the member is back."""
+        address, pause_s = endpoint.tcp, _POLL_S
+        while address.scheme == "tcp" and incarnation in self._watched and incarnation not in self._connected:
+            try:
+                opening = asyncio.open_connection(address.host, address.port)
+                _, writer = await asyncio.wait_for(opening, _PROBE_S)
+                writer.close()
+            except ConnectionRefusedError:
+                self._probes.pop(incarnation, None)
+                is_ours = _is_own_address(address.host)
+                (self._on_ended if is_ours else self._on_doubted)(incarnation)
+                return
+            except (OSError, asyncio.TimeoutError):
+                pass
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PROBE_S)
+        self._probes.pop(incarnation, None)
+
+
+def _is_own_address(host: str) -> bool:
+    """Return whether this host has an address: then it is its own kernel that says that nobody listens there."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True

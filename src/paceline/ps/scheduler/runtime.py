@@ -1,0 +1,436 @@
+"""The scheduler: who is a member, which table has which number, which worker reads which shard.
+
+One asyncio loop with a transport's :class:`Handler`. The rules are those of
+:class:`paceline.protocol.scheduler.SchedulerCore`, which is told what members say and what becomes of their connections
+and processes. Tables and jobs are beside it. It sees no parameters and no gradients; while tables and members stay as
+they are, nobody waits for it. It may die: the members keep what it knew, and a new one that is started in its place
+learns it from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
+from paceline.protocol import Accept, Consistency, Member, Role, Sequential, StalePolicy
+from paceline.protocol.buckets import count, from_bytes
+from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
+from paceline.ps import messages
+from paceline.ps.messages import CALL, NOTICE
+from paceline.ps.scheduler.jobs import Jobs
+from paceline.ps.scheduler.maps import ROLES, change_of, map_of, view_of
+from paceline.ps.scheduler.processes import ProcessWatch
+from paceline.ps.scheduler.sessions import Call, Session, notify_all
+from paceline.ps.scheduler.tables import Tables
+from paceline.transport import Endpoint, Handler, Header, Peer
+
+_FLUSH_S = 0.02
+"""How long new workers may wait until the others hear of them, so that all who come at once are told of together."""
+
+
+class Scheduler(Handler):
+    """One scheduler.
+
+    Arguments: how many servers and workers are expected (iterations begin when so many workers have joined; more may
+    join later), the `consistency` and `stale` policy, how many `replicas` there are of every bucket, and after how long
+    a silent member counts as dead.
+
+    Members of a cluster whose scheduler died may come to it: it takes their cluster over. With `replaces` it knows that
+    there are some, and begins no other cluster before they have had the heartbeat's time-out to come; with
+    `accepts_minority` it takes over from those that have come by then, however few. `on_note` is called with what
+    whoever runs the cluster should know, `on_loss` if buckets are lost, which everybody who needs them hears too.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_servers: int,
+        num_workers: int,
+        consistency: Consistency,
+        stale: StalePolicy,
+        replicas: int = 0,
+        heartbeat_timeout_s: float = 10.0,
+        replaces: bool = False,
+        accepts_minority: bool = False,
+        on_note: Callable[[str], None] = lambda text: None,
+        on_loss: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
+            raise UsageError(
+                f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is "
+                "stale: leave it out, or choose bounded or eventual"
+            )
+        self._settings = messages.Settings(
+            consistency=str(consistency),
+            stale=str(stale),
+            num_servers=num_servers,
+            num_workers=num_workers,
+            replicas=replicas,
+            cluster=secrets.token_hex(8),
+        )
+        self.core = SchedulerCore(
+            num_servers=num_servers,
+            replicas=replicas,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            cluster=self._settings.cluster,
+            salt=secrets.randbits(16),
+            replaces=replaces,
+            accepts_minority=accepts_minority,
+        )
+        self._on_note, self._on_loss = on_note, on_loss
+        self._tables = Tables()
+        self._jobs = Jobs(num_workers)
+        self._sessions: dict[Peer, Session] = {}
+        self._members: dict[int, Session] = {}  # by incarnation
+        self._asked: dict[Peer, int] = {}  # who waits to be welcomed → the number of its call
+        self._routes = View(is_partial=True)  # what workers are told of the committed view
+        self._told: dict[Peer, View] = {}  # the last committed view that was sent on a connection
+        self._prepared: dict[Peer, View] = {}  # the last view that was sent to be prepared
+        self._held: list[tuple[Peer, Header, Any, bytes]] = []  # what has come while members are awaited
+        self._processes = ProcessWatch(self.process_ended, lambda incarnation: self._feed(events.Doubted(incarnation)))
+        self._timer: asyncio.TimerHandle | None = None
+        self._flush: asyncio.TimerHandle | None = None
+        self._flushed_s = 0.0
+        self._has_news = False
+        self._other_clusters: set[str] = set()  # those that were told of
+        self.failure: PacelineError | None = None
+        """Why it has ended, if that was not asked for."""
+        self.ended = asyncio.Event()
+        """Set when the cluster shall end."""
+
+    @property
+    def num_members(self) -> int:
+        """How many processes belong to the cluster, observers included."""
+        return len(self.core.membership.members)
+
+    # Connections.
+
+    def connected(self, peer: Peer) -> None:
+        """Take note of a connection; the clock begins with the first one."""
+        self._sessions[peer] = Session(peer)
+        if self._timer is None:
+            self._tick()
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Take a message."""
+        if header.kind not in (CALL, NOTICE):
+            raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
+        try:
+            request = messages.decode_to_scheduler(meta)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the scheduler got a control message that it cannot read: {error}") from None
+        if self._sessions[peer].is_new(header):
+            self._take(peer, header, request, body)
+
+    def _take(self, peer: Peer, header: Header, request: Any, body: memoryview) -> None:
+        match request:
+            case messages.Register():
+                self._register(peer, header, request)
+            case messages.Rejoin():
+                self._rejoin(peer, header, request)
+            case messages.Heartbeat(unreachable=unreachable, progress=progress):
+                self._feed(events.Heartbeat(peer, unreachable))
+                self._jobs.note_progress(self._sessions[peer].incarnation or 0, progress)
+            case messages.Leave():
+                self._feed(events.Leave(peer))
+            case messages.Drain():
+                self._feed(events.Drain(peer))
+            case messages.Filled(version=version, target=target, buckets=buckets):
+                self._feed(events.Filled(version, target, from_bytes(buckets)))
+            case messages.Prepared(term=term, epoch=epoch):
+                self._feed(events.Prepared(peer, term, epoch))
+            case _ if self._must_wait(request):
+                self._held.append((peer, header, request, bytes(body)))
+            case _:
+                call = Call(self._sessions[peer], header.request)
+                try:
+                    self._serve(call, request, body)
+                except PacelineError as error:
+                    call.refuse(error)
+
+    def _must_wait(self, request: Any) -> bool:
+        """Whether a request needs what the members of a former scheduler's cluster have still to tell."""
+        is_recovering = self.core.phase is Phase.RECOVERING or not (
+            self.core.is_established or self.core.phase is Phase.FORMING
+        )
+        return is_recovering and not isinstance(request, messages.EndCluster)
+
+    def _serve(self, call: Call, request: Any, body: memoryview) -> None:
+        match request:
+            case messages.GetMap():
+                call.answer(map_of(self.core.newest, num_waiting=self.core.num_waiting_servers))
+            case messages.GetSettings():
+                call.answer(self._settings)
+            case messages.DeclareTable(spec=spec):
+                call.answer(self._tables.declare(spec))
+            case messages.NoteUpdate(table=table, update=update):
+                self._tables.note_update(table, update)
+                call.answer(None)
+            case messages.ListTables():
+                call.answer(self._tables.specs)
+            case messages.EndCluster():
+                self.end("the cluster was told to end")
+                call.answer(None)
+            case _:
+                self._jobs.serve(call, request, body, self.core.membership)
+                self._tell_news_soon()
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        """Take note that a connection broke. That is no death: who is a member comes again."""
+        session = self._sessions.pop(peer)
+        for known in (self._asked, self._told, self._prepared):
+            known.pop(peer, None)
+        self._held = [each for each in self._held if each[0] is not peer]
+        if session.peer is peer:
+            session.peer = None
+        if session.incarnation is None:
+            self._jobs.forget(session)
+        self._feed(events.Disconnected(peer))
+        if session.incarnation is not None and session.peer is None:
+            self._processes.disconnected(session.incarnation)
+
+    def close(self) -> None:
+        """Stop the timers."""
+        self._processes.close()
+        for timer in (self._timer, self._flush):
+            if timer is not None:
+                timer.cancel()
+
+    def process_ended(self, incarnation: int) -> None:
+        """Take the word that the process of a member has ended, of somebody who knows."""
+        self._feed(events.Ended(incarnation))
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self.core.heartbeat_s, self._tick)
+        self._feed(events.Clock())
+
+    # The core.
+
+    def _register(self, peer: Peer, header: Header, request: messages.Register) -> None:
+        role = _role(request.role)
+        if peer in self._asked or self._sessions[peer].incarnation is not None:
+            raise ProtocolError(f"node {request.node!r} asked twice to join on one connection")
+        self._asked[peer] = header.request
+        self._feed(
+            events.Register(
+                peer, request.node, role, request.rank, request.endpoint, request.process, is_extra=request.extra
+            )
+        )
+
+    def _rejoin(self, peer: Peer, header: Header, request: messages.Rejoin) -> None:
+        role = _role(request.role)
+        if self.core.phase is not Phase.LEADING and not self._has_settings(request.settings):
+            peer.send_frame(messages.RESULT, request=header.request, meta=messages.encode(messages.Elsewhere()))
+            return
+        self._asked[peer] = header.request
+        job = request.job
+        member = Member(request.node, role, request.rank, request.incarnation, request.endpoint, request.process)
+        returned = Returned(
+            peer,
+            member,
+            request.settings.cluster,
+            view_of(request.cluster),
+            is_leaving=request.is_leaving,
+            job=0 if job is None else job.number,
+            has_posted=job is not None and job.posted is not None,
+            knowledge=request,
+        )
+        self._feed(events.Rejoin(returned))
+        for awaited in self.core.awaited:
+            endpoint, process = awaited.address, awaited.process
+            assert endpoint is None or isinstance(endpoint, Endpoint)
+            assert process is None or isinstance(process, messages.Process)
+            self._processes.watch(awaited.incarnation, process, endpoint, connected=False)
+
+    def _has_settings(self, settings: messages.Settings) -> bool:
+        """Return whether a cluster that may be taken over has the settings of this one; say so if not."""
+        for name in ("consistency", "stale", "num_servers", "num_workers", "replicas"):
+            ours, theirs = getattr(self._settings, name), getattr(settings, name)
+            if ours != theirs:
+                if settings.cluster not in self._other_clusters:
+                    self._other_clusters.add(settings.cluster)
+                    self._on_note(
+                        f"members of a cluster with {name}={theirs} want to be taken over, and this scheduler was "
+                        f"started with {name}={ours}: start it with the settings of the one before"
+                    )
+                return False
+        return True
+
+    def _feed(self, event: events.Event) -> None:
+        for instruction in self.core.handle(event, time.monotonic()):
+            self._execute(instruction)
+        if self._held and not self._must_wait(None):
+            held, self._held = self._held, []
+            for peer, header, request, body in held:
+                self._take(peer, header, request, memoryview(body))
+
+    def _execute(self, instruction: events.Instruction) -> None:
+        match instruction:
+            case events.Welcome(peer, member):
+                self._welcome(peer, member)
+            case events.Refuse(peer, reason):
+                self._refuse(peer, UsageError(reason))
+            case events.Foreign(peer):
+                self._answer_asked(peer, messages.Elsewhere())
+            case events.Expel(peer, reason):
+                self._notify(peer, messages.Expelled(reason=reason))
+                self._refuse(peer, PeerError(f"this process was declared dead: {reason}; start it again"))
+            case events.Release(peer):
+                self._notify(peer, messages.Ended(reason="its buckets are on other servers"))
+            case events.Removed():
+                self._removed(instruction)
+            case events.TakenOver():
+                self._take_over(instruction)
+            case events.Prepare(peers, view):
+                for peer in peers:
+                    self._prepare(peer, view)
+            case events.Publish(view):
+                self._publish(view)
+            case events.FlushSoon():
+                if self._flush is None:
+                    loop = asyncio.get_running_loop()
+                    self._flush = loop.call_at(max(loop.time(), self._flushed_s + _FLUSH_S), self._flush_now)
+            case events.Lost(buckets):
+                self._on_loss(f"{count(buckets)} buckets of the tables are lost: no server that lives has them")
+            case events.Note(text):
+                self._on_note(text)
+            case events.Superseded(term):
+                self.failure = PeerError(
+                    f"another scheduler has taken over this cluster (in term {term}): this one ends"
+                )
+                self.ended.set()
+
+    def _flush_now(self) -> None:
+        self._flush, self._flushed_s = None, asyncio.get_running_loop().time()
+        self._feed(events.Flush())
+
+    def _welcome(self, peer: Any, member: Member) -> None:
+        session, known = self._sessions.get(peer), self._members.get(member.incarnation)
+        if session is None:
+            return  # it is gone again, and comes again
+        if known is None:
+            known = self._members[member.incarnation] = session
+            session.incarnation = member.incarnation
+        self._sessions[peer] = known
+        is_resumed, known.peer = known.peer is not peer, peer
+        received, known.is_fresh = -1 if known.is_fresh else known.received, False
+        view = self._view_for(member.role)
+        self._told[peer] = view
+        self._answer_asked(
+            peer,
+            messages.Welcome(
+                rank=member.rank,
+                incarnation=member.incarnation,
+                heartbeat_s=self.core.heartbeat_s,
+                settings=self._settings,
+                cluster=map_of(view),
+                received=received,
+            ),
+        )
+        if is_resumed:
+            known.answer_again()
+        assert member.address is None or isinstance(member.address, Endpoint)
+        assert member.process is None or isinstance(member.process, messages.Process)
+        self._processes.watch(member.incarnation, member.process, member.address, connected=True)
+
+    def _view_for(self, role: Role) -> View:
+        """Return what a member is told of the committed view: workers only where the buckets are."""
+        return self._routes if role is Role.WORKER else self.core.committed
+
+    def _answer_asked(self, peer: Any, answer: msgspec.Struct) -> None:
+        request = self._asked.pop(peer, None)
+        if request is not None:
+            peer.send_frame(messages.RESULT, request=request, meta=messages.encode(answer))
+
+    def _refuse(self, peer: Any, error: PacelineError) -> None:
+        request = self._asked.pop(peer, None)
+        if request is not None:
+            Session(peer).refuse(request, error)
+
+    def _notify(self, peer: Any, message: msgspec.Struct) -> None:
+        if peer in self._sessions:
+            peer.send_frame(NOTICE, meta=messages.encode(message))
+
+    def _removed(self, removed: events.Removed) -> None:
+        session = self._members.pop(removed.member.incarnation, None)
+        self._processes.forget(removed.member.incarnation)
+        self._jobs.removed(removed, session)
+        self._tell_news_soon()
+
+    def _take_over(self, taken: events.TakenOver) -> None:
+        """Take over what the members know together."""
+        self._settings = msgspec.structs.replace(self._settings, cluster=self.core.cluster)
+        rejoins = []
+        for returned in taken.returned:
+            rejoin = returned.knowledge
+            assert isinstance(rejoin, messages.Rejoin)
+            session = self._sessions.get(returned.peer)  # type: ignore[call-overload]
+            if session is None:  # its connection broke again, and it comes again
+                session = Session(returned.peer)  # type: ignore[arg-type]
+                session.peer = None
+            session.incarnation = returned.member.incarnation
+            self._members[returned.member.incarnation] = session
+            rejoins.append((session, rejoin))
+        for _, rejoin in sorted(rejoins, key=lambda each: each[1].role != "server"):  # servers know the tables best
+            self._tables.restore(rejoin.tables)
+        dead = {member.rank: member.incarnation for member in taken.dead if member.role is Role.WORKER}
+        self._jobs.restore(rejoins, dead)
+        self._tell_news_soon()
+
+    # Views.
+
+    def _prepare(self, peer: Any, view: View) -> None:
+        told = self._told.get(peer)
+        self._prepared[peer] = view
+        self._notify(peer, messages.PrepareMap(map=map_of(view) if told is None else change_of(told, view)))
+
+    def _publish(self, view: View) -> None:
+        routes = view.without_workers()
+        if routes.term != self._routes.term or not routes.same_servers(self._routes):
+            self._routes = routes  # else workers have what there is to know
+        for session in self._members.values():
+            peer = session.peer
+            told = None if peer is None else self._told.get(peer)
+            if peer is None or told is None or told is self._routes or told.order >= view.order:
+                continue
+            seen = self._told[peer] = self._routes if told.is_partial else view
+            if self._prepared.get(peer) is view:
+                session.notify(messages.encode(messages.CommitMap(term=view.term, epoch=view.epoch)))
+            else:
+                session.notify(messages.encode(change_of(told, seen)))
+
+    # Work.
+
+    def _tell_news_soon(self) -> None:
+        if not self._has_news:
+            self._has_news = True
+            asyncio.get_running_loop().call_soon(self._tell_news)
+
+    def _tell_news(self) -> None:
+        """Tell what became of the job to those that keep it: a batch for all that came at once."""
+        self._has_news = False
+        news = self._jobs.take_news()
+        if news is None:
+            return
+        workers = {member.incarnation for member in self.core.membership.of(Role.WORKER)}
+        keepers = [s for each, s in self._members.items() if each in workers or self._jobs.concerns(s)]
+        notify_all(keepers, news)
+
+    def end(self, reason: str) -> None:
+        """Tell every process of the cluster to end in good order."""
+        self._jobs.end()
+        notify_all(self._sessions.values(), messages.Ended(reason=reason))
+        self.ended.set()
+
+
+def _role(name: str) -> Role:
+    role = ROLES.get(name)
+    if role is None:
+        raise UsageError(f"role {name!r}: expected one of {', '.join(ROLES)}")
+    return role

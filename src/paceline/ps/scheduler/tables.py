@@ -1,0 +1,60 @@
+"""Which tables a cluster has: their numbers, and their settings as declared and as of now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.errors import TableMismatchError, UsageError
+from paceline.ps.messages import KnownTable, TableSpec
+from paceline.ps.rules import RULES, from_fields
+
+_MAX_TABLES = 65535
+
+
+class Tables:
+    """The tables of a cluster by name."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, KnownTable] = {}
+
+    def declare(self, spec: TableSpec) -> int:
+        """Return the number of a table, a new one if it is new. Raises TableMismatchError, and UsageError."""
+        known = self._known.get(spec.name)
+        if known is None:
+            if len(self._known) >= _MAX_TABLES:
+                raise UsageError(f"a cluster has at most {_MAX_TABLES} tables")
+            number = 1 + max((table.number for table in self._known.values()), default=0)
+            known = self._known[spec.name] = KnownTable(number=number, declared=spec, spec=spec)
+        if spec not in (known.declared, known.spec):
+            raise TableMismatchError(
+                f"table {spec.name!r} was declared as {spec}, and is known as {known.spec}: use the same settings in "
+                "every process, or another name"
+            )
+        return known.number
+
+    def note_update(self, name: str, update: dict[str, object]) -> None:
+        """Take note of other hyperparameters. Raises UsageError."""
+        known = self._known.get(name)
+        if known is None:
+            raise UsageError(f"there is no table {name!r} to change the hyperparameters of: declare it first")
+        from_fields(RULES, update)  # raises what the servers would
+        kind = known.spec.update["kind"]
+        if update["kind"] != kind:
+            raise UsageError(
+                f"table {name!r} is updated by {kind}, and its state is of that rule: it cannot become {update['kind']}"
+            )
+        spec = known.spec.with_update(update)
+        self._known[name] = KnownTable(number=known.number, declared=known.declared, spec=spec)
+
+    def restore(self, tables: Iterable[KnownTable]) -> None:
+        """Take over what members know of the tables; of two that know one table the first counts."""
+        numbers = {known.number for known in self._known.values()}
+        for table in tables:
+            if table.number not in numbers and table.spec.name not in self._known:
+                numbers.add(table.number)
+                self._known[table.spec.name] = table
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        """The tables as they are now, by number."""
+        return [known.spec for known in sorted(self._known.values(), key=lambda known: known.number)]

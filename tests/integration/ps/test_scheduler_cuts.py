@@ -1,0 +1,146 @@
+"""Connections to the scheduler that break, while all processes live: nothing has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+import pytest
+
+from paceline.protocol import Sequential
+from paceline.ps import SGD, SchedulerLink, messages
+from paceline.ps.messages import ALL_DONE
+
+from .harness import Cluster, in_threads, wait_until
+
+
+def cut_all(cluster: Cluster) -> int:
+    """Break every connection of the scheduler; return how many there were."""
+
+    def cut() -> int:
+        peers = list(cluster.scheduler._sessions)
+        for peer in peers:
+            peer.abort()
+        return len(peers)
+
+    found: int = cluster.served.call(cut)
+    return found
+
+
+def links_of(cluster: Cluster, *others: SchedulerLink) -> list[SchedulerLink]:
+    return [*(node.link for node in cluster.nodes), *others]
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
+    with Cluster(servers=3, workers=2, replicas=replicas, consistency=Sequential()) as cluster:
+        clients = cluster.connect_all()
+        tables = [client.sparse_table("w", update=SGD(lr=1.0)) for client in clients]
+        keys, ones = np.arange(200, dtype=np.uint64), np.ones(200, np.float32)
+        before = clients[0].link.call(messages.GetMap(), messages.ClusterMap)
+        for step in range(20):
+            if step % 5 == 2:
+                assert cut_all(cluster) >= 5
+            for table in tables:
+                table.push(keys, ones, tick=True)
+            for table in tables:
+                assert (table.pull(keys) == -2 * (step + 1)).all()
+        links = links_of(cluster, *(client.link for client in clients))
+        wait_until(lambda: all(link.reconnections >= 1 and link._is_connected for link in links))
+        after = clients[0].link.call(messages.GetMap(), messages.ClusterMap)
+        assert (after.members, after.version, after.groups) == (before.members, before.version, before.groups)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(servers=1, workers=3) as cluster:
+        yield cluster
+
+
+def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> None:
+    """Calls and what wants no answer: none is lost, none is taken twice."""
+    poster, workers = cluster.link(role="observer"), [cluster.link(rank=rank) for rank in range(3)]
+    job = messages.PostJob(description=b"work", files=(40, None), epochs=2, assignment="first-come")
+    number = int(poster.call(job, int))
+    done: list[tuple[int, int, int]] = []
+    cuts: list[int] = []
+
+    def work(worker: SchedulerLink) -> None:
+        examples = 0.0
+        worker.call(messages.GetJob(after=0), messages.Job)
+        worker.tell(messages.FileEnded(job=number, file=1, num_shards=5))
+        while True:
+            lease = worker.call(messages.TakeLease(job=number, wait=True), messages.Lease)
+            if lease.lease == ALL_DONE:
+                return
+            examples += 10
+            report = messages.Report(job=number, fields={"kind": "predictions", "shard": lease.shard})
+            worker.call(report, body=(bytes([lease.shard]),))
+            progress = {"job": number, "examples": examples}
+            worker.tell(messages.LeaseDone(job=number, lease=lease.lease, progress=progress))
+            done.append((lease.epoch, lease.file, lease.shard))
+
+    def cut() -> None:
+        random = Random(5)
+        while len(done) < 85:
+            cuts.append(cut_all(cluster))
+            wait_until(lambda: all(link._is_connected for link in (*workers, poster)))
+            target = len(done) + random.randint(1, 4)
+            wait_until(lambda: len(done) >= min(target, 85))  # noqa: B023
+
+    in_threads(*(lambda worker=worker: work(worker) for worker in workers), cut)
+    assert len(cuts) > 5
+    assert sorted(done) == sorted({*done})
+    assert len(done) == 90
+    found: messages.JobState = poster.call(messages.JobStatus(job=number), messages.JobState)
+    assert (found.done, found.total, found.lost_workers) == (90, 90, 0)
+    assert found.progress["examples"] == 900
+    assert found.num_reports == 90
+
+
+def test_what_was_asked_before_the_cut_is_answered_behind_it(cluster: Cluster) -> None:
+    seeker, poster = cluster.link(), cluster.link(role="observer")
+    seeking = seeker.start(messages.GetJob(after=0), messages.Job)
+    seeker.call(messages.GetMap())
+    cut_all(cluster)
+    wait_until(lambda: seeker.reconnections == 1 and poster.reconnections == 1)
+    number = poster.call(messages.PostJob(description=b"", files=(1,), epochs=1, assignment="first-come"), int)
+    assert seeking().number == number
+
+
+def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
+    """It alone has its rows: to give it up would be to lose them, and nothing would be gained."""
+    with Cluster(servers=3, workers=1, heartbeat_timeout_s=1.5) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        keys, ones = np.arange(200, dtype=np.uint64), np.ones(200, np.float32)
+        table.push(keys, ones).wait()
+        link = cluster.nodes[1].link
+        connect, link._transport = link._transport, _NoWay()  # type: ignore[assignment]
+        incarnation = link._welcome.incarnation if link._welcome else 0
+        cluster.served.call(lambda: cluster.scheduler._members[incarnation].peer.abort())  # type: ignore[union-attr]
+        wait_until(lambda: incarnation in cluster.scheduler.core._silent)
+        assert (table.push_pull(keys, ones) == -2).all()
+        link._transport = connect
+        wait_until(lambda: incarnation not in cluster.scheduler.core._silent)
+        assert (table.push_pull(keys, ones) == -3).all()
+        found = client.link.call(messages.GetMap(), messages.ClusterMap)
+        assert (len(found.of_role("server")), found.num_lost) == (3, 0)
+        assert not cluster.nodes[1].expelled
+
+
+class _NoWay:
+    """A transport that reaches nobody."""
+
+    def connect(self, *_: object, **__: object) -> None:
+        raise ConnectionError
+
+
+def test_the_process_of_a_member_ends_and_it_is_known_at_once() -> None:
+    with Cluster(servers=1, workers=2, consistency=Sequential(), heartbeat_timeout_s=60.0) as cluster:
+        lives, ends = cluster.connect_all()
+        table = lives.sparse_table("w", update=SGD(lr=1.0))
+        cluster.kill(ends)
+        table.push([1], np.ones(1, np.float32), tick=True)
+        assert table.pull([1]) == -1  # nobody waits for the other

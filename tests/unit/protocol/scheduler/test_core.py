@@ -1,0 +1,591 @@
+"""The scheduler's core by example: how a cluster forms, and what becomes of its members."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.protocol import Role
+from paceline.protocol.scheduler import Phase, events
+
+from .toys import HEARTBEAT_S, TIMEOUT_S, Scheduler, chains, holders, observer, server, started, worker
+
+ALL = 0b1111_1111
+
+
+# Forming.
+
+
+def test_a_cluster_forms_when_all_its_servers_are_there() -> None:
+    scheduler = Scheduler(num_servers=2)
+    w, a = scheduler.register(worker("w")), scheduler.register(server("a"))
+    assert (scheduler.core.phase, scheduler.core.num_waiting_servers) == (Phase.FORMING, 1)
+    assert scheduler.said == []
+    b = scheduler.register(server("b"))
+    assert [each.node for each in scheduler.view.members] == ["a", "b", "w"]
+    assert scheduler.view.voters == {a.incarnation, b.incarnation}
+    assert len(scheduler.all(events.Publish)) == 1
+    for node in (w, a, b):
+        assert node.cluster == "ours"
+        assert node.views.committed is not None
+        assert node.views.committed.order == scheduler.view.order
+    assert w.views.committed is not None
+    assert w.views.committed.is_partial
+    assert a.views.committed == b.views.committed == scheduler.view
+
+
+def test_a_cluster_without_servers_forms_with_its_first_worker() -> None:
+    scheduler = Scheduler(num_servers=0)
+    w = scheduler.register(worker("w"))
+    assert scheduler.member(w) is not None
+    assert (scheduler.view.version, scheduler.view.groups) == (0, ())
+
+
+def test_ranks_are_given_as_asked_for() -> None:
+    scheduler = Scheduler(num_servers=2)
+    a, b = scheduler.register(server("a"), 1), scheduler.register(server("b"))
+    c, d = scheduler.register(worker("c"), 5), scheduler.register(worker("d"))
+    scheduler.tell(events.Flush())
+    ranks = {each.node: each.rank for each in scheduler.view.members}
+    assert ranks == {"a": 1, "b": 0, "c": 5, "d": 0}
+    assert scheduler.view.servers == {a.incarnation: 1, b.incarnation: 0}
+    assert len({each.incarnation for each in (a, b, c, d)}) == 4
+
+
+@pytest.mark.parametrize(("rank", "reason"), [(0, "held by node 's0'"), (-1, "negative")])
+def test_one_that_asks_for_a_rank_that_it_cannot_have_is_refused(rank: int, reason: str) -> None:
+    scheduler, _, _ = started(1)
+    before = scheduler.view
+    refused = scheduler.register(server("x"), rank, is_extra=True)
+    assert isinstance(refused.fate, events.Refuse)
+    assert reason in refused.fate.reason
+    assert scheduler.view is before
+
+
+def test_a_refused_server_is_not_among_those_that_the_cluster_begins_with() -> None:
+    scheduler = Scheduler(num_servers=2)
+    scheduler.register(server("a"), 0)
+    refused = scheduler.register(server("b"), 0)
+    assert isinstance(refused.fate, events.Refuse)
+    assert scheduler.view.version == 0  # nothing is placed before both are there
+    scheduler.register(server("c"))
+    assert scheduler.view.version == 1
+    assert [each.node for each in scheduler.view.members] == ["a", "c"]
+
+
+def test_a_cluster_that_has_its_servers_takes_others_only_as_extra_ones() -> None:
+    scheduler, _, _ = started(1)
+    refused = scheduler.register(server("b"))
+    assert isinstance(refused.fate, events.Refuse)
+    assert "this cluster has its 1 server(s)" in refused.fate.reason
+    extra = scheduler.register(server("c"), is_extra=True)
+    assert scheduler.member(extra) is not None
+
+
+def test_the_place_of_a_server_that_is_gone_is_free() -> None:
+    scheduler, (a, _), _ = started(2, replicas=1)
+    scheduler.kill(a)
+    b = scheduler.register(server("b"))
+    assert b.fate is None
+    assert scheduler.view.servers[b.incarnation] == 0
+    scheduler.fill_all()
+    assert holders(scheduler.view, b) == ALL
+
+
+def test_extra_servers_do_not_count_while_a_cluster_forms() -> None:
+    scheduler = Scheduler(num_servers=1)
+    extra = scheduler.register(server("x"), is_extra=True)
+    assert (scheduler.core.phase, scheduler.core.num_waiting_servers) == (Phase.FORMING, 0)
+    assert extra.member is None
+
+
+def test_an_extra_server_takes_no_place_of_those_that_the_cluster_begins_with() -> None:
+    scheduler = Scheduler(num_servers=2)
+    extra = scheduler.register(server("x"), is_extra=True)
+    a, b = scheduler.register(server("a"), 0), scheduler.register(server("b"), 1)
+    assert [each.fate for each in (a, b, extra)] == [None, None, None]
+    assert scheduler.view.servers == {a.incarnation: 0, b.incarnation: 1, extra.incarnation: 2}
+
+
+def test_one_that_goes_while_the_cluster_forms_is_forgotten() -> None:
+    scheduler = Scheduler(num_servers=2)
+    a = scheduler.register(server("a"))
+    assert a.wire is not None
+    a.wire.cut()
+    scheduler.leave(scheduler.register(server("b")))
+    assert scheduler.core.num_waiting_servers == 0
+    scheduler.register(server("c"))
+    assert scheduler.core.phase is Phase.FORMING
+    scheduler.register(a)
+    assert [each.node for each in scheduler.view.members] == ["c", "a"]
+
+
+def test_one_that_registers_again_while_the_cluster_forms_is_one() -> None:
+    scheduler = Scheduler(num_servers=2)
+    a = server("a")
+    scheduler.register(a)
+    former = a.wire
+    a.wire = None  # it gave up that connection, and the scheduler has not seen it break
+    scheduler.register(a)
+    assert scheduler.core.num_waiting_servers == 1
+    assert former is not None
+    former.cut()
+    assert scheduler.core.num_waiting_servers == 1
+    scheduler.register(server("b"))
+    assert scheduler.member(a) is not None
+
+
+# Joining.
+
+
+def test_workers_that_come_at_once_are_published_together() -> None:
+    scheduler, _, _ = started(1)
+    before, scheduler.said = scheduler.view, []
+    v, w = scheduler.register(worker("v")), scheduler.register(worker("w"))
+    assert scheduler.said == [events.FlushSoon()]
+    assert scheduler.view is before
+    assert v.member is w.member is None  # should this scheduler die now, nobody knows of them
+    scheduler.tell(events.Flush())
+    assert len(scheduler.all(events.Publish)) == 1
+    assert scheduler.view.epoch == before.epoch + 1
+    assert [scheduler.member(each) for each in (v, w)] == list(scheduler.core.membership.of(Role.WORKER))
+    scheduler.said = []
+    scheduler.tell(events.Flush())
+    assert scheduler.said == []
+    scheduler.register(worker("u"))
+    assert scheduler.said == [events.FlushSoon()]
+
+
+def test_one_that_has_not_heard_its_welcome_registers_again_and_stays_who_it_is() -> None:
+    scheduler, _, (w,) = started(1, 1)
+    member, w.member = w.member, None
+    view = scheduler.view
+    scheduler.register(w)
+    assert w.member == member
+    assert scheduler.view is view
+
+
+def test_an_observer_is_welcomed_at_once_and_is_in_no_view() -> None:
+    scheduler = Scheduler(num_servers=1)
+    early = scheduler.register(observer("early"))
+    assert early.member is None
+    scheduler.register(server("s"))
+    view = scheduler.view
+    late = scheduler.register(observer("late"))
+    assert early.member is not None
+    assert late.member is not None
+    scheduler.leave(late)
+    assert scheduler.member(late) is None
+    assert scheduler.view.members == view.members == scheduler.core.membership.of(Role.SERVER)
+
+
+def test_a_server_that_joins_is_welcomed_when_its_view_is_committed_and_then_filled() -> None:
+    scheduler, (a,), _ = started(1)
+    a.prepares = False
+    b = scheduler.register(server("b"), is_extra=True)
+    assert b.member is None
+    a.prepares = True
+    scheduler.rejoin(a)  # it gets the view again that it did not prepare
+    assert b.member is not None
+    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == b.incarnation)
+    assert moving
+    assert holders(scheduler.view, b) == 0
+    scheduler.fill(b)
+    assert holders(scheduler.view, b) == moving
+    assert holders(scheduler.view, a) == ALL & ~moving
+
+
+def test_what_is_said_of_another_version_fills_nobody() -> None:
+    scheduler, _, _ = started(1)
+    b = scheduler.register(server("b"), is_extra=True)
+    view = scheduler.view
+    scheduler.fill(b, ALL, version=view.version - 1)
+    scheduler.fill(b, ALL, version=view.version + 1)
+    assert scheduler.view is view
+    scheduler.fill(b, ALL)
+    assert holders(scheduler.view, b)
+
+
+# Connections.
+
+
+def test_a_broken_connection_changes_nothing() -> None:
+    scheduler, servers, workers = started(2, 1)
+    view, scheduler.said = scheduler.view, []
+    for node in (*servers, *workers):
+        assert node.wire is not None
+        node.wire.cut()
+    scheduler.pass_time(TIMEOUT_S - HEARTBEAT_S)
+    assert scheduler.said == []
+    scheduler.rejoin(*servers, *workers)
+    assert [(each.peer, each.member) for each in scheduler.all(events.Welcome)] == [
+        (node.wire, node.member) for node in (*servers, *workers)
+    ]
+    scheduler.pass_time(2 * TIMEOUT_S)
+    assert scheduler.view is view
+    assert len(scheduler.said) == 3
+
+
+def test_the_newest_connection_of_a_member_counts() -> None:
+    scheduler, _, (w,) = started(1, 1)
+    former, w.wire = w.wire, None
+    assert former is not None
+    scheduler.rejoin(w)
+    former.to_scheduler.append(events.Leave(former))  # what still comes on the former one is of nobody
+    scheduler.settle()
+    former.cut()
+    assert w.wire is not None
+    assert scheduler.core.incarnation_of(w.wire) == w.incarnation
+    scheduler.pass_time(2 * TIMEOUT_S)
+    assert scheduler.member(w) is not None
+
+
+# Death.
+
+
+def test_a_process_that_ended_is_removed_at_once() -> None:
+    scheduler, (a, b), (w,) = started(2, 1, replicas=1)
+    scheduler.kill(w)
+    assert scheduler.last(events.Removed) == events.Removed(w.member, "its process ended")  # type: ignore[arg-type]
+    assert scheduler.view.excludes(w.incarnation)
+    scheduler.kill(b)
+    assert scheduler.view.servers == {a.incarnation: 0}
+    assert chains(scheduler.view) == dict.fromkeys(range(8), ((a.incarnation,), None))
+    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.Expel) == []  # their connections were gone
+
+
+def test_a_bucket_is_lost_when_the_last_that_has_it_has_ended() -> None:
+    scheduler, (a, b), _ = started(2)
+    lost = holders(scheduler.view, b)
+    assert lost
+    scheduler.kill(b)
+    assert scheduler.all(events.Lost) == [events.Lost(lost)]
+    scheduler.kill(a)
+    # Nobody is left to know of it: it is said, and a server that joins holds nothing of it.
+    assert scheduler.all(events.Lost) == [events.Lost(lost), events.Lost(ALL & ~lost)]
+    c = scheduler.register(server("c"), is_extra=True)
+    assert scheduler.member(c) is not None
+    assert chains(scheduler.view) == dict.fromkeys(range(8), ((), None))
+
+
+def test_members_that_leave_in_good_order_are_removed_by_their_own_wish() -> None:
+    scheduler, _, (v, w) = started(1, 2)
+    scheduler.leave(v)
+    assert scheduler.last(events.Removed) == events.Removed(v.member, None)  # type: ignore[arg-type]
+    assert [each.node for each in scheduler.view.members] == ["s0", "w1"]
+    assert scheduler.all(events.Expel) == []
+    assert scheduler.member(w) is not None
+
+
+def test_servers_that_leave_at_once_leave_the_others_a_view() -> None:
+    """Whoever said that it leaves prepares nothing any more, and is not waited for."""
+    scheduler, (*leaving, stays), _ = started(5, num_buckets=16)
+    assert len(scheduler.view.voters) == 5
+    for node in leaving:
+        node.prepares = False
+        node.send(events.Leave)
+    scheduler.settle()
+    assert set(scheduler.view.servers) == {stays.incarnation}
+
+
+# Silence.
+
+
+def test_a_worker_that_is_silent_for_too_long_is_expelled() -> None:
+    scheduler, _, (v, w) = started(1, 2)
+    v.is_silent = True
+    scheduler.pass_time(TIMEOUT_S)
+    assert scheduler.member(v) is not None
+    scheduler.pass_time(HEARTBEAT_S)
+    assert scheduler.last(events.Removed) == events.Removed(v.member, "nothing was heard from it for 10 s")  # type: ignore[arg-type]
+    assert scheduler.view.excludes(v.incarnation)
+    assert scheduler.member(w) is not None
+    scheduler.wake(v)
+    assert isinstance(v.fate, events.Expel)
+
+
+def test_one_that_was_removed_while_its_connection_was_broken_is_expelled_when_it_comes() -> None:
+    scheduler, _, (w,) = started(1, 1)
+    assert w.wire is not None
+    w.wire.cut()
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    assert scheduler.view.excludes(w.incarnation)
+    assert scheduler.all(events.Expel) == []
+    scheduler.rejoin(w)
+    assert isinstance(w.fate, events.Expel)
+    assert scheduler.view.excludes(w.incarnation)
+
+
+def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
+    scheduler, _, (w,) = started(1, 1)
+    assert w.wire is not None
+    scheduler.feed(events.Ended(w.incarnation))
+    assert scheduler.feed(events.Heartbeat(w.wire)) == [events.Expel(w.wire, "it was silent too long")]
+
+
+def test_a_silent_server_goes_where_others_have_what_it_has() -> None:
+    scheduler, (a, b, c), _ = started(3, replicas=1)
+    c.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
+    assert scheduler.last(events.Removed).member == c.member
+    scheduler.wake(c)
+    assert isinstance(c.fate, events.Expel)
+    scheduler.fill_all()
+    assert holders(scheduler.view, a) == holders(scheduler.view, b) == ALL
+    assert scheduler.notes == []
+
+
+def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
+    scheduler, (a, b), _ = started(2)
+    mine = holders(scheduler.view, b)
+    before = chains(scheduler.view)
+    for times in (1, 2):
+        b.is_silent = True
+        scheduler.pass_time(10 * TIMEOUT_S)
+        assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
+        assert holders(scheduler.view, b) == mine
+        assert len(scheduler.notes) == times  # it is said once
+        assert f"server 1 is silent, and nobody else has {mine.bit_count()} of its buckets" in scheduler.notes[-1]
+        scheduler.wake(b)
+        assert chains(scheduler.view) == before
+    assert scheduler.all(events.Removed) == scheduler.all(events.Lost) == []
+    # But if its process has ended nothing is gained by waiting.
+    b.is_silent = True
+    scheduler.pass_time(2 * TIMEOUT_S)
+    scheduler.kill(b)
+    assert scheduler.all(events.Lost) == [events.Lost(mine)]
+
+
+def test_a_silent_server_stays_for_what_only_it_has() -> None:
+    """Of what others have too it is no member any more, and has to be filled again."""
+    scheduler, (a,), _ = started(1, replicas=1)
+    b = scheduler.register(server("b"), is_extra=True)
+    scheduler.fill(b, 0b0001)
+    assert holders(scheduler.view, b) == 0b0001
+    a.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    assert holders(scheduler.view, a) == 0b1111_1110
+    assert chains(scheduler.view)[0] == ((b.incarnation,), None)
+    scheduler.wake(a)
+    assert chains(scheduler.view)[0] == ((b.incarnation,), a.incarnation)
+    scheduler.fill_all()
+    assert holders(scheduler.view, a) == holders(scheduler.view, b) == ALL
+
+
+def test_a_server_that_is_heard_again_before_its_view_is_committed_stays_as_it_was() -> None:
+    scheduler, (a, b, c), _ = started(3, replicas=1)
+    view = scheduler.view
+    for node in (a, b):
+        node.prepares = False
+    c.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    assert scheduler.all(events.Prepare)
+    assert scheduler.view is view
+    scheduler.wake(c)
+    for node in (a, b):
+        node.prepares = True
+    scheduler.rejoin(a, b)
+    scheduler.pass_time(2 * TIMEOUT_S)
+    assert scheduler.view is view
+    assert scheduler.all(events.Removed) == []
+
+
+def test_a_server_that_is_heard_again_keeps_what_it_has_though_another_was_filled_meanwhile() -> None:
+    scheduler, (a, b), _ = started(2, replicas=2)
+    c = scheduler.register(server("c"), is_extra=True)
+    a.prepares = False
+    b.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    scheduler.feed(events.Filled(scheduler.view.version, c.incarnation, 0b0001))
+    a.prepares = True
+    scheduler.wake(b)
+    scheduler.rejoin(a)
+    scheduler.fill_all()
+    assert chains(scheduler.view)[0][1] is None
+    assert all(
+        each.filling != b.incarnation for published in scheduler.all(events.Publish) for each in published.view.groups
+    )
+
+
+def test_a_server_that_probably_ended_is_done_without_at_once() -> None:
+    scheduler, (a, b), (w,) = started(2, 1, replicas=1)
+    scheduler.tell(events.Doubted(b.incarnation))
+    assert set(scheduler.view.servers) == {a.incarnation}
+    scheduler.tell(events.Doubted(w.incarnation))
+    assert scheduler.view.excludes(w.incarnation)
+    scheduler.tell(events.Doubted(99))
+
+
+def test_the_last_that_has_a_bucket_is_not_lost_for_a_doubt() -> None:
+    scheduler, (a, b), _ = started(2)
+    mine = holders(scheduler.view, b)
+    scheduler.tell(events.Doubted(b.incarnation))
+    assert holders(scheduler.view, b) == mine
+    assert "is silent" in scheduler.notes[-1]
+    scheduler.pass_time(HEARTBEAT_S)  # it is heard
+    scheduler.tell(events.Doubted(a.incarnation))
+    assert holders(scheduler.view, a) == ALL & ~mine
+    assert scheduler.all(events.Lost) == []
+
+
+def test_nothing_is_published_while_too_few_servers_are_heard() -> None:
+    scheduler, (_, b, c), (v, w) = started(3, 2, replicas=1)
+    view = scheduler.view
+    for node in (b, c, v):
+        node.is_silent = True
+    scheduler.pass_time(3 * TIMEOUT_S)
+    assert scheduler.view is view
+    assert scheduler.core.needed == (b.member, c.member)
+    assert len(scheduler.notes) == 1
+    assert "waits for server 1 (s1) and server 2 (s2)" in scheduler.notes[0]
+    assert "--accept-minority" in scheduler.notes[0]
+    assert scheduler.member(b) is not None
+    scheduler.wake(b)
+    scheduler.pass_time(2 * HEARTBEAT_S)
+    assert scheduler.core.needed == ()
+    assert c.incarnation not in scheduler.view.servers
+    assert scheduler.view.excludes(v.incarnation)
+    assert scheduler.member(w) is not None
+
+
+def test_whoever_is_known_to_have_ended_is_not_needed() -> None:
+    scheduler, (a, b, c), _ = started(3, replicas=1)
+    scheduler.kill(b, c)
+    assert set(scheduler.view.servers) == {a.incarnation}
+    assert scheduler.core.needed == ()
+
+
+# Servers that do not reach each other.
+
+
+def test_one_of_two_servers_that_do_not_reach_each_other_is_expelled() -> None:
+    scheduler, (a, b, c), _ = started(3, replicas=1)
+    unreachable = {"s0": (c.incarnation,), "s2": (a.incarnation,)}
+    scheduler.pass_time(TIMEOUT_S, unreachable=unreachable)
+    assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
+    removed = scheduler.last(events.Removed)
+    assert removed.member == c.member
+    assert removed.reason is not None
+    assert "it and server 0 could not reach each other for 10 s, though all of them live" in removed.reason
+    assert c.fate == events.Expel(scheduler.last(events.Expel).peer, removed.reason)
+
+
+def test_a_server_that_is_cut_off_stays_while_nobody_else_has_what_it_has() -> None:
+    scheduler, (a, b), _ = started(2)
+    view = scheduler.view
+    scheduler.pass_time(5 * TIMEOUT_S, unreachable={"s0": (b.incarnation,), "s1": (a.incarnation,)})
+    assert scheduler.view is view
+
+
+# Draining.
+
+
+def test_a_server_that_drains_is_released_when_its_buckets_are_elsewhere() -> None:
+    scheduler, (a, b), (w,) = started(2, 1)
+    scheduler.drain(b)
+    mine = holders(scheduler.view, b)
+    assert mine  # it stays until others have what it has
+    assert {each.filling for each in scheduler.view.groups if b.incarnation in each.members} == {a.incarnation}
+    scheduler.fill_all()
+    assert scheduler.view.servers == {a.incarnation: 0}
+    assert isinstance(b.fate, events.Release)
+    assert scheduler.all(events.Removed) == [events.Removed(b.member, None)]  # type: ignore[arg-type]
+    assert scheduler.member(w) is not None
+    scheduler.drain(w)  # only servers drain
+    assert scheduler.member(w) is not None
+    assert w.fate is None
+
+
+def test_a_server_is_not_released_before_the_others_know_that_they_have_its_buckets() -> None:
+    scheduler, (a, b), _ = started(2)
+    scheduler.drain(b)
+    a.prepares = False
+    scheduler.fill(a)
+    assert b.fate is None
+    assert holders(scheduler.view, b)
+    a.prepares = True
+    scheduler.rejoin(a)
+    assert isinstance(b.fate, events.Release)
+
+
+def test_servers_that_all_drain_are_all_released() -> None:
+    scheduler, (a, b), _ = started(2)
+    scheduler.drain(a)
+    assert a.fate is None
+    scheduler.drain(b)
+    assert isinstance(a.fate, events.Release)
+    assert isinstance(b.fate, events.Release)
+    assert scheduler.all(events.Lost) == []  # they have not gone yet
+
+
+def test_one_of_all_that_drain_is_told_again_when_it_comes_again() -> None:
+    scheduler, (a, b), _ = started(2)
+    assert a.wire is not None
+    a.wire.cut()
+    a.is_leaving = True  # it could not say so
+    scheduler.drain(b)
+    assert b.fate is None
+    scheduler.rejoin(a)
+    assert isinstance(a.fate, events.Release)
+    assert isinstance(b.fate, events.Release)
+
+
+def test_a_server_that_was_released_and_comes_again_is_released() -> None:
+    scheduler, (_, b), _ = started(2)
+    scheduler.drain(b)
+    assert b.wire is not None
+    b.wire.cut()
+    scheduler.fill_all()
+    assert b.incarnation not in scheduler.view.servers
+    assert scheduler.all(events.Release) == []
+    scheduler.rejoin(b)
+    assert isinstance(b.fate, events.Release)
+    assert scheduler.all(events.Expel) == []
+
+
+def test_a_server_that_is_draining_and_ends_is_dead_like_any_other() -> None:
+    scheduler, (_, b), _ = started(2)
+    mine = holders(scheduler.view, b)
+    scheduler.drain(b)
+    scheduler.kill(b)
+    assert scheduler.all(events.Lost) == [events.Lost(mine)]
+    assert scheduler.last(events.Removed).reason == "its process ended"
+
+
+# Time.
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_makes_nobody_overdue(jump_s: float) -> None:
+    scheduler, _, (w,) = started(1, 1)
+    view = scheduler.view
+    scheduler.pass_time(3 * HEARTBEAT_S)
+    for _ in range(3):
+        scheduler.now_s += jump_s
+        scheduler.tell(events.Clock())
+        scheduler.pass_time(3 * HEARTBEAT_S)
+    assert scheduler.view is view
+    # And whoever is silent is found out as ever.
+    w.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + 2 * HEARTBEAT_S)
+    assert scheduler.view.excludes(w.incarnation)
+
+
+def test_a_scheduler_that_slept_believes_nothing_of_what_servers_said_of_each_other() -> None:
+    scheduler, (a, _, c), _ = started(3, replicas=1)
+    view = scheduler.view
+    unreachable = {"s0": (c.incarnation,), "s2": (a.incarnation,)}
+    for _ in range(4):
+        scheduler.pass_time(0.4 * TIMEOUT_S, unreachable=unreachable)
+        scheduler.now_s += TIMEOUT_S
+    assert scheduler.view is view
+
+
+def test_without_a_clock_nobody_is_overdue() -> None:
+    scheduler, _, (w,) = started(1, 1)
+    w.is_silent = True
+    scheduler.now_s += 100 * TIMEOUT_S
+    scheduler.register(worker("v"))
+    scheduler.tell(events.Flush(), events.Clock())
+    assert scheduler.member(w) is not None

@@ -1,0 +1,341 @@
+"""The scheduler's core under any order of events, with one scheduler or two that both believe to lead.
+
+Toy members register, prepare, fill each other, fall silent, drain, leave and die, and their connections break at any
+moment. Whoever connects comes to the newest scheduler. At the end everything that lives is heard, and what has ended is
+known: then the cluster must come to rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from paceline.protocol import Role, buckets_in
+from paceline.protocol.scheduler import Phase, View, events, gaining
+from paceline.protocol.scheduler.views import commit_quorum
+
+from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains
+
+NUM_BUCKETS = 6
+MAX_NODES = 14
+
+
+class Run:
+    """One cluster. `num_schedulers` in all, one after the other; the former may live on if `is_split`."""
+
+    def __init__(self, seed: int, *, num_schedulers: int, is_split: bool) -> None:
+        self.random = Random(seed)
+        self.num_schedulers = num_schedulers
+        self.is_split = is_split
+        self.num_servers = self.random.choice((1, 2, 3, 4))
+        self.replicas = self.random.choice((0, 1, 1, 2))
+        self.nodes: list[Node] = []
+        self.by_incarnation: dict[int, Node] = {}
+        self.seen: set[type] = set()
+        self.schedulers: list[Scheduler] = []
+        self.start_scheduler(replaces=False)
+        for number in range(self.num_servers):
+            self.start(Role.SERVER, rank=number if self.random.random() < 0.5 else None)
+        self.start(Role.WORKER)
+
+    # Processes.
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The newest, to which whoever connects comes."""
+        return self.schedulers[-1]
+
+    def start_scheduler(self, *, replaces: bool) -> None:
+        number = len(self.schedulers)
+        scheduler = Scheduler(
+            f"cluster {number}",
+            salt=self.random.getrandbits(16),
+            num_servers=self.num_servers,
+            replicas=self.replicas,
+            replaces=replaces,
+            num_buckets=NUM_BUCKETS,
+        )
+        scheduler.on_commit = self.committed
+        self.schedulers.append(scheduler)
+
+    def start(self, role: Role, *, rank: int | None = None, is_extra: bool = False) -> None:
+        node = Node(f"{role.value}{len(self.nodes)}", role)
+        node.is_extra = is_extra
+        node.rank = rank
+        self.nodes.append(node)
+        self.connect(node)
+
+    def connect(self, node: Node) -> None:
+        """Let a node come to the newest scheduler."""
+        wire = self.scheduler.connect(node)
+        is_member = node.member is not None
+        event: events.Event = events.Rejoin(node.returned(wire)) if is_member else node.registration(wire)
+        wire.to_scheduler.append(event)
+
+    @property
+    def alive(self) -> list[Node]:
+        return [node for node in self.nodes if node.is_alive]
+
+    @property
+    def by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    def is_alive(self, incarnation: int) -> bool:
+        return self.by_incarnation[incarnation].is_alive
+
+    def members(self, role: Role | None = None) -> list[Node]:
+        """The nodes that are connected members, and not silent."""
+        return [
+            each
+            for each in self.alive
+            if each.member is not None
+            and each.wire is not None
+            and not each.is_silent
+            and (role is None or each.role is role)
+        ]
+
+    # What must hold.
+
+    def committed(self, scheduler: Scheduler, former: View, view: View) -> None:
+        """A view was committed: nobody has another one of its order, enough have prepared it, nothing is lost."""
+        self.by_incarnation.update({each.incarnation: self.by_name[each.node] for each in view.members})
+        for known in self.known(scheduler):
+            assert known.order != view.order or known.same_servers(view), "two views of one order"
+            assert known.version != view.version or known.groups == view.groups, "two chains of one version"
+        assert view.order > former.order
+        assert view.version >= former.version
+        assert (view.version == former.version) == (view.groups == former.groups) or former.term != view.term
+        if former.voters and not (former.term == view.term and view.only_adds_workers(former)):
+            newest = max((known.term for known in self.known(scheduler)), default=0)
+            assert view.term >= newest, "a scheduler commits though it was superseded"
+            self.check_prepared(former, view)
+        for bucket, (members, _) in chains(view).items():
+            before, _ = chains(former).get(bucket, ((), None))
+            if before and not members:
+                assert not any(map(self.is_alive, before)), "a bucket is lost though somebody has it"
+
+    def known(self, scheduler: Scheduler) -> list[View]:
+        """The views of a scheduler's cluster that somebody has acted on who lives, and what others have committed."""
+        cluster = scheduler.core.cluster
+        views = [node.views.committed for node in self.alive if node.cluster == cluster]
+        others = [each.core for each in self.schedulers if each is not scheduler and each.core.is_established]
+        views += [core.committed for core in others if core.cluster == cluster]
+        return [view for view in views if view is not None]
+
+    def check_prepared(self, former: View, view: View) -> None:
+        prepared = {each for each, node in self.by_incarnation.items() if view.order in node.has_prepared}
+        living = {each for each in former.voters if self.is_alive(each)}
+        leaving = {each for each in living - view.servers.keys() if self.by_incarnation[each].is_leaving}
+        needed = min(commit_quorum(len(living), self.replicas), len(living - leaving))
+        assert len(prepared & (living - leaving)) >= needed, "too few have prepared it"
+        assert gaining(former.groups, view.groups) <= prepared, "one that gains buckets does not know of it"
+
+    # What happens.
+
+    def step(self) -> None:
+        actions: list[tuple[int, Callable[[], None]]] = [
+            (60, self.deliver),
+            (8, self.tick),
+            (6, self.beat),
+            (12, self.fill),
+            (3, self.cut),
+            (12, self.come),
+            (3, self.stop_or_go_on),
+            (3, self.join),
+            (2, self.flush),
+            (2, self.go),
+            (2, self.kill),
+            (1, self.doubt),
+        ]
+        weights = [weight for weight, _ in actions]
+        self.random.choices([action for _, action in actions], weights)[0]()
+        if len(self.schedulers) < self.num_schedulers and self.random.random() < 0.02:
+            self.replace_scheduler()
+
+    def deliver(self) -> None:
+        wires = [wire for scheduler in self.schedulers for wire in scheduler.wires]
+        to_scheduler = [wire for wire in wires if wire.to_scheduler]
+        to_node = [wire for wire in wires if wire.to_node and not wire.node.is_silent]
+        if to_scheduler and (not to_node or self.random.random() < 0.5):
+            self.random.choice(to_scheduler).deliver_to_scheduler()
+        elif to_node:
+            self.random.choice(to_node).deliver_to_node()
+
+    def tick(self) -> None:
+        """Let time go on, for one scheduler; mostly its members give signs of life meanwhile."""
+        scheduler = self.random.choice(self.schedulers)
+        scheduler.now_s += HEARTBEAT_S
+        for wire in list(scheduler.wires):
+            if wire.is_welcomed and not wire.node.is_silent and self.random.random() < 0.9:
+                wire.to_scheduler.append(events.Heartbeat(wire))
+        scheduler.feed(events.Clock())
+
+    def beat(self) -> None:
+        members = self.members()
+        if members:
+            self.random.choice(members).send(events.Heartbeat)
+
+    def fill(self) -> None:
+        """The member before a server that is being filled reports that this one has some of its buckets."""
+        for node in self.random.sample(self.members(Role.SERVER), len(self.members(Role.SERVER))):
+            view = node.views.committed
+            fills = [
+                (each.filling, each.buckets)
+                for each in (view.groups if view is not None else ())
+                if each.filling is not None and each.members[-1:] == (node.incarnation,) and self.is_alive(each.filling)
+            ]
+            if view is not None and fills:
+                target, buckets = self.random.choice(fills)
+                if self.random.random() < 0.5:
+                    buckets = 1 << self.random.choice(list(buckets_in(buckets)))
+                version = view.version
+                node.send(lambda wire: events.Filled(version, target, buckets))
+                return
+
+    def cut(self) -> None:
+        wires = [wire for scheduler in self.schedulers for wire in scheduler.wires]
+        if wires:
+            self.random.choice(wires).cut()
+
+    def come(self) -> None:
+        """One that has lost its connection comes again."""
+        lost = [node for node in self.alive if node.wire is None and not node.is_silent]
+        if lost:
+            self.connect(self.random.choice(lost))
+
+    def stop_or_go_on(self) -> None:
+        if self.alive:
+            node = self.random.choice(self.alive)
+            node.is_silent = not node.is_silent
+
+    def join(self) -> None:
+        if len(self.alive) < MAX_NODES and len(self.nodes) < 2 * MAX_NODES:
+            self.start(self.random.choice((Role.SERVER, Role.SERVER, Role.WORKER)), is_extra=True)
+
+    def flush(self) -> None:
+        self.random.choice(self.schedulers).feed(events.Flush())
+
+    def go(self) -> None:
+        """A worker leaves, or a server drains."""
+        staying = [node for node in self.members() if not node.is_leaving]
+        if len(staying) > 2:
+            node = self.random.choice(staying)
+            node.is_leaving = True
+            node.send(events.Drain if node.role is Role.SERVER else events.Leave)
+
+    def kill(self) -> None:
+        """A process ends. Of two schedulers only the newest hears of it, to which it would have come."""
+        if len(self.alive) > 2:
+            filling = [node for each in self.scheduler.view.groups if (node := self.by_incarnation.get(each.filling or 0))]
+            victims = [node for node in filling if node.is_alive]
+            node = self.random.choice(victims if victims and self.random.random() < 0.4 else self.alive)
+            node.is_alive = False
+            if node.wire is not None:
+                node.wire.cut()
+            if node.member is not None and self.random.random() < 0.6:
+                self.scheduler.feed(events.Ended(node.incarnation))
+
+    def doubt(self) -> None:
+        """A scheduler gets to know that nobody listens at the address of one that has ended."""
+        gone = [node for node in self.nodes if not node.is_alive and node.member is not None]
+        if gone:
+            self.random.choice(self.schedulers).feed(events.Doubted(self.random.choice(gone).incarnation))
+
+    def replace_scheduler(self) -> None:
+        former = self.scheduler
+        if not former.core.is_established:
+            return
+        self.start_scheduler(replaces=self.random.random() < 0.5)
+        if not self.is_split:
+            self.end_scheduler(former)
+
+    def end_scheduler(self, scheduler: Scheduler) -> None:
+        self.schedulers.remove(scheduler)
+        scheduler.on_commit = lambda *_: None
+        for wire in list(scheduler.wires):
+            wire.cut()
+
+    # The end.
+
+    def rest(self) -> None:
+        """Everything lives on undisturbed: the cluster must come to rest."""
+        for scheduler in self.schedulers[:-1]:
+            self.end_scheduler(scheduler)
+        for node in self.nodes:
+            node.is_silent = False
+        for _ in range(40):
+            if self.scheduler.core.phase is Phase.SUPERSEDED:
+                # It has met one that was asked to prepare a view of a scheduler before it: the next one learns of that.
+                former = self.scheduler
+                self.start_scheduler(replaces=True)
+                self.end_scheduler(former)
+            scheduler = self.scheduler
+            for member in (*scheduler.core.membership.members, *scheduler.core.awaited):
+                if not self.by_name[member.node].is_alive:
+                    scheduler.feed(events.Ended(member.incarnation))
+            for node in self.alive:
+                if node.wire is None:
+                    self.connect(node)
+            scheduler.settle()
+            scheduler.pass_time(2 * HEARTBEAT_S)
+            scheduler.tell(events.Flush())
+            self.fill_all()
+        self.check_rest()
+
+    def fill_all(self) -> None:
+        for node in self.members(Role.SERVER):
+            view = node.views.committed
+            for each in view.groups if view is not None else ():
+                if each.filling is not None and each.members[-1:] == (node.incarnation,) and node.wire is not None:
+                    self.scheduler.feed(events.Filled(self.scheduler.view.version, each.filling, each.buckets))
+        self.scheduler.settle()
+
+    def check_rest(self) -> None:
+        scheduler = self.scheduler
+        self.seen |= {type(each) for each in scheduler.said}
+        if not scheduler.core.is_established:  # whoever lives is waiting for servers
+            assert len([node for node in self.alive if node.role is Role.SERVER and not node.is_extra]) < self.num_servers
+            return
+        assert scheduler.core.phase is Phase.LEADING
+        assert scheduler.core.needed == ()
+        ours = [node for node in self.alive if node.cluster in ("", scheduler.core.cluster)]  # others wait for theirs
+        members = {node.incarnation for node in ours if node.member is not None}
+        assert {each.incarnation for each in scheduler.view.members} == members
+        for node in ours:
+            assert scheduler.member(node) == node.member is not None, f"{node.name} waits"
+            assert node.views.committed is not None
+            if node.role is Role.SERVER:
+                assert node.views.committed == scheduler.view
+        assert scheduler.core.planner.is_stable or not scheduler.view.version
+        for members_of, filling in chains(scheduler.view).values():
+            assert filling is None
+            assert all(map(self.is_alive, members_of))
+
+
+@pytest.mark.parametrize("first", range(0, 160, 20))
+def test_one_scheduler_keeps_its_promises(first: int) -> None:
+    for seed in range(first, first + 20):
+        run = Run(seed, num_schedulers=1, is_split=False)
+        for _ in range(250):
+            run.step()
+        run.rest()
+
+
+@pytest.mark.parametrize("first", range(0, 160, 20))
+def test_schedulers_that_follow_one_another_keep_their_promises(first: int) -> None:
+    for seed in range(first, first + 20):
+        run = Run(seed, num_schedulers=3, is_split=False)
+        for _ in range(250):
+            run.step()
+        run.rest()
+
+
+@pytest.mark.parametrize("first", range(0, 160, 20))
+def test_two_schedulers_that_both_believe_to_lead_keep_their_promises(first: int) -> None:
+    for seed in range(first, first + 20):
+        run = Run(seed, num_schedulers=2, is_split=True)
+        for _ in range(250):
+            run.step()
+        run.rest()

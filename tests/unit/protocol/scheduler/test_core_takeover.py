@@ -1,0 +1,652 @@
+"""The scheduler's core by example: one that is started in the place of another takes over from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.protocol import Role
+from paceline.protocol.scheduler import Phase, events
+
+from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, holders, observer, server, started, worker
+
+ALL = 0b1111_1111
+
+
+def successor(name: str = "next", salt: int = 2, **options: object) -> Scheduler:
+    return Scheduler(name, salt=salt, **options)
+
+
+def lose(former: Scheduler) -> None:
+    """End a scheduler: all its connections break."""
+    for wire in list(former.wires):
+        wire.cut()
+
+
+def deliver_only(scheduler: Scheduler, *nodes: Node) -> None:
+    """Deliver what is on its way to and from these nodes."""
+    while any(node.wire is not None and (node.wire.to_node or node.wire.to_scheduler) for node in nodes):
+        for node in nodes:
+            wire = node.wire
+            while wire is not None and wire.to_node:
+                wire.deliver_to_node()
+            while wire is not None and wire.to_scheduler:
+                wire.deliver_to_scheduler()
+
+
+# Who is waited for.
+
+
+def test_it_takes_over_when_all_members_are_back() -> None:
+    former, (a, b), (w,) = started(2, 1, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=2, replicas=1)
+    scheduler.rejoin(w, a)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert scheduler.core.awaited == (b.member,)
+    assert scheduler.said == []
+    scheduler.rejoin(b)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.core.cluster == "ours"
+    assert scheduler.view.order > former.view.order
+    assert scheduler.view.version > former.view.version
+    assert scheduler.view.members == former.view.members
+    assert chains(scheduler.view) == chains(former.view)
+    taken = scheduler.last(events.TakenOver)
+    assert {each.member for each in taken.returned} == {a.member, b.member, w.member}
+    assert taken.dead == ()
+    for node in (a, b, w):
+        assert node.views.committed is not None
+        assert node.views.committed.order == scheduler.view.order
+    assert scheduler.core.awaited == ()
+
+
+def test_nobody_hears_of_the_take_over_before_a_quorum_has_its_view() -> None:
+    former, (a, b), (w,) = started(2, 1, replicas=1)
+    lose(former)
+    a.prepares = b.prepares = False
+    scheduler = successor(num_servers=2, replicas=1)
+    scheduler.rejoin(a, b, w)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.all(events.Prepare)
+    assert scheduler.all(events.Publish) == scheduler.all(events.Welcome) == scheduler.all(events.TakenOver) == []
+    b.prepares = True
+    scheduler.rejoin(b)
+    kinds = [type(each) for each in scheduler.said]
+    assert kinds.index(events.TakenOver) < kinds.index(events.Welcome)
+    assert {each.member for each in scheduler.all(events.Welcome)} == {a.member, b.member, w.member}
+
+
+def test_after_a_while_a_majority_is_enough() -> None:
+    former, (a, b, c), (v, w) = started(3, 2, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a, b, v)
+    scheduler.pass_time(TIMEOUT_S - HEARTBEAT_S)
+    assert scheduler.core.phase is Phase.RECOVERING
+    scheduler.pass_time(HEARTBEAT_S)
+    assert scheduler.core.phase is Phase.LEADING
+    assert set(scheduler.last(events.TakenOver).dead) == {c.member, w.member}  # others have what c has
+    assert [each.node for each in scheduler.view.members] == ["s0", "s1", "w0"]
+    assert scheduler.all(events.Lost) == []
+    scheduler.rejoin(c, w)  # too late
+    assert isinstance(c.fate, events.Expel)
+    assert isinstance(w.fate, events.Expel)
+
+
+def test_a_minority_is_not_enough_and_says_whom_it_waits_for() -> None:
+    former, (a, b, c), _ = started(3, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a)
+    scheduler.pass_time(5 * TIMEOUT_S)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert scheduler.core.needed == (b.member, c.member)
+    assert len(scheduler.notes) == 1
+    assert "waits for server 1 (s1) and server 2 (s2)" in scheduler.notes[0]
+    assert "to take over from the scheduler before" in scheduler.notes[0]
+    scheduler.rejoin(c)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.core.needed == ()
+    assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
+
+
+def test_one_that_accepts_a_minority_takes_those_that_are_missing_for_dead() -> None:
+    former, (a, b, c), _ = started(3, num_buckets=16)
+    mine = holders(former.view, a)
+    lose(former)
+    scheduler = successor(num_servers=3, accepts_minority=True)
+    scheduler.rejoin(a)
+    assert scheduler.core.phase is Phase.RECOVERING  # they may still come
+    scheduler.pass_time(TIMEOUT_S)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.view.servers.keys() == {a.incarnation}
+    assert scheduler.all(events.Lost) == [events.Lost(0xFFFF & ~mine)]
+    assert set(scheduler.last(events.TakenOver).dead) == {b.member, c.member}
+    scheduler.rejoin(b)
+    assert isinstance(b.fate, events.Expel)
+
+
+def test_one_that_accepts_a_minority_does_without_only_where_it_must() -> None:
+    """With a majority there is nothing to accept: a server that is missing may still come."""
+    former, (a, b, c), _ = started(3, num_buckets=16)
+    mine = holders(former.view, c)
+    lose(former)
+    scheduler = successor(num_servers=3, accepts_minority=True)
+    scheduler.rejoin(a, b)
+    scheduler.pass_time(2 * TIMEOUT_S)
+    assert scheduler.core.phase is Phase.LEADING
+    assert holders(scheduler.view, c) == mine
+    assert scheduler.all(events.Lost) == []
+
+
+def test_whoever_is_known_to_have_ended_is_not_waited_for() -> None:
+    former, (a, b, c), (v, w) = started(3, 2, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a, v)
+    scheduler.tell(events.Ended(b.incarnation), events.Ended(w.incarnation))
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert scheduler.core.awaited == (c.member,)
+    scheduler.rejoin(c)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
+    assert scheduler.last(events.TakenOver).dead == (b.member, w.member)
+
+
+def test_whoever_has_probably_ended_is_not_waited_for_where_a_majority_is_back() -> None:
+    former, (a, b, c), _ = started(3, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a)
+    scheduler.tell(events.Doubted(b.incarnation), events.Doubted(c.incarnation))
+    assert scheduler.core.phase is Phase.RECOVERING  # one of the two would have to come
+    scheduler.rejoin(c)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.view.servers.keys() == {a.incarnation, c.incarnation}
+
+
+def test_a_member_that_is_back_and_breaks_its_connection_is_waited_for_again() -> None:
+    former, (a, b), _ = started(2, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=2, replicas=1, replaces=True)
+    scheduler.rejoin(a)
+    assert a.wire is not None
+    a.wire.cut()
+    scheduler.rejoin(b)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert scheduler.core.awaited == (a.member,)
+    scheduler.rejoin(a)
+    assert scheduler.core.phase is Phase.LEADING
+
+
+def test_a_member_that_leaves_meanwhile_is_not_waited_for() -> None:
+    former, (a, b), (w,) = started(2, 1, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=2, replicas=1)
+    scheduler.rejoin(w, a)
+    scheduler.leave(w)
+    scheduler.rejoin(b)
+    assert scheduler.core.phase is Phase.LEADING
+    assert [each.node for each in scheduler.view.members] == ["s0", "s1"]
+
+
+def test_a_member_whose_process_ended_after_it_had_come_is_no_member() -> None:
+    """Its connection breaks a moment later than its host tells of its end."""
+    former, (a, b), _ = started(2)
+    mine = holders(former.view, a)
+    lose(former)
+    scheduler = successor(num_servers=2)
+    scheduler.rejoin(a)
+    scheduler.tell(events.Ended(a.incarnation))
+    scheduler.rejoin(b)
+    assert a.wire is not None
+    a.wire.cut()
+    scheduler.settle()
+    assert scheduler.view.servers.keys() == {b.incarnation}
+    assert scheduler.all(events.Lost) == [events.Lost(mine)]
+
+
+def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluster_is_new() -> None:
+    former, (a, b), (w,) = started(2, 1)
+    lose(former)
+    scheduler = successor(num_servers=1, replaces=True)
+    scheduler.rejoin(w)
+    scheduler.tell(events.Ended(a.incarnation), events.Ended(b.incarnation))
+    assert isinstance(w.fate, events.Expel)
+    assert "the servers of its cluster are gone" in w.fate.reason
+    assert scheduler.core.phase is Phase.FORMING
+    new = scheduler.register(server("new"))
+    assert new.cluster == "next"
+    assert scheduler.view.version == 1
+
+
+def test_one_that_replaces_another_gives_its_members_time_to_come() -> None:
+    scheduler = successor(num_servers=1, replaces=True)
+    assert scheduler.core.phase is Phase.RECOVERING
+    new = scheduler.register(server("new"))
+    scheduler.pass_time(TIMEOUT_S - HEARTBEAT_S)
+    assert new.member is None
+    scheduler.pass_time(2 * HEARTBEAT_S)
+    assert new.cluster == "next"
+
+
+def test_one_that_replaces_nobody_turns_to_members_that_come() -> None:
+    former, (a,), _ = started(1)
+    lose(former)
+    scheduler = successor(num_servers=2)
+    scheduler.register(server("new"))
+    assert scheduler.core.phase is Phase.FORMING
+    scheduler.rejoin(a)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.core.cluster == "ours"
+
+
+def test_a_server_that_holds_what_nobody_else_has_is_not_passed_over_for_a_new_cluster() -> None:
+    former, (a, b, c), (w,) = started(3, 1, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=1, replaces=True)
+    new = scheduler.register(server("new"))
+    scheduler.rejoin(a, w)
+    scheduler.pass_time(3 * TIMEOUT_S)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert new.member is None
+    scheduler.rejoin(b, c)
+    assert scheduler.core.cluster == "ours"
+
+
+def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
+    former, _, (w,) = started(1, 1)
+    lose(former)
+    scheduler = successor(num_servers=1, replaces=True)
+    new = scheduler.register(server("new"))
+    scheduler.rejoin(w)
+    scheduler.pass_time(TIMEOUT_S)
+    assert new.cluster == "next"
+    assert len(scheduler.all(events.Foreign)) == 1
+    assert w.is_alive
+    assert w.wire is None  # its own may come back
+
+
+# Who comes later.
+
+
+def test_an_absent_server_that_nobody_can_do_without_stays_a_member() -> None:
+    former, (a, b, c), _ = started(3, num_buckets=16)
+    mine = holders(former.view, c)
+    lose(former)
+    scheduler = successor(num_servers=3)
+    scheduler.rejoin(a, b)
+    scheduler.pass_time(TIMEOUT_S)
+    assert holders(scheduler.view, c) == mine
+    assert scheduler.last(events.TakenOver).dead == ()
+    assert any("is silent, and nobody else has" in note for note in scheduler.notes)
+    scheduler.rejoin(c)
+    assert c.fate is None
+    assert chains(scheduler.view) == chains(former.view)
+
+
+def test_a_worker_of_whom_no_view_tells_is_taken_in_though_it_comes_late() -> None:
+    former, (a,), (w,) = started(1, 1)
+    a.is_silent = w.is_silent = True  # the view with the new worker does not reach them
+    new, rival = former.register(worker("new"), 5), former.register(worker("rival"), 6)
+    former.tell(events.Flush())
+    assert new.member is not None
+    lose(former)
+    a.is_silent = w.is_silent = False
+    scheduler = successor()
+    scheduler.rejoin(a, w)
+    assert scheduler.core.is_established
+    later = scheduler.register(worker("later"), 6)
+    scheduler.tell(events.Flush())
+    assert later.incarnation > rival.incarnation  # though nobody has told of that one
+    scheduler.rejoin(new, rival)
+    scheduler.tell(events.Flush())
+    assert new.fate is None
+    assert scheduler.member(new) == new.member
+    assert isinstance(rival.fate, events.Expel)  # its place is taken
+
+
+def test_one_of_whom_no_view_told_and_that_was_removed_is_not_taken_in_again() -> None:
+    former, (a,), (w,) = started(1, 1)
+    a.is_silent = w.is_silent = True
+    new = former.register(worker("new"))
+    former.tell(events.Flush())
+    lose(former)
+    a.is_silent = w.is_silent = False
+    scheduler = successor()
+    scheduler.rejoin(new, a, w)
+    assert scheduler.member(new) is not None
+    assert new.wire is not None
+    new.wire.cut()
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    assert scheduler.member(new) is None
+    scheduler.rejoin(new)
+    assert isinstance(new.fate, events.Expel)
+
+
+def test_an_observer_comes_when_it_likes() -> None:
+    former, (a,), _ = started(1)
+    early, late = former.register(observer("early")), former.register(observer("late"))
+    lose(former)
+    scheduler = successor()
+    scheduler.rejoin(early, a, late)
+    for node in (early, late):
+        assert node.fate is None
+        assert scheduler.member(node) is not None
+        assert scheduler.last(events.Welcome).member in (a.member, late.member)
+
+
+def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> None:
+    former, (a,), _ = started(1)
+    early = former.register(observer("early"))
+    lose(former)
+    second = successor()
+    second.rejoin(a)
+    late = second.register(observer("late"))
+    assert early.member is not None
+    assert late.member is not None
+    assert early.member.rank == late.member.rank
+    lose(second)
+    third = successor(salt=3)
+    third.rejoin(early, late, a)
+    third.pass_time(HEARTBEAT_S)
+    answered = {each.peer for kind in (events.Welcome, events.Expel) for each in third.all(kind)}
+    for node in (early, late):
+        assert node.fate is not None or node.wire in answered
+
+
+def test_members_that_never_heard_their_welcome_register_again() -> None:
+    former = Scheduler(num_servers=2, replicas=1)
+    a, b = former.register(server("a")), server("b")
+    wire = former.connect(b)
+    former.feed(events.Register(wire, "b", Role.SERVER, None, "b"))
+    deliver_only(former, a)
+    assert a.member is not None
+    assert b.member is None
+    lose(former)
+    scheduler = successor(num_servers=2, replicas=1)
+    scheduler.register(b)
+    scheduler.rejoin(a)
+    assert scheduler.core.phase is Phase.LEADING
+    assert b.member == next(each for each in former.view.members if each.node == "b")
+    assert scheduler.view.members == former.view.members
+    assert scheduler.last(events.TakenOver).dead == ()
+
+
+def test_whoever_wants_to_join_meanwhile_joins_when_it_has_taken_over() -> None:
+    former, (a,), _ = started(1)
+    lose(former)
+    a.prepares = False
+    scheduler = successor(replaces=True)
+    extra = scheduler.register(server("x"), is_extra=True)
+    w = scheduler.register(worker("w"))
+    scheduler.rejoin(a)
+    refused = scheduler.register(server("y"))
+    assert scheduler.core.phase is Phase.LEADING
+    assert extra.member is w.member is refused.fate is None
+    a.prepares = True
+    scheduler.rejoin(a)
+    scheduler.tell(events.Flush())
+    assert isinstance(refused.fate, events.Refuse)
+    assert {each.node for each in scheduler.view.members} == {"s0", "x", "w"}
+    assert extra.cluster == w.cluster == "ours"
+    assert min(extra.incarnation, w.incarnation) > former.core.membership.last_incarnation
+
+
+# What is learned.
+
+
+def test_a_view_that_was_only_prepared_is_gone_on_from() -> None:
+    former, (a, b, c), _ = started(3, replicas=1)
+    for node in (a, b):
+        node.prepares = False
+    former.kill(c)
+    prepared = former.last(events.Prepare).view
+    a.views.prepare(prepared)  # and its answer was lost with the scheduler
+    a.prepares = b.prepares = True
+    lose(former)
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a, b)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation}
+    assert scheduler.view.order > prepared.order
+    assert scheduler.view.version > prepared.version
+
+
+def test_fills_go_on() -> None:
+    former, (a,), _ = started(1)
+    b = former.register(server("b"), is_extra=True)
+    before = chains(former.view)
+    lose(former)
+    scheduler = successor()
+    scheduler.rejoin(a, b)
+    assert chains(scheduler.view) == before
+    scheduler.fill(b, version=former.view.version)  # it was said to the former one: it is said again
+    assert chains(scheduler.view) == before
+    scheduler.fill(b)
+    assert holders(scheduler.view, b)
+
+
+def test_a_server_that_drains_is_released_by_the_next_scheduler() -> None:
+    former, (a, b), _ = started(2)
+    b.is_leaving = True  # and could not say so
+    lose(former)
+    scheduler = successor(num_servers=2)
+    scheduler.rejoin(a, b)
+    assert b.fate is None
+    scheduler.fill_all()
+    assert isinstance(b.fate, events.Release)
+    assert scheduler.view.servers.keys() == {a.incarnation}
+
+
+def test_a_server_that_says_that_it_drains_while_members_are_awaited_is_heard() -> None:
+    former, (a, b), _ = started(2)
+    lose(former)
+    scheduler = successor(num_servers=2)
+    scheduler.rejoin(b)
+    scheduler.drain(b)
+    scheduler.rejoin(a)
+    scheduler.fill_all()
+    assert isinstance(b.fate, events.Release)
+
+
+def test_a_server_that_was_released_and_has_not_heard_so_is_released() -> None:
+    former, (a, b), _ = started(2)
+    former.drain(b)
+    assert b.wire is not None
+    b.wire.cut()
+    former.fill_all()
+    assert b.incarnation not in former.view.servers
+    lose(former)
+    scheduler = successor(num_servers=2)
+    scheduler.rejoin(b, a)
+    assert isinstance(b.fate, events.Release)
+    assert scheduler.all(events.Expel) == []
+
+
+def test_servers_that_were_released_do_not_take_over_without_those_that_stayed() -> None:
+    """They have not heard of the view by which they go, and what they have is out of date."""
+    former, (a, b, c), _ = started(3, num_buckets=16)
+    former.drain(a, b)
+    former.feed(events.Filled(former.view.version, c.incarnation, 0xFFFF))
+    deliver_only(former, c)
+    committed = former.view
+    assert committed.servers.keys() == {c.incarnation}  # from now on c takes pushes that only it has
+    for node in (a, b):
+        assert node.wire is not None
+        node.wire.to_node.clear()
+    lose(former)
+    scheduler = successor(num_servers=3)
+    scheduler.rejoin(a, b)
+    scheduler.pass_time(2 * TIMEOUT_S)
+    scheduler.rejoin(c)
+    scheduler.fill_all()
+    for publish in scheduler.all(events.Publish):
+        assert {members for members, _ in chains(publish.view).values()} == {(c.incarnation,)}
+
+
+# Other schedulers.
+
+
+def test_members_of_another_cluster_wait_for_their_own() -> None:
+    ours, (a, b), _ = started(2, replicas=1)
+    theirs, (c, _), _ = started(2, replicas=1, cluster="theirs")
+    lose(ours)
+    lose(theirs)
+    scheduler = successor(num_servers=2, replicas=1)
+    scheduler.rejoin(c, a)
+    assert c.wire is not None
+    scheduler.rejoin(b)
+    assert scheduler.core.cluster == "ours"
+    assert c.wire is None
+    assert c.is_alive
+    scheduler.rejoin(c)
+    assert c.wire is None
+    assert c.fate is None
+    assert len(scheduler.all(events.Foreign)) == 2
+
+
+def test_the_first_scheduler_ends_when_a_member_comes_that_knows_another_one() -> None:
+    former, (a, b, c), (w,) = started(3, 1, replicas=1)
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a, b, c)
+    scheduler.pass_time(TIMEOUT_S)
+    assert scheduler.core.is_established
+    view = former.view
+    former.pass_time(3 * TIMEOUT_S)
+    assert former.view is view  # it hears no quorum
+    former.rejoin(a)
+    assert former.all(events.Superseded) == [events.Superseded(scheduler.core.term)]
+    assert former.core.phase is Phase.SUPERSEDED
+    former.said = []
+    former.kill(w)
+    former.pass_time(2 * TIMEOUT_S)
+    former.register(worker("v"))
+    assert former.said == []
+
+
+def test_a_scheduler_that_was_superseded_forms_no_other_cluster() -> None:
+    former, (a, b, c), _ = started(3, replicas=1)
+    for node in (a, b, c):
+        node.prepares = False
+    lose(former)
+    scheduler = successor(num_servers=1, replicas=1)
+    scheduler.rejoin(a, b, c)
+    assert scheduler.core.phase is Phase.LEADING
+    scheduler.register(server("new"))
+    scheduler.pass_time(2 * TIMEOUT_S)
+    scheduler.said = []
+    returned = a.returned(scheduler.connect(a))
+    later = replace(returned.view, term=scheduler.core.term + 1)
+    assert scheduler.feed(events.Rejoin(replace(returned, view=later))) == [events.Superseded(later.term)]
+    assert scheduler.core.phase is Phase.SUPERSEDED
+
+
+def test_each_that_takes_over_has_a_higher_term() -> None:
+    scheduler, (a, b), (w,) = started(2, 1, replicas=1, salt=60_000)
+    given = {scheduler.core.membership.last_incarnation}
+    for number in range(6):
+        former, scheduler = scheduler, successor(f"next{number}", salt=50_000 - number, num_servers=2, replicas=1)
+        lose(former)
+        scheduler.rejoin(a, b, w)
+        new = scheduler.register(worker(f"new{number}"))
+        scheduler.tell(events.Flush())
+        assert scheduler.core.term > former.core.term
+        assert scheduler.view.order > former.view.order
+        assert new.incarnation not in given
+        given.add(new.incarnation)
+        scheduler.kill(new)
+    assert chains(scheduler.view) == chains(former.view)
+
+
+def test_a_scheduler_that_was_left_by_some_cannot_commit_once_the_next_one_has() -> None:
+    """One that had come to the next scheduler goes back to the first, before it has prepared anything there."""
+    former, (a, b, c, d), (w,) = started(4, 1, replicas=1, num_buckets=16)
+    assert len(former.view.voters) == 4
+    scheduler = successor(num_servers=4, replicas=1)
+    scheduler.rejoin(b, c, d)
+    while scheduler.core.phase is not Phase.LEADING:
+        scheduler.now_s += HEARTBEAT_S
+        for wire in scheduler.wires:
+            scheduler.feed(events.Heartbeat(wire))
+        scheduler.feed(events.Clock())
+    former.rejoin(b)
+    scheduler.settle()
+    assert scheduler.core.is_established
+    view = former.view
+    former.kill(w)
+    former.pass_time(3 * TIMEOUT_S)
+    assert former.view is view
+    assert a.views.committed is view
+
+
+def test_a_scheduler_that_knows_of_an_end_cannot_commit_once_the_next_one_has() -> None:
+    """The one that ended had come to the next scheduler before."""
+    former, (a, b, c), _ = started(3, replicas=1)
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(b, c)
+    scheduler.pass_time(TIMEOUT_S)
+    assert scheduler.core.is_established
+    view = former.view
+    assert c.wire is not None
+    c.wire.cut()
+    former.tell(events.Ended(c.incarnation))
+    former.pass_time(3 * TIMEOUT_S)
+    assert former.view is view
+    assert a.views.committed is view
+
+
+# While the first view is prepared.
+
+
+def test_a_scheduler_that_takes_over_and_hears_too_few_says_so() -> None:
+    former, (a, b, c), _ = started(3, replicas=1)
+    lose(former)
+    b.prepares = False
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a, b)
+    scheduler.pass_time(TIMEOUT_S)
+    assert scheduler.core.phase is Phase.LEADING
+    assert not scheduler.core.is_established
+    b.is_silent = True
+    scheduler.pass_time(3 * TIMEOUT_S)
+    assert b.member in scheduler.core.needed
+    assert any("waits for" in note and "server 1 (s1)" in note for note in scheduler.notes)
+    assert scheduler.member(c) is not None
+
+
+def test_a_server_that_ends_while_the_first_view_is_prepared_is_dead() -> None:
+    former, (a, b, c), _ = started(3, replicas=1)
+    lose(former)
+    a.prepares = b.prepares = False
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a, b, c)
+    a.prepares = b.prepares = True
+    scheduler.kill(c)
+    scheduler.rejoin(a, b)
+    assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation}
+    taken = scheduler.last(events.TakenOver)
+    assert {each.member for each in taken.returned} == {a.member, b.member}
+    assert taken.dead == (c.member,)
+    assert scheduler.all(events.Removed) == []  # nobody was told that it was a member
+
+
+@pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
+def test_one_that_comes_while_the_first_view_is_prepared_is_welcomed_with_the_others(role: Role) -> None:
+    former, (a, b, c), (w,) = started(3, 1, replicas=1)
+    lose(former)
+    late = c if role is Role.SERVER else w
+    a.prepares = b.prepares = False
+    scheduler = successor(num_servers=3, replicas=1)
+    scheduler.rejoin(a, b, *({c, w} - {late}))
+    scheduler.pass_time(TIMEOUT_S)
+    assert scheduler.core.phase is Phase.LEADING
+    assert not scheduler.core.is_established
+    scheduler.rejoin(late)
+    a.prepares = b.prepares = True
+    scheduler.rejoin(a, b)
+    assert scheduler.core.is_established
+    assert (late.fate is None) == (role is Role.SERVER)  # a worker that was late is dead, and was told so
+    assert (scheduler.member(late) is not None) == (role is Role.SERVER)

@@ -1,0 +1,278 @@
+"""The scheduler's core by example: a view is prepared before it is committed."""
+
+from __future__ import annotations
+
+from paceline.protocol.scheduler import events
+
+from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, holders, server, started, worker
+
+ALL = 0b1111_1111
+
+
+def published(scheduler: Scheduler) -> list[tuple[int, int]]:
+    return [each.view.order for each in scheduler.all(events.Publish)]
+
+
+def proposed(scheduler: Scheduler) -> list[tuple[int, int]]:
+    return [each.view.order for each in scheduler.all(events.Prepare)]
+
+
+def join(scheduler: Scheduler, name: str, *, prepares: bool = True) -> Node:
+    node = server(name)
+    node.prepares = prepares
+    return scheduler.register(node, is_extra=True)
+
+
+def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
+    scheduler, servers, _ = started(4, replicas=1, num_buckets=16)
+    assert len(scheduler.view.voters) == 4
+    view, scheduler.said = scheduler.view, []
+    gone, *others = servers
+    for node in others:
+        node.prepares = False
+    scheduler.kill(gone)
+    prepare = scheduler.last(events.Prepare)
+    assert prepare.peers == tuple(node.wire for node in others)
+    assert gone.incarnation not in prepare.view.servers
+    assert scheduler.view is view
+    for number, node in enumerate(others):
+        assert scheduler.view is view, number
+        assert node.wire is not None
+        scheduler.tell(events.Prepared(node.wire, prepare.view.term, prepare.view.epoch))
+        if scheduler.view is not view:
+            break
+    assert 1 <= number < 2
+    assert scheduler.view is prepare.view
+    assert published(scheduler) == [prepare.view.order]
+    assert all(node.views.committed is prepare.view for node in others)
+
+
+def test_whoever_is_no_voter_does_not_make_a_quorum() -> None:
+    scheduler, (a, b, c), _ = started(3, replicas=1)
+    extra = join(scheduler, "x")
+    view = scheduler.view
+    assert extra.incarnation not in view.voters
+    assert len(view.voters) == 3
+    for node in (a, b):
+        node.prepares = False
+    c.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    assert extra.views.prepared is not None
+    assert extra.views.prepared.order == proposed(scheduler)[-1]
+    assert scheduler.view is view
+
+
+def test_nobody_is_a_member_of_a_chain_before_it_knows() -> None:
+    scheduler, (a,), _ = started(1)
+    b = join(scheduler, "b")
+    view = scheduler.view
+    b.prepares = False
+    scheduler.fill(b)
+    assert a.views.prepared is not None
+    assert a.views.prepared.order == proposed(scheduler)[-1]  # the only voter has it
+    assert scheduler.view is view
+    b.prepares = True
+    scheduler.rejoin(b)
+    assert holders(scheduler.view, b)
+
+
+def test_a_view_by_which_a_server_joins_does_not_wait_for_it() -> None:
+    scheduler, _, _ = started(1)
+    b = join(scheduler, "b", prepares=False)
+    assert b.incarnation in scheduler.view.servers  # it has nothing to lose yet
+
+
+def test_a_proposal_is_replaced_when_servers_change() -> None:
+    scheduler, (a, b, c), _ = started(3, replicas=2)
+    view = scheduler.view
+    for node in (a, b, c):
+        node.prepares = False
+    c.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    first = scheduler.last(events.Prepare).view
+    x = join(scheduler, "x", prepares=False)
+    second = scheduler.last(events.Prepare).view
+    assert second.order > first.order
+    assert second.version >= first.version
+    for node in (a, b):
+        assert node.wire is not None
+        scheduler.tell(events.Prepared(node.wire, first.term, first.epoch))
+    assert scheduler.view is view
+    assert a.wire is not None
+    scheduler.tell(events.Prepared(a.wire, second.term, second.epoch))
+    assert scheduler.view is second
+    assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation, x.incarnation}
+
+
+def test_a_proposal_is_kept_when_only_workers_come_and_go() -> None:
+    scheduler, (a, b), (w,) = started(2, 1, replicas=1)
+    for node in (a, b):
+        node.prepares = False
+    b.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    view, scheduler.said = scheduler.last(events.Prepare).view, []
+    v = scheduler.register(worker("v"))
+    scheduler.kill(w)
+    scheduler.tell(events.Flush())
+    assert scheduler.all(events.Prepare) == scheduler.all(events.Publish) == []
+    assert v.member is None
+    a.prepares = True
+    assert a.wire is not None
+    scheduler.tell(events.Prepared(a.wire, view.term, view.epoch))
+    assert published(scheduler)[0] == view.order
+    # What has waited comes at once: the next view has all of it.
+    assert [each.node for each in scheduler.view.members] == ["s0", "v"]
+    assert v.member is not None
+
+
+def test_a_proposal_of_which_nothing_is_left_is_dropped() -> None:
+    scheduler, (a, b), _ = started(2, replicas=1)
+    view = scheduler.view
+    for node in (a, b):
+        node.prepares = False
+    b.is_silent = True
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    dropped = scheduler.last(events.Prepare).view
+    b.prepares = True
+    scheduler.wake(b)
+    assert a.wire is not None
+    scheduler.tell(events.Prepared(a.wire, dropped.term, dropped.epoch))
+    assert scheduler.view is view
+    # Somebody may have it: what comes next is newer.
+    scheduler.register(worker("w"))
+    scheduler.tell(events.Flush())
+    assert scheduler.view.order > dropped.order
+
+
+def test_a_fill_that_was_reported_counts_also_for_the_next_proposal() -> None:
+    scheduler, (a, b), _ = started(2, replicas=1)
+    c = join(scheduler, "c")
+    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == c.incarnation)
+    for node in (a, b):
+        node.prepares = False
+    scheduler.fill(c)
+    d = join(scheduler, "d")
+    for node in (a, b):
+        node.prepares = True
+    scheduler.rejoin(a, b)
+    assert holders(scheduler.view, c) == moving
+    assert d.incarnation in scheduler.view.servers
+    scheduler.fill_all()
+    assert all(len(members) == 2 for members, _ in chains(scheduler.view).values())
+
+
+def test_a_fill_whose_server_fell_silent_is_planned_again_when_it_is_heard() -> None:
+    scheduler, (a,), _ = started(1)
+    b = join(scheduler, "b")
+    view = scheduler.view
+    moving = sum(each.buckets for each in view.groups if each.filling == b.incarnation)
+    b.is_silent = True
+    scheduler.fill(b)  # its last word, and it did not prepare
+    assert scheduler.view is view
+    a.prepares = False
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)  # it is to go
+    assert b.incarnation not in scheduler.last(events.Prepare).view.servers
+    assert scheduler.view is view
+    a.prepares = True
+    scheduler.wake(b)
+    scheduler.rejoin(a)
+    assert holders(scheduler.view, b) == moving
+    assert holders(scheduler.view, a) == ALL & ~moving
+    assert scheduler.all(events.Removed) == []
+
+
+def test_a_server_dies_that_was_to_be_filled() -> None:
+    scheduler, (a,), _ = started(1)
+    b = join(scheduler, "b")
+    b.prepares = False
+    scheduler.fill(b)
+    scheduler.kill(b)
+    assert scheduler.view.servers.keys() == {a.incarnation}
+    assert holders(scheduler.view, a) == ALL
+    assert scheduler.all(events.Lost) == []
+
+
+def test_whoever_filled_another_and_died_has_lost_nothing() -> None:
+    """What was reported holds, though its view is not committed yet."""
+    scheduler, (a,), _ = started(1)
+    b = join(scheduler, "b")
+    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == b.incarnation)
+    a.prepares = False
+    scheduler.fill(b)
+    scheduler.kill(a)
+    assert scheduler.all(events.Lost) == [events.Lost(ALL & ~moving)]
+    assert holders(scheduler.view, b) == moving
+
+
+def test_one_that_comes_again_is_asked_again_to_prepare() -> None:
+    scheduler, (a, b), _ = started(2, replicas=1)
+    for node in (a, b):
+        node.prepares = False
+    x = join(scheduler, "x", prepares=False)
+    asked = scheduler.last(events.Prepare)
+    assert set(asked.peers) == {a.wire, b.wire, x.wire}
+    assert b.wire is not None
+    b.wire.cut()
+    scheduler.said = []
+    scheduler.rejoin(b)
+    assert scheduler.all(events.Prepare) == [events.Prepare((b.wire,), asked.view)]
+    scheduler.said = []
+    x.prepares = True
+    assert x.wire is not None
+    x.wire.cut()
+    scheduler.register(x)  # not welcomed yet, so it registers again
+    assert scheduler.all(events.Prepare) == [events.Prepare((x.wire,), asked.view)]
+    assert x.member is None
+    b.prepares = True
+    scheduler.rejoin(b)
+    assert x.member is not None
+
+
+def test_a_view_that_only_adds_workers_is_prepared_by_nobody() -> None:
+    scheduler, (a,), _ = started(1)
+    a.prepares = False
+    scheduler.said = []
+    w = scheduler.register(worker("w"))
+    scheduler.tell(events.Flush())
+    assert scheduler.all(events.Prepare) == []
+    assert w.member is not None
+
+
+def test_a_worker_is_removed_only_by_a_view_that_enough_servers_know() -> None:
+    scheduler, (a,), (v, w) = started(1, 2)
+    a.prepares = False
+    scheduler.kill(v)
+    assert scheduler.member(v) is None
+    assert not scheduler.view.excludes(v.incarnation)
+    scheduler.leave(w)
+    a.prepares = True
+    scheduler.rejoin(a)
+    assert [each.node for each in scheduler.view.members] == ["s0"]
+    assert scheduler.view.excludes(v.incarnation)
+
+
+def test_versions_rise_only_with_the_chains() -> None:
+    scheduler, (a, b), _ = started(2, 1, replicas=1)
+    versions = [scheduler.view.version]
+    scheduler.register(worker("v"))
+    scheduler.tell(events.Flush())
+    versions.append(scheduler.view.version)
+    join(scheduler, "x")
+    versions.append(scheduler.view.version)
+    scheduler.fill_all()
+    versions.append(scheduler.view.version)
+    scheduler.kill(b)
+    versions.append(scheduler.view.version)
+    assert versions[0] == versions[1]
+    assert versions[1:] == sorted(set(versions[1:]))
+    orders = published(scheduler)
+    assert orders == sorted(set(orders))
+    assert a.views.committed is scheduler.view
+
+
+def test_where_nobody_is_left_to_be_asked_a_view_is_committed_at_once() -> None:
+    scheduler, (a, b), (w,) = started(2, 1, replicas=1)
+    scheduler.kill(a, b)
+    assert [each.node for each in scheduler.view.members] == ["w0"]
+    assert scheduler.all(events.Lost) == [events.Lost(ALL)]
+    assert scheduler.member(w) is not None

@@ -1,0 +1,189 @@
+"""Which view is next: what is prepared, what is committed, and in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from paceline.protocol import ChainGroup, Member, Role
+from paceline.protocol.chains import VERSION_GAP
+from paceline.protocol.scheduler import View
+from paceline.protocol.scheduler.publication import Committed, Proposed, Publication, Step
+
+from .toys import group
+
+
+class Offers:
+    """A publication, to which views are offered."""
+
+    def __init__(self, replicas: int = 0, salt: int = 5) -> None:
+        self.publication = Publication(replicas, salt)
+        self.version = 0
+        self.last: tuple[ChainGroup, ...] = ()
+
+    def offer(
+        self,
+        *groups: ChainGroup,
+        workers: tuple[int, ...] = (),
+        released: Collection[int] = (),
+        ended: Collection[int] = (),
+    ) -> Step:
+        """Offer what the planner would: another version for other chains."""
+        if groups != self.last:
+            self.last, self.version = groups, self.version + 1
+        servers = {each for one in groups for each in (*one.members, one.filling) if each is not None}
+        members = [Member(f"s{each}", Role.SERVER, each, each) for each in sorted(servers)]
+        members += [Member(f"w{each}", Role.WORKER, each, each) for each in workers]
+        wanted = View(version=self.version, members=tuple(members), groups=groups, last_incarnation=50)
+        return self.publication.offer(wanted, released=released, ended=ended)
+
+    def begin(self, *groups: ChainGroup) -> View:
+        """Commit the first view."""
+        step = self.offer(*groups)
+        assert isinstance(step, Committed)
+        return step.view
+
+    def prepared(self, *servers: int) -> list[bool]:
+        """Answer for these servers that they have what is being prepared."""
+        proposal = self.publication.proposal
+        assert proposal is not None
+        return [self.publication.prepared(server, *proposal.view.order) for server in servers]
+
+
+def proposed(step: Step) -> View:
+    assert isinstance(step, Proposed)
+    return step.proposal.view
+
+
+def committed(step: Step) -> View:
+    assert isinstance(step, Committed)
+    return step.view
+
+
+def test_the_first_view_is_committed_at_once() -> None:
+    assert not Publication(0, 5).is_established
+    offers = Offers()
+    first = offers.begin(group(1, 2))
+    assert (first.term, first.epoch, first.version) == (offers.publication.term, 1, 1)
+    assert offers.publication.is_established
+    assert offers.publication.committed is first
+
+
+def test_what_is_not_new_is_not_published() -> None:
+    offers = Offers()
+    offers.begin(group(1))
+    assert offers.offer(group(1)) is None
+    assert offers.publication.epoch == 1
+
+
+def test_new_workers_need_no_preparation() -> None:
+    offers = Offers()
+    offers.begin(group(1))
+    view = committed(offers.offer(group(1), workers=(7, 8)))
+    assert (view.epoch, view.version) == (2, 1)
+    assert [each.incarnation for each in view.members] == [1, 7, 8]
+
+
+def test_everything_else_is_prepared_first() -> None:
+    offers = Offers()
+    first = offers.begin(group(1, 2))
+    view = proposed(offers.offer(group(2)))
+    assert (view.epoch, view.version) == (2, 2)
+    assert offers.publication.committed is first
+    assert offers.offer(group(2)) is None
+    assert not offers.publication.prepared(2, *first.order)
+    assert not offers.publication.prepared(2, view.term + 1, view.epoch)
+    assert offers.offer(group(2)) is None
+    assert offers.prepared(2) == [True]
+    assert offers.offer(group(2)) == Committed(view, first)
+    assert offers.publication.proposal is None
+    assert not offers.publication.prepared(1, *view.order)  # late
+
+
+def test_a_worker_that_goes_is_a_change_that_is_prepared() -> None:
+    offers = Offers()
+    offers.begin(group(1))
+    committed(offers.offer(group(1), workers=(7,)))
+    view = proposed(offers.offer(group(1)))
+    assert (view.epoch, view.version) == (3, 1)  # the chains are the same
+    assert [each.incarnation for each in view.members] == [1]
+
+
+def test_a_proposal_is_kept_while_only_workers_come_and_go() -> None:
+    offers = Offers()
+    offers.begin(group(1, 2))
+    view = proposed(offers.offer(group(2), workers=(7,)))
+    assert offers.offer(group(2), workers=(7, 8)) is None
+    offers.prepared(2)
+    assert committed(offers.offer(group(2), workers=(8,))) is view
+    assert proposed(offers.offer(group(2), workers=(8,))).epoch == view.epoch + 1
+
+
+def test_a_proposal_is_replaced_when_servers_change() -> None:
+    offers = Offers()
+    offers.begin(group(1, 2, 3))
+    former = proposed(offers.offer(group(2, 3)))
+    offers.prepared(2)
+    view = proposed(offers.offer(group(3)))
+    assert view.epoch == former.epoch + 1
+    assert view.version > former.version
+    assert not offers.publication.prepared(2, *former.order)
+    assert offers.offer(group(3), ended={1, 2}) is None  # what was prepared was the former one
+    offers.prepared(3)
+    assert committed(offers.offer(group(3), ended={1, 2})) is view
+
+
+def test_a_proposal_is_dropped_when_all_is_as_before() -> None:
+    offers = Offers()
+    first = offers.begin(group(1, 2))
+    view = proposed(offers.offer(group(2)))
+    assert offers.offer(group(1, 2)) is None
+    assert offers.publication.proposal is None
+    assert offers.publication.committed is first
+    # But somebody may have prepared it: whatever comes next is newer.
+    assert committed(offers.offer(group(1, 2), workers=(7,))).epoch == view.epoch + 1
+
+
+def test_released_servers_and_ended_ones_need_not_answer() -> None:
+    offers = Offers()
+    offers.begin(group(1, 2, 3))
+    proposed(offers.offer(group(3), released={1, 2}))
+    assert offers.offer(group(3), released={1, 2}) is None
+    offers.prepared(3)
+    committed(offers.offer(group(3), released={1, 2}))
+    offers = Offers()
+    offers.begin(group(1, 2, 3))
+    proposed(offers.offer(group(3), ended={1, 2}))
+    offers.prepared(3)
+    committed(offers.offer(group(3), ended={1, 2}))
+
+
+def test_a_scheduler_that_takes_over_has_a_higher_term_and_skips_what_may_be_known() -> None:
+    former = Offers(salt=7)
+    latest = former.begin(group(1, 2))
+    offers = Offers(salt=2)
+    offers.publication.take_over(latest)
+    assert offers.publication.term > latest.term
+    assert offers.publication.committed is latest
+    is_established = [offers.publication.is_established]
+    offers.last, offers.version = latest.groups, latest.version + VERSION_GAP
+    view = proposed(offers.offer(group(1, 2)))  # though it is the same, nobody knows of its term
+    assert view.term == offers.publication.term
+    assert view.epoch > latest.epoch + VERSION_GAP
+    assert view.version == latest.version + VERSION_GAP
+    offers.prepared(1)
+    assert committed(offers.offer(group(1, 2))) is view
+    is_established.append(offers.publication.is_established)
+    assert is_established == [False, True]
+
+
+def test_two_that_take_over_from_the_same_one_have_different_terms() -> None:
+    latest = Offers(salt=70_000).begin(group(1))
+    terms = []
+    for salt in (2, 1, 65_535):
+        offers = Offers(salt=salt)
+        offers.publication.take_over(latest)
+        terms.append(offers.publication.term)
+    assert len(set(terms)) == 3
+    assert min(terms) > latest.term
+    offers.publication.take_over(View(term=min(terms), epoch=3))
+    assert offers.publication.term > max(terms)  # the next one is above all of them, whatever its salt

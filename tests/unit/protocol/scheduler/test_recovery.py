@@ -1,0 +1,187 @@
+"""What a scheduler that was started in the place of another learns from the members that come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline.protocol import Member, Role
+from paceline.protocol.scheduler import Recovery, Returned, View
+
+from .toys import group
+
+NOBODY: tuple[int, ...] = ()
+
+
+def member(name: str) -> Member:
+    """The member s1, w2 or o3: a server, worker or observer, by its incarnation."""
+    roles = {"s": Role.SERVER, "w": Role.WORKER, "o": Role.OBSERVER}
+    return Member(name, roles[name[0]], int(name[1:]), int(name[1:]))
+
+
+def view(epoch: int, *names: str, term: int = 1, voters: tuple[int, ...] | None = None) -> View:
+    """A view of these members; its voters are all its servers, or these."""
+    members = tuple([member(name) for name in names])
+    servers = tuple([each.incarnation for each in members if each.role is Role.SERVER]) if voters is None else voters
+    return View(term, epoch, 1, members, (group(*servers),) if servers else (), last_incarnation=50)
+
+
+@dataclass
+class Coming:
+    """A recovery, and the connections by which members have come."""
+
+    recovery: Recovery = field(default_factory=Recovery)
+    num_peers: int = 0
+
+    def back(self, name: str, seen: View, *, cluster: str = "ours", **options: Any) -> int:
+        """Let a member come; return its connection."""
+        self.num_peers += 1
+        self.recovery.add(Returned(self.num_peers, member(name), cluster, seen, **options))
+        return self.num_peers
+
+    def names(self, returned: list[Returned]) -> list[str]:
+        return [each.member.node for each in returned]
+
+
+def test_it_is_complete_when_the_members_of_the_newest_view_are_back() -> None:
+    coming = Coming()
+    recovery = coming.recovery
+    assert Recovery().is_empty
+    assert not recovery.is_complete(NOBODY)
+    old, new = view(4, "s1", "w2"), view(5, "s1", "w3")
+    coming.back("s1", old)
+    assert not recovery.is_empty
+    assert not recovery.is_complete(NOBODY)
+    assert recovery.missing(NOBODY) == (member("w2"),)
+    assert recovery.is_complete({2})  # nobody else is missing, and that one has ended
+    peer = coming.back("w3", new)
+    assert recovery.is_complete(NOBODY)
+    forgotten = recovery.forget(peer)  # its connection broke again
+    assert forgotten is not None
+    assert forgotten.member == member("w3")
+    assert recovery.forget(peer) is None
+    assert not recovery.is_complete(NOBODY)
+    coming.back("w3", new)
+    coming.back("w2", old)  # was removed, and has not heard of it
+    assert recovery.is_complete(NOBODY)
+    assert [each.member.node for each in recovery.all() if not recovery.is_member(each)] == ["w2"]
+
+
+def test_one_that_comes_on_another_connection_is_one_member() -> None:
+    coming = Coming()
+    first = coming.back("s1", view(4, "s1", "s2"))
+    coming.back("s1", view(5, "s1"))
+    assert len(coming.recovery.all()) == 1
+    assert coming.recovery.forget(first) is None  # the former connection, which breaks late
+    assert coming.recovery.is_complete(NOBODY)
+
+
+def test_the_newest_view_is_of_the_highest_term() -> None:
+    coming = Coming()
+    coming.back("s1", view(9, "s1", "s2"))
+    coming.back("s2", view(3, "s1", "s2", "s3", term=2))
+    assert coming.recovery.latest_view().order == (2, 3)
+    assert coming.recovery.missing(NOBODY) == (member("s3"),)
+
+
+def test_a_view_without_workers_has_those_of_the_newest_that_names_them() -> None:
+    coming = Coming()
+    coming.back("w3", view(9, "s1", "s2", "w3", "w4").without_workers())
+    coming.back("s1", view(7, "s1", "w3", "w4"))
+    coming.back("s2", view(6, "s1", "w3"))
+    latest = coming.recovery.latest_view()
+    assert latest.order == (1, 9)
+    assert [each.node for each in latest.members] == ["s1", "s2", "w3", "w4"]
+    assert not latest.is_partial
+    assert coming.recovery.missing(NOBODY) == (member("w4"),)
+
+
+def test_where_nobody_knows_the_workers_none_is_excluded() -> None:
+    coming = Coming()
+    coming.back("w3", view(9, "s1", "w3", "w4").without_workers())
+    assert [each.node for each in coming.recovery.latest_view().members] == ["s1"]
+    assert all(coming.recovery.is_member(each) for each in coming.recovery.all())
+
+
+def test_members_in_no_view_are_excluded_only_if_they_could_be_in_it() -> None:
+    coming = Coming()
+    coming.back("s1", view(5, "s1"))
+    for name in ("w7", "o8", "w51"):
+        coming.back(name, view(4, "s1"))
+    # An observer is in no view; incarnation 51 is newer than the view.
+    members = [each for each in coming.recovery.all() if coming.recovery.is_member(each)]
+    assert coming.names(members) == ["s1", "o8", "w51"]
+
+
+def test_it_waits_for_whoever_has_posted_the_latest_job() -> None:
+    coming = Coming()
+    seen = view(1, "w1")
+    coming.back("w1", seen, job=2)
+    assert not coming.recovery.is_complete(NOBODY)
+    coming.back("o7", seen, job=1, has_posted=True)
+    assert not coming.recovery.is_complete(NOBODY)
+    poster = coming.back("o8", seen, job=2, has_posted=True)
+    assert coming.recovery.is_complete(NOBODY)
+    coming.recovery.forget(poster)
+    assert not coming.recovery.is_complete(NOBODY)
+
+
+def test_a_quorum_is_of_the_servers_of_the_newest_view_that_have_buckets() -> None:
+    coming = Coming()
+    seen = view(1, "s1", "s2", "s3", "s4", "w5", voters=(1, 2, 3))
+    coming.back("s4", seen)
+    coming.back("w5", seen)
+    coming.back("s1", seen)
+    assert not coming.recovery.has_quorum(NOBODY, 0)
+    assert coming.recovery.has_quorum({2, 3}, 0)
+    assert coming.recovery.missing_voters(NOBODY) == (member("s2"), member("s3"))
+    assert coming.recovery.missing_voters({2}) == (member("s3"),)
+    coming.back("s2", seen)
+    assert coming.recovery.has_quorum(NOBODY, 0)
+    assert coming.recovery.missing(NOBODY) == (member("s3"),)
+    # A later view has other servers, and those are needed.
+    coming.back("w6", view(2, "s1", "s2", "s3", "s4", "w6", voters=(3, 4)))
+    assert not coming.recovery.has_quorum(NOBODY, 0)
+
+
+def test_where_there_are_no_buckets_nobody_is_needed() -> None:
+    coming = Coming()
+    coming.back("w1", view(1, "s2", "w1", voters=()))
+    assert coming.recovery.has_quorum(NOBODY, 1)
+    assert coming.recovery.missing_voters(NOBODY) == ()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_cluster_with_more_servers_counts(is_first: bool) -> None:
+    coming = Coming()
+    if is_first:
+        coming.back("s1", view(1, "s1"))
+    for name in ("w2", "w3"):
+        coming.back(name, view(9, "w2", "w3"), cluster="theirs")
+    if not is_first:
+        coming.back("s1", view(1, "s1"))
+    assert coming.names(coming.recovery.ours()) == ["s1"]
+    assert coming.names(coming.recovery.others()) == ["w2", "w3"]
+    assert coming.recovery.latest_view().epoch == 1
+    assert coming.recovery.is_complete(NOBODY)
+
+
+def test_of_clusters_without_servers_the_one_with_more_members_counts() -> None:
+    coming = Coming()
+    coming.back("o1", view(1), cluster="theirs")
+    for name in ("w2", "w3"):
+        coming.back(name, view(1, "w2", "w3"))
+    assert coming.names(coming.recovery.ours()) == ["w2", "w3"]
+    assert Recovery().ours() == Recovery().others() == []
+    assert Recovery().latest_view() == View()
+
+
+def test_that_a_server_drains_is_not_forgotten() -> None:
+    coming = Coming()
+    peer = coming.back("s1", view(1, "s1"))
+    coming.back("s2", view(1, "s1"), is_leaving=True)
+    coming.recovery.drain(peer)
+    coming.recovery.drain("nobody")
+    assert [each.is_leaving for each in coming.recovery.all()] == [True, True]

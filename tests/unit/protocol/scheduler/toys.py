@@ -1,0 +1,324 @@
+"""Toys for the scheduler's core: a scheduler that does as its core bids, and processes that are members of its cluster.
+
+What they say to each other waits on a :class:`Wire`, in order, until it is delivered: at once where a test wants that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from paceline.protocol import ChainGroup, Member, Role
+from paceline.protocol.scheduler import KnownViews, Phase, Returned, SchedulerCore, View, events
+
+TIMEOUT_S = 10.0
+HEARTBEAT_S = 1.0
+
+T = TypeVar("T")
+
+
+class Wire:
+    """A connection of a node to a scheduler. What was sent on it and not delivered is lost when it breaks."""
+
+    def __init__(self, node: Node, scheduler: Scheduler) -> None:
+        self.node = node
+        self.scheduler = scheduler
+        self.to_scheduler: deque[events.Event] = deque()
+        self.to_node: deque[Callable[[], None]] = deque()
+        self.is_open = True
+        self.is_welcomed = False
+
+    def __repr__(self) -> str:
+        return f"<{self.node.name} to {self.scheduler.core.cluster}>"
+
+    def deliver_to_scheduler(self) -> None:
+        self.scheduler.feed(self.to_scheduler.popleft())
+
+    def deliver_to_node(self) -> None:
+        self.to_node.popleft()()
+
+    def cut(self) -> None:
+        """Break."""
+        if self.is_open:
+            self.is_open = False
+            self.to_scheduler.clear()
+            self.to_node.clear()
+            if self.node.wire is self:
+                self.node.wire = None
+            self.scheduler.wires.remove(self)
+            self.scheduler.feed(events.Disconnected(self))
+
+
+class Node:
+    """A process: what it knows, and how it answers."""
+
+    def __init__(self, name: str, role: Role) -> None:
+        self.name = name
+        self.role = role
+        self.wire: Wire | None = None
+        self.member: Member | None = None
+        self.cluster = ""
+        self.views: KnownViews[View] = KnownViews()
+        self.is_leaving = False
+        self.is_extra = False
+        self.rank: int | None = None
+        """The one that it asks for."""
+        self.is_alive = True
+        self.is_silent = False
+        """Whether it is stopped: it gives no sign of life and takes nothing, though it lives and is connected."""
+        self.prepares = True
+        """Whether it keeps what it is asked to prepare, and answers."""
+        self.has_prepared: set[tuple[int, int]] = set()
+        """The orders of all views that it ever prepared."""
+        self.fate: object = None
+        """What it was told that ended it: Expel, Release or Refuse."""
+
+    @property
+    def incarnation(self) -> int:
+        assert self.member is not None
+        return self.member.incarnation
+
+    def send(self, make: Callable[[Wire], events.Event]) -> None:
+        assert self.wire is not None
+        self.wire.to_scheduler.append(make(self.wire))
+
+    def registration(self, wire: Wire) -> events.Register:
+        """What it says to a scheduler before it is a member."""
+        return events.Register(wire, self.name, self.role, self.rank, self.name, is_extra=self.is_extra)
+
+    def returned(self, wire: Wire) -> Returned:
+        """What it says of itself to a scheduler that it comes to."""
+        assert self.member is not None
+        assert self.views.newest is not None
+        return Returned(wire, self.member, self.cluster, self.views.newest, is_leaving=self.is_leaving)
+
+    def welcomed(self, member: Member, cluster: str, view: View) -> None:
+        self.member, self.cluster = member, cluster
+        self.views.commit(view)
+
+    def asked_to_prepare(self, wire: Wire, view: View) -> None:
+        if self.prepares and self.views.prepare(view):
+            self.has_prepared.add(view.order)
+            wire.to_scheduler.append(events.Prepared(wire, view.term, view.epoch))
+
+    def ended(self, wire: Wire, fate: object) -> None:
+        self.is_alive, self.fate = False, fate
+        wire.cut()
+
+
+class Scheduler:
+    """A scheduler. `said` is all that its core ever bade it do."""
+
+    def __init__(self, cluster: str = "ours", *, now_s: float = 100.0, **options: Any) -> None:
+        options = {"num_servers": 1, "num_buckets": 8, "salt": 1, **options}
+        self.core = SchedulerCore(heartbeat_timeout_s=TIMEOUT_S, cluster=cluster, **options)
+        self.now_s = now_s
+        self.wires: list[Wire] = []
+        self.said: list[events.Instruction] = []
+        self.on_commit: Callable[[Scheduler, View, View], None] = lambda scheduler, former, view: None
+
+    # What is wanted of it in tests.
+
+    def all(self, kind: type[T]) -> list[T]:
+        """All that it was bidden of one kind."""
+        return [each for each in self.said if isinstance(each, kind)]
+
+    def last(self, kind: type[T]) -> T:
+        return self.all(kind)[-1]
+
+    @property
+    def notes(self) -> list[str]:
+        """What was said to whoever runs the cluster."""
+        return [note.text for note in self.all(events.Note)]
+
+    @property
+    def view(self) -> View:
+        return self.core.committed
+
+    def member(self, node: Node) -> Member | None:
+        """Who a node is to this scheduler."""
+        return None if node.member is None else self.core.membership.find(node.incarnation)
+
+    # Doing as the core bids.
+
+    def feed(self, event: events.Event) -> list[events.Instruction]:
+        former = self.core.committed
+        instructions = self.core.handle(event, self.now_s)
+        self.core.validate()
+        self.said += instructions
+        for each in instructions:
+            if isinstance(each, events.Publish):
+                self.on_commit(self, former, each.view)
+                former = each.view
+            self._execute(each)
+        return instructions
+
+    def _execute(self, instruction: events.Instruction) -> None:
+        match instruction:
+            case events.Welcome(peer, member):
+                cluster, view = self.core.cluster, self._seen_by(member.role, self.core.committed)
+                assert isinstance(peer, Wire)
+                peer.is_welcomed = True
+                self._tell(peer, lambda wire: wire.node.welcomed(member, cluster, view))
+            case events.Prepare(peers, view):
+                for peer in peers:
+                    self._tell(peer, lambda wire: wire.node.asked_to_prepare(wire, view))
+            case events.Publish(view):
+                for wire in self.wires:
+                    if wire.is_welcomed:
+                        seen = self._seen_by(wire.node.role, view)
+                        self._tell(wire, lambda wire, seen=seen: wire.node.views.commit(seen))  # type: ignore[misc]
+            case events.Expel(peer) | events.Release(peer) | events.Refuse(peer):
+                self._tell(peer, lambda wire: wire.node.ended(wire, instruction))
+            case events.Foreign(peer):
+                self._tell(peer, lambda wire: wire.cut())
+            case _:
+                pass
+
+    @staticmethod
+    def _seen_by(role: Role, view: View) -> View:
+        return view.without_workers() if role is Role.WORKER else view
+
+    def _tell(self, peer: object, do: Callable[[Wire], None]) -> None:
+        assert isinstance(peer, Wire)
+        if peer.is_open:
+            peer.to_node.append(lambda: do(peer))
+
+    # Everything that is on its way arrives.
+
+    def settle(self) -> None:
+        """Deliver until there is nothing to be delivered."""
+        while busy := [wire for wire in self.wires if wire.to_scheduler or (wire.to_node and not wire.node.is_silent)]:
+            for wire in busy:
+                while wire.to_scheduler:
+                    wire.deliver_to_scheduler()
+                while wire.to_node and not wire.node.is_silent:
+                    wire.deliver_to_node()
+
+    def wake(self, *nodes: Node) -> None:
+        """Let nodes that were silent go on, with all that came for them meanwhile."""
+        for node in nodes:
+            node.is_silent = False
+            if node.wire is not None:
+                self.feed(events.Heartbeat(node.wire))
+        self.settle()
+
+    def connect(self, node: Node) -> Wire:
+        """Connect a node, which breaks its connection to any other scheduler."""
+        if node.wire is not None:
+            node.wire.cut()
+        wire = node.wire = Wire(node, self)
+        self.wires.append(wire)
+        return wire
+
+    def register(self, node: Node, rank: int | None = None, *, is_extra: bool = False) -> Node:
+        node.rank, node.is_extra = rank, is_extra
+        wire = self.connect(node)
+        wire.to_scheduler.append(node.registration(wire))
+        self.settle()
+        return node
+
+    def rejoin(self, *nodes: Node) -> None:
+        """Have nodes come, of this cluster or another one."""
+        for node in nodes:
+            wire = self.connect(node)
+            wire.to_scheduler.append(events.Rejoin(node.returned(wire)))
+            self.settle()
+
+    def tell(self, *told: events.Event) -> None:
+        """Feed events, and let everything happen that follows."""
+        for event in told:
+            self.feed(event)
+            self.settle()
+
+    def kill(self, *nodes: Node, is_known: bool = True) -> None:
+        """Kill processes; `is_known`: the kernel of their host tells of their end."""
+        for node in nodes:
+            node.is_alive = False
+            if node.wire is not None:
+                node.wire.cut()
+        for node in nodes:
+            if is_known:
+                self.feed(events.Ended(node.incarnation))
+        self.settle()
+
+    def leave(self, node: Node) -> None:
+        node.send(events.Leave)
+        self.settle()
+
+    def drain(self, *nodes: Node) -> None:
+        for node in nodes:
+            node.is_leaving = True
+            node.send(events.Drain)
+            self.settle()
+
+    def fill(self, target: Node | int, buckets: int | None = None, *, version: int | None = None) -> None:
+        """Report that a server has what it is being filled with in the committed view, or these buckets."""
+        server = target if isinstance(target, int) else target.incarnation
+        mask = sum(each.buckets for each in self.view.groups if each.filling == server)
+        version = self.view.version if version is None else version
+        self.tell(events.Filled(version, server, mask if buckets is None else buckets))
+
+    def fill_all(self) -> None:
+        """Let all fills end, one after the other."""
+        for _ in range(20):
+            filling = {each.filling for each in self.view.groups if each.filling is not None}
+            if not filling:
+                return
+            self.fill(min(filling))
+        raise AssertionError(f"fills do not end: {self.view.groups}")
+
+    def pass_time(self, duration_s: float, *, unreachable: dict[str, tuple[int, ...]] | None = None) -> None:
+        """Let time go on: whoever is connected and not silent gives a sign of life with every heartbeat."""
+        for _ in range(round(duration_s / HEARTBEAT_S)):
+            self.now_s += HEARTBEAT_S
+            for wire in list(self.wires):
+                if wire.is_open and not wire.node.is_silent:
+                    self.feed(events.Heartbeat(wire, (unreachable or {}).get(wire.node.name, ())))
+            self.feed(events.Clock())
+            self.settle()
+
+
+def observer(name: str) -> Node:
+    return Node(name, Role.OBSERVER)
+
+
+def server(name: str) -> Node:
+    return Node(name, Role.SERVER)
+
+
+def worker(name: str) -> Node:
+    return Node(name, Role.WORKER)
+
+
+def started(
+    num_servers: int, num_workers: int = 0, *, replicas: int = 0, **options: Any
+) -> tuple[Scheduler, list[Node], list[Node]]:
+    """A scheduler whose cluster is formed, with its servers s0, s1, … and its workers w0, w1, …"""
+    scheduler = Scheduler(num_servers=num_servers, replicas=replicas, **options)
+    servers = [scheduler.register(server(f"s{number}")) for number in range(num_servers)]
+    workers = [scheduler.register(worker(f"w{number}")) for number in range(num_workers)]
+    scheduler.tell(events.Flush())
+    assert scheduler.core.phase is Phase.LEADING
+    assert all(node.member is not None for node in (*servers, *workers))
+    return scheduler, servers, workers
+
+
+def chains(view: View) -> dict[int, tuple[tuple[int, ...], int | None]]:
+    """The chain of each bucket: its members, and who is being filled."""
+    return {
+        bucket: (group.members, group.filling)
+        for group in view.groups
+        for bucket in range(group.buckets.bit_length())
+        if group.buckets >> bucket & 1
+    }
+
+
+def holders(view: View, node: Node) -> int:
+    """The buckets of whose chain a node is a member."""
+    return sum(group.buckets for group in view.groups if node.incarnation in group.members)
+
+
+def group(*members: int, filling: int | None = None, buckets: int = 1) -> ChainGroup:
+    return ChainGroup(members, filling, buckets)
