@@ -37,6 +37,17 @@ def test_nothing_promised_is_broken(first: int) -> None:
     assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 1000
 
 
+def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
+    """Found by these seeds: a fill waited for an iteration, and the iteration for what was to be filled."""
+    for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(60)):
+        settings = Settings.draw(Random(seed))
+        if settings.replicas:
+            cluster = Cluster(seed, settings=replace(settings, min_replicas=1))
+            outcome = cluster.run()
+            num_left = sum(server.is_alive for server in cluster.servers)
+            assert outcome.violation is None or num_left == 1, f"seed {seed}: {outcome.violation}"
+
+
 def test_every_kind_of_fault_fires() -> None:
     fired: Counter[str] = Counter()
     for seed in SEEDS:

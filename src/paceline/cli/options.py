@@ -34,6 +34,14 @@ Replicas = Annotated[int, typer.Option(min=0, help="How many servers may die wit
 OptionalReplicas = Annotated[
     int | None, typer.Option(min=0, help="How many servers may die without loss: copies of every row; default 0.")
 ]
+OptionalMinReplicas = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Acknowledge a push only when so many replicas have it: while a server that died is not replaced, pushes "
+        "wait instead of being on fewer servers; default 0.",
+    ),
+]
 TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
 TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
 TLSCa = Annotated[Path | None, typer.Option("--tls-ca", help="Certificate that the others' are signed by (PEM).")]

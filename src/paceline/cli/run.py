@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from . import options
+
 CONTEXT = {
     "allow_interspersed_args": False,  # what follows the script is the script's
     "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") or "_" in name else name,
@@ -47,6 +49,7 @@ def run(
             "0. mirrored, central-storage: replicas in the process; default one per device."
         ),
     ] = None,
+    min_replicas: options.OptionalMinReplicas = None,
     heartbeat_timeout: Annotated[
         float | None,
         typer.Option(
@@ -99,6 +102,7 @@ def run(
             consistency=consistency,
             stale=stale,
             replicas=replicas,
+            min_replicas=min_replicas,
             heartbeat_timeout_s=heartbeat_timeout,
             threads=threads,
             log_dir=log_dir,

@@ -42,6 +42,7 @@ def train(
         str | None, typer.Option(help="Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
     ] = None,
     replicas: options.OptionalReplicas = None,
+    min_replicas: options.OptionalMinReplicas = None,
     update: Annotated[str, typer.Option(help="ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.")] = "ftrl",
     lr: Annotated[float | None, typer.Option(help="Learning rate (FTRL: alpha); default depends on --update.")] = None,
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
@@ -101,6 +102,7 @@ def train(
         "--consistency": consistency,
         "--stale": stale,
         "--replicas": replicas,
+        "--min-replicas": min_replicas,
         "--heartbeat-timeout": heartbeat_timeout,
     }
     plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots, save)
@@ -130,6 +132,7 @@ def train(
         consistency=parse_consistency(consistency or "bounded:4"),
         stale=parse_stale_policy(stale or "accept"),
         replicas=replicas or 0,
+        min_replicas=min_replicas or 0,
         auto_resume=auto_resume,
         scheduler=scheduler,
         token=None if scheduler is None else options.find_token(token_file),

@@ -31,7 +31,8 @@ _LOOK_S = 0.5
 class RunServers:
     """What this machine runs of a cluster whose workers are the ranks. Use it as a context manager.
 
-    Whatever the servers hold is on `replicas` servers more than one. That a process died and was replaced is said on
+    Whatever the servers hold is on `replicas` servers more than one, and on `min_replicas` of them when it is
+    acknowledged. That a process died and was replaced is said on
     standard error, by whoever asks for the `failure` or waits here.
     """
 
@@ -46,6 +47,7 @@ class RunServers:
         token: str,
         share: Share | None,
         heartbeat_timeout_s: float,
+        min_replicas: int = 0,
         on_compile: Callable[[str], None] | None = None,
     ) -> None:
         self._num_workers = workers
@@ -67,6 +69,7 @@ class RunServers:
             consistency=consistency,
             stale=stale,
             replicas=replicas,
+            min_replicas=min_replicas,
             token=token,
             share=share,
             heartbeat_timeout_s=heartbeat_timeout_s,

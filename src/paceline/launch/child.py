@@ -63,6 +63,7 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             consistency=parse_consistency(options["consistency"]),
             stale=parse_stale_policy(options["stale"]),
             replicas=options["replicas"],
+            min_replicas=options["min_replicas"],
             heartbeat_timeout_s=options["heartbeat_timeout_s"],
             on_ready=announce,
             on_note=lambda text: print(f"paceline scheduler: {text}", file=sys.stderr, flush=True),

@@ -61,7 +61,8 @@ class LocalCluster:
 
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
     A scheduler that dies is replaced by another one, which learns from the nodes what it knew.
-    With `replicas` every row is on so many more servers, and a server that dies is replaced too.
+    With `replicas` every row is on so many more servers, and a server that dies is replaced too. A push is acknowledged
+    when at least `min_replicas` of them have it.
     With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
     machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
     `on_replaced` is told the name and the exit status of every process that is replaced, in a thread, before the other
@@ -76,6 +77,7 @@ class LocalCluster:
         consistency: Consistency | None = None,
         stale: StalePolicy | None = None,
         replicas: int = 0,
+        min_replicas: int = 0,
         heartbeat_timeout_s: float = 10.0,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
@@ -86,7 +88,7 @@ class LocalCluster:
     ) -> None:
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
-        check_replicas(replicas, servers)
+        check_replicas(replicas, servers, min_replicas)
         self.consistency: Consistency = Eventual() if consistency is None else consistency
         stale = Accept() if stale is None else stale
         check_stale_policy(self.consistency, stale)
@@ -118,6 +120,7 @@ class LocalCluster:
                     "consistency": str(self.consistency),
                     "stale": str(stale),
                     "replicas": replicas,
+                    "min_replicas": min_replicas,
                     "heartbeat_timeout_s": heartbeat_timeout_s,
                     "scratch": str(self.scratch),
                     "replaces": False,
@@ -398,6 +401,7 @@ def local_cluster(
     consistency: Consistency | None = None,
     stale: StalePolicy | None = None,
     replicas: int = 0,
+    min_replicas: int = 0,
     heartbeat_timeout_s: float = 10.0,
     tls: TLS | None = None,
 ) -> LocalCluster:
@@ -405,7 +409,9 @@ def local_cluster(
 
     `servers` processes hold the tables; iterations count `workers` clients, under `consistency` (default
     ``Eventual()``), with `stale` gradients treated as the policy says. Every row is on `replicas` servers more than
-    one, and so many may die without loss. A member that gives no sign of life for `heartbeat_timeout_s` counts as dead.
+    one, and so many may die without loss. A push is acknowledged when at least `min_replicas` of them have it; while
+    fewer are there it waits, and fails with ``DeadlineError`` after the client's time-out. A member that gives no sign
+    of life for `heartbeat_timeout_s` counts as dead.
     """
     return LocalCluster(
         servers=servers,
@@ -413,6 +419,7 @@ def local_cluster(
         consistency=consistency,
         stale=stale,
         replicas=replicas,
+        min_replicas=min_replicas,
         heartbeat_timeout_s=heartbeat_timeout_s,
         tls=tls,
     )

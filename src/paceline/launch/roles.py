@@ -53,12 +53,17 @@ def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:
         )
 
 
-def check_replicas(replicas: int, servers: int) -> None:
-    """Raise UsageError unless there are servers enough for so many replicas."""
+def check_replicas(replicas: int, servers: int, min_replicas: int = 0) -> None:
+    """Raise UsageError unless there are servers enough for so many replicas, and replicas for the acknowledgements."""
     if not 0 <= replicas < servers:
         raise UsageError(
             f"replicas={replicas} with {servers} server(s): a row is on one server and on so many others, so there "
             f"must be at least {max(replicas, 0) + 1} servers"
+        )
+    if not 0 <= min_replicas <= replicas:
+        raise UsageError(
+            f"min_replicas={min_replicas} with replicas={replicas}: a push is acknowledged when so many replicas have "
+            f"it: expected 0 to {replicas}"
         )
 
 
@@ -72,6 +77,7 @@ def run_scheduler(
     consistency: Consistency | None = None,
     stale: StalePolicy | None = None,
     replicas: int = 0,
+    min_replicas: int = 0,
     heartbeat_timeout_s: float = 10.0,
     on_ready: Callable[[Endpoint], None],
     on_note: Callable[[str], None] = lambda text: None,
@@ -87,7 +93,7 @@ def run_scheduler(
     whoever runs the cluster should know, `on_loss` with what is lost. Raises PeerError if another one takes over.
     """
 
-    check_replicas(replicas, num_servers)
+    check_replicas(replicas, num_servers, min_replicas)
 
     async def serve(stop: asyncio.Event) -> None:
         scheduler = Scheduler(
@@ -96,6 +102,7 @@ def run_scheduler(
             consistency=Eventual() if consistency is None else consistency,
             stale=Accept() if stale is None else stale,
             replicas=replicas,
+            min_replicas=min_replicas,
             heartbeat_timeout_s=heartbeat_timeout_s,
             replaces=replaces,
             accepts_minority=accepts_minority,
@@ -192,6 +199,7 @@ def run_server(
                 stale=parse_stale_policy(settings.stale),
                 expected_workers=settings.num_workers,
                 replicas=settings.replicas,
+                min_replicas=settings.min_replicas,
                 transport=transport,
                 on_filled=link.tell,
             )

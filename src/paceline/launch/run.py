@@ -59,6 +59,7 @@ class RunOptions:
     consistency: str | None = None
     stale: str | None = None
     replicas: int | None = None
+    min_replicas: int | None = None
     heartbeat_timeout_s: float | None = None
     threads: int | None = None
     log_dir: Path | None = None
@@ -94,7 +95,7 @@ def run_script(options: RunOptions) -> int:
     choice = setup.choice
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
-        check_replicas(choice.server_replicas, choice.servers)
+        check_replicas(choice.server_replicas, choice.servers, options.min_replicas or 0)
     else:
         _check_no_servers(options, choice.name)
     if options.log_dir is not None:
@@ -114,6 +115,7 @@ def run_script(options: RunOptions) -> int:
                         consistency=choice.consistency,
                         stale=stale,
                         replicas=choice.server_replicas,
+                        min_replicas=options.min_replicas or 0,
                         token=setup.token,
                         share=setup.share,
                         heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
@@ -188,7 +190,11 @@ def _check_script(options: RunOptions) -> None:
 
 
 def _check_no_servers(options: RunOptions, strategy: str) -> None:
-    given = {"--stale": options.stale, "--heartbeat-timeout": options.heartbeat_timeout_s}
+    given = {
+        "--stale": options.stale,
+        "--min-replicas": options.min_replicas,
+        "--heartbeat-timeout": options.heartbeat_timeout_s,
+    }
     for name, value in given.items():
         if value is not None:
             shown = f"{value:g}" if isinstance(value, float) else value

@@ -11,6 +11,9 @@ keep their pushes until they are safe, and send them again; each says `Synced` b
 is completed or read. Under bounded delay too nothing may be read until then, for a worker's tick may have come before
 the pushes that it stands for: there a server holds the :class:`Takeover` alone.
 
+While a chain is shorter than the cluster's `min_replicas` asks for, what it completes counts as in the chain, but not
+as safe: reads of the next iteration wait, and workers keep their pushes, until it is long enough again.
+
 Workers keep pushes only while some server is behind a primary. So the first server that is filled behind this one is
 reported to have a bucket only when all that is here alone is kept: until then nobody else may come to lead the bucket.
 
@@ -98,6 +101,7 @@ class Iterations:
         self._complete: dict[int, tuple[int, ...]] = {}  # iteration → who ticked it here, in order
         self._next = first_clock  # the first iteration that the gate has not completed
         self._unsafe: dict[int, int] = {}  # iteration → how many of its sums the chain does not have
+        self._safe = 0  # all below this were in the chains when these had replicas enough last
         self._version = 0
         self._careless: set[int] = set()  # workers that may not have heard that somebody is behind this server
         self._unkept: int | None = None  # when all have: iterations below this may be in nobody's memory but this one
@@ -110,7 +114,13 @@ class Iterations:
 
     @property
     def durable(self) -> int:
-        """All iterations below this one are complete and the whole chain has them; 0 during a takeover."""
+        """All iterations below this one are complete and a chain with replicas enough has them; 0 during a takeover."""
+        in_chain = self._in_chain
+        return min(in_chain, self._safe) if self._replication.short else in_chain
+
+    @property
+    def _in_chain(self) -> int:
+        """The same, however short the chain."""
         if not self._takeover.is_over:
             return 0
         durable = min(self._unsafe, default=self._next)
@@ -128,7 +138,12 @@ class Iterations:
 
     def may_read(self, clock: int) -> bool:
         """Whether values of iteration `clock` may be read, as far as it depends on this: its gate must be open too."""
-        return self._takeover.is_over and self.durable >= clock
+        if not self._takeover.is_over:
+            return False
+        if self.durable >= clock:
+            return True
+        # Rule 7: a chain is short until a fill is reported, and that may have to wait for iterations: they go on.
+        return self._unkept is not None and clock < self._unkept and self._in_chain >= clock
 
     def may_report(self, buckets: int) -> bool:
         """Whether the scheduler may be told that the server behind this one has these buckets.
@@ -138,7 +153,7 @@ class Iterations:
         if not buckets & self._replication.primary:
             return True
         # Rule 5: what was pushed before its sender knew that it had to keep it is in the chain first.
-        return self._unkept is not None and self.durable >= self._unkept
+        return self._unkept is not None and self._in_chain >= self._unkept
 
     def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
         """Say for which of `buckets` (all led here) a push of a worker is new, and count it as kept in memory.
@@ -158,13 +173,16 @@ class Iterations:
         self._complete[iteration] = workers
         if len(self._complete) > _KEPT_ITERATIONS:
             del self._complete[next(iter(self._complete))]
-        return self._sum(iteration) if self._takeover.is_over else []
+        sums = self._sum(iteration) if self._takeover.is_over else []
+        self._note_safe()
+        return sums
 
     def acknowledged(self, iteration: int) -> None:
         """Note that the whole chain has a sum of an iteration; for each Sum it comes once."""
         self._unsafe[iteration] -= 1
         if not self._unsafe[iteration]:
             del self._unsafe[iteration]
+        self._note_safe()
 
     def lead(self, version: int, buckets: int, workers: Collection[int], behind: Collection[int] = ()) -> list[Sum]:
         """Note which buckets this server leads from `version` on, and what workers there are: see :class:`Takeover`.
@@ -183,6 +201,9 @@ class Iterations:
             self._parts.release(before & ~buckets)
         if buckets & ~before:
             self._parts.adopt(buckets & ~before, ())
+        if buckets & ~before & self._replication.short:  # what the one before had withheld is not known here
+            self._safe = 0
+        self._note_safe()
         was_over = self._takeover.is_over
         # Rule 2: what was on its way to the primary before comes again, before anything here is completed or read.
         self._takeover.lead(version, buckets, {*workers, *behind})
@@ -196,6 +217,10 @@ class Iterations:
             self._careless.discard(worker)
             self._look_at_workers()
         return [] if was_over else self._settle()
+
+    def _note_safe(self) -> None:
+        if not self._replication.short:
+            self._safe = max(self._safe, self._in_chain)
 
     def forget(self, worker: int, clock: int) -> None:
         """Note that a worker finishes, or leaves, at `clock`: what it pushed for iterations from then on is dropped."""

@@ -7,7 +7,9 @@ or forget it.
 
 What is promised: a push is acknowledged when every member of its buckets' chains has it; each applies it once, however
 often and along whatever way it comes; a server that is no member of a chain any more takes part in nothing that can be
-acknowledged, since the version of every message is compared with its map.
+acknowledged, since the version of every message is compared with its map. With `min_replicas` a primary *withholds* its
+acknowledgement while a chain is shorter: the push is applied and on every server of the chain, and the client hears of
+it when the chain is long enough again.
 
 Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability"; the map and
 its versions as in PacificA (Lin et al. 2008); OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server",
@@ -20,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from paceline.protocol.buckets import count
+from paceline.protocol.buckets import buckets_in, count
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.delivery import Delivery
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
@@ -132,6 +134,13 @@ class Acknowledge:
 
 
 @dataclass(frozen=True, slots=True)
+class Withhold:
+    """This server and all behind have this, but too few of them: the answer waits for a Change, or for `give_up`."""
+
+    token: object
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """Tell the client that its map is old: it takes the new one and sends the push again. The token is done with."""
 
@@ -216,13 +225,30 @@ class Ready:
 
 Event: TypeAlias = Change | Push | Forwarded | Acknowledged | LinkUp | LinkDown | Confirmed | StateReceived
 Instruction: TypeAlias = (
-    Apply | Forward | Acknowledge | Refuse | Forget | Retry | Load | Drop | Hold | Lead | Links | Report | Ready
+    Apply
+    | Forward
+    | Acknowledge
+    | Withhold
+    | Refuse
+    | Forget
+    | Retry
+    | Load
+    | Drop
+    | Hold
+    | Lead
+    | Links
+    | Report
+    | Ready
 )
 
 _ENDS: Final = {"acknowledged": "Acknowledge", "refused": "Refuse", "forgotten": "Forget"}
+_WITHHOLDING: Final = {
+    "pending": ("Acknowledged", "LinkUp", "Change"),
+    "left": ("Acknowledged", "Change", "LinkUp", "Push"),
+}
 PUSH: Final = StateTable(
     "a push at one server",
-    ("early", "pending", "left", *_ENDS),
+    ("early", "pending", "left", "withheld", *_ENDS),
     (
         Transition(OUTSIDE, "Push", "early", when="newer map"),
         Transition(OUTSIDE, "Forwarded", "early", when="newer map"),
@@ -233,6 +259,7 @@ PUSH: Final = StateTable(
         Transition(OUTSIDE, "Forwarded", "acknowledged", "Acknowledge", when="nobody behind"),
         Transition(OUTSIDE, "Push", "pending", "Forward"),
         Transition(OUTSIDE, "Forwarded", "pending", "Forward"),
+        Transition(OUTSIDE, "Push", "withheld", "Withhold", when="nobody behind, too few replicas"),
         Transition("pending", "LinkUp", "pending", "Forward"),
         Transition("pending", "Change", "left", "Forward"),
         Transition("left", "Change", "left", "Forward"),
@@ -245,6 +272,14 @@ PUSH: Final = StateTable(
             for end in _ENDS
             for event in ("Acknowledged", "Change", "LinkUp", "Push", "Forwarded")
         ),
+        *(
+            Transition(state, event, "withheld", "Withhold", when="too few replicas")
+            for state, events in _WITHHOLDING.items()
+            for event in events
+        ),
+        Transition("withheld", "Change", "acknowledged", "Acknowledge", when="replicas enough"),
+        Transition("withheld", "Change", "refused", "Refuse", when="led elsewhere"),
+        Transition("withheld", "give_up", OUTSIDE),
     ),
 )
 
@@ -286,14 +321,21 @@ def _in_order(pushes: Iterable[_Pending]) -> list[_Pending]:
 class Replication:
     """The chains as the server of incarnation `me` sees them.
 
+    While a chain has fewer than `min_replicas` members besides its primary, that one withholds its acknowledgements of
+    pushes to the bucket; sums of iterations (:class:`~paceline.protocol.iterations.Iterations`) excepted.
+
     Pushes of one incarnation must come in rising order of their numbers for each bucket, repeats aside; links must keep
     the order of what is sent on them.
     """
 
-    def __init__(self, me: int) -> None:
+    def __init__(self, me: int, min_replicas: int = 0) -> None:
         self._me = me
+        self._min_replicas = min_replicas
         self._version = 0
         self._primary = 0
+        self._short = 0  # buckets of this primary whose chains have too few replicas for an acknowledgement
+        self._shortages: dict[int, int] = {}  # number of replicas → those of them that have so many
+        self._withheld: dict[_Pending, None] = {}  # pushes that the chain has, and that it is too short for
         self._filling = 0  # this server is being filled with these
         self._before: dict[int, int] = {}  # source → buckets in whose chains it is before this server
         self._behind: dict[int, int] = {}  # target → buckets in whose chains it is behind this server
@@ -338,6 +380,22 @@ class Replication:
     def has_successors(self) -> bool:
         """Whether anything has to be forwarded: if not, and the version is right, :meth:`admit` is all there is."""
         return bool(self._behind)
+
+    @property
+    def short(self) -> int:
+        """The buckets of this primary whose chains have too few replicas for an acknowledgement."""
+        return self._short
+
+    def shortage(self, buckets: int) -> tuple[int, int] | None:
+        """Return one of `buckets` whose chain is too short, and how many replicas it has; None if there is none."""
+        for num_replicas, short in sorted(self._shortages.items()):
+            if short & buckets:
+                return next(buckets_in(short & buckets)), num_replicas
+        return None
+
+    def give_up(self, token: object) -> None:
+        """Withhold the answer to this push no longer: its sender was told that its time is over."""
+        self._withheld = {push: None for push in self._withheld if push.token is not token}
 
     @property
     def num_pending(self) -> int:
@@ -470,6 +528,10 @@ class Replication:
             self._by_push[key].remove(push)
             if not self._by_push[key]:
                 del self._by_push[key]
+        # Rule 10: a chain with too few replicas acknowledges nothing to a client.
+        if push.is_ours and push.end is Acknowledge and not push.is_sum and push.buckets & self._short:
+            self._withheld[push] = None
+            return [Withhold(push.token)]
         return [push.end(push.token)]
 
     def _forward(self, push: _Pending) -> Iterator[Forward]:
@@ -516,6 +578,7 @@ class Replication:
     def _change(self, version: int, groups: tuple[ChainGroup, ...]) -> list[Instruction]:
         me = self._me
         members = filling = primary = 0
+        shortages: dict[int, int] = {}
         before: dict[int, int] = {}
         behind: dict[int, int] = {}
         fills: dict[int, int] = {}
@@ -535,6 +598,9 @@ class Replication:
                 ahead[other] = ahead.get(other, 0) | buckets
             if place == 0:
                 primary |= buckets
+                if len(group.members) <= self._min_replicas:
+                    num_replicas = len(group.members) - 1
+                    shortages[num_replicas] = shortages.get(num_replicas, 0) | buckets
                 for other in group.members[1:]:
                     after[other] = after.get(other, 0) | buckets
             else:
@@ -572,6 +638,8 @@ class Replication:
         self._reported, self._states = {}, {}  # what is on its way is of an older version: it is not taken
         instructions.append(Links(frozenset({*behind, *leaders})))
         gained, self._primary = primary & ~self._primary, primary
+        self._short, self._shortages = sum(shortages.values()), shortages
+        instructions += self._withheld_after_change()
         # Lead comes behind what is forwarded again: whoever is told to lead may push at once.
         instructions += self._pending_after_change()
         instructions += self._ready(leaders)
@@ -597,6 +665,17 @@ class Replication:
             if len(parts) > 1:
                 instructions += self._merge(list(parts))
         return instructions + self._forward_again(list(self._pending))
+
+    def _withheld_after_change(self) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        for push in list(self._withheld):
+            if push.buckets & ~self._primary:
+                push.end = Refuse  # who leads its buckets now knows it, and acknowledges it to who sends it again
+            elif push.buckets & self._short:
+                continue
+            del self._withheld[push]
+            instructions.append(push.end(push.token))
+        return instructions
 
     def _merge(self, parts: list[_Pending]) -> list[Instruction]:
         """Keep of one push each bucket once, if its sender does not wait for it."""
@@ -675,6 +754,10 @@ class Replication:
         for target, fills in self._fills.items():
             assert not self._sent[target] & ~fills
             assert not self._confirmed[target] & ~self._sent[target]
+        assert not self._short & ~self._primary
+        for push in self._withheld:
+            assert push.buckets & self._short, "an answer is withheld for nothing"
+            assert push.is_ours, "an answer to a server is withheld"
         for push in self._pending:
             assert push.waiting, "a push waits for nobody"
             assert all(self._by_number[number] is push for number, _ in push.waiting.values())

@@ -45,8 +45,9 @@ class Gatekeeper:
     `on_complete` is called with each iteration that is complete under sequential consistency, and who ticked it;
     `on_stop` with a worker that retires or leaves, and its clock;
     `may_read` says whether, the gate apart, values of an iteration may be read (a chain may not have all of it yet);
-    `first_clock` where a worker that joins begins at least, `awaited` which workers a takeover waits for; `on_begin` is
-    called with the clock at which a server that joins a running cluster begins.
+    `first_clock` where a worker that joins begins at least, `awaited` which workers a takeover waits for, `shortage` in
+    words a bucket with too few replicas, if there is one; `on_begin` is called with the clock at which a server that
+    joins a running cluster begins.
 
     `gate`, `counted`, `ranks` and `buffer` are for the server to look at, in every frame; only the gatekeeper changes
     who is in them.
@@ -65,6 +66,7 @@ class Gatekeeper:
         on_begin: Callable[[int], None],
         first_clock: Callable[[], int],
         awaited: Callable[[], Collection[int]],
+        shortage: Callable[[], str],
     ) -> None:
         self._tables = tables
         self._answer = answer
@@ -74,6 +76,7 @@ class Gatekeeper:
         self._on_begin = on_begin
         self._first_clock = first_clock
         self._awaited = awaited
+        self._shortage = shortage
         self.gate = Gate(consistency, expected_workers)
         self.ranks: dict[int, int] = {}
         """Incarnation → rank of workers that have joined the iterations."""
@@ -203,7 +206,7 @@ class Gatekeeper:
 
     def hold(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
         """Have a read wait until the gate is open for iteration `clock`, or its deadline has passed."""
-        held = HeldRead(peer, header, selection.copy(), clock, flags, time.monotonic() + _timeout_s(peer))
+        held = HeldRead(peer, header, selection.copy(), clock, flags, time.monotonic() + timeout_s(peer))
         self._held.add(held)
         self._obey(self.gate.handle(clocks.Ask(peer.hello.incarnation, clock, held)))
         if self._expiry is None:
@@ -261,12 +264,12 @@ class Gatekeeper:
         late = [f"worker {self.ranks.get(worker, worker)}" for worker in self.gate.lagging(held.clock)]
         late += [f"worker {self.ranks.get(worker, worker)}" for worker in self._awaited() if worker in self.ranks]
         if not late and self.gate.is_open(held.clock) and not self._may_read(held.clock):
-            late.append("the servers that replicate this one")
+            late.append(self._shortage() or "the servers that replicate this one")
         missing = self.gate.num_missing
         if missing:
             late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")
         return DeadlineError(
-            f"{name_of(held.peer)} waited {_timeout_s(held.peer):g} s to begin iteration {held.clock} under "
+            f"{name_of(held.peer)} waited {timeout_s(held.peer):g} s to begin iteration {held.clock} under "
             f"{self.gate.consistency} consistency: server {self._tables.rank} still awaits {' and '.join(late)}"
         )
 
@@ -276,5 +279,6 @@ def name_of(peer: Peer) -> str:
     return f"{peer.hello.role} {peer.hello.rank}"
 
 
-def _timeout_s(peer: Peer) -> float:
+def timeout_s(peer: Peer) -> float:
+    """Return how long a peer waits for an answer."""
     return int(peer.hello.extra.get("timeout_ms", 60_000)) / 1000.0

@@ -230,6 +230,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tells this cluster from others that were at the scheduler's address before."""
     replicas: int = 0
     """How many servers may die without loss."""
+    min_replicas: int = 0
+    """How many servers besides the primary must have a push before it is acknowledged."""
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -583,7 +585,7 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     bytes_out: int
     resident_bytes: int
     held: int
-    """Requests that wait at the gate now."""
+    """Requests that wait now, at the gate or for a replica."""
 
 
 # Between servers.

@@ -29,6 +29,7 @@ from paceline.ps.parts import Selection
 from paceline.ps.pushes import ChainPush, Piece, apply, pack, unpack
 from paceline.ps.server_tables import ServerTable, ServerTables
 from paceline.ps.tables import make_part
+from paceline.ps.withheld import WithheldPushes
 from paceline.transport import Endpoint, Header, Hello, Kind, Peer, Transport, error_of
 
 _FILL_PAUSE = 4.0  # times the time that a bucket took
@@ -68,6 +69,7 @@ class Replicator:
         on_refused: Callable[[ChainPush], None],
         on_filled: Callable[[messages.Filled], None],
         may_report: Callable[[Buckets], bool],
+        min_replicas: int = 0,
     ) -> None:
         self._tables = tables
         self._gatekeeper = gatekeeper
@@ -76,6 +78,8 @@ class Replicator:
         self._on_refused = on_refused
         self._on_filled = on_filled
         self._may_report = may_report
+        self._min_replicas = min_replicas
+        self._withheld = WithheldPushes(tables, min_replicas)
         self._reports: dict[int, replication.Report] = {}  # by target: those that wait
         self._links: ChainLinks | None = None
         if transport is not None:
@@ -91,7 +95,7 @@ class Replicator:
     def joined(self, hello: Hello, heartbeat_s: float) -> None:
         """Take note of who we are, and watch the links at every heartbeat; before the first map."""
         self._hello = hello
-        self.rules = Replication(hello.incarnation)
+        self.rules = Replication(hello.incarnation, self._min_replicas)
         if self._links is not None:
             self._links.watch(heartbeat_s)
 
@@ -105,8 +109,19 @@ class Replicator:
         """The servers behind this one, by incarnation, that it cannot reach; may be read in any thread."""
         return () if self._links is None else self._links.unreachable
 
+    @property
+    def num_withheld(self) -> int:
+        """How many pushes of clients wait until their chains have replicas enough."""
+        return len(self._withheld)
+
+    @property
+    def shortage(self) -> str:
+        """In words, a bucket of this primary with too few replicas to acknowledge anything; empty if there is none."""
+        return self._withheld.shortage(self.rules, self.rules.primary)
+
     def close(self) -> None:
         """Close the connections to other servers."""
+        self._withheld.close()
         if self._links is not None:
             self._links.close()
 
@@ -123,7 +138,8 @@ class Replicator:
         self._obey(self.rules.handle(replication.Change(cluster.version, cluster.chain_groups())))
 
     def disconnected(self, peer: Peer) -> None:
-        """Forget a connection of a server before this one."""
+        """Forget a connection: of a server before this one, or of a client whose pushes are not answered."""
+        self._withheld.disconnected(peer, self.rules)
         if self._sources.get(peer.hello.incarnation) is peer:
             del self._sources[peer.hello.incarnation]
 
@@ -147,8 +163,12 @@ class Replicator:
                 case replication.Forward(token, target, number, buckets):
                     self._forward(_as_push(token), target, number, buckets)
                 case replication.Acknowledge(token):
+                    self._withheld.release(_as_push(token))
                     self._acknowledge(_as_push(token))
+                case replication.Withhold(token):
+                    self._withheld.hold(_as_push(token), self.rules)
                 case replication.Refuse(token):
+                    self._withheld.release(_as_push(token))
                     self._on_refused(_as_push(token))
                 case replication.Load(token, bucket):
                     assert isinstance(token, _State)

@@ -77,7 +77,8 @@ class Server(Handler):
     """The tables of one server, its place in the chains, and the gate in front of them.
 
     Arguments: `consistency` and `stale`, the cluster's; `expected_workers`, how many must have joined before the first
-    iteration can complete; `replicas`, how many servers may die without loss; `transport`, for connections to other
+    iteration can complete; `replicas`, how many servers may die without loss; `min_replicas`,
+    how many must have a push before it is acknowledged; `transport`, for connections to other
     servers, which a lone one does not need; `on_filled`, called with what the scheduler must hear.
     """
 
@@ -88,6 +89,7 @@ class Server(Handler):
         stale: StalePolicy | None = None,
         expected_workers: int = 1,
         replicas: int = 0,
+        min_replicas: int = 0,
         transport: Transport | None = None,
         on_filled: Callable[[messages.Filled], None] = lambda filled: None,
     ) -> None:
@@ -103,6 +105,7 @@ class Server(Handler):
             on_stop=self._worker_stops,
             may_read=self._may_read,
             awaited=self._awaited,
+            shortage=lambda: self._replicator.shortage,
         )
         self._counted = self._gatekeeper.counted
         self._ranks = self._gatekeeper.ranks
@@ -117,6 +120,7 @@ class Server(Handler):
             on_refused=self._push_refused,
             on_filled=on_filled,
             may_report=self._may_report,
+            min_replicas=min_replicas,
         )
         self._rules = self._replicator.rules
         self._iterations: Iterations | None = None
@@ -462,7 +466,7 @@ class Server(Handler):
             self._gatekeeper.check_member(peer)  # the filter has forgotten those that are gone
         if counts and self._iterations is not None:
             self._keep_for_iteration(peer, header, table, selection, grads)
-        elif self._rules.has_successors:
+        elif self._rules.has_successors or self._rules.short:
             self._push_down(peer, header, table, selection, grads)
             return
         else:

@@ -185,5 +185,5 @@ class ServerControl:
             bytes_in=bytes_in,
             bytes_out=bytes_out,
             resident_bytes=psutil.Process().memory_info().rss,
-            held=self._gatekeeper.num_held,
+            held=self._gatekeeper.num_held + self._replicator.num_withheld,
         )

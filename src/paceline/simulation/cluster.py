@@ -40,6 +40,7 @@ class Settings:
     epochs: int
     iterations_per_shard: tuple[int, ...]
     think_s: tuple[float, float]
+    min_replicas: int = 0
 
     @property
     def all_buckets(self) -> int:
@@ -130,7 +131,7 @@ class Cluster:
 
     def make_replication(self, incarnation: int) -> Replication:
         """A server's machine."""
-        return self.replication_type(incarnation)
+        return self.replication_type(incarnation, self.settings.min_replicas)
 
     def make_iterations(self, replication: Replication, first_clock: int) -> Iterations:
         """A server's machine under sequential consistency."""

@@ -51,8 +51,8 @@ def gate_type(defect: Defect | None) -> type[Gate]:
 
 
 class _EarlyReplication(Replication):
-    def __init__(self, me: int) -> None:
-        super().__init__(me)
+    def __init__(self, me: int, min_replicas: int = 0) -> None:
+        super().__init__(me, min_replicas)
         self._over: set[int] = set()
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -74,8 +74,8 @@ class _OpenDelivery(Delivery):
 
 
 class _OpenReplication(Replication):
-    def __init__(self, me: int) -> None:
-        super().__init__(me)
+    def __init__(self, me: int, min_replicas: int = 0) -> None:
+        super().__init__(me, min_replicas)
         self._filter = _OpenDelivery(0)
 
 

@@ -34,6 +34,7 @@ class ServerNode:
             stale=cluster.stale,
             expected_workers=cluster.num_workers,
             replicas=cluster.replicas,
+            min_replicas=cluster.min_replicas,
             transport=cluster.transport,
             on_filled=lambda filled: self.link.tell(filled),
         )
@@ -105,6 +106,7 @@ class Cluster:
         consistency: Consistency | None = None,
         stale: StalePolicy | None = None,
         replicas: int = 0,
+        min_replicas: int = 0,
         expected_servers: int | None = None,
         heartbeat_timeout_s: float = 30.0,
         transport: Transport | None = None,
@@ -113,6 +115,7 @@ class Cluster:
         self.stale: StalePolicy = Accept() if stale is None else stale
         self.num_workers = workers
         self.replicas = replicas
+        self.min_replicas = min_replicas
         self.transport = SocketTransport(TOKEN) if transport is None else transport
         self.scheduler = Scheduler(
             num_servers=servers if expected_servers is None else expected_servers,
@@ -120,6 +123,7 @@ class Cluster:
             consistency=self.consistency,
             stale=self.stale,
             replicas=replicas,
+            min_replicas=min_replicas,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
         self._stack = ExitStack()

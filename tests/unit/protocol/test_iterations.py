@@ -293,3 +293,25 @@ def test_a_takeover_alone() -> None:
     assert takeover.is_over
     takeover.lead(4, 0b01, (7,))
     assert takeover.is_over
+
+
+def test_what_a_short_chain_completes_is_safe_when_it_is_long_enough_again() -> None:
+    replication = Replication(A, min_replicas=1)
+    iterations = Iterations(replication)
+    change(replication, 1, ChainGroup((A, B), None, ALL))
+    iterations.lead(1, ALL, ())
+    push_sums(replication, iterations, iterations.complete(0, (1,)))
+    replication.handle(Acknowledged(B, 1))
+    iterations.acknowledged(0)
+    assert iterations.durable == 1
+    change(replication, 2, ChainGroup((A,), C, ALL))
+    iterations.lead(2, ALL, (1,))
+    iterations.synced(1, 2)
+    push_sums(replication, iterations, iterations.complete(1, (1,)))
+    assert iterations.durable == 1
+    assert not iterations.may_read(2)
+    assert iterations.may_report(ALL)  # or the chain would never be longer
+    change(replication, 3, ChainGroup((A, C), None, ALL))
+    iterations.lead(3, ALL, (1,))
+    assert iterations.durable == 2
+    assert iterations.may_read(2)

@@ -29,6 +29,7 @@ from paceline.protocol.replication import (
     Report,
     Retry,
     StateReceived,
+    Withhold,
 )
 
 A, B, C = 1, 2, 3
@@ -361,3 +362,44 @@ def test_waiting_for_a_repetition_is_not_waiting_for_other_buckets(merged: bool)
     if merged:
         assert handle(middle, Push("client", 9, 0, 2, 0b10)) == [Forget("old"), Forward("client", C, 4, 0b10)]
     assert handle(middle, Acknowledged(C, 3)) == [Acknowledge("new")]
+
+
+def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
+    first = Replication(A, min_replicas=1)
+    handle(first, change(1, ((A, B), None, 0b01), ((A,), C, 0b10)))
+    assert first.short == 0b10
+    assert first.shortage(0b11) == (1, 0)
+    assert first.shortage(0b01) is None
+    assert handle(first, Push("short", 9, 0, 1, 0b10)) == [Apply("short", 0b10), Withhold("short")]
+    handle(first, Push("whole", 9, 1, 1, 0b01))
+    assert handle(first, Acknowledged(B, 1)) == [Acknowledge("whole")]
+    handle(first, Push("both", 9, 2, 1, 0b11))
+    assert handle(first, Acknowledged(B, 2)) == [Withhold("both")]
+    # What was pushed before is in the bucket that C is filled with: once C is a member, C has it.
+    instructions = handle(first, change(2, ((A, B), None, 0b01), ((A, C), None, 0b10)))
+    assert only(Acknowledge, instructions) == [Acknowledge("short"), Acknowledge("both")]
+    assert first.short == 0
+
+
+def test_a_replica_that_dies_leaves_a_push_without_an_answer_until_there_is_another() -> None:
+    first = Replication(A, min_replicas=1)
+    handle(first, change(1, ((A, B), None, 0b1)))
+    handle(first, Push("push", 9, 0, 1, 0b1))
+    assert only(Withhold, handle(first, change(2, ((A,), None, 0b1)))) == [Withhold("push")]
+    assert only(Withhold, handle(first, Push("again", 9, 0, 2, 0b1))) == [Withhold("again")]
+    first.give_up("push")
+    assert only(Acknowledge, handle(first, change(3, ((A, C), None, 0b1)))) == [Acknowledge("again")]
+
+
+def test_who_sent_a_withheld_push_asks_the_server_that_leads_its_bucket_now() -> None:
+    first = Replication(A, min_replicas=1)
+    handle(first, change(1, ((A,), B, 0b1)))
+    handle(first, Push("push", 9, 0, 1, 0b1))
+    assert only(Refuse, handle(first, change(2, ((B, A), None, 0b1)))) == [Refuse("push")]
+
+
+def test_a_server_behind_and_a_sum_are_answered_however_short_the_chain() -> None:
+    last = Replication(B, min_replicas=2)
+    handle(last, change(1, ((A, B), None, 0b01), ((B,), None, 0b10)))
+    assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b01)) == [Apply("copy", 0b01), Acknowledge("copy")]
+    assert handle(last, Push("sum", AGGREGATE, 1, 1, 0b10)) == [Apply("sum", 0b10), Acknowledge("sum")]

@@ -38,8 +38,9 @@ class Scheduler(Handler):
     """One scheduler.
 
     Arguments: how many servers and workers are expected (iterations begin when so many workers have joined; more may
-    join later), the `consistency` and `stale` policy, how many `replicas` there are of every bucket, and after how long
-    a silent member counts as dead.
+    join later), the `consistency` and `stale` policy, how many `replicas` there are of every bucket, how many
+    of them (`min_replicas`) a push must have for its acknowledgement, and after how long a silent member counts as
+    dead.
 
     Members of a cluster whose scheduler died may come to it: it takes their cluster over. With `replaces` it knows that
     there are some, and begins no other cluster before they have had the heartbeat's time-out to come; with
@@ -55,6 +56,7 @@ class Scheduler(Handler):
         consistency: Consistency,
         stale: StalePolicy,
         replicas: int = 0,
+        min_replicas: int = 0,
         heartbeat_timeout_s: float = 10.0,
         replaces: bool = False,
         accepts_minority: bool = False,
@@ -72,6 +74,7 @@ class Scheduler(Handler):
             num_servers=num_servers,
             num_workers=num_workers,
             replicas=replicas,
+            min_replicas=min_replicas,
             cluster=secrets.token_hex(8),
         )
         self.core = SchedulerCore(
@@ -250,7 +253,7 @@ class Scheduler(Handler):
 
     def _has_settings(self, settings: messages.Settings) -> bool:
         """Return whether a cluster that may be taken over has the settings of this one; say so if not."""
-        for name in ("consistency", "stale", "num_servers", "num_workers", "replicas"):
+        for name in ("consistency", "stale", "num_servers", "num_workers", "replicas", "min_replicas"):
             ours, theirs = getattr(self._settings, name), getattr(settings, name)
             if ours != theirs:
                 if settings.cluster not in self._other_clusters:

@@ -28,24 +28,31 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
     return Client(SocketTransport(told.token), told.scheduler, rank=rank, timeout_s=timeout.total_seconds())
 
 
-def check_cluster(client: Client, name: str, consistency: Consistency | None, replicas: int | None) -> None:
+def check_cluster(
+    client: Client, name: str, consistency: Consistency | None, replicas: int | None, min_replicas: int | None = None
+) -> None:
     """Raise UsageError unless the servers are as strategy `name` was told that they are; None: however they are.
 
-    They may have more `replicas`. How sequential consistency joins the ranks' gradients is left aside.
+    They may have more `replicas` and `min_replicas`. How sequential consistency joins the ranks' gradients is left
+    aside.
     """
-    if replicas is not None and replicas < 0:
-        raise UsageError(f"rank {client.rank}: strategy {name} was made with replicas={replicas}: expected 0 or more")
+    for option, value in (("replicas", replicas), ("min_replicas", min_replicas)):
+        if value is not None and value < 0:
+            raise UsageError(f"rank {client.rank}: strategy {name} was made with {option}={value}: expected 0 or more")
     there, has = client.settings, client.consistency
     is_other = consistency is not None and (type(consistency), consistency.tau) != (type(has), has.tau)
-    if not is_other and (replicas or 0) <= there.replicas:
+    if not is_other and (replicas or 0) <= there.replicas and (min_replicas or 0) <= there.min_replicas:
         return
-    given = {"consistency": consistency, "replicas": replicas}
+    given = {"consistency": consistency, "replicas": replicas, "min_replicas": min_replicas}
     told = ", ".join(f"{option}={value}" for option, value in given.items() if value is not None)
-    copies = max(there.replicas, replicas or 0)
+    needed = max(there.min_replicas, min_replicas or 0)
+    copies = max(there.replicas, replicas or 0, needed)
     options = f"--servers {max(there.num_servers, copies + 1)}" + (f" --replicas {copies}" if copies else "")
+    options += f" --min-replicas {needed}" if needed else ""
     options += f" --consistency {consistency or has}"
+    has_min = f", min_replicas={there.min_replicas}" if needed else ""
     raise UsageError(
         f"rank {client.rank}: strategy {name} was made with {told}, and its servers were started with "
-        f"consistency={has}, replicas={there.replicas}: start the program with `paceline run --strategy {name} "
-        f"{options} SCRIPT`, or leave {' and '.join(o for o, value in given.items() if value is not None)} out"
+        f"consistency={has}, replicas={there.replicas}{has_min}: start the program with `paceline run --strategy "
+        f"{name} {options} SCRIPT`, or leave {' and '.join(o for o, value in given.items() if value is not None)} out"
     )

@@ -28,9 +28,9 @@ class Hybrid(AllReduce):
     the gradients is up to the cluster's consistency: under ``bounded:4``, which ``paceline run`` takes by default, each
     rank's are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
 
-    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency` and `replicas` as
-    :class:`~paceline.torch.strategies.parameter_server.ParameterServer` has them. A model without embeddings is trained
-    as under all-reduce, and standard error says so.
+    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
+    `min_replicas` as :class:`~paceline.torch.strategies.parameter_server.ParameterServer` has them. A model without
+    embeddings is trained as under all-reduce, and standard error says so.
 
     Raises UsageError where there are no servers: start the program with ``paceline run --strategy hybrid``.
 
@@ -46,6 +46,7 @@ class Hybrid(AllReduce):
         *,
         consistency: Consistency | None = None,
         replicas: int | None = None,
+        min_replicas: int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
         **options: Any,
@@ -54,7 +55,7 @@ class Hybrid(AllReduce):
         self._client: Client | None = None
         try:
             self._client = connect_workers(self.name, self.rank, options.get("timeout", DEFAULT_TIMEOUT))
-            check_cluster(self._client, self.name, consistency, replicas)
+            check_cluster(self._client, self.name, consistency, replicas, min_replicas)
         except BaseException:
             self.close()
             raise

@@ -59,7 +59,8 @@ class ParameterServer(Strategy):
     `timeout` is how long anything is waited for.
 
     The servers' consistency and replicas are the launcher's choice. A program that relies on them says so by
-    `consistency` (``BoundedDelay(tau=4)``) and `replicas` (so many or more), and is refused where they are not so.
+    `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (so many or more), and is refused where they
+    are not so.
 
     Raises UsageError where there are no servers: start the program with ``paceline run --strategy parameter-server``.
     """
@@ -71,6 +72,7 @@ class ParameterServer(Strategy):
         *,
         consistency: Consistency | None = None,
         replicas: int | None = None,
+        min_replicas: int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
         bucket_mb: float = 4.0,
@@ -88,7 +90,7 @@ class ParameterServer(Strategy):
             self.takes_uneven = True
             self.client = connect_workers(self.name, ranks.rank, timeout)
             try:
-                check_cluster(self.client, self.name, consistency, replicas)
+                check_cluster(self.client, self.name, consistency, replicas, min_replicas)
             except BaseException:
                 self.client.close()
                 raise

@@ -22,6 +22,7 @@ from paceline.protocol.replication import (
     Replication,
     Retry,
     StateReceived,
+    Withhold,
 )
 from paceline.protocol.transitions import OUTSIDE
 
@@ -29,26 +30,36 @@ from .watching import Watch
 
 ME, OTHERS = 1, (2, 3, 4)
 NUM_BUCKETS = 3
-ENDS = {Acknowledge: "acknowledged", Refuse: "refused", Forget: "forgotten", Retry: OUTSIDE}
+ENDS = {Acknowledge: "acknowledged", Withhold: "withheld", Refuse: "refused", Forget: "forgotten", Retry: OUTSIDE}
 
 
 class Run:
     """One server. Every push is a token, and what becomes of it is told by the instructions that name it."""
 
-    def __init__(self, random: Random, watch: Watch) -> None:
+    def __init__(self, random: Random, watch: Watch, min_replicas: int = 0) -> None:
         self.random, self.watch = random, watch
-        self.replication = Replication(ME)
-        self.states: dict[object, str] = {}  # token → early, pending or left
+        self.replication = Replication(ME, min_replicas)
+        self.states: dict[object, str] = {}  # token → early, pending, left or withheld
         self.senders: dict[int, list[int]] = {AGGREGATE: [], 8: [], 9: []}  # incarnation → the buckets of each push
-        self.weights = [scale * random.random() for scale in (0.3, 0.5, 0.5, 0.5, 0.5, 0.1)]
+        self.weights = [scale * random.random() for scale in (0.3, 0.5, 0.5, 0.5, 0.5, 0.1, 0.05)]
         self.chains: list[list[int]] = [[]] * NUM_BUCKETS
         self.forwards: dict[tuple[object, int], int] = {}  # token, target → the number that waits for an answer
         self.fills: list[tuple[int, int]] = []
         self.next_token = 0
 
     def step(self) -> None:
-        what = [self.change, self.push, self.answer, self.link, self.fill, self.state]
-        self.feed(self.random.choices(what, self.weights)[0]())
+        what = [self.change, self.push, self.answer, self.link, self.fill, self.state, self.give_up]
+        event = self.random.choices(what, self.weights)[0]()
+        if event is not None:
+            self.feed(event)
+
+    def give_up(self) -> None:
+        """Give up a push whose answer is withheld."""
+        token = next((token for token, state in self.states.items() if state == "withheld"), None)
+        if token is not None:
+            self.replication.give_up(token)
+            self.replication.validate()
+            self.watch.saw((self.states.pop(token),), "give_up", (OUTSIDE,))
 
     def feed(self, event: Event) -> None:
         """Note what becomes of each push that is here or comes by this event."""
@@ -57,7 +68,7 @@ class Run:
             if isinstance(each, Forward):
                 self.forwards[each.token, each.target] = each.number
                 told.setdefault(each.token, each)
-            elif isinstance(each, Acknowledge | Refuse | Forget | Retry):
+            elif isinstance(each, Acknowledge | Withhold | Refuse | Forget | Retry):
                 assert not isinstance(told.get(each.token), tuple(ENDS)), "two answers to one token"
                 told[each.token] = each
         self.replication.validate()
@@ -67,11 +78,11 @@ class Run:
             told_of = told.pop(token, None)
             after = self.after(before, event, told_of)
             self.watch.saw((before,), event, (after,), told_of)
-            if after in ("early", "pending", "left"):
+            if after in ("early", "pending", "left", "withheld"):
                 self.states[token] = after
         self.forwards = {each: number for each, number in self.forwards.items() if each[0] in self.states}
         assert all(isinstance(each, Forget) for each in told.values()), "told of a push that is not here"
-        assert self.replication.num_pending == len([s for s in self.states.values() if s != "early"])
+        assert self.replication.num_pending == len([s for s in self.states.values() if s in ("pending", "left")])
 
     def after(self, before: str, event: Event, told: object) -> str:
         for kind, end in ENDS.items():
@@ -158,14 +169,27 @@ def rare(run: Run) -> None:
     run.feed(Push("4 again", 9, 4, 2, 0b1))
     run.feed(Forwarded("5 again", 4, 9, 5, 2, 0b1000))
     run.feed(LinkUp(3))
-    assert all(isinstance(token, str) for token in run.states), "a push is left"
+    left = [token for token, state in run.states.items() if state != "withheld" and not isinstance(token, str)]
+    assert not left, "a push is left"
+
+
+def half_again(run: Run) -> None:
+    """Of a push that is left the buckets come again that have a replica; in the others it is too short of them."""
+    chains = tuple(ChainGroup(*each) for each in (((ME, 2), None, 0b1), ((ME,), None, 0b10)))
+    run.feed(Change(1, chains))
+    run.feed(Push("whole", 9, 0, 1, 0b11))
+    run.feed(Change(2, chains))
+    run.feed(Push("half", 9, 0, 2, 0b1))
+    assert run.states == {"whole": "withheld", "half": "pending"}
 
 
 def test_a_server_does_what_its_table_says() -> None:
     watch, random = Watch(PUSH), Random(5)
     rare(Run(random, watch))
+    rare(Run(random, watch, min_replicas=2))
+    half_again(Run(random, watch, min_replicas=1))
     for _ in range(250):
-        run = Run(random, watch)
+        run = Run(random, watch, min_replicas=random.choice((0, 0, 1, 2)))
         for _ in range(150):
             run.step()
     watch.ends()

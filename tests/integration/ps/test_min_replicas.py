@@ -1,0 +1,110 @@
+"""A cluster with ``min_replicas`` acknowledges nothing that fewer replicas have."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from paceline.errors import DeadlineError, UsageError
+from paceline.launch.roles import check_replicas
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.ps import SGD, Client
+
+from .harness import Cluster, ServerNode, wait_until
+from .test_replication import KEYS, cluster_map, is_whole
+
+ONES = -np.ones((300, 1), np.float32)
+
+
+def lose_a_server(cluster: Cluster, client: Client) -> None:
+    """Let a server die, and all that live and this client know it."""
+    cluster.nodes[1].stop()
+    wait_until(lambda: len(cluster_map(client).of_role("server")) == 1)
+
+
+def num_held(client: Client) -> int:
+    """Return how many requests wait at the servers."""
+    return sum(server.held for server in client.statistics())
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1)], ids=str)
+def test_a_push_waits_until_there_is_a_replica_again(consistency: Consistency) -> None:
+    with Cluster(servers=2, replicas=1, min_replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.push(KEYS, ONES).wait()
+        lose_a_server(cluster, observer)
+        late = table.push(KEYS, ONES)
+        waiting = threading.Thread(target=late.wait)
+        waiting.start()
+        wait_until(lambda: num_held(observer) == 1)
+        assert waiting.is_alive()
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
+        waiting.join(20.0)
+        assert not waiting.is_alive()
+        late.wait()
+        assert is_whole(observer, 2, 1)
+        cluster.nodes[0].stop()  # what was acknowledged is on the other one
+        wait_until(lambda: len(cluster_map(observer).of_role("server")) == 1)
+        assert (observer.sparse_table("w", update=SGD(lr=1.0)).pull(KEYS) == 2).all()
+
+
+def test_a_push_that_gets_no_replica_is_refused_at_its_deadline() -> None:
+    with Cluster(servers=2, replicas=1, min_replicas=1) as cluster:
+        client, observer = cluster.connect(timeout_s=0.5), cluster.connect(observer=True)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.push(KEYS, ONES).wait()
+        lose_a_server(cluster, observer)
+        expected = r"worker 0 waited 0.5 s for .* to table 'w': bucket \d+ has no replica, .* with 1 \(--min-replicas\)"
+        with pytest.raises(DeadlineError, match=expected):
+            table.push(KEYS[:1], ONES[:1]).wait()
+        assert num_held(observer) == 0
+
+
+def test_without_it_a_push_is_acknowledged_by_the_last_copy() -> None:
+    with Cluster(servers=2, replicas=1) as cluster:
+        client, observer = cluster.connect(timeout_s=5.0), cluster.connect(observer=True)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        lose_a_server(cluster, observer)
+        table.push(KEYS, ONES).wait()
+
+
+def test_under_sequential_the_next_iteration_waits_for_a_replica() -> None:
+    with Cluster(servers=2, replicas=1, min_replicas=1, consistency=Sequential()) as cluster, ExitStack() as stack:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        hasty = client.sparse_table("w", update=SGD(lr=1.0))
+        hasty.push(KEYS, ONES, tick=True).wait()
+        assert (hasty.pull(KEYS) == 1).all()
+        lose_a_server(cluster, observer)
+        hasty.push(KEYS, ONES, tick=True).wait()
+        found: list[bool] = []
+        reading = threading.Thread(target=lambda: found.append(bool((hasty.pull(KEYS) == 2).all())))
+        reading.start()
+        wait_until(lambda: num_held(observer) == 1)
+        assert not found
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
+        reading.join(20.0)
+        assert found == [True]
+        hasty.push(KEYS, ONES, tick=True).wait()
+        assert (hasty.pull(KEYS) == 3).all()
+
+
+def test_under_sequential_a_read_that_gets_no_replica_says_so() -> None:
+    with Cluster(servers=2, replicas=1, min_replicas=1, consistency=Sequential()) as cluster:
+        client, observer = cluster.connect(timeout_s=0.5), cluster.connect(observer=True)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.push(KEYS, ONES, tick=True).wait()
+        table.pull(KEYS)
+        lose_a_server(cluster, observer)
+        table.push(KEYS, ONES, tick=True).wait()
+        with pytest.raises(DeadlineError, match=r"still awaits .*bucket \d+ has no replica"):
+            table.pull(KEYS)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2])
+def test_no_more_than_there_are_replicas(wrong: int) -> None:
+    with pytest.raises(UsageError, match=f"min_replicas={wrong} with replicas=1: .* expected 0 to 1"):
+        check_replicas(1, 2, wrong)
