@@ -14,9 +14,13 @@ from typing import Any
 import msgspec
 
 from paceline.ps import messages
+from paceline.ps.bounds import TableNumber
 from paceline.ps.messages import JobMemory, KnownTable
+from paceline.transport import read_meta
 
-_decode = msgspec.msgpack.decode
+
+def _decode(meta: bytes, kind: Any) -> Any:
+    return read_meta(meta, kind, "an answer of the scheduler")
 
 
 class Account:
@@ -139,34 +143,34 @@ class Memory:
         with self._lock:
             match message:
                 case messages.TakeLease(job=job) if job == self._working:
-                    lease = _decode(meta, type=messages.Lease)
+                    lease = _decode(meta, messages.Lease)
                     if lease.lease >= 0:
                         self._leases[lease.lease] = lease
                         self._last_lease = max(self._last_lease, lease.lease)
                 case messages.GetJob():
-                    number = _decode(meta, type=messages.Job).number
+                    number = _decode(meta, messages.Job).number
                     if number > self._working:
                         self._begin(number)
                         self._working, self._leases, self._last_lease = number, {}, -1
                         self._progress, self._reports = {}, []
                 case messages.PostJob():
-                    self._begin(_decode(meta, type=int))
+                    self._begin(_decode(meta, int))
                     self._posted, self._taken = message, set()
                     self._seconds, self._heard_seconds = 0.0, None
                 case messages.JobStatus(job=job) if job == self._account.number:
-                    state = _decode(meta, type=messages.JobState)
+                    state = _decode(meta, messages.JobState)
                     self._account.lost = max(self._account.lost, state.lost_workers)
                     self._seconds = state.seconds
                     self._heard_seconds = time.monotonic() if state.seconds and not state.finished else None
                 case messages.TakeReports(job=job) if job == self._account.number:
-                    report = _decode(meta, type=messages.TakenReport | None)
+                    report = _decode(meta, messages.TakenReport | None)
                     if report is not None:
                         self._taken.add((report.incarnation, report.number))
                         if report.done is not None:
                             self._account.add(*report.done)
                             self._account.settle(report.incarnation, report.settled)
                 case messages.DeclareTable(spec=spec):
-                    number = _decode(meta, type=int)
+                    number = _decode(meta, TableNumber)
                     self._tables.setdefault(number, KnownTable(number=number, declared=spec, spec=spec))
                 case _:
                     pass

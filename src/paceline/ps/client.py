@@ -28,6 +28,7 @@ from paceline.protocol import Consistency, Sequential, parse_consistency
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.chains import has_followers
 from paceline.ps import messages
+from paceline.ps.bounds import Clock, TableNumber
 from paceline.ps.connection import Pending, ServerConnection
 from paceline.ps.copies import Copies
 from paceline.ps.dense_table import DenseTable
@@ -37,9 +38,9 @@ from paceline.ps.routes import MapWatch, Routes, no_routes
 from paceline.ps.rules import Initializer, UpdateRule, Zeros, to_fields
 from paceline.ps.scheduler.link import SchedulerLink
 from paceline.ps.sparse_table import SparseTable
+from paceline.ps.table_spec import MAX_DIM, MAX_NAME
 from paceline.transport import Address, Endpoint, Hello, Transport
 
-MAX_NAME = 200
 _CONNECT_S = 1.0
 _Result = TypeVar("_Result")
 
@@ -177,7 +178,7 @@ class Client:
             clock = self._clock
             while True:  # servers may differ for a moment: the latest one counts
                 version = self._routes.version
-                joins = self.call_all(messages.JoinClock(rank=self.rank, clock=clock))
+                joins = self.call_all(messages.JoinClock(rank=self.rank, clock=clock), Clock)
                 # If the map has changed meanwhile, all servers were told that we take no part.
                 is_same_map = version == self._routes.version and not self._watch.is_unsettled
                 if all(joined == clock for joined in joins) and is_same_map:
@@ -247,8 +248,8 @@ class Client:
         A row exists from its first push; until then it reads as `initializer` (default zeros) says, which depends on
         `seed` and key alone. Raises TableMismatchError if the table is known with other settings.
         """
-        if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not 1 <= dim <= 1 << 16:
-            raise UsageError(f"sparse_table({name!r}, dim={dim!r}): expected a whole number from 1 to 65536")
+        if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not 1 <= dim <= MAX_DIM:
+            raise UsageError(f"sparse_table({name!r}, dim={dim!r}): expected a whole number from 1 to {MAX_DIM}")
         spec = self._spec(name, "sparse", update, initializer, seed, dim=int(dim))
         table = self._declare(spec)
         assert isinstance(table, SparseTable)
@@ -296,7 +297,7 @@ class Client:
         with self._lock:
             # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
             spec = msgspec.msgpack.decode(messages.encode(spec), type=TableSpec)
-            number = self.link.call(messages.DeclareTable(spec=spec), int)
+            number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
             known = self._tables.get(spec.name)
             if known is not None:
                 return known
@@ -332,10 +333,9 @@ class Client:
     def statistics(self) -> list[messages.ServerStatistics]:
         """Return the statistics of every server, by rank."""
         with self._lock:
-            answers = self.call_all(messages.GetStatistics())
+            answers = self.call_all(messages.GetStatistics(), messages.ServerStatistics)
             ranks = [connection.rank for connection in self._connections]
-        ordered = sorted(zip(ranks, answers, strict=True), key=lambda each: each[0])
-        return [msgspec.convert({**answer}, messages.ServerStatistics) for _, answer in ordered]
+        return [answer for _, answer in sorted(zip(ranks, answers, strict=True), key=lambda each: each[0])]
 
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received from and sent to the servers so far."""
@@ -439,8 +439,11 @@ class Client:
         if buckets & self._routes.lost:
             raise self._routes.loss()
 
-    def call_all(self, message: msgspec.Struct) -> list[Any]:
-        """Send a control message to every server of the newest map; return the results, as `connections` are."""
+    def call_all(self, message: msgspec.Struct, result: Any = Any) -> list[Any]:
+        """Send a control message to every server of the newest map; return the answers, as `connections` are.
+
+        Each is decoded as `result`.
+        """
         results: dict[int, Any] = {}
 
         def call_rest() -> list[Any]:
@@ -449,7 +452,7 @@ class Client:
                 rest = [each for each in connections if each.incarnation not in results]
                 if not rest:
                     return [results[each.incarnation] for each in connections]
-                results[rest[0].incarnation] = rest[0].call(message)[0]
+                results[rest[0].incarnation] = rest[0].call(message, result)[0]
 
         with self._lock:
             return self.retry(call_rest)

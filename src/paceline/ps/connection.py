@@ -25,10 +25,21 @@ from paceline.errors import AddressError, ConnectionLostError, PacelineError, Pe
 from paceline.protocol.buckets import Buckets
 from paceline.ps import messages
 from paceline.ps.copies import Copies
-from paceline.ps.messages import ACK, PULL, PUSH, PUSH_PULL, SYNCED, TICK, VALUES
+from paceline.ps.messages import ACK, PULL, PUSH, PUSH_PULL, RESULT, SYNCED, TICK, VALUES
 from paceline.ps.no_channel import NoChannel
 from paceline.ps.routes import MapWatch
-from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Endpoint, Header, Hello, Kind, Transport
+from paceline.transport import (
+    HEADER,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Channel,
+    Endpoint,
+    Header,
+    Hello,
+    Kind,
+    Transport,
+    read_meta,
+)
 
 _PADS = tuple(bytes(size) for size in range(8))
 _NOTHING = np.empty(0, np.uint8)
@@ -227,10 +238,10 @@ class ServerConnection:
             clock, flags, rank = self._synced
             self._channel.send_frame(SYNCED, flags=flags, epoch=self.version, clock=clock, sequence=rank)
 
-    def call(self, message: msgspec.Struct, body: Sequence[Any] = ()) -> tuple[Any, memoryview]:
-        """Send a control message and wait; return the decoded result, and the body that came with it.
+    def call(self, message: msgspec.Struct, result: Any = Any, body: Sequence[Any] = ()) -> tuple[Any, memoryview]:
+        """Send a control message and wait; return the answer, decoded as `result`, and the body that came with it.
 
-        Raises StaleEpochError if the server is on the map no more.
+        Raises StaleEpochError if the server is on the map no more, PeerError for an answer of another kind.
         """
         number = self._number = (self._number + 1) & 0xFFFFFFFF
         meta = messages.encode(message)
@@ -242,7 +253,7 @@ class ServerConnection:
         pending.body = memoryview(b"")
         pending.is_told = True
         self.wait(self._start(pending))
-        return msgspec.msgpack.decode(pending.meta), pending.body
+        return read_meta(pending.meta, result, f"an answer of server {self.rank}"), pending.body
 
     def wait(self, pending: Pending) -> None:
         """Wait for an answer; raise what the server reported."""
@@ -449,10 +460,22 @@ class ServerConnection:
         if pending is None:
             self._forget_stray(header.request)
             return  # an answer that came twice, or that nobody wants any more
+        self._check_answer(pending, header)
         pending.flags = header.flags
         if self.keeps:
             self._note_durable(pending, header)
         self._finish(pending)
+
+    def _check_answer(self, pending: Pending, header: Header) -> None:
+        """Raise PeerError unless this is what was asked for: values are only values if all of them came."""
+        if pending.out is not None:
+            is_it = header.kind == VALUES and header.body_bytes == pending.out.nbytes
+        elif pending.body is not None:
+            is_it = header.kind == RESULT
+        else:
+            is_it = not header.body_bytes and header.kind in (ACK, VALUES)
+        if not is_it:
+            raise self._unexpected(header)
 
     def _failed(self, header: Header, error: PacelineError) -> None:
         """Take a server's error report."""
@@ -554,8 +577,8 @@ class ServerConnection:
     def _unexpected(self, header: Header) -> PeerError:
         self._cut()
         return PeerError(
-            f"server {self.rank} answered request {header.request} with {header.body_bytes} bytes that nobody asked "
-            "for; the connection is closed"
+            f"server {self.rank} answered request {header.request} with a frame of kind {header.kind} and "
+            f"{header.body_bytes} bytes that nobody asked for; the connection is closed"
         )
 
     def _reconnect(self, cause: ConnectionLostError) -> None:

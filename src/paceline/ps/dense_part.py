@@ -89,12 +89,19 @@ class DensePart(TablePart):
                 for plane in range(0, len(self._record), self._size):
                     self._memory.forget(plane + a, plane + b)
 
+    def check_bucket(self, bucket: int, keys: Keys) -> None:
+        """See :meth:`TablePart.check_bucket`."""
+        start, stop = bucket_bounds(self._size, bucket)
+        if len(keys) and not start <= int(keys.min()) <= int(keys.max()) < stop:
+            raise self._strangers(bucket)
+
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
         """See :meth:`TablePart.load_bucket`. Elements without a record get their initial values."""
         start, stop = bucket_bounds(self._size, bucket)
         whole = len(keys) == stop - start and bool((keys == np.arange(start, stop, dtype=np.uint64)).all())
-        if not whole and len(keys) and not start <= int(keys.min()) <= int(keys.max()) < stop:
-            raise self._strangers(bucket)
+        self._check_records(keys, records)
+        if not whole:
+            self.check_bucket(bucket, keys)
         if whole:
             self._add(1 << bucket)
             self._planes()[:, start:stop] = records.reshape(len(keys), self.record_words).T
@@ -145,8 +152,7 @@ class DensePart(TablePart):
         return positions
 
     def _places(self, selection: Selection) -> Positions:
-        assert selection.keys is not None
-        return self._positions(selection.keys) if selection.places is None else selection.places
+        return self._positions(selection.key_array()) if selection.places is None else selection.places
 
     def keys_of(self, selection: Selection) -> Keys:
         """See :meth:`TablePart.keys_of`."""
@@ -188,9 +194,9 @@ class DensePart(TablePart):
             # Every place is within the values; mode="raise" would buffer the whole answer to be sure of it.
             np.take(self._record, self._places(selection), out=out, mode="clip")
             return
-        at = 0
-        for start, stop in self._runs(selection):
-            assert at + stop - start <= len(out)
+        runs, at = self._runs(selection), 0
+        self._check_count("values", out, sum(stop - start for start, stop in runs))
+        for start, stop in runs:
             dense_kernels.dense_pull(self._record, start, stop, out, at)
             at += stop - start
 
@@ -199,10 +205,12 @@ class DensePart(TablePart):
         code, size = self.rule.code, self._size
         if selection.keys is not None:
             places = self._places(selection)
+            self._check_count("gradients", grads, len(places))
             dense_kernels.dense_push_at(code, self._record, size, places, grads, self._parameters)
             return
-        at = 0
-        for start, stop in self._runs(selection):
+        runs, at = self._runs(selection), 0
+        self._check_count("gradients", grads, sum(stop - start for start, stop in runs))
+        for start, stop in runs:
             dense_kernels.dense_push(code, self._record, size, start, stop, grads, at, self._parameters)
             at += stop - start
 
@@ -213,8 +221,10 @@ class DensePart(TablePart):
             return
         code, size = self.rule.code, self._size
         total = np.empty(_BLOCK, np.float32)
-        at = 0
-        for start, end in self._runs(selection):
+        runs, at = self._runs(selection), 0
+        for each in grads:
+            self._check_count("gradients", each, sum(stop - start for start, stop in runs))
+        for start, end in runs:
             for first in range(start, end, _BLOCK):
                 length = min(_BLOCK, end - first)
                 block = total[:length]
@@ -222,7 +232,15 @@ class DensePart(TablePart):
                 dense_kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
                 at += length
 
+    def _check_count(self, what: str, floats: Floats, expected: int) -> None:
+        """Raise UsageError unless a kernel may go through so many."""
+        if len(floats) != expected:
+            raise UsageError(f"{len(floats)} {what} for {expected} elements of dense table {self.spec.name!r}")
+
     # Records.
+
+    def _check_records(self, keys: Keys, records: Floats) -> None:
+        self._check_count("words of records", records.reshape(-1), len(keys) * self.record_words)
 
     def _planes(self) -> Floats:
         return self._record.reshape(self.record_words, self._size)
@@ -236,6 +254,7 @@ class DensePart(TablePart):
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         """See :meth:`TablePart.write_records`."""
+        self._check_records(keys, records)
         self._planes()[:, self._positions(keys)] = records.reshape(len(keys), self.record_words).T
 
     def erase(self, keys: Keys) -> int:

@@ -11,13 +11,15 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.errors import ProtocolError
+from paceline.errors import ProtocolError, UsageError
 from paceline.protocol.buckets import count, from_bytes
 from paceline.protocol.chains import ChainGroup
 from paceline.ps import snapshot_messages
+from paceline.ps.bounds import Bucket, BucketMask, Clock, Natural, Operation, Role, TableNumber, Version
 from paceline.ps.snapshot_messages import DoneShards
 from paceline.ps.snapshot_messages import GetAccount as GetAccount
-from paceline.transport import Endpoint
+from paceline.ps.table_spec import TableSpec as TableSpec
+from paceline.transport import Endpoint, reader
 
 # Kinds of frames.
 PUSH: Final = 16
@@ -57,35 +59,6 @@ DROPPED: Final = 4
 """In an ACK or VALUES: the gradient was too stale and was dropped."""
 
 
-class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that defines a table; two declarations of one name must be equal.
-
-    Where hyperparameters were changed since, a declaration may have those declared first or those of now.
-    """
-
-    name: str
-    kind: str
-    """``sparse`` or ``dense``."""
-    dim: int = 1
-    size: int = 0
-    """Elements of a dense table; 0 for a sparse one."""
-    update: dict[str, Any] = {}
-    initializer: dict[str, Any] = {}
-    seed: int = 0
-
-    def with_update(self, update: dict[str, Any]) -> TableSpec:
-        """Return the same table with other hyperparameters."""
-        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # tuples are lists, as in a spec from afar
-        return msgspec.structs.replace(self, update=travelled)
-
-    def __str__(self) -> str:
-        shape = f"dim={self.dim}" if self.kind == "sparse" else f"size={self.size}"
-        rule = ", ".join(f"{key}={value}" for key, value in self.update.items() if key != "kind")
-        start = ", ".join(f"{key}={value}" for key, value in self.initializer.items() if key != "kind")
-        update = f"{self.update.get('kind')}({rule})"
-        return f"{self.kind}({shape}, {update}, {self.initializer.get('kind')}({start}), seed={self.seed})"
-
-
 class Process(msgspec.Struct, frozen=True, array_like=True):
     """One process, which is told by it from any other that there ever was."""
 
@@ -100,11 +73,15 @@ class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One server or worker of the cluster."""
 
     node: str
-    role: str
-    rank: int
-    incarnation: int
+    role: Role
+    rank: Natural
+    incarnation: Natural
     endpoint: Endpoint | None = None
     process: Process | None = None
+
+    def __post_init__(self) -> None:
+        if self.role == "server" and self.endpoint is None:
+            raise UsageError(f"server {self.rank} ({self.node}) has no address: every server has one")
 
 
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +89,12 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 
     members: tuple[int, ...]
     filling: int | None
-    buckets: bytes
+    buckets: BucketMask
+
+    def __post_init__(self) -> None:
+        chain = self.members if self.filling is None else (*self.members, self.filling)
+        if len(set(chain)) != len(chain):
+            raise UsageError(f"a chain of servers {chain} has one of them twice")
 
 
 class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -120,7 +102,7 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     epoch: int
     members: tuple[MemberInfo, ...]
-    version: int = 0
+    version: Version = 0
     """The version of the chains; 0 while there are none."""
     groups: tuple[GroupInfo, ...] = ()
     """Which servers hold which buckets."""
@@ -164,7 +146,7 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The epoch of that map."""
     epoch: int
     term: int
-    version: int
+    version: Version
     last_incarnation: int
     joined: tuple[MemberInfo, ...] = ()
     gone: tuple[int, ...] = ()
@@ -265,9 +247,13 @@ class Elsewhere(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
     """A table's number, its spec as first declared, and as it is now that hyperparameters may have changed."""
 
-    number: int
+    number: TableNumber
     declared: TableSpec
     spec: TableSpec
+
+    def __post_init__(self) -> None:
+        if (self.declared.name, self.declared.kind) != (self.spec.name, self.spec.kind):
+            raise UsageError(f"table {self.number} was declared as {self.declared} and is {self.spec} now")
 
 
 class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,9 +293,9 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     node: str
-    role: str
-    rank: int
-    incarnation: int
+    role: Role
+    rank: Natural
+    incarnation: Natural
     endpoint: Endpoint | None
     settings: Settings
     cluster: ClusterMap
@@ -507,15 +493,15 @@ class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CreateTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Hold your part of a table. Answered by None; idempotent."""
 
-    number: int
+    number: TableNumber
     spec: TableSpec
 
 
 class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A worker takes part in the iterations, from `clock` or later; answered by its clock."""
 
-    rank: int
-    clock: int
+    rank: Natural
+    clock: Clock
 
 
 class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -525,28 +511,28 @@ class Retire(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ReadBucket(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Read a bucket whole. Answered by the number of rows; the body is keys, then records."""
 
-    table: int
-    bucket: int
+    table: TableNumber
+    bucket: Bucket
 
 
 class WriteRecords(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Set whole records: the body is `rows` keys, then their records."""
 
-    table: int
-    rows: int
+    table: TableNumber
+    rows: Natural
 
 
 class SetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Change a table's hyperparameters (the rule itself must be the same)."""
 
-    table: int
+    table: TableNumber
     update: dict[str, Any]
 
 
 class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Erase rows: the body is their keys. Answered by how many there were."""
 
-    table: int
+    table: TableNumber
 
 
 class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -556,9 +542,9 @@ class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Filled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE from a server: the one behind it in a chain now has all of these buckets."""
 
-    version: int
-    target: int
-    buckets: bytes
+    version: Version
+    target: Natural
+    buckets: BucketMask
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -594,37 +580,46 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
     """What of one table a frame between servers holds: keys, or a range of these buckets; then float32, padded."""
 
-    table: int
-    num_keys: int
-    num_floats: int
-    range: tuple[int, int, bytes] | None = None
+    table: TableNumber
+    num_keys: Natural
+    num_floats: Natural
+    range: tuple[Natural, Natural, BucketMask] | None = None
+
+    def __post_init__(self) -> None:
+        if self.range is not None and (self.num_keys or self.range[0] > self.range[1]):
+            raise UsageError(f"a piece is of keys, or of one range: got {self.num_keys} keys and {self.range[:2]}")
 
 
 class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
     """A push (or a write, or an erasure) that goes down a chain. Sequence, version and number are in the header."""
 
-    incarnation: int
-    operation: str
-    buckets: bytes
+    incarnation: Natural
+    operation: Operation
+    buckets: BucketMask
     pieces: tuple[PieceInfo, ...]
 
 
 class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     """A bucket: its filter, and a piece per table, whose floats are whole records."""
 
-    bucket: int
-    filter: tuple[tuple[int, int, bytes], ...]
+    bucket: Bucket
+    filter: tuple[tuple[Natural, Natural, BucketMask], ...]
     pieces: tuple[PieceInfo, ...]
+
+    def __post_init__(self) -> None:
+        tables = {piece.table for piece in self.pieces}
+        if len(tables) != len(self.pieces) or any(piece.range is not None for piece in self.pieces):
+            raise UsageError("a bucket is one piece of each table, with its keys")
 
 
 class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     """The tables (number, as declared, as of now) and the workers (incarnation, rank, clock, whether it counts)."""
 
-    tables: tuple[tuple[int, TableSpec, TableSpec], ...]
-    workers: tuple[tuple[int, int, int, bool], ...]
-    num_missing: int
+    tables: tuple[tuple[TableNumber, TableSpec, TableSpec], ...]
+    workers: tuple[tuple[Natural, Natural, Clock, bool], ...]
+    num_missing: Natural
     """How many of the expected workers have not joined yet."""
-    minimum: int
+    minimum: Clock
     """The iteration that all have reached."""
 
 
@@ -640,6 +635,10 @@ ToServer = (
 FromScheduler = ClusterMap | MapChange | PrepareMap | CommitMap | Ended | Expelled | JobNews
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
-decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
-decode_notice = msgspec.msgpack.Decoder(FromScheduler).decode
+decode_to_scheduler = reader(ToScheduler, "a control message")
+decode_to_server = reader(ToServer, "a control message")
+decode_notice = reader(FromScheduler, "a notice")
+decode_forward = reader(ForwardInfo, "a push from a server")
+decode_state = reader(StateInfo, "a bucket from a server")
+decode_clocks = reader(ClocksInfo, "clocks from a server")
+"""They raise ProtocolError for what cannot be read, or is beyond its bounds."""

@@ -37,6 +37,12 @@ class Selection:
         self.buckets = buckets
         self.places: Positions | None = None
 
+    def key_array(self) -> Keys:
+        """Return the keys. Raises UsageError for a range."""
+        if self.keys is None:
+            raise UsageError(f"expected keys, got the range [{self.start}, {self.stop})")
+        return self.keys
+
     def copy(self) -> Selection:
         """Return one that does not depend on a receive buffer."""
         return Selection(None if self.keys is None else self.keys.copy(), self.start, self.stop, self.buckets)
@@ -108,6 +114,10 @@ class TablePart(ABC):
         """Forget these buckets, and give their memory back as far as it makes whole pages."""
 
     @abstractmethod
+    def check_bucket(self, bucket: int, keys: Keys) -> None:
+        """Raise UsageError where a key is not of this bucket."""
+
+    @abstractmethod
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
         """Make `keys` and `records`, as :meth:`read_bucket` returns them, all that a bucket holds.
 
@@ -142,8 +152,7 @@ class TablePart(ABC):
         """
 
     def _restrict_keys(self, selection: Selection, rows: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        keys = selection.keys
-        assert keys is not None
+        keys = selection.key_array()
         order = positions_in(self.spec, keys, buckets)
         if len(order) == len(keys):
             return selection, rows

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import ProtocolError
+from paceline.errors import ProtocolError, UsageError
 from paceline.protocol.buckets import ALL, Buckets, from_bytes, to_bytes
-from paceline.ps.messages import PieceInfo
+from paceline.ps.messages import PieceInfo, TableSpec
 from paceline.ps.parts import Selection
 from paceline.ps.server_tables import ServerTables
 from paceline.ps.sparse_store import Floats
@@ -69,20 +69,66 @@ def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | No
     return None if is_empty else Piece(piece.table, selection, floats)
 
 
+def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], buckets: Buckets) -> None:
+    """Raise UsageError or ProtocolError unless these pieces can be applied to the tables here: before any is.
+
+    All that may be wrong with what another server has sent is found here. `buckets` are those that it is said to be of.
+    """
+    for piece in pieces:
+        part, selection = tables.find(piece.table).part, piece.selection
+        if selection.keys is None:
+            check_range(part.spec, selection.start, selection.stop)
+        if operation == PUSH:
+            expected = part.num_values(selection)
+        else:
+            keys = selection.key_array()
+            expected = len(keys) * part.record_words if operation == WRITE else 0
+            if operation == ERASE and part.spec.kind == "dense":
+                raise ProtocolError(f"table {part.spec.name!r} is dense: its elements cannot be erased")
+            if part.spec.kind == "dense":
+                part.num_values(selection)
+        if len(piece.floats) != expected:
+            raise ProtocolError(
+                f"a {operation} to table {part.spec.name!r} ({part.spec}) came with {len(piece.floats)} float32, and "
+                f"its keys take {expected}"
+            )
+        if part.buckets_of(selection) & ~buckets:
+            raise ProtocolError(f"a {operation} to table {part.spec.name!r} has keys of other buckets than it says")
+
+
+def check_range(spec: TableSpec, start: int, stop: int) -> None:
+    """Raise UsageError unless a table has elements [start, stop)."""
+    if spec.kind != "dense":
+        raise UsageError(f"range [{start}, {stop}) of sparse table {spec.name!r}: only dense tables have ranges")
+    if not 0 <= start <= stop <= spec.size:
+        raise UsageError(f"range [{start}, {stop}) of dense table {spec.name!r}: expected one within [0, {spec.size})")
+
+
+def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> None:
+    """Raise UsageError or ProtocolError unless these pieces, with records, are the bucket of tables that are here."""
+    for piece in pieces:
+        part, keys = tables.find(piece.table).part, piece.selection.key_array()
+        part.check_bucket(bucket, keys)
+        if len(piece.floats) != len(keys) * part.record_words:
+            raise ProtocolError(
+                f"bucket {bucket} of table {part.spec.name!r} ({part.spec}) came with {len(piece.floats)} float32 for "
+                f"{len(keys)} records of {part.record_words}"
+            )
+
+
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
     """Do to the tables of this server what a push says, for its keys in `buckets`."""
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
-        keys = piece.selection.keys
         if push.operation == PUSH:
             part.num_values(piece.selection)  # finds the places of keys, and that they are here
             part.push(piece.selection, piece.floats)
         elif push.operation == WRITE:
-            assert keys is not None
-            part.write_records(keys, piece.floats)
+            part.write_records(piece.selection.key_array(), piece.floats)
+        elif push.operation == ERASE:
+            push.result = (push.result or 0) + part.erase(piece.selection.key_array())
         else:
-            assert keys is not None
-            push.result = (push.result or 0) + part.erase(keys)
+            raise ProtocolError(f"a push with an unknown operation, {push.operation!r}: is the peer of this version?")
 
 
 def pack(pieces: Sequence[Piece]) -> tuple[tuple[PieceInfo, ...], list[Any]]:
@@ -93,7 +139,7 @@ def pack(pieces: Sequence[Piece]) -> tuple[tuple[PieceInfo, ...], list[Any]]:
         selection = piece.selection
         span = None
         if selection.keys is None:
-            assert selection.buckets is not None
+            assert selection.buckets is not None  # its own: they were counted
             span = (selection.start, selection.stop, to_bytes(selection.buckets))
         num_keys = 0 if selection.keys is None else len(selection.keys)
         infos.append(PieceInfo(piece.table, num_keys, len(piece.floats), span))

@@ -8,10 +8,12 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from paceline.errors import PeerError
 from paceline.kernels.dedup import split
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
+from paceline.ps.bounds import Natural
 from paceline.ps.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.ps.client import Client
 from paceline.ps.messages import TableSpec
@@ -29,6 +31,11 @@ def read_records(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats
     for bucket in range(NUM_BUCKETS):
         with client.lock:
             rows, body = client.retry(partial(_read_bucket, client, handle.number, bucket))
+        if len(body) != rows * (8 + 4 * spec.record_words):
+            raise PeerError(
+                f"bucket {bucket} of table {spec.name!r} came as {len(body)} bytes for {rows} rows of "
+                f"{spec.record_words} float32: are servers and clients of one version?"
+            )
         if rows:
             keys = np.frombuffer(body, np.uint64, rows)
             yield keys, np.frombuffer(body, np.float32, offset=8 * rows).reshape(rows, -1)
@@ -37,7 +44,7 @@ def read_records(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats
 def _read_bucket(client: Client, number: int, bucket: int) -> tuple[int, memoryview]:
     connections = client.connections
     client.check_there(1 << bucket)
-    return connections[int(client.owners[bucket])].call(messages.ReadBucket(table=number, bucket=bucket))
+    return connections[int(client.owners[bucket])].call(messages.ReadBucket(table=number, bucket=bucket), Natural)
 
 
 def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) -> None:
@@ -53,7 +60,7 @@ def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) 
             first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
             chosen = rest[order[starts[first] : starts[first + 1]]]
             message = messages.WriteRecords(table=number, rows=len(chosen))
-            connections[first].call(message, (keys[chosen], records[chosen]))
+            connections[first].call(message, body=(keys[chosen], records[chosen]))
             rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
     with client.lock:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from paceline.errors import PeerError, ProtocolError
@@ -26,7 +25,7 @@ from paceline.ps.chain_links import ChainLinks
 from paceline.ps.gatekeeper import Gatekeeper
 from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, PING, PONG, READY, STATE, STATE_TAKEN
 from paceline.ps.parts import Selection
-from paceline.ps.pushes import ChainPush, Piece, apply, pack, unpack
+from paceline.ps.pushes import ChainPush, Piece, apply, check_bucket, check_push, pack, unpack
 from paceline.ps.server_tables import ServerTable, ServerTables
 from paceline.ps.tables import make_part
 from paceline.ps.withheld import WithheldPushes
@@ -34,10 +33,6 @@ from paceline.transport import Endpoint, Header, Hello, Kind, Peer, Transport, e
 
 _FILL_PAUSE = 4.0  # times the time that a bucket took
 _logger = logging.getLogger("paceline.ps")
-
-_decode_forward = msgspec.msgpack.Decoder(messages.ForwardInfo).decode
-_decode_state = msgspec.msgpack.Decoder(messages.StateInfo).decode
-_decode_clocks = msgspec.msgpack.Decoder(messages.ClocksInfo).decode
 
 
 class _State:
@@ -336,15 +331,17 @@ class Replicator:
         if header.kind == CLOCKS:
             # The first frame of a connection, and of the newest: what an older one still holds is taken no more.
             self._sources[source] = peer
-            self._take_clocks(_decode_clocks(meta))
+            self._take_clocks(messages.decode_clocks(meta))
         elif self._sources[source] is peer:
             if header.kind == FORWARD:
-                self._take_forward(peer, header, _decode_forward(meta), body)
+                self._take_forward(peer, header, messages.decode_forward(meta), body)
             else:
-                self._take_state(peer, header, _decode_state(meta), body)
+                self._take_state(peer, header, messages.decode_state(meta), body)
 
     def _take_forward(self, peer: Peer, header: Header, info: messages.ForwardInfo, body: memoryview) -> None:
         pieces, buckets = list(unpack(info.pieces, body)), from_bytes(info.buckets)
+        if header.epoch == self.rules.version:
+            check_push(self._tables, info.operation, pieces, buckets)
         push = ChainPush(info.operation, info.incarnation, header.sequence, pieces, peer, header, buckets=buckets)
         event = replication.Forwarded(
             push, peer.hello.incarnation, info.incarnation, header.sequence, header.epoch, buckets
@@ -357,6 +354,7 @@ class Replicator:
     def _take_state(self, peer: Peer, header: Header, info: messages.StateInfo, body: memoryview) -> None:
         state = tuple((incarnation, sequence, from_bytes(mask)) for incarnation, sequence, mask in info.filter)
         token = _State(peer, header.request, list(unpack(info.pieces, body)))
+        check_bucket(self._tables, info.bucket, token.pieces)
         event = replication.StateReceived(token, peer.hello.incarnation, header.epoch, info.bucket, state)
         self._obey(self.rules.handle(event))
 
@@ -367,8 +365,7 @@ class Replicator:
             if piece is None:
                 table.part.load_bucket(bucket, _NO_KEYS, _NO_FLOATS.reshape(0, table.part.record_words))
             else:
-                keys = piece.selection.keys
-                assert keys is not None
+                keys = piece.selection.key_array()
                 table.part.load_bucket(bucket, keys, piece.floats.reshape(len(keys), -1))
         state.peer.send_frame(STATE_TAKEN, request=state.number)
 

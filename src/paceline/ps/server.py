@@ -22,6 +22,7 @@ from paceline.protocol.iterations import Iterations, Sum, Takeover
 from paceline.protocol.replication import AGGREGATE
 from paceline.ps import messages
 from paceline.ps.aggregation import Push, apply_sum, sum_up
+from paceline.ps.bounds import MAX_CLOCK
 from paceline.ps.gatekeeper import Gatekeeper, HeldRead, name_of
 from paceline.ps.messages import (
     ACK,
@@ -43,7 +44,7 @@ from paceline.ps.messages import (
     VALUES,
 )
 from paceline.ps.pushes import PUSH as PUSH_DOWN
-from paceline.ps.pushes import ChainPush, Piece, restrict
+from paceline.ps.pushes import ChainPush, Piece, check_range, restrict
 from paceline.ps.replicator import Replicator
 from paceline.ps.server_control import ServerControl, Traffic
 from paceline.ps.server_tables import ServerTable, ServerTables
@@ -211,6 +212,8 @@ class Server(Handler):
         if self._awaits_clocks and header.kind in (TICK, SYNCED, CALL) and peer.hello.role == "worker":
             self._before_clocks.append((peer, header, bytes(meta), bytearray(body)))
             return
+        if header.clock > MAX_CLOCK:
+            raise ProtocolError(f"a frame of iteration {header.clock}: they go to {MAX_CLOCK}")
         if header.epoch != self._version and header.kind in _VERSIONED:
             if header.epoch > self._version:
                 self._early.append((peer, header, bytes(meta), bytearray(body)))
@@ -591,8 +594,5 @@ def _range(table: ServerTable, body: memoryview) -> Selection:
             "range is two numbers of 8 bytes, and of a dense table"
         )
     start, stop = np.frombuffer(body, np.uint64, 2).tolist()
-    if not start <= stop <= table.spec.size:
-        raise UsageError(
-            f"range [{start}, {stop}) of dense table {table.spec.name!r}: expected one within [0, {table.spec.size})"
-        )
+    check_range(table.spec, start, stop)
     return Selection(None, start, stop)

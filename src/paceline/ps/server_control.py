@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 
-from paceline.errors import PacelineError, ProtocolError, StaleEpochError, UsageError
-from paceline.protocol import NUM_BUCKETS
+from paceline.errors import PacelineError, ProtocolError, StaleEpochError
 from paceline.protocol.buckets import Buckets
 from paceline.ps import messages
 from paceline.ps.gatekeeper import Gatekeeper
@@ -83,12 +81,7 @@ class ServerControl:
 
     def call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Do as a CALL frame asks, and answer it."""
-        try:
-            request = messages.decode_to_server(meta)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(
-                f"server {self._tables.rank} got a control message that it cannot read: {error}"
-            ) from None
+        request = messages.decode_to_server(meta)
         if isinstance(request, messages.WriteRecords | messages.Erase):
             self._push_down(peer, header, request, body)
             return
@@ -115,8 +108,6 @@ class ServerControl:
     def _read_bucket(
         self, peer: Peer, request: messages.ReadBucket, body: memoryview
     ) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
-        if not 0 <= request.bucket < NUM_BUCKETS:
-            raise UsageError(f"bucket {request.bucket}: they go from 0 to {NUM_BUCKETS - 1}")
         self._check_led(1 << request.bucket)
         keys, records = self._tables.find(request.table).part.read_bucket(request.bucket)
         return len(keys), (keys, records)
@@ -135,7 +126,7 @@ class ServerControl:
         part = self._tables.find(request.table).part
         if isinstance(request, messages.WriteRecords):
             operation, rows = WRITE, request.rows
-            if rows < 0 or len(body) != rows * (8 + 4 * part.record_words):
+            if len(body) != rows * (8 + 4 * part.record_words):
                 raise ProtocolError(
                     f"{rows} records of table {part.spec.name!r} ({part.spec}) came as {len(body)} bytes, expected 8 "
                     f"and 4 * {part.record_words} for each"

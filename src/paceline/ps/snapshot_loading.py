@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from paceline.errors import ModelError, PeerError, StaleEpochError, TableMismatchError, UsageError
 from paceline.protocol.buckets import Buckets, bucket_set, to_bytes
 from paceline.ps.client import Client
@@ -174,7 +172,7 @@ class _Loading:
                     parts=tuple(use.part for use in table.uses),
                     buckets=tuple(to_bytes(bucket_set(use.buckets)) for use in table.uses),
                 )
-                if connection.call(request)[0]:
+                if connection.call(request, bool)[0]:
                     waits.append(connection)
                 else:
                     unseen |= _held_by(client, connection.incarnation)
@@ -219,7 +217,7 @@ def _held_by(client: Client, server: int) -> Buckets:
 
 
 def _has_loaded(connection: ServerConnection) -> bool:
-    state = msgspec.convert(connection.call(GetLoadState())[0], LoadState)
+    state: LoadState = connection.call(GetLoadState(), LoadState)[0]
     if state.error:
         raise ModelError(f"server {connection.rank} could not load its part of the snapshot: {state.error}")
     return state.done

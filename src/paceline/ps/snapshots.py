@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from paceline.errors import ModelError, PeerError, UsageError
 from paceline.protocol import NUM_BUCKETS, Sequential
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, count, from_bytes, to_bytes
@@ -197,7 +195,7 @@ class SnapshotTaker:
                     whole=whole,
                     boundary=boundary,
                 )
-                answers.append(msgspec.convert(connection.call(request)[0], SnapshotBegun))
+                answers.append(connection.call(request, SnapshotBegun)[0])
                 under.waits.append(connection)
         return answers
 
@@ -210,8 +208,7 @@ class SnapshotTaker:
             if under.placing != _placing(client):
                 raise self._failed("buckets have moved to other servers meanwhile")
             for connection in list(under.waits):
-                answer = connection.call(GetSnapshotState(number=under.number))[0]
-                state = msgspec.convert(answer, SnapshotState)
+                state = connection.call(GetSnapshotState(number=under.number), SnapshotState)[0]
                 if state.error:
                     raise self._failed(f"server {connection.rank}: {state.error}")
                 if state.done:

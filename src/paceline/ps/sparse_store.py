@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from paceline.errors import UsageError
 from paceline.kernels import index, sparse
 from paceline.kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
 from paceline.ps.pages import Pages
@@ -36,6 +37,12 @@ def _aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
     memory = np.zeros(num_bytes + index.LINE_BYTES, np.uint8)
     address = memory.ctypes.data
     return memory, address + -address % index.LINE_BYTES
+
+
+def _check_size(what: str, rows: Floats, count: int, width: int) -> None:
+    """Raise UsageError unless the kernels may go through `rows` as `count` rows of `width` elements."""
+    if rows.size != count * width or not rows.flags.c_contiguous:
+        raise UsageError(f"{rows.size} {what} for {count} keys: expected {width} for each, one behind the other")
 
 
 def _next_limit(bucket: int, count: int, growth: float) -> int:
@@ -123,8 +130,7 @@ class SparseStore:
 
     def pull(self, keys: Keys, out: Floats) -> None:
         """Read the rows of `keys` (uint64 [n]) into `out` (float32, n * dim elements, contiguous)."""
-        assert out.size == len(keys) * self.dim
-        assert out.flags.c_contiguous
+        _check_size("values", out, len(keys), self.dim)
         sparse.gather(self._directory, self._layout, self.parameters, keys, out.reshape(-1))
 
     def push(self, keys: Keys, grads: Floats) -> None:
@@ -132,7 +138,7 @@ class SparseStore:
 
         A key that stands twice is updated twice; sum duplicates first where the rule is not linear.
         """
-        assert grads.size == len(keys) * self.dim
+        _check_size("gradients", grads, len(keys), self.dim)
         flat, done = grads.reshape(-1), 0
         while True:
             done = sparse.push(self._directory, self._layout, self.parameters, keys, flat, done)
@@ -142,7 +148,7 @@ class SparseStore:
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         """Set whole rows, state included: `records` is float32 [n, row_words]."""
-        assert records.size == len(keys) * self.row_words
+        _check_size("records", records, len(keys), self.row_words)
         flat, done = records.reshape(-1), 0
         while True:
             done = sparse.write_records(self._directory, self._layout, self.parameters, keys, flat, done)
@@ -182,7 +188,7 @@ class SparseStore:
 
         Room is made once, before the first is written.
         """
-        assert records.size == len(keys) * self.row_words
+        _check_size("records", records, len(keys), self.row_words)
         self.drop_bucket(bucket)
         if len(keys):
             self._resize(bucket, self._next_limit(bucket, len(keys)), index.TAIL_LINES)

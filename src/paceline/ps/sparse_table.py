@@ -11,6 +11,7 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
 from paceline.ps import messages
+from paceline.ps.bounds import Natural
 from paceline.ps.bucket_arrays import buckets_of_keys
 from paceline.ps.connection import ServerConnection
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
@@ -107,7 +108,7 @@ class SparseTable(Table):
                     split(rest, self._client.owners, starts, order)
                     first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
                     own = rest[order[starts[first] : starts[first + 1]]]
-                    erased += connections[first].call(messages.Erase(table=self._number), (own,))[0]
+                    erased += connections[first].call(messages.Erase(table=self._number), Natural, (own,))[0]
                     rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
             self._client.retry(erase_rest)

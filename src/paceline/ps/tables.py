@@ -65,27 +65,28 @@ class SparsePart(TablePart):
         for bucket in buckets_in(buckets & from_flags(self.store.counts > 0)):
             self.store.drop_bucket(bucket)
 
-    def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.load_bucket`."""
+    def check_bucket(self, bucket: int, keys: Keys) -> None:
+        """See :meth:`TablePart.check_bucket`."""
         if buckets_of_keys(keys) & ~(1 << bucket):
             raise self._strangers(bucket)
+
+    def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.load_bucket`."""
+        self.check_bucket(bucket, keys)
         self.store.load_bucket(bucket, keys, records)
         self._held |= 1 << bucket
 
     def num_values(self, selection: Selection) -> int:
         """See :meth:`TablePart.num_values`."""
-        assert selection.keys is not None
-        return len(selection.keys) * self.dim
+        return len(selection.key_array()) * self.dim
 
     def keys_of(self, selection: Selection) -> Keys:
         """See :meth:`TablePart.keys_of`."""
-        assert selection.keys is not None
-        return selection.keys
+        return selection.key_array()
 
     def buckets_of(self, selection: Selection) -> Buckets:
         """See :meth:`TablePart.buckets_of`."""
-        assert selection.keys is not None
-        return buckets_of_keys(selection.keys)
+        return buckets_of_keys(selection.key_array())
 
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
         """See :meth:`TablePart.restrict`."""
@@ -93,13 +94,11 @@ class SparsePart(TablePart):
 
     def pull(self, selection: Selection, out: Floats) -> None:
         """See :meth:`TablePart.pull`."""
-        assert selection.keys is not None
-        self.store.pull(selection.keys, out)
+        self.store.pull(selection.key_array(), out)
 
     def push(self, selection: Selection, grads: Floats) -> None:
         """See :meth:`TablePart.push`."""
-        assert selection.keys is not None
-        self.store.push(selection.keys, grads)
+        self.store.push(selection.key_array(), grads)
 
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
         """See :meth:`TablePart.read_bucket`."""

@@ -3,6 +3,7 @@
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.authentication import Hello, make_token, read_token
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
+from paceline.transport.decoding import UNREADABLE, read_meta, reader
 from paceline.transport.failures import error_meta, error_of, raise_error
 from paceline.transport.faults import Fault, FaultPlan
 from paceline.transport.faulty import FaultyTransport
@@ -34,6 +35,7 @@ __all__ = [
     "MAGIC",
     "PROTOCOL_VERSION",
     "TLS",
+    "UNREADABLE",
     "Address",
     "Buffer",
     "Channel",
@@ -63,6 +65,8 @@ __all__ = [
     "pack_header",
     "padded",
     "raise_error",
+    "read_meta",
     "read_token",
+    "reader",
     "unpack_header",
 ]

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.errors import AuthenticationError, ProtocolError, UsageError, VersionError
+from paceline.transport.decoding import UNREADABLE
 from paceline.transport.frames import PROTOCOL_VERSION
 
 NONCE_BYTES = 32
@@ -119,5 +120,5 @@ def decode(meta: bytes | memoryview, kind: type[_Message]) -> _Message:
     """Decode a handshake message; raise ProtocolError when it is none."""
     try:
         return msgspec.msgpack.decode(meta, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"got a handshake that cannot be read: {error}; the connection is closed") from None

@@ -10,6 +10,7 @@ import msgspec
 
 from paceline import errors
 from paceline.errors import PacelineError, PeerError, ProtocolError
+from paceline.transport.decoding import UNREADABLE
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ def error_of(meta: bytes | memoryview) -> PacelineError:
     """
     try:
         failure = _decoder.decode(meta)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         return ProtocolError(f"the peer sent an error report that cannot be read: {error}")
     kind = getattr(errors, failure.error, None)
     if isinstance(kind, type) and issubclass(kind, PacelineError):

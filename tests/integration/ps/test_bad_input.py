@@ -230,11 +230,12 @@ def malformed(sparse: int, dense: int) -> list[tuple[int, dict[str, Any], type[P
         (PUSH, {"table": dense, "body": (KEYS + np.uint64(1), ONES)}, UsageError, "'d' hold 4: they go from 0 to 3"),
         (PUSH, {"table": dense, "body": (keys_of(2**64 - 1), ONES[:1])}, UsageError, "18446744073709551615"),
         (PULL, {"table": dense, "body": keys_of(0, 2**63)}, UsageError, "hold 9223372036854775808"),
+        (PULL, {"table": dense, "clock": 2**32 - 1, "body": KEYS}, ProtocolError, "iteration 4294967295: they go to"),
         (77, {}, ProtocolError, "server 0 knows no frame of kind 77; is the peer of this version"),
         (NOTICE, {}, ProtocolError, "no frame of kind 26"),
-        (CALL, {"meta": b"\xc1"}, ProtocolError, "a control message that it cannot read"),
-        (CALL, {"meta": b""}, ProtocolError, "a control message that it cannot read"),
-        (CALL, {"meta": messages.encode(messages.GetMap())}, ProtocolError, "cannot read: Invalid value 'GetMap'"),
+        (CALL, {"meta": b"\xc1"}, ProtocolError, "a control message that cannot be read"),
+        (CALL, {"meta": b""}, ProtocolError, "a control message that cannot be read"),
+        (CALL, {"meta": messages.encode(messages.GetMap())}, ProtocolError, "cannot be read: Invalid value 'GetMap'"),
     ]
 
 
@@ -251,13 +252,15 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
             for clock in (0, 1):  # at an open gate, and at a closed one
                 sequence += 1
                 with pytest.raises(error, match=message):
-                    ask(channel, kind, sequence=sequence, clock=clock, **fields)
+                    ask(channel, kind, **{"sequence": sequence, "clock": clock, **fields})
         calls: list[tuple[msgspec.Struct, bytes, type[PacelineError], str]] = [
-            (messages.ReadBucket(table=table.number, bucket=512), b"", UsageError, "bucket 512: they go from 0 to 511"),
-            (messages.ReadBucket(table=table.number, bucket=-1), b"", UsageError, "bucket -1"),
+            (messages.ReadBucket(table=table.number, bucket=512), b"", ProtocolError, "Expected `int` <= 511"),
+            (messages.ReadBucket(table=table.number, bucket=-1), b"", ProtocolError, "Expected `int` >= 0"),
+            (messages.ReadBucket(table=0, bucket=0), b"", ProtocolError, "Expected `int` >= 1"),
+            (messages.JoinClock(rank=7, clock=2**32 - 1), b"", ProtocolError, "Expected `int` <= 4294967293"),
             (messages.ReadBucket(table=42, bucket=0), b"", UsageError, "no table number 42"),
             (messages.WriteRecords(table=table.number, rows=2), bytes(23), ProtocolError, "2 records of table 'w'"),
-            (messages.WriteRecords(table=dense.number, rows=-1), b"", ProtocolError, "-1 records of table 'd'"),
+            (messages.WriteRecords(table=dense.number, rows=-1), b"", ProtocolError, "Expected `int` >= 0"),
             (messages.Erase(table=table.number), bytes(7), ProtocolError, "8 bytes each, 7"),
             (messages.Erase(table=dense.number), bytes(8), UsageError, "table 'd' is dense"),
             (messages.SetUpdate(table=table.number, update={"kind": "X"}), b"", UsageError, "unknown kind 'X'"),
@@ -312,8 +315,8 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
         channel = cluster.transport.connect(cluster.scheduler_address, Hello(role="worker"))
         for kind, meta, error, message in [
             (PUSH, b"", ProtocolError, "the scheduler knows no frame of kind 16"),
-            (CALL, b"\xc1", ProtocolError, "the scheduler got a control message that it cannot read"),
-            (CALL, messages.encode(messages.Retire()), ProtocolError, "cannot read: Invalid value 'Retire'"),
+            (CALL, b"\xc1", ProtocolError, "a control message that cannot be read"),
+            (CALL, messages.encode(messages.Retire()), ProtocolError, "cannot be read: Invalid value 'Retire'"),
             (CALL, messages.encode(messages.Register(node="x", role="boss")), UsageError, "role 'boss': expected one"),
             (CALL, messages.encode(messages.TakeLease(job=1, wait=False)), PeerError, "there is no job 1"),
             (CALL, messages.encode(messages.JobStatus(job=1)), PeerError, "there is no job 1"),

@@ -44,7 +44,7 @@ def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> Snaps
 
 
 def manifest_of(number: int, *uses: PartUse, **fields: Any) -> SnapshotManifest:
-    spec = TableSpec(name="t", kind="sparse", update={"kind": "SGD", "lr": 0.1})
+    spec = TableSpec(name="t", kind="sparse", update={"kind": "SGD", "lr": 0.1}, initializer={"kind": "Zeros"})
     table = SnapshotTable(spec=spec, rows=0, num_buckets=512, uses=uses)
     return SnapshotManifest(
         format=FORMAT, version=FORMAT_VERSION, paceline="0", number=number, full=True, iteration=None, tables=(table,),

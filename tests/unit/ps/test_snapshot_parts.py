@@ -38,13 +38,12 @@ def everything(part: WatchedPart) -> dict[int, bytes]:
 
 
 def push(part: WatchedPart, random: np.random.Generator, keys: Keys) -> None:
-    grads = random.standard_normal(len(keys) * part.part.dim).astype(np.float32)
     if part.part.spec.kind == "dense" and random.random() < 0.5:
         start = int(random.integers(0, SIZE - len(keys)))
         selection = Selection(None, start, start + len(keys))
     else:
         selection = Selection(keys)
-    part.part.num_values(selection)
+    grads = random.standard_normal(part.part.num_values(selection)).astype(np.float32)
     if random.random() < 0.5:
         part.push(selection, grads)
     else:

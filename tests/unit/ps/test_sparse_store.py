@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import UsageError
 from paceline.kernels import index, reference
 from paceline.kernels.cases import random_keys
 from paceline.protocol.placement import NUM_BUCKETS
@@ -314,8 +315,8 @@ def test_bytes_per_row(dim: int, rule: UpdateRule, limit: float) -> None:
 def test_arrays_of_the_wrong_size_are_refused() -> None:
     store, keys = SparseStore(dim=4), np.arange(3, dtype=np.uint64)
     for call in (store.pull, store.push, store.write_records):
-        with pytest.raises(AssertionError):
+        with pytest.raises(UsageError, match=r"11 .* for 3 keys: expected 4 for each"):
             call(keys, np.zeros(11, np.float32))
-    with pytest.raises(AssertionError):
+    with pytest.raises(UsageError, match="one behind the other"):
         store.pull(keys, np.zeros((4, 3), np.float32).T)
     assert len(store) == 0

@@ -24,6 +24,7 @@ from paceline.errors import (
     DeadlineError,
     PacelineError,
     PeerError,
+    ProtocolError,
     UsageError,
     VersionError,
 )
@@ -33,7 +34,7 @@ from paceline.ps.account import Memory
 from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
 from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
 from paceline.ps.scheduler.processes import own_process
-from paceline.transport import Address, Channel, Header, Hello, Kind, Transport
+from paceline.transport import Address, Channel, Header, Hello, Kind, Transport, read_meta
 
 _FIRST_HEARTBEAT_S = 0.1  # until the scheduler says how often: often enough for the shortest patience
 _SHORTEST_PAUSE_S = 0.05
@@ -166,7 +167,7 @@ class SchedulerLink:
             raise DeadlineError(
                 f"the scheduler at {self.address} did not answer {type(sent.content).__name__} within {timeout_s:g} s"
             ) from None
-        return (msgspec.msgpack.decode(meta, type=result) if result is not None else msgspec.msgpack.decode(meta)), data
+        return read_meta(meta, Any if result is None else result, "an answer of the scheduler"), data
 
     # Membership.
 
@@ -224,7 +225,7 @@ class SchedulerLink:
         while True:
             try:
                 self._listen()
-            except (PacelineError, OSError, ValueError, msgspec.MsgspecError) as error:
+            except (PacelineError, OSError, ValueError) as error:
                 lost = self._come_back() if self._may_come_back(error) else self._sentence(error)
                 if lost is not None:
                     self._fail(lost)
@@ -264,7 +265,7 @@ class SchedulerLink:
             message = self._outgoing.take(frame.header.request)
         if message is not None and message.answer is not None:
             if isinstance(message.content, messages.Register):  # changes of the map may follow at once
-                self._welcomed(msgspec.msgpack.decode(frame.meta, type=messages.Welcome))
+                self._welcomed(read_meta(frame.meta, messages.Welcome, "a welcome"))
             self._memory.answered(message.content, frame.meta)
             message.answer.set_result((frame.meta, frame.body))
 
@@ -300,7 +301,8 @@ class SchedulerLink:
 
     def _changed(self, change: MapChange) -> ClusterMap:
         base = self._maps.committed
-        assert base is not None, "a change without a map"
+        if base is None:
+            raise ProtocolError("the scheduler has sent what changed in a map that it has not sent")
         return change.apply(base)
 
     # When the connection is lost.
@@ -360,7 +362,7 @@ class SchedulerLink:
             with self._send_lock:
                 # Not among what is asked again: should this connection break too, the scheduler is told anew.
                 self._outgoing.take(rejoining.number)
-        answer = msgspec.msgpack.decode(rejoining.answer.result()[0], type=_WELCOME)
+        answer = read_meta(rejoining.answer.result()[0], _WELCOME, "a welcome")
         if isinstance(answer, messages.Elsewhere):
             return False
         self._welcome, self._heartbeat_s = answer, answer.heartbeat_s

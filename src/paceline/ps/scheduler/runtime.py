@@ -124,10 +124,7 @@ class Scheduler(Handler):
         """Take a message."""
         if header.kind not in (CALL, NOTICE):
             raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
-        try:
-            request = messages.decode_to_scheduler(meta)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"the scheduler got a control message that it cannot read: {error}") from None
+        request = messages.decode_to_scheduler(meta)
         if self._sessions[peer].is_new(header):
             self._take(peer, header, request, body)
 

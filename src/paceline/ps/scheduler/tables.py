@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.errors import TableMismatchError, UsageError
+from paceline.ps.bounds import MAX_TABLES
 from paceline.ps.messages import KnownTable, TableSpec
 from paceline.ps.rules import RULES, from_fields
-
-_MAX_TABLES = 65535
 
 
 class Tables:
@@ -21,8 +20,8 @@ class Tables:
         """Return the number of a table, a new one if it is new. Raises TableMismatchError, and UsageError."""
         known = self._known.get(spec.name)
         if known is None:
-            if len(self._known) >= _MAX_TABLES:
-                raise UsageError(f"a cluster has at most {_MAX_TABLES} tables")
+            if len(self._known) >= MAX_TABLES:
+                raise UsageError(f"a cluster has at most {MAX_TABLES} tables")
             number = 1 + max((table.number for table in self._known.values()), default=0)
             known = self._known[spec.name] = KnownTable(number=number, declared=spec, spec=spec)
         if spec not in (known.declared, known.spec):

@@ -1,0 +1,33 @@
+"""The bounds of what messages and manifests hold. They stand at the fields, so that decoding a struct checks it.
+
+What a peer or a file says is held to them where it arrives, whoever reads it; what depends on several fields is in the
+struct's ``__post_init__``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta
+
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import NUM_BYTES
+
+MAX_CLOCK: Final = 2**32 - 3
+"""The last iteration: clocks are 32 bits in a frame's header, and every iteration has one behind it."""
+MAX_TABLES: Final = 65535
+"""Of one cluster: numbers are 16 bits in a frame's header, and 0 stands for no table."""
+MAX_WORDS: Final = 1 << 20
+"""Of a record, in float32: the values and the state of a key."""
+
+Natural: TypeAlias = Annotated[int, Meta(ge=0)]
+Version: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Clock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CLOCK)]
+TableNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TABLES)]
+Words: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WORDS)]
+Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=NUM_BUCKETS - 1)]
+BucketMask: TypeAlias = Annotated[bytes, Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
+"""A set of buckets (:func:`paceline.protocol.buckets.to_bytes`)."""
+Role: TypeAlias = Annotated[str, Meta(pattern="^(server|worker|observer)$")]
+Operation: TypeAlias = Annotated[str, Meta(pattern="^(push|write|erase)$")]
+Sha256: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
