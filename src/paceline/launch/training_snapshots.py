@@ -102,7 +102,7 @@ class TrainingSnapshots:
     def end(self) -> None:
         """Take none any more; one that is not there yet is given up."""
         try:
-            self._taker.give_up()
+            self._taker.close()
         except PacelineError:
             pass  # the cluster is gone, and with it what was being written
 

@@ -23,17 +23,21 @@ import msgspec
 import numpy as np
 
 from paceline.errors import ModelError, UsageError
+from paceline.ps.bounds import Natural, Sha256
+from paceline.ps.checked_files import FileName, read_checked, read_manifest_text
 from paceline.ps.client import Client
-from paceline.ps.lasting import sync_directory, write_synced
+from paceline.ps.directory_lock import LOCK, DirectoryLock
+from paceline.ps.lasting import make_directory, sync_directory, write_synced
 from paceline.ps.messages import TableSpec
 from paceline.ps.records import read_records, write_records
-from paceline.ps.rules import INITIALIZERS, RULES, UpdateRule, from_fields
+from paceline.ps.rules import INITIALIZERS, RULES, from_fields
 from paceline.ps.sparse_store import Floats, Keys, SparseStore
 
 MANIFEST = "manifest.json"
 FORMAT = "paceline-model"
 FORMAT_VERSION = 1
 _PART_BYTES = 64 << 20
+_NOTHING = np.empty(0, np.uint8)
 _OURS = re.compile(
     rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]{{8}}"
 )
@@ -43,26 +47,26 @@ _OURS = re.compile(
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One data file: `keys` uint64 [rows] and `records` float32 [rows, words] (values, then the rule's state)."""
 
-    file: str
-    rows: int
-    num_bytes: int
-    sha256: str
+    file: FileName
+    rows: Natural
+    num_bytes: Natural
+    sha256: Sha256
 
 
 class SavedTable(msgspec.Struct, frozen=True, kw_only=True):
     """A table of a saved model."""
 
     spec: TableSpec
-    rows: int
+    rows: Natural
     parts: tuple[Part, ...]
 
 
 class TensorFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of named tensors."""
 
-    file: str
-    num_bytes: int
-    sha256: str
+    file: FileName
+    num_bytes: Natural
+    sha256: Sha256
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +97,16 @@ class SavedModel:
 
     def records(self, table: SavedTable) -> Iterator[tuple[Keys, Floats]]:
         """Yield the keys and records of a table, file by file, checksums verified."""
+        from safetensors import SafetensorError
         from safetensors.numpy import load
 
         for part in table.parts:
-            tensors = load(self.read(part))
-            keys, records = tensors["keys"], tensors["records"]
-            words = _record_words(table.spec)
+            try:
+                tensors = load(self.read(part))
+            except (SafetensorError, ValueError, KeyError) as error:
+                raise ModelError(f"{self.directory / part.file} is no file of tensors: {error}") from None
+            keys, records = tensors.get("keys", _NOTHING), tensors.get("records", _NOTHING)
+            words = table.spec.record_words
             is_as_said = keys.shape == (part.rows,) and records.shape == (part.rows, words)
             if not is_as_said or str(keys.dtype) != "uint64" or str(records.dtype) != "float32":
                 raise ModelError(
@@ -123,18 +131,7 @@ class SavedModel:
 
     def read(self, part: Part | TensorFile) -> bytes:
         """Return a file's content, its checksum verified."""
-        path = self.directory / part.file
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ModelError(f"cannot read {path}, a part of the model: {error.strerror}") from None
-        found = hashlib.sha256(data).hexdigest()
-        if found != part.sha256:
-            raise ModelError(
-                f"{path} is damaged: its SHA-256 is {found[:16]}…, the manifest says {part.sha256[:16]}…; "
-                "take another copy of the model"
-            )
-        return data
+        return read_checked(self.directory / part.file, part.num_bytes, part.sha256, "the model").tobytes()
 
 
 def read_model(directory: str | os.PathLike[str]) -> SavedModel:
@@ -149,20 +146,20 @@ def read_model(directory: str | os.PathLike[str]) -> SavedModel:
         )
     try:
         return SavedModel(folder, msgspec.json.decode(text, type=Manifest))
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
 
 
 def _read_head(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Return a manifest's text, and its fields as they stand there; raise ModelError if it is none of ours."""
     try:
-        text = path.read_bytes()
+        text = read_manifest_text(path)
         head = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise ModelError(f"{path.parent} holds no model: there is no {MANIFEST} in it") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise ModelError(f"{path} is no manifest of a Paceline model")
@@ -195,7 +192,7 @@ def save_model(
 ) -> Manifest:
     """Write a model of tables (each with its keys and records, in pieces) and of files of tensors, as safetensors.
 
-    It is there whole or not at all; errors as :func:`save_tables`.
+    It is there whole or not at all; errors as :func:`save_tables`. Raises UsageError while another process saves there.
     """
     from paceline.version import __version__
 
@@ -203,12 +200,14 @@ def save_model(
     generation = secrets.token_hex(4)
     written: list[Path] = []
     made: list[Path] = []
+    lock: DirectoryLock | None = None
     try:
         msgspec.json.encode(model)
     except (TypeError, ValueError) as error:
         raise UsageError(f"what is to be kept in the manifest is not fit for JSON: {error}") from None
     try:
         made = prepare_directory(folder)
+        lock = DirectoryLock.take(folder)
         manifest = Manifest(
             format=FORMAT,
             version=FORMAT_VERSION,
@@ -230,19 +229,33 @@ def save_model(
     except BaseException as error:
         for path in written:
             path.unlink(missing_ok=True)
+        if lock is not None:
+            lock.release()
         for path in made:
             with contextlib.suppress(OSError):
                 path.rmdir()
         if isinstance(error, OSError):
             raise ModelError(_cannot_write(folder, error)) from None
         raise
-    sync_directory(folder)
+    try:
+        sync_directory(folder)
+        _remove_former(folder, manifest)
+    except OSError as error:
+        raise ModelError(
+            f"the model is saved in {folder}, but may not outlast a crash of this machine: {error.strerror or error}"
+        ) from None
+    finally:
+        lock.release()
+    return manifest
+
+
+def _remove_former(folder: Path, manifest: Manifest) -> None:
+    """Remove the model that was there before, and what an interrupted save has left."""
     kept = {part.file for table in manifest.tables for part in table.parts}
     kept |= {file.file for file in manifest.tensors.values()}
-    for path in folder.iterdir():  # the model before, and what an interrupted save has left
+    for path in folder.iterdir():
         if path.name not in kept and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
-    return manifest
 
 
 def load_tables(client: Client, directory: str | os.PathLike[str], names: Iterable[str] | None = None) -> SavedModel:
@@ -290,11 +303,6 @@ def _save_table(
     return SavedTable(spec=spec, rows=sum(part.rows for part in parts), parts=tuple(parts))
 
 
-def _record_words(spec: TableSpec) -> int:
-    rule: UpdateRule = from_fields(RULES, spec.update)
-    return spec.dim * (1 + rule.num_states) + rule.has_count
-
-
 def _write_part(path: Path, waiting: list[tuple[Keys, Floats]]) -> Part:
     from safetensors.numpy import save
 
@@ -316,14 +324,12 @@ def prepare_directory(folder: Path) -> list[Path]:
     if folder.is_dir():
         if (folder / MANIFEST).exists():
             _read_head(folder / MANIFEST)
-        elif any(not _OURS.fullmatch(path.name) for path in folder.iterdir()):
+        elif any(not _OURS.fullmatch(path.name) and path.name != LOCK for path in folder.iterdir()):
             raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
         return []
     if folder.exists():
         raise ModelError(f"cannot save a model as {folder}: there is a file of that name")
-    missing = [folder, *(parent for parent in folder.parents if not parent.exists())]
-    folder.mkdir(parents=True)
-    return missing
+    return make_directory(folder)
 
 
 def _cannot_write(folder: Path, error: OSError) -> str:

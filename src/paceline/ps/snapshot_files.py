@@ -21,7 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.errors import ModelError
+from paceline.errors import ModelError, UsageError
+from paceline.ps.bounds import Bucket, Natural
+from paceline.ps.checked_files import read_checked, read_manifest_text
 from paceline.ps.lasting import sync_directory, write_synced
 from paceline.ps.messages import TableSpec
 from paceline.ps.saving import MANIFEST
@@ -40,16 +42,28 @@ class PartUse(msgspec.Struct, frozen=True, kw_only=True):
     """A part that a snapshot consists of, and which of its buckets are of this snapshot (others were superseded)."""
 
     part: SnapshotPart
-    buckets: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+
+    def __post_init__(self) -> None:
+        if not set(self.buckets) <= set(self.part.buckets):
+            raise UsageError(f"{self.part.file} does not hold all the buckets that are used of it")
 
 
 class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True):
     """A table of a snapshot: each of its buckets is used from exactly one part."""
 
     spec: TableSpec
-    rows: int
-    num_buckets: int
+    rows: Natural
+    num_buckets: Natural
     uses: tuple[PartUse, ...]
+
+    def __post_init__(self) -> None:
+        used = [bucket for use in self.uses for bucket in use.buckets]
+        if len(set(used)) != len(used):
+            raise UsageError(f"table {self.spec.name!r} has a bucket twice")
+        for part in (use.part for use in self.uses):
+            if part.words != self.spec.record_words:
+                raise UsageError(f"{part.file} has records of {part.words} float32, table {self.spec} has others")
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +72,9 @@ class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     version: int
     paceline: str
-    number: int
+    number: Natural
     full: bool
-    iteration: int | None
+    iteration: Natural | None
     """Sequential consistency: it is the state after so many iterations of that run. Else None: buckets, each consistent
     in itself, were copied one after the other."""
     tables: tuple[SnapshotTable, ...]
@@ -184,28 +198,10 @@ def _write_all(file: int, buffers: Sequence[memoryview]) -> None:
 def read_part(directory: Path, part: SnapshotPart) -> tuple[Keys, Floats]:
     """Return the keys and records of a part, its checksum verified. Raises ModelError if it is damaged or not there."""
     path = directory / part.file
-    data = np.empty(part.num_bytes, np.uint8)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == part.num_bytes:
-                view = memoryview(data)  # type: ignore[arg-type]
-                at = 0
-                while at < size:
-                    at += file.readinto(view[at:]) or size
-    except OSError as error:
-        raise ModelError(f"cannot read {path}, a part of a snapshot: {error.strerror or error}") from None
-    if size != part.num_bytes:
-        raise ModelError(
-            f"{path} is cut off or was changed: it has {size} bytes, the manifest says {part.num_bytes} "
-            f"(SHA-256 {part.sha256[:16]}…)"
-        )
-    found = hashlib.sha256(memoryview(data)).hexdigest()  # type: ignore[arg-type]
-    if found != part.sha256:
-        raise ModelError(f"{path} is damaged: its SHA-256 is {found[:16]}…, the manifest says {part.sha256[:16]}…")
+    data = read_checked(path, part.num_bytes, part.sha256, "the snapshot")
     rows = sum(part.rows)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    if start + rows * (8 + 4 * part.words) != part.num_bytes:
+    if start + rows * (8 + 4 * part.words) != part.num_bytes or start % 8:
         raise ModelError(f"{path} does not hold what the manifest says, {rows} rows of {part.words} float32")
     keys = data[start : start + 8 * rows].view(np.uint64)
     return keys, data[start + 8 * rows :].view(np.float32).reshape(rows, part.words)
@@ -223,13 +219,13 @@ def read_manifest(directory: Path, number: int) -> SnapshotManifest:
     """Read a snapshot's manifest. Raises ModelError if there is none, or it cannot be read."""
     path = directory / folder_name(number) / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_manifest_text(path)
         head = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise ModelError(f"{path.parent} is no whole snapshot: there is no {MANIFEST} in it") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise ModelError(f"{path} is no manifest of a snapshot")
@@ -241,11 +237,13 @@ def read_manifest(directory: Path, number: int) -> SnapshotManifest:
     digest = head.pop("sha256", None)
     try:
         manifest = msgspec.convert(head, SnapshotManifest)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
     found = _digest(manifest)
     if found != digest:
         raise ModelError(f"{path} is damaged: its SHA-256 is {found[:16]}…, it says {str(digest)[:16]}…")
+    if manifest.number != number:
+        raise ModelError(f"{path} is that of snapshot {manifest.number}, copied into the folder of another one")
     return manifest
 
 

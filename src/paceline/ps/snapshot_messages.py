@@ -10,23 +10,32 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from paceline.errors import UsageError
 from paceline.protocol import ShardAccount
 from paceline.protocol.buckets import buckets_in
+from paceline.ps.bounds import Bucket, BucketMask, Clock, Natural, Sha256, TableNumber, Version, Words
+from paceline.ps.checked_files import Directory, FolderName, PartName
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
     """One data file: the rows of some buckets, in this order. `keys` uint64 [rows], `records` float32 [rows, words]."""
 
-    file: str
+    file: PartName
     """Within the directory of snapshots: ``snapshot-000123/name``."""
     table: str
-    buckets: tuple[int, ...]
-    rows: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    rows: tuple[Natural, ...]
     """Of each bucket."""
-    words: int
+    words: Words
     """Of a record: values, then the update rule's state."""
-    num_bytes: int
-    sha256: str
+    num_bytes: Natural
+    sha256: Sha256
+
+    def __post_init__(self) -> None:
+        if len(self.buckets) != len(self.rows) or len(set(self.buckets)) != len(self.buckets):
+            raise UsageError(f"{self.file} holds {len(self.buckets)} buckets, and rows of {len(self.rows)}")
+        if sum(self.rows) * (8 + 4 * self.words) > self.num_bytes:
+            raise UsageError(f"{self.file} cannot hold {sum(self.rows)} rows of {self.words} words")
 
 
 class DoneShards(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,14 +83,14 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     consistency) what is written is the state after so many iterations.
     """
 
-    number: int
-    directory: str
-    folder: str
-    tables: tuple[int, ...]
-    buckets: bytes
+    number: Natural
+    directory: Directory
+    folder: FolderName
+    tables: tuple[TableNumber, ...]
+    buckets: BucketMask
     """The set of buckets that are this server's to write."""
-    whole: tuple[int, ...] = ()
-    boundary: int | None = None
+    whole: tuple[Natural, ...] = ()
+    boundary: Clock | None = None
 
 
 class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +109,9 @@ class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class KeptBuckets(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets of a table that are as snapshot `number` has them."""
 
-    table: int
-    number: int
-    buckets: bytes
+    table: TableNumber
+    number: Natural
+    buckets: BucketMask
 
 
 class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,12 +136,16 @@ class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `version` raises StaleEpochError.
     """
 
-    version: int
-    table: int
-    directory: str
+    version: Version
+    table: TableNumber
+    directory: Directory
     parts: tuple[SnapshotPart, ...]
-    buckets: tuple[bytes, ...]
+    buckets: tuple[BucketMask, ...]
     """Of each part, the set of buckets to set."""
+
+    def __post_init__(self) -> None:
+        if len(self.buckets) != len(self.parts):
+            raise UsageError(f"{len(self.parts)} parts are to be read, and buckets of {len(self.buckets)}")
 
 
 class GetLoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,6 +11,7 @@ as it was at some moment while the snapshot was taken.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from paceline.protocol import NUM_BUCKETS, Sequential
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, count, from_bytes, to_bytes
 from paceline.ps.client import Client
 from paceline.ps.connection import ServerConnection
+from paceline.ps.directory_lock import DirectoryLock
+from paceline.ps.lasting import make_directory
 from paceline.ps.messages import TableSpec
 from paceline.ps.snapshot_files import (
     FORMAT,
@@ -56,13 +59,19 @@ _MARGINS = (2, 16, 256, 4096)  # iterations: how far ahead a boundary is chosen,
 
 
 class SnapshotFolder:
-    """A directory of snapshots, of which the newest `keep` stay, and the files that they refer to."""
+    """A directory of snapshots, of which the newest `keep` stay, and the files that they refer to.
+
+    It is one run's at a time: raises UsageError while another one takes snapshots there.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
         if keep < 1:
             raise UsageError(f"snapshots to keep: {keep}; expected at least 1")
         self.directory = Path(os.path.abspath(directory))
         self._keep = keep
+        self._lock: DirectoryLock | None = None
+        with contextlib.suppress(OSError):  # who begins a snapshot is told
+            self._take_over()
         self._last = max(numbers_in(self.directory), default=0)
         self._manifests: dict[int, SnapshotManifest] = {}
         for number in numbers_in(self.directory):
@@ -75,6 +84,21 @@ class SnapshotFolder:
         """Return a number that no snapshot had."""
         self._last += 1
         return self._last
+
+    def make(self, number: int) -> None:
+        """Make a snapshot's folder. Raises OSError."""
+        self._take_over()
+        make_directory(self.directory / folder_name(number))
+
+    def close(self) -> None:
+        """Let another run have the directory. Idempotent."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _take_over(self) -> None:
+        if self._lock is None:
+            make_directory(self.directory)
+            self._lock = DirectoryLock.take(self.directory)
 
     def commit(self, manifest: SnapshotManifest) -> None:
         """Make a snapshot of what was written for it; let older ones go. Raises OSError, and then it is none."""
@@ -158,7 +182,7 @@ class SnapshotTaker:
         self._under = _Under(number, full, tables, account, training or {})
         self._num_taken += 1
         try:
-            (self.directory / folder_name(number)).mkdir(parents=True)
+            self._folder.make(number)
         except OSError as error:
             raise self._failed(describe_failure(self.directory, error)) from None
         if isinstance(client.consistency, Sequential):
@@ -170,7 +194,7 @@ class SnapshotTaker:
 
     def _begin_ahead(self, under: _Under) -> None:
         """Have it taken at the end of an iteration that is still ahead on every server."""
-        clock = -2
+        clock = 0
         for margin in (0, *_MARGINS):
             answers = self._ask_all(under, clock + margin)
             if all(answer.begun for answer in answers):
@@ -238,6 +262,13 @@ class SnapshotTaker:
         except PeerError:
             pass  # a server is gone: whoever needs it hears of it
         self._folder.discard(under.number)
+
+    def close(self) -> None:
+        """Take none any more, and let another run have the directory. Idempotent."""
+        try:
+            self.give_up()
+        finally:
+            self._folder.close()
 
     def _failed(self, reason: str) -> SnapshotWriteError:
         assert self._under is not None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save as safetensors
 
 from paceline.errors import ModelError, TableMismatchError, UsageError
 from paceline.ps import (
@@ -29,6 +32,7 @@ from paceline.ps import (
     save_tables,
     saving,
 )
+from paceline.ps.directory_lock import DirectoryLock
 
 from .harness import Cluster, Floats, Keys, floats, random_keys
 
@@ -289,7 +293,7 @@ def test_a_damaged_file(model: Path, at: int) -> None:
 def test_a_truncated_and_a_missing_file(model: Path) -> None:
     part = part_of(model)
     part.write_bytes(part.read_bytes()[:-10])
-    refused(model, "is damaged: its SHA-256")
+    refused(model, r"is cut off or was changed: it has \d+ bytes, the manifest says \d+ \(SHA-256 [0-9a-f]{16}…")
     part.unlink()
     refused(model, f"cannot read {part}, a part of the model: No such file")
 
@@ -319,6 +323,100 @@ def test_a_manifest_that_says_something_else(model: Path) -> None:
     manifest["tables"][0]["spec"]["dim"] = 2
     (model / "manifest.json").write_text(json.dumps(manifest))
     refused(model, "does not hold what the manifest says, 502 rows of 2 float32 for table 'w'")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": "../secret"}, "file"),
+        ({"file": "/etc/passwd"}, "file"),
+        ({"file": ".."}, "file"),
+        ({"file": "."}, "file"),
+        ({"rows": -1}, "rows"),
+        ({"num_bytes": -1}, "num_bytes"),
+        ({"sha256": ""}, "sha256"),
+    ],
+)
+def test_a_manifest_that_was_made_up(model: Path, change: dict[str, object], message: str) -> None:
+    manifest = json.loads((model / "manifest.json").read_text())
+    manifest["tables"][0]["parts"][0].update(change)
+    (model / "manifest.json").write_text(json.dumps(manifest))
+    refused(model, f"manifest.json is damaged: .*{message}")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_what_is_no_file_is_not_read(model: Path, kind: str) -> None:
+    part = part_of(model)
+    part.unlink()
+    {"pipe": lambda: os.mkfifo(part), "device": lambda: part.symlink_to("/dev/zero"), "directory": part.mkdir}[kind]()
+    refused(model, "is no regular file")
+
+
+def test_files_that_are_no_tensors(model: Path) -> None:
+    for data in (b"", b"nothing of that kind", safetensors({"keys": np.zeros(3)}), safetensors({"x": np.zeros(3)})):
+        part_of(model).write_bytes(data)
+        manifest = json.loads((model / "manifest.json").read_text())
+        manifest["tables"][0]["parts"][0].update(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        (model / "manifest.json").write_text(json.dumps(manifest))
+        refused(model, "is no file of tensors|does not hold what the manifest says")
+
+
+def test_two_saves_into_one_directory(tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        one_table(client, 1)
+        client.save(tmp_path / "model")
+        lock = DirectoryLock.take(tmp_path / "model")
+        before = files(tmp_path / "model")
+        one_table(client, 2)
+        with pytest.raises(
+            UsageError, match=r"in use by another run \(process \d+ on .*name another directory"
+        ):
+            client.save(tmp_path / "model")
+        assert files(tmp_path / "model") == before
+        lock.release()
+        assert loaded(tmp_path / "model") == {1.0}
+        client.save(tmp_path / "model")
+        assert loaded(tmp_path / "model") == {2.0}
+        assert len(files(tmp_path / "model")) == 2  # the lock is not left there
+
+
+@pytest.mark.parametrize(("number", "is_error"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)])
+def test_a_directory_that_is_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_error: bool
+) -> None:
+    """A rename that may not be on the disk is no model saved; a file system that cannot tell is one."""
+    fsync = os.fsync
+
+    def attempt(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    with Cluster() as cluster:
+        client = cluster.connect()
+        one_table(client, 1)
+        client.save(tmp_path / "model")
+        one_table(client, 2)
+        monkeypatch.setattr(os, "fsync", attempt)
+        if is_error:
+            with pytest.raises(ModelError, match=r"is saved in .*, but may not outlast a crash of this machine: Input"):
+                client.save(tmp_path / "model")
+            with pytest.raises(ModelError, match=r"cannot save the model in .*new: Input"):
+                client.save(tmp_path / "new")
+            with pytest.raises(OSError, match="Input"):
+                lasting.make_directory(tmp_path / "a" / "b")
+        else:
+            client.save(tmp_path / "model")
+    assert loaded(tmp_path / "model") == {2.0}
+
+
+def test_new_directories_are_synced_into_those_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(lasting, "sync_directory", synced.append)
+    assert lasting.make_directory(tmp_path / "a" / "b") == [tmp_path / "a" / "b", tmp_path / "a"]
+    assert synced == [tmp_path / "a", tmp_path]
+    assert lasting.make_directory(tmp_path / "a" / "b") == []
 
 
 def test_no_model(tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
             train(client, range(step, step + 1))
             take(taker)
             kept.append(values(client))
+        taker.close()
     told: list[str] = []
     (tmp_path / folder_name(3) / "manifest.json").write_bytes(b"{")
     assert read_newest(tmp_path, told.append).manifest.number == 2

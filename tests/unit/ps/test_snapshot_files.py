@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from safetensors.numpy import load_file
 
 from paceline.errors import ModelError, UsageError
 from paceline.protocol import Shards, shards
+from paceline.ps.directory_lock import DirectoryLock
 from paceline.ps.messages import TableSpec
 from paceline.ps.snapshot_files import (
     FORMAT,
@@ -44,7 +50,7 @@ def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> Snaps
 
 
 def manifest_of(number: int, *uses: PartUse, **fields: Any) -> SnapshotManifest:
-    spec = TableSpec(name="t", kind="sparse", update={"kind": "SGD", "lr": 0.1}, initializer={"kind": "Zeros"})
+    spec = TableSpec(name="t", kind="sparse", dim=3, update={"kind": "SGD", "lr": 0.1}, initializer={"kind": "Zeros"})
     table = SnapshotTable(spec=spec, rows=0, num_buckets=512, uses=uses)
     return SnapshotManifest(
         format=FORMAT, version=FORMAT_VERSION, paceline="0", number=number, full=True, iteration=None, tables=(table,),
@@ -124,6 +130,99 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
             read_manifest(tmp_path, 4)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": "../s0-t1-00001.safetensors"}, "file"),
+        ({"file": "/etc/passwd"}, "file"),
+        ({"file": "snapshot-000004/../../x"}, "file"),
+        ({"file": "snapshot-000004/a/b"}, "file"),
+        ({"file": "snapshot-000004/x\n"}, "file"),
+        ({"rows": [1, -1]}, "rows"),
+        ({"rows": [1]}, "holds 2 buckets, and rows of 1"),
+        ({"buckets": [1, 512]}, "buckets"),
+        ({"buckets": [1, 1]}, "holds 2 buckets, and rows of 2"),
+        ({"buckets": [1, 3]}, "does not hold all the buckets that are used"),
+        ({"words": 0}, "words"),
+        ({"words": 4}, "has records of 4 float32"),
+        ({"num_bytes": -1}, "num_bytes"),
+        ({"num_bytes": 10}, "cannot hold"),
+        ({"sha256": "x"}, "sha256"),
+    ],
+)
+def test_a_manifest_that_was_made_up(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    write_manifest(tmp_path, manifest_of(4, use(part_of(tmp_path, 4, 1, 2, rows=5), 2)))
+    path = tmp_path / folder_name(4) / "manifest.json"
+    fields = json.loads(path.read_text())
+    fields["tables"][0]["uses"][0]["part"].update(change)
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=f"manifest.json is damaged: .*{message}"):
+        read_manifest(tmp_path, 4)
+
+
+def test_a_manifest_of_another_snapshot(tmp_path: Path) -> None:
+    for number in (4, 5):
+        write_manifest(tmp_path, manifest_of(number, use(part_of(tmp_path, number, 1, 2), 2)))
+    shutil.copy(tmp_path / folder_name(4) / "manifest.json", tmp_path / folder_name(5) / "manifest.json")
+    with pytest.raises(ModelError, match="is that of snapshot 4, copied into the folder of another one"):
+        read_manifest(tmp_path, 5)
+    told: list[str] = []
+    assert read_newest(tmp_path, told.append).manifest.number == 4
+    assert "that of snapshot 4" in told[0]
+
+
+@pytest.mark.parametrize("name", ["part", "manifest"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    part = part_of(tmp_path, 4, 1)
+    write_manifest(tmp_path, manifest_of(4, use(part)))
+    path = tmp_path / (part.file if name == "part" else f"{folder_name(4)}/manifest.json")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="is no regular file"):
+        read_part(tmp_path, part) if name == "part" else read_manifest(tmp_path, 4)
+
+
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    folder = SnapshotFolder(tmp_path / "new" / "snapshots")
+    number = folder.next_number()
+    folder.make(number)
+    folder.commit(manifest_of(number, use(part_of(folder.directory, number, 1))))
+    with pytest.raises(
+        UsageError, match=rf"use by another run \(process {os.getpid()} on .*name another directory"
+    ):
+        SnapshotFolder(folder.directory)
+    assert read_newest(folder.directory).manifest.number == number  # who only reads is not in the way
+    folder.close()
+    folder.close()
+    assert sorted(os.listdir(folder.directory)) == [folder_name(number)]
+    again = SnapshotFolder(folder.directory)
+    assert again.next_number() == number + 1
+    del again  # forgotten is as good as closed
+    gc.collect()
+    SnapshotFolder(folder.directory).close()
+
+
+def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, sys\n"
+        "from paceline.ps.directory_lock import DirectoryLock\n"
+        "kept = DirectoryLock.take(pathlib.Path(sys.argv[1]))\n"
+        "print('locked', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"locked\n"
+        with pytest.raises(UsageError, match=f"another run \\(process {child.pid} on"):
+            DirectoryLock.take(tmp_path)
+        child.kill()
+    assert (tmp_path / ".lock").exists()
+    DirectoryLock.take(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
     (tmp_path / "something else").write_text("")
     folder = SnapshotFolder(tmp_path, keep=2)
@@ -139,6 +238,7 @@ def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / folder_name(1))) == [Path(first.file).name]
     assert numbers_in(tmp_path) == [1, 3, 4]
     part_of(tmp_path, 5, 1)  # a server was killed while it wrote
+    folder.close()
     again = SnapshotFolder(tmp_path, keep=2)
     assert again.next_number() == 6
     last = part_of(tmp_path, 6, 1, 2, 3, 4)

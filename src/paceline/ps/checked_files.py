@@ -1,0 +1,77 @@
+"""Files of models and snapshots, read as their manifest describes them: nothing else is opened, or read for long.
+
+A manifest may have come from anywhere. So names in it are plain names, what they stand for must be a regular file of
+the size given before anything is read or allocated, and all of it is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from paceline.errors import ModelError
+
+FileName: TypeAlias = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,200}\Z")]
+"""A file of a model, in its directory."""
+PartName: TypeAlias = Annotated[str, Meta(pattern=r"^snapshot-\d{6,19}/\w[\w.-]{0,200}\Z")]
+"""A file of a snapshot, in the directory of snapshots."""
+FolderName: TypeAlias = Annotated[str, Meta(pattern=r"^snapshot-\d{6,19}\Z")]
+"""The folder of a snapshot."""
+Directory: TypeAlias = Annotated[str, Meta(pattern=r"^(/|[A-Za-z]:)[^\0]*\Z", max_length=4096)]
+"""An absolute path."""
+MAX_MANIFEST_BYTES = 1 << 28
+
+
+def read_manifest_text(path: Path) -> bytes:
+    """Return a manifest's text. Raises OSError if it cannot be read, ModelError if it is no regular file."""
+    number = _open(path)
+    with open(number, "rb") as file:
+        size = os.fstat(number).st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise ModelError(f"{path} has {size} bytes: a manifest has at most {MAX_MANIFEST_BYTES}")
+        return file.read(size)
+
+
+def read_checked(path: Path, num_bytes: int, sha256: str, what: str) -> npt.NDArray[np.uint8]:
+    """Return a file's content (uint8 [num_bytes], 8-aligned). Raises ModelError unless it is what a manifest says.
+
+    `what` says in errors what it is a part of.
+    """
+    try:
+        number = _open(path)
+        with open(number, "rb", buffering=0) as file:
+            size = os.fstat(number).st_size
+            if size != num_bytes:
+                raise ModelError(
+                    f"{path} is cut off or was changed: it has {size} bytes, the manifest says {num_bytes} "
+                    f"(SHA-256 {sha256[:16]}…); take another copy of {what}"
+                )
+            data = np.empty(num_bytes, np.uint8)
+            view, at = memoryview(data), 0  # type: ignore[arg-type]
+            while at < size:
+                at += file.readinto(view[at:]) or size
+    except OSError as error:
+        raise ModelError(f"cannot read {path}, a part of {what}: {error.strerror or error}") from None
+    found = hashlib.sha256(view).hexdigest()
+    if found != sha256:
+        raise ModelError(
+            f"{path} is damaged: its SHA-256 is {found[:16]}…, the manifest says {sha256[:16]}…; take another copy of "
+            f"{what}"
+        )
+    return data
+
+
+def _open(path: Path) -> int:
+    """Open a regular file; one that is none (a pipe, a device) is not waited for."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise ModelError(f"{path} is no regular file: take another copy")
+    return number

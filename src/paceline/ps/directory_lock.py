@@ -1,0 +1,75 @@
+"""A directory that one process at a time writes: two runs in one would remove each other's files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import weakref
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+LOCK = ".lock"
+"""The name of the file that is locked; there while its directory is in use, and after a crash."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""What a file system answers that has no locks; then there is none."""
+
+
+class DirectoryLock:
+    """A directory is this object's until it is released, or the process ends, however it does."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self._path = path
+        self._release = weakref.finalize(self, _release, path, number)
+
+    @classmethod
+    def take(cls, folder: Path) -> DirectoryLock:
+        """Lock a directory that is there. Raises UsageError if it is locked, and OSError."""
+        path = folder / LOCK
+        while True:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+            try:
+                _lock(folder, number)
+                if _is_at(path, number):
+                    os.truncate(number, 0)
+                    os.write(number, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                    return cls(path, number)
+            except BaseException:
+                os.close(number)
+                raise
+            os.close(number)  # whoever had it has removed the file that we have locked
+
+    def release(self) -> None:
+        """Let others have it. Idempotent."""
+        self._release()
+
+
+def _lock(folder: Path, number: int) -> None:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(number, 200, 0).decode(errors="replace")
+        who = f" ({owner})" if owner and owner.isprintable() else ""
+        raise UsageError(
+            f"{folder} is in use by another run{who}, and two in one directory would remove each other's files: name "
+            "another directory, or wait for that run to end"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _is_at(path: Path, number: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(number))
+    return False
+
+
+def _release(path: Path, number: int) -> None:
+    with contextlib.suppress(OSError):
+        if _is_at(path, number):
+            path.unlink()
+    os.close(number)
