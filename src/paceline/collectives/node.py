@@ -110,8 +110,9 @@ class Node:
                 listening.append(on_host)
             except (AddressError, OSError) as error:
                 _logger.warning("without a Unix socket, TCP is used on this host too: %s", error)
-        endpoint = Endpoint(Address("tcp", host, listening[0].getsockname()[1]), unix, host_identity())
-        self.info = NodeInfo(secrets.token_hex(8), endpoint, os.getpid(), memory_domain())
+        number = secrets.token_hex(8)
+        endpoint = Endpoint(Address("tcp", host, listening[0].getsockname()[1]), unix, host_identity(), number)
+        self.info = NodeInfo(number, endpoint, os.getpid(), memory_domain())
         self._changed = threading.Condition()
         self._is_closed = False
         self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
@@ -237,16 +238,12 @@ class Node:
             raise DeadlineError(f"there was no time left to connect to {info.endpoint}")
         address = info.endpoint.best()
         try:
-            connected, peer = connect_stream(address, self._token, hello, left)
+            return connect_stream(address, self._token, hello, left, listener=info.id)[0]
         except AddressError:
             if address == info.endpoint.tcp:
                 raise
             left = max(deadline - time.monotonic(), 1e-3)
-            connected, peer = connect_stream(info.endpoint.tcp, self._token, hello, left)
-        if peer.name != info.id:
-            connected.close()
-            raise AddressError(f"another process listens at {info.endpoint} now: the one that did has ended")
-        return connected
+            return connect_stream(info.endpoint.tcp, self._token, hello, left, listener=info.id)[0]
 
     # the acceptor's thread, and the greeters'
 
@@ -296,7 +293,8 @@ class Node:
         hello: Hello | None = None
         try:
             connected.setblocking(True)
-            hello = welcome_stream(connected, self._token, Hello(role="node", name=self.info.id), _HANDSHAKE_S, expect)
+            mine = Hello(role="node", name=self.info.id)
+            hello = welcome_stream(connected, self._token, mine, _HANDSHAKE_S, expect, listener=self.info.id)
             if hello.role == "ask":
                 self._answer(connected, _group_of(hello))
             else:

@@ -109,7 +109,9 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
 def _answers(joining: Joining) -> bool:
     """Whether there is a scheduler."""
     try:
-        joining.transport().connect(joining.scheduler, Hello(role="observer"), timeout_s=_ANSWER_S).close()
+        joining.transport().connect(
+            joining.scheduler, Hello(role="observer", to="scheduler"), timeout_s=_ANSWER_S
+        ).close()
     except PacelineError:
         return False
     return True

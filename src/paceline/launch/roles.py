@@ -212,7 +212,13 @@ def run_server(
                 welcome = await _register(link, register, stop)
                 if welcome is None:
                     return
-                joined = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=node)
+                joined = Hello(
+                    role="server",
+                    rank=welcome.rank,
+                    incarnation=welcome.incarnation,
+                    name=node,
+                    cluster=welcome.settings.cluster,
+                )
                 listener.introduce(joined)
                 server.joined(joined, welcome.heartbeat_s)
                 server.members_changed(welcome.cluster)

@@ -115,6 +115,8 @@ class Client:
                 incarnation=self.incarnation,
                 name=node,
                 extra={"timeout_ms": int(timeout_s * 1000)},
+                to="server",
+                cluster=welcome.settings.cluster,
             )
             with self._lock:
                 self._routes = self._watch.wait_newer(0, timeout_s)

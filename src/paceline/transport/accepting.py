@@ -5,27 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import secrets
 from dataclasses import dataclass, field
 
-import msgspec
-
 from paceline.errors import DeadlineError, PacelineError, ProtocolError
-from paceline.transport.authentication import (
-    NONCE_BYTES,
-    Challenge,
-    Hello,
-    Proof,
-    decode,
-    encode_hello,
-    prove,
-    verify,
-)
+from paceline.transport.authentication import Hello
 from paceline.transport.base import Handler
+from paceline.transport.binding import transport_binding
 from paceline.transport.connection import Connection
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Header, Kind, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool
+from paceline.transport.reception import Reception
 from paceline.transport.sending import TransportPeer
 
 _logger = logging.getLogger("paceline.transport")
@@ -41,6 +31,10 @@ class Service:
     limits: Limits
     handshake_timeout_s: float
     pool: BufferPool
+    listener: str
+    """The listener's id."""
+    certificate: bytes = b""
+    """With TLS, the one that it shows (DER)."""
     connections: set[AcceptedConnection] = field(default_factory=set)
 
 
@@ -50,7 +44,7 @@ class AcceptedConnection(Connection):
     def __init__(self, service: Service) -> None:
         super().__init__(service.handler, service.limits, service.pool)
         self._service = service
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._reception = Reception(service.token, service.hello, service.listener)
 
     def _begin(self) -> None:
         """Challenge the client."""
@@ -58,7 +52,7 @@ class AcceptedConnection(Connection):
         self._service.connections.add(self)
         self.deliver = self._greeted
         self._start_timer(self._service.handshake_timeout_s, self._greeting_missed)
-        self._send_meta(Kind.CHALLENGE, msgspec.msgpack.encode(Challenge(self._nonce)))
+        self._send_meta(Kind.CHALLENGE, self._reception.challenge())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the listener and the handler."""
@@ -95,15 +89,21 @@ class AcceptedConnection(Connection):
     def _greeted(self, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind != Kind.HELLO:
             raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
-        service = self._service
-        given = decode(meta, Proof)
-        hello = verify(service.token, "client", given.nonce, self._nonce, given)
+        service, reception = self._service, self._reception
+        reception.take(meta)
         self._cancel_timer()
-        self._peer = peer = TransportPeer(self.transport, self, hello, self._address, service.limits)
-        mine = encode_hello(service.hello)
-        proof = prove(service.token, "server", given.nonce, self._nonce, mine)
-        peer.send_frame(Kind.WELCOME, meta=msgspec.msgpack.encode(Proof(mine, self._nonce, proof)))
-        self.allow_application(service.limits, functools.partial(service.handler.frame_received, peer))
+        binding = transport_binding(self.transport, connecting=False, certificate=service.certificate)
+        self._send_meta(Kind.WELCOME, reception.welcome(binding))
+        try:
+            hello = reception.identify()
+        except PacelineError as error:  # the client knows by our WELCOME
+            _logger.warning("closing the connection to %s: %s", self._address, error)
+            self.close()
+            return
+        sending, receiving = reception.seals or (None, None)
+        self._peer = peer = TransportPeer(self.transport, self, hello, self._address, service.limits, seal=sending)
+        deliver = functools.partial(service.handler.frame_received, peer)
+        self.allow_application(service.limits, deliver, seal=receiving)
         service.handler.connected(peer)
 
     def _greeting_missed(self) -> None:

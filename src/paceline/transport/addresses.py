@@ -80,6 +80,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     """A Unix socket, for peers on the same host."""
     host: str = ""
     """:func:`host_identity` of the node."""
+    listener: str = ""
+    """Tells the listener from one that has its address later; empty: not known."""
 
     def best(self, here: str | None = None) -> Address:
         """Return the Unix socket if the node runs on this host and its path can be seen, else TCP."""

@@ -1,15 +1,15 @@
 """Who may talk to us: both ends prove that they hold the cluster's token before any other frame.
 
-The server sends a nonce (CHALLENGE). The client answers with its :class:`Hello`, a nonce of its own and
-``HMAC-SHA256(token, "client" | both nonces | hello)``; the server answers with its Hello and the same under
-the label "server". The token never goes over the wire, a recorded exchange cannot be replayed (each end chose
-a nonce), an answer cannot be reflected (the labels differ), and a Hello cannot be altered. Without TLS the
-frames after it are neither encrypted nor signed.
+The server sends a nonce (CHALLENGE). The client answers with its :class:`Hello`, its :class:`View` of the connection, a
+nonce of its own and an HMAC-SHA256 of all that under the token; the server answers with its own and an HMAC of all that
+both have said. The token never goes over the wire, a recorded exchange cannot be replayed (each end chose a nonce), an
+answer cannot be reflected (the labels differ), nothing can be altered (fields have their lengths in front), and a relay
+gains nothing: the proof says for whom it is meant, and where somebody may be in between, every later frame is sealed
+with a key that follows from the token and this handshake (`sealing`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
@@ -23,6 +23,7 @@ from paceline.transport.decoding import UNREADABLE
 from paceline.transport.frames import PROTOCOL_VERSION
 
 NONCE_BYTES = 32
+PROTOCOL_NAME = b"paceline/%d" % PROTOCOL_VERSION
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
@@ -41,6 +42,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """The node's name for people."""
     extra: dict[str, int | str] = {}
     """What else the application wants to say."""
+    to: str = ""
+    """The role that must answer; empty: any. Others refuse, and are refused."""
+    cluster: str = ""
+    """The cluster's id, if it is known yet. Who knows another one refuses, and is refused."""
     protocol: int = PROTOCOL_VERSION
     paceline: str = ""
     """The version of the package; filled in when it is sent."""
@@ -52,11 +57,24 @@ class Challenge(msgspec.Struct, frozen=True):
     nonce: bytes
 
 
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """How one end sees the connection."""
+
+    binding: bytes = b""
+    """What only the two ends of one connection see alike (`binding`); empty where somebody may be in between."""
+    address: str = ""
+    """Where the client has connected to, as it was told."""
+    listener: str = ""
+    """Of the client: the listener that it wants, empty if it only knows an address. Of the server: its own."""
+
+
 class Proof(msgspec.Struct, frozen=True):
     """The meta of a HELLO and of a WELCOME frame."""
 
     hello: bytes
     """A :class:`Hello` as msgpack; kept as bytes because the proof covers them."""
+    view: bytes
+    """A :class:`View` as msgpack."""
     nonce: bytes
     proof: bytes
 
@@ -90,23 +108,30 @@ def encode_hello(hello: Hello) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(hello, paceline=hello.paceline or __version__))
 
 
-def prove(token: str, label: str, client_nonce: bytes, server_nonce: bytes, hello: bytes) -> bytes:
-    """Return the proof that the one who says ``hello`` in the role ``label`` holds the token."""
-    text = b"paceline/%d/%s\0%s%s%s" % (PROTOCOL_VERSION, label.encode(), client_nonce, server_nonce, hello)
-    return hmac.new(token.encode(), text, hashlib.sha256).digest()
+def join_fields(*fields: bytes) -> bytes:
+    """Return the fields as one, each with its length in front: no two lists of fields give the same bytes."""
+    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
-def verify(token: str, label: str, client_nonce: bytes, server_nonce: bytes, given: Proof) -> Hello:
-    """Return the Hello that a valid proof comes with; raise Authentication-, Version- or ProtocolError.
+def prove(token: str, label: str, *said: bytes) -> bytes:
+    """Return the proof that the end called ``label`` holds the token and means what was said."""
+    return hmac.digest(token.encode(), join_fields(PROTOCOL_NAME, label.encode(), *said), "sha256")
 
-    Both ends must be of one version of paceline: what goes in frames has no versions of its own.
+
+def check_proof(token: str, label: str, given: Proof, *said: bytes) -> None:
+    """Raise AuthenticationError unless ``given`` proves it of what was said."""
+    if not hmac.compare_digest(prove(token, label, *said), given.proof):
+        raise AuthenticationError(f"the {label} does not hold this cluster's token")
+
+
+def read_hello(label: str, data: bytes) -> Hello:
+    """Return the Hello that was proved; raise VersionError if its sender is of another version of paceline.
+
+    What goes in frames has no versions of its own.
     """
     from paceline.version import __version__
 
-    expected = prove(token, label, client_nonce, server_nonce, given.hello)
-    if len(given.nonce) != NONCE_BYTES or not hmac.compare_digest(expected, given.proof):
-        raise AuthenticationError(f"the {label} does not hold this cluster's token")
-    hello = decode(given.hello, Hello)
+    hello = decode(data, Hello)
     if (hello.protocol, hello.paceline) != (PROTOCOL_VERSION, __version__):
         raise VersionError(
             f"the {label} speaks protocol version {hello.protocol} (paceline {hello.paceline}), this "

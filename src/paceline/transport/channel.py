@@ -33,10 +33,12 @@ from paceline.transport.frames import (
     frame_bytes,
     frame_parts,
     join,
+    size_of,
     unpack_header,
     view_of,
 )
 from paceline.transport.receiving import allocate
+from paceline.transport.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
 _ERROR = int(Kind.ERROR)  # looking a member up costs as much as unpacking a header
 
@@ -61,11 +63,22 @@ class StreamChannel(Channel):
         self._meta_left = 0
         self._body_left = 0
         self._body_pad = 0
+        self._sending: Seal | None = None
+        self._receiving: Seal | None = None
+        self._tag = memoryview(bytearray(TAG_BYTES))
         self._timeout_s = -1.0
         self._timeout_ms = 0
         self._bytes_received = self._bytes_sent = self._frames_received = self._frames_sent = 0
 
-    # what a subclass does. All raise ConnectionLostError and DeadlineError.
+    def seal(self, seals: Seals) -> None:
+        """From now on every frame carries a tag, and must."""
+        self._sending, self._receiving = seals
+
+    # what a subclass does. All but the first raise ConnectionLostError and DeadlineError.
+
+    @abstractmethod
+    def binding(self) -> bytes:
+        """Return what only the two ends of this connection see alike (`binding`)."""
 
     @abstractmethod
     def _write(self, buffers: Sequence[Any]) -> int:
@@ -93,7 +106,9 @@ class StreamChannel(Channel):
 
     def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
         """See :meth:`Channel.send`."""
-        self._bytes_sent += self._write((header, *buffers))
+        self._bytes_sent += (
+            self._write((header, *buffers)) if self._sending is None else self._write_sealed((header, *buffers))
+        )
         self._frames_sent += 1
 
     def send_frame(
@@ -121,14 +136,32 @@ class StreamChannel(Channel):
             meta=meta,
             body=body,
         )
-        self._bytes_sent += self._write(parts)
+        self._bytes_sent += self._write(parts) if self._sending is None else self._write_sealed(parts)
         self._frames_sent += 1
+
+    def _write_sealed(self, parts: Sequence[Any]) -> int:
+        """Send a frame and its tag; a large one in pieces, so that one is hashed while those before are on the way."""
+        seal = self._sending
+        assert seal is not None
+        size = sum(map(size_of, parts))
+        if size > self._limits.max_frame_bytes:
+            raise too_long(size, self._limits)
+        if size <= PIECE_BYTES:
+            return self._write((*parts, seal.tag(parts)))
+        sent = 0
+        for part in parts:
+            view = view_of(part)
+            for start in range(0, len(view), PIECE_BYTES):
+                piece = view[start : start + PIECE_BYTES]
+                seal.update(piece)
+                sent += self._write((piece,))
+        return sent + self._write((seal.end(),))
 
     # receiving
 
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
         """See :meth:`Channel.receive`."""
-        if self._meta_left or self._body_left or self._returned:
+        if self._meta_left or self._body_left or self._returned or self._receiving is not None:
             return self._receive_in_steps(into, timeout_s)
         if timeout_s != self._timeout_s:
             self._change_timeout(timeout_s)
@@ -194,6 +227,8 @@ class StreamChannel(Channel):
             self.receive_into(allocate(self._body_left))
         self._fill(self._head_view, within_frame=False)
         header = self._checked_header()
+        if self._receiving is not None:
+            self._receiving.update(self._head_view)
         self._bytes_received += frame_bytes(header)
         self._frames_received += 1
         self.last_header = header
@@ -201,12 +236,14 @@ class StreamChannel(Channel):
         self._meta_left = header.meta_bytes
         self._body_left = header.body_bytes
         self._body_pad = -header.body_bytes & 7
+        self._end_if_whole()
         if header.kind == Kind.ERROR or header.kind == Kind.REFUSED:
+            meta = self.receive_meta()
+            if self._receiving is not None and self._body_left:
+                self.receive_into(allocate(self._body_left))  # nothing is believed before its tag
             if header.kind == Kind.REFUSED:
-                meta = self.receive_meta()
                 self.close()
-                raise_error(meta)
-            raise_error(self.receive_meta())
+            raise_error(meta)
         return header
 
     def _checked_header(self) -> Header:
@@ -231,7 +268,8 @@ class StreamChannel(Channel):
         if not size:
             return b""
         meta = bytearray((size + 7) & -8)
-        self._fill(memoryview(meta), within_frame=True)
+        self._fill_frame(memoryview(meta))
+        self._end_if_whole()
         return bytes(meta[:size])
 
     def receive_into(self, buffer: WritableBuffer) -> None:
@@ -243,10 +281,11 @@ class StreamChannel(Channel):
             raise UsageError(f"{size} bytes of the body were asked for, it has {self._body_left} left")
         if not size:
             return
-        self._fill(view_of(buffer), within_frame=True)
+        self._fill_frame(view_of(buffer))
         self._body_left -= size
         if not self._body_left and self._body_pad:
-            self._fill(self._pad[: self._body_pad], within_frame=True)
+            self._fill_frame(self._pad[: self._body_pad])
+        self._end_if_whole()
 
     def receive_frame(self, timeout_s: float) -> Frame:
         """See :meth:`Channel.receive_frame`."""
@@ -261,6 +300,26 @@ class StreamChannel(Channel):
         return Statistics(self._bytes_received, self._bytes_sent, self._frames_received, self._frames_sent)
 
     # for subclasses and this class
+
+    def _fill_frame(self, view: memoryview) -> None:
+        """Fill ``view`` with the next bytes of the frame; what is sealed is hashed while more comes."""
+        if self._receiving is None:
+            self._fill(view, within_frame=True)
+            return
+        for start in range(0, len(view), PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            self._fill(piece, within_frame=True)
+            self._receiving.update(piece)
+
+    def _end_if_whole(self) -> None:
+        """If the frame has been received whole, check its tag, if it has one."""
+        if self._receiving is None or self._meta_left or self._body_left:
+            return
+        self._fill(self._tag, within_frame=True)
+        self._bytes_received += TAG_BYTES
+        if not self._receiving.fits(self._tag):
+            self.close()
+            raise not_sealed(self._who())
 
     def _fill(self, view: memoryview, *, within_frame: bool) -> None:
         returned = self._returned
@@ -304,3 +363,8 @@ class StreamChannel(Channel):
         self.close()  # now, not when the caller does: a TLS server waits for it
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection to {self._who()} was closed{cause}")
+
+
+def too_long(size: int, limits: Limits) -> UsageError:
+    """Return the error for a frame that the other end would refuse."""
+    return UsageError(f"a frame of {size} bytes was to be sent, at most {limits.max_frame_bytes} are allowed; split it")

@@ -15,9 +15,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.errors import AddressError, DeadlineError, UsageError
+from paceline.errors import AddressError, DeadlineError
 from paceline.transport.addresses import Address
-from paceline.transport.channel import SMALL_BYTES, StreamChannel
+from paceline.transport.binding import socket_binding
+from paceline.transport.channel import SMALL_BYTES, StreamChannel, too_long
 from paceline.transport.connection import enlarge_socket_buffers
 from paceline.transport.frames import Limits, size_of, view_of
 from paceline.transport.spinning import Spinner
@@ -88,6 +89,10 @@ class PlainChannel(StreamChannel):
         self._poller: select.poll | _ClosedPoll = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_timeout_s))
+
+    def binding(self) -> bytes:
+        """See :meth:`StreamChannel.binding`."""
+        return socket_binding(self._socket, connecting=True)
 
     def _write(self, buffers: Sequence[Any]) -> int:
         size = 0
@@ -177,11 +182,6 @@ class PlainChannel(StreamChannel):
         """See :meth:`Channel.close`."""
         self._poller = _CLOSED_POLL
         shut(self._socket)
-
-
-def too_long(size: int, limits: Limits) -> UsageError:
-    """Return the error for a frame that the other end would refuse."""
-    return UsageError(f"a frame of {size} bytes was to be sent, at most {limits.max_frame_bytes} are allowed; split it")
 
 
 def _timeval(seconds: float) -> bytes:

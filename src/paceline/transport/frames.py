@@ -32,7 +32,7 @@ WritableBuffer: TypeAlias = memoryview | NDArray[Any]
 HEADER: Final = struct.Struct("<HBBHHIIIQIQ")
 HEADER_BYTES: Final = HEADER.size
 MAGIC: Final = 0x4C50
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 FIRST_APPLICATION_KIND: Final = 16
 
 _PADS: Final = tuple(bytes(size) for size in range(8))

@@ -1,4 +1,4 @@
-"""The client's half of the handshake; the server's is in `accepting`.
+"""The client's half of the handshake; the server's is in `reception`.
 
 :class:`Greeting` has the rules. :func:`greet` follows them on a blocking channel, `opening` in an event loop.
 """
@@ -10,6 +10,7 @@ import secrets
 import msgspec
 
 from paceline.errors import (
+    AddressError,
     AuthenticationError,
     ConnectionLostError,
     DeadlineError,
@@ -23,13 +24,18 @@ from paceline.transport.authentication import (
     Challenge,
     Hello,
     Proof,
+    View,
+    check_proof,
     decode,
     encode_hello,
+    join_fields,
     prove,
-    verify,
+    read_hello,
 )
 from paceline.transport.channel import StreamChannel
 from paceline.transport.frames import Header, Kind, Limits, frame_bytes
+from paceline.transport.reception import mistaken
+from paceline.transport.sealing import Seals, derive_seals
 
 
 class Greeting:
@@ -39,14 +45,18 @@ class Greeting:
     error to raise by :meth:`explain`.
     """
 
-    def __init__(self, address: Address, token: str, hello: Hello) -> None:
+    def __init__(self, address: Address, token: str, hello: Hello, *, listener: str = "") -> None:
+        """``listener``: the id of the one that is wanted; empty: whoever is at the address."""
         self.address = address
         self.awaited = Kind.CHALLENGE
         """The kind of frame that is to come."""
+        self.seals: Seals | None = None
+        """What makes and checks the tags of later frames, from the WELCOME on; None: frames are not sealed."""
         self._token = token
-        self._mine = encode_hello(hello)
+        self._hello = hello
+        self._view = View(address=str(address), listener=listener)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._server_nonce = b""
+        self._said: tuple[bytes, ...] = ()
 
     def check(self, header: Header) -> None:
         """Raise ProtocolError if this frame is not the one that is to come."""
@@ -56,23 +66,42 @@ class Greeting:
                 f"bytes in the handshake, {self.awaited.name} was expected"
             )
 
-    def answer(self, meta: bytes | memoryview) -> bytes:
-        """Return the meta of the HELLO that answers a CHALLENGE."""
-        self._server_nonce = decode(meta, Challenge).nonce
+    def answer(self, meta: bytes | memoryview, binding: bytes) -> bytes:
+        """Return the meta of the HELLO that answers a CHALLENGE; ``binding`` is this end's."""
+        theirs = decode(meta, Challenge).nonce
+        if len(theirs) != NONCE_BYTES:
+            raise ProtocolError(
+                f"the server at {self.address} sent a nonce of {len(theirs)} bytes, {NONCE_BYTES} were expected; "
+                "the connection is closed"
+            )
         self.awaited = Kind.WELCOME
-        proof = prove(self._token, "client", self._nonce, self._server_nonce, self._mine)
-        return msgspec.msgpack.encode(Proof(self._mine, self._nonce, proof))
+        self._view = msgspec.structs.replace(self._view, binding=binding)
+        mine, view = encode_hello(self._hello), msgspec.msgpack.encode(self._view)
+        self._said = (self._nonce, theirs, mine, view)
+        return msgspec.msgpack.encode(Proof(mine, view, self._nonce, prove(self._token, "client", *self._said)))
 
     def finish(self, meta: bytes | memoryview) -> Hello:
-        """Return what the server says of itself in its WELCOME; raise AuthenticationError if it cannot prove it."""
+        """Return what the server says of itself in its WELCOME.
+
+        Raises AuthenticationError if it cannot prove it, AddressError if it is not the one that is wanted.
+        """
         welcome = decode(meta, Proof)
+        said = (*self._said, welcome.hello, welcome.view)
         try:
-            return verify(self._token, "server", self._nonce, self._server_nonce, welcome)
+            check_proof(self._token, "server", welcome, *said)
         except AuthenticationError:
             raise AuthenticationError(
                 f"the server at {self.address} could not prove that it holds the token of this cluster; "
                 "check the address, and that both were started with the same token (PACELINE_TOKEN)"
             ) from None
+        hello, view = read_hello("server", welcome.hello), decode(welcome.view, View)
+        reason = mistaken(self._hello, self._view, hello, view)
+        if reason:
+            raise AddressError(f"cannot talk to {self.address}: {reason}")
+        if not (view.binding and view.binding == self._view.binding):
+            nonces = self._said[0] + self._said[1]
+            self.seals = derive_seals(self._token, nonces, join_fields(*said), connecting=True)
+        return hello
 
     def explain(self, error: PacelineError) -> PacelineError:
         """Return what an error that came instead of the awaited frame means at this point."""
@@ -86,13 +115,24 @@ class Greeting:
         return error
 
 
-def greet(channel: StreamChannel, token: str, hello: Hello, timeout_s: float) -> None:
-    """Do the client's half of the handshake, or close the channel and raise."""
-    greeting = Greeting(channel.address, token, hello)
+def greet(
+    channel: StreamChannel,
+    token: str,
+    hello: Hello,
+    timeout_s: float,
+    *,
+    listener: str = "",
+    always_sealed: bool = False,
+) -> None:
+    """Do the client's half of the handshake, or close the channel and raise. Arguments as for :class:`Greeting`."""
+    greeting = Greeting(channel.address, token, hello, listener=listener)
     try:
         challenge = _receive(channel, greeting, timeout_s)
-        channel.send_frame(Kind.HELLO, meta=greeting.answer(challenge))
+        binding = b"" if always_sealed else channel.binding()
+        channel.send_frame(Kind.HELLO, meta=greeting.answer(challenge, binding))
         channel.peer = greeting.finish(_receive(channel, greeting, timeout_s))
+        if greeting.seals is not None:
+            channel.seal(greeting.seals)
     except BaseException:
         channel.close()
         raise

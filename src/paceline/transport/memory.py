@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.authentication import Hello, check_token
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
+from paceline.transport.binding import IN_MEMORY
 from paceline.transport.channel import StreamChannel
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
@@ -61,7 +63,7 @@ class MemoryTransport(Transport):
         """See :meth:`Transport.connect`."""
         listener = self._find(target)
         channel = MemoryChannel(listener.endpoint.tcp, self._limits, listener)
-        greet(channel, self._token, hello, timeout_s)
+        greet(channel, self._token, hello, timeout_s, listener=_wanted(target))
         return channel
 
     async def open(
@@ -71,7 +73,7 @@ class MemoryTransport(Transport):
         listener = self._find(target)
         call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
         pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
-        greeting = Greeting(listener.endpoint.tcp, self._token, hello)
+        greeting = Greeting(listener.endpoint.tcp, self._token, hello, listener=_wanted(target))
         connection = OpenedConnection(handler, self._limits, pool, greeting, call)
         ours = _Pipe(connection, call, lambda data: theirs.receive(data))
         theirs = _Pipe(AcceptedConnection(listener.service), listener.call, ours.receive)
@@ -97,10 +99,16 @@ class MemoryTransport(Transport):
             raise AddressError(f"cannot listen on {wanted}: the name is in use")
         call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
         pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
-        service = Service(handler, self._token, hello, self._limits, self._handshake_timeout_s, pool)
+        service = Service(
+            handler, self._token, hello, self._limits, self._handshake_timeout_s, pool, secrets.token_hex(8)
+        )
         listener = _MemoryListener(wanted, service, call, self._listeners)
         self._listeners[wanted.host] = listener
         return listener
+
+
+def _wanted(target: Endpoint | Address | str) -> str:
+    return target.listener if isinstance(target, Endpoint) else ""
 
 
 class _Direct:
@@ -137,7 +145,7 @@ def _caller(loop: asyncio.AbstractEventLoop) -> Call:
 
 class _MemoryListener(Listener):
     def __init__(self, address: Address, service: Service, call: Call, listeners: dict[str, _MemoryListener]) -> None:
-        self.endpoint = Endpoint(address, None, host_identity())
+        self.endpoint = Endpoint(address, None, host_identity(), service.listener)
         self.service = service
         self.call = call
         self._listeners = listeners
@@ -224,6 +232,10 @@ class MemoryChannel(StreamChannel):
         self._changed = threading.Condition()
         self._pipe = _Pipe(AcceptedConnection(listener.service), listener.call, self._deliver)
         self._pipe.begin()
+
+    def binding(self) -> bytes:
+        """See :meth:`StreamChannel.binding`."""
+        return IN_MEMORY
 
     def _deliver(self, data: bytes | None) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, VersionError
 from paceline.transport.base import Frame, Handler
+from paceline.transport.binding import transport_binding
 from paceline.transport.connection import Connection, describe
 from paceline.transport.failures import error_of
 from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Kind, Limits
@@ -34,15 +35,18 @@ class OpenedConnection(Connection):
         call_soon: Callable[[Callable[[], None]], object],
         *,
         lost_early: PacelineError | None = None,
+        always_sealed: bool = False,
     ) -> None:
         """``call_soon``: how to call later, in the same thread. ``lost_early``: what it means if the connection is
-        closed before its first frame, where the transport knows better than the handshake.
+        closed before its first frame, where the transport knows better than the handshake. ``always_sealed``: seal
+        frames even where nobody can be in between.
         """
         super().__init__(handler, limits, pool)
         self._greeting = greeting
         self._address = str(greeting.address)
         self._call_soon = call_soon
         self._lost_early = lost_early
+        self._always_sealed = always_sealed
         self._greeted: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
         # Whoever waits may be cancelled first: the failure is nobody's then.
         self._greeted.add_done_callback(lambda future: None if future.cancelled() else future.exception())
@@ -139,12 +143,16 @@ class OpenedConnection(Connection):
             raise greeting.explain(error_of(meta))
         greeting.check(header)
         if greeting.awaited is Kind.CHALLENGE:
-            self._send_meta(Kind.HELLO, greeting.answer(meta))
+            binding = b"" if self._always_sealed else transport_binding(self.transport, connecting=True)
+            self._send_meta(Kind.HELLO, greeting.answer(meta, binding))
             return
         hello = greeting.finish(meta)
         self._cancel_timer()
-        self._peer = peer = TransportPeer(self.transport, self, hello, self._address, self._limits, is_opened=True)
-        self.allow_application(self._limits, self._keep, first_kind=Kind.REFUSED)
+        sending, receiving = greeting.seals or (None, None)
+        self._peer = peer = TransportPeer(
+            self.transport, self, hello, self._address, self._limits, is_opened=True, seal=sending
+        )
+        self.allow_application(self._limits, self._keep, first_kind=Kind.REFUSED, seal=receiving)
         if not self._greeted.done():
             self._greeted.set_result(peer)
 

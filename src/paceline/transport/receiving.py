@@ -27,6 +27,7 @@ from paceline.transport.frames import (
     not_a_header,
     view_of,
 )
+from paceline.transport.sealing import TAG_BYTES, Seal, not_sealed
 
 BUFFER_BYTES = 1 << 18
 _KEPT_BYTES = 1 << 26
@@ -82,11 +83,15 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._max_meta_bytes = limits.max_meta_bytes
         self._max_frame_bytes = limits.max_handshake_bytes
         self._first_kind = 0
+        self._seal: Seal | None = None
+        self._tag_bytes = 0  # behind every frame
         self._pool = pool
         self._buffer = allocate(BUFFER_BYTES)
         self._start = 0  # the first byte of the first frame that is not yet delivered
         self._end = 0  # behind the last byte received
         self._large: memoryview | None = None
+        self._large_bytes = 0
+        self._hashed = 0  # of the frame that has begun, how much has been hashed
         self._large_header: Header | None = None
         self._stopped = False
 
@@ -98,8 +103,14 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
     def stream_failed(self, error: Exception) -> None:
         """Close the connection: what comes after cannot be understood."""
 
-    def allow_application(self, limits: Limits, deliver: Deliver, *, first_kind: int = FIRST_APPLICATION_KIND) -> None:
-        """Go over from handshake frames to the application's; kinds below ``first_kind`` are refused."""
+    def allow_application(
+        self, limits: Limits, deliver: Deliver, *, first_kind: int = FIRST_APPLICATION_KIND, seal: Seal | None = None
+    ) -> None:
+        """Go over from handshake frames to the application's; kinds below ``first_kind`` are refused, and frames
+        without their tag, if there is a seal.
+        """
+        self._seal = seal
+        self._tag_bytes = 0 if seal is None else TAG_BYTES
         self._max_frame_bytes = limits.max_frame_bytes
         self._first_kind = first_kind
         self.deliver = deliver
@@ -132,6 +143,8 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             return
         self._end = end = self._end + nbytes
         if self._large is not None:
+            if self._seal is not None:
+                self._hash(self._seal, self._large[:end], self._large_bytes)
             if end == self._large_bytes:
                 self._deliver_large()
             return
@@ -152,8 +165,11 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             if header[2] < self._first_kind:
                 self.stream_failed(self._not_allowed(header))
                 return
+            stop += self._tag_bytes
             if stop > end:
                 break
+            if self._seal is not None and not self._is_sealed(self._seal, buffer[start:stop]):
+                return
             self.frames_received += 1
             meta_at = start + HEADER_BYTES
             # Moved on before the call: what it raises or closes finds the frame done.
@@ -168,6 +184,8 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 self.frame_failed(header, error)
             if self._stopped:  # by what was delivered
                 return  # type: ignore[unreachable]
+        if self._seal is not None and stop > end:
+            self._hash(self._seal, buffer[start:end], stop - start)
         if start == end:
             self._start = self._end = 0
         else:
@@ -194,6 +212,9 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         assert header is not None
         self._large = None
         self._start = self._end = 0
+        if self._seal is not None and not self._is_sealed(self._seal, large[: self._large_bytes]):
+            self._pool.give(large)
+            return
         self.frames_received += 1
         meta_end = HEADER_BYTES + header.meta_bytes
         body_at = (meta_end + 7) & -8
@@ -202,6 +223,22 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         except Exception as error:
             self.frame_failed(header, error)
         self._pool.give(large)
+
+    def _is_sealed(self, seal: Seal, frame: memoryview) -> bool:
+        """Return whether the frame's tag is right; if it is not, the stream has failed."""
+        seal.update(frame[self._hashed : -TAG_BYTES])
+        self._hashed = 0
+        if seal.fits(frame[-TAG_BYTES:]):
+            return True
+        self.stream_failed(not_sealed("the other end"))
+        return False
+
+    def _hash(self, seal: Seal, received: memoryview, frame_bytes: int) -> None:
+        """Hash what has come of a frame, while the rest is on its way."""
+        stop = min(len(received), frame_bytes - TAG_BYTES)
+        if stop > self._hashed:
+            seal.update(received[self._hashed : stop])
+            self._hashed = stop
 
     def _too_long(self, header: Header, size: int) -> ProtocolError:
         return ProtocolError(

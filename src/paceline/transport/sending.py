@@ -17,9 +17,11 @@ from paceline.transport.base import Peer, Statistics
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Buffer, Header, Kind, Limits, frame_parts, join, size_of, view_of
 from paceline.transport.receiving import FrameReceiver
+from paceline.transport.sealing import PIECE_BYTES, TAG_BYTES, Seal
 
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16
+_END = memoryview(b"")  # where the tag of a frame that waits is due
 
 
 class TransportPeer(Peer):
@@ -34,9 +36,11 @@ class TransportPeer(Peer):
         limits: Limits,
         *,
         is_opened: bool = False,
+        seal: Seal | None = None,
     ) -> None:
-        """``is_opened``: the connection was made by us. Then what waits to be sent does not stop the reading: both
-        ends would wait for each other if both stopped, and it is the accepting end that has to.
+        """``seal``: makes the tags of all frames sent. ``is_opened``: the connection was made by us. Then what waits
+        to be sent does not stop the reading: both ends would wait for each other if both stopped, and it is the
+        accepting end that has to.
         """
         self.hello = hello
         self.address = address
@@ -50,6 +54,8 @@ class TransportPeer(Peer):
         self._is_closing = False
         self._reads = True
         self._is_opened = is_opened
+        self._seal = seal
+        self._chunk_bytes = CHUNK_BYTES if seal is None else PIECE_BYTES
         self._bytes_sent = 0
         self._frames_sent = 0
 
@@ -58,7 +64,9 @@ class TransportPeer(Peer):
         size = len(frame)
         self._frames_sent += 1
         self._bytes_sent += size
-        if self._is_paused or size > CHUNK_BYTES:
+        if self._seal is not None:
+            self._send_sealed(self._seal, (frame,), size)
+        elif self._is_paused or size > CHUNK_BYTES:
             self._enqueue(memoryview(frame))
         elif not self._is_closing and not self._transport.is_closing():  # or asyncio logs that it is broken
             self._write(frame)
@@ -94,9 +102,23 @@ class TransportPeer(Peer):
             return
         self._frames_sent += 1
         self._bytes_sent += size
+        if self._seal is not None:
+            self._send_sealed(self._seal, parts, size)
+            return
         for part in parts:
             if size_of(part):
                 self._enqueue(view_of(part))
+
+    def _send_sealed(self, seal: Seal, parts: Sequence[Buffer], size: int) -> None:
+        """Send a frame and its tag. What waits is hashed when it is written: until then it may not be altered."""
+        self._bytes_sent += TAG_BYTES
+        if self._is_paused or size > _JOINED_BYTES:
+            for part in parts:
+                if size_of(part):
+                    self._enqueue(view_of(part))
+            self._enqueue(_END)
+        elif not self._is_closing and not self._transport.is_closing():
+            self._write(join((*parts, seal.tag(parts))))
 
     def send_error(self, request: Header, error: Exception) -> None:
         """See :meth:`Peer.send_error`."""
@@ -164,10 +186,15 @@ class TransportPeer(Peer):
     def _drain(self) -> None:
         while self._waiting and not self._is_paused:
             data = self._waiting.popleft()
-            if len(data) > CHUNK_BYTES:
-                self._waiting.appendleft(data[CHUNK_BYTES:])
-                data = data[:CHUNK_BYTES]
+            if len(data) > self._chunk_bytes:
+                self._waiting.appendleft(data[self._chunk_bytes :])
+                data = data[: self._chunk_bytes]
             self._waiting_bytes -= len(data)
+            if self._seal is not None:
+                if data is _END:
+                    data = memoryview(self._seal.end())
+                else:
+                    self._seal.update(data)
             self._write(data)
         if self._is_closing and not self._waiting:
             self._transport.close()

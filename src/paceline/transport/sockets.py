@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 import socket
 import ssl
 
@@ -45,23 +46,27 @@ class SocketTransport(Transport):
         limits: Limits | None = None,
         handshake_timeout_s: float = 10.0,
         send_timeout_s: float = 60.0,
+        always_sealed: bool = False,
     ) -> None:
-        """``send_timeout_s``: how long a client waits for a server that takes nothing of what is sent."""
+        """``send_timeout_s``: how long a client waits for a server that takes nothing of what is sent.
+        ``always_sealed``: tag the frames of connections made here even where nobody can be in between.
+        """
         self._token = check_token(token)
         self._tls = tls
         self._limits = limits or Limits()
         self._handshake_timeout_s = handshake_timeout_s
         self._send_timeout_s = send_timeout_s
+        self._always_sealed = always_sealed
 
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
         """See :meth:`Transport.connect`. Of an endpoint, the Unix socket is taken if it is on this host."""
         first, *others = self._addresses(target)
         try:
-            return self._connect(first, hello, timeout_s)
+            return self._connect(first, _wanted(target), hello, timeout_s)
         except AddressError:
             if not others:
                 raise
-        return self._connect(others[0], hello, timeout_s)
+        return self._connect(others[0], _wanted(target), hello, timeout_s)
 
     def _addresses(self, target: Endpoint | Address | str) -> list[Address]:
         """Return where to try, in order."""
@@ -73,7 +78,7 @@ class SocketTransport(Transport):
     def _context(self, address: Address) -> ssl.SSLContext | None:
         return self._tls.client_context() if self._tls is not None and address.scheme == "tcp" else None
 
-    def _connect(self, address: Address, hello: Hello, timeout_s: float) -> Channel:
+    def _connect(self, address: Address, listener: str, hello: Hello, timeout_s: float) -> Channel:
         context = self._context(address)
         connected = open_socket(address, timeout_s)
         channel: StreamChannel
@@ -82,7 +87,7 @@ class SocketTransport(Transport):
             channel = TLSChannel(wrapped, address, self._limits, self._send_timeout_s)
         else:
             channel = PlainChannel(connected, address, self._limits, self._send_timeout_s)
-        greet(channel, self._token, hello, timeout_s)
+        greet(channel, self._token, hello, timeout_s, listener=listener, always_sealed=self._always_sealed)
         return channel
 
     async def open(
@@ -91,22 +96,23 @@ class SocketTransport(Transport):
         """See :meth:`Transport.open`. The Unix socket is taken as by :meth:`connect`."""
         first, *others = self._addresses(target)
         try:
-            return await self._open(handler, first, hello, timeout_s)
+            return await self._open(handler, first, _wanted(target), hello, timeout_s)
         except AddressError:
             if not others:
                 raise
-        return await self._open(handler, others[0], hello, timeout_s)
+        return await self._open(handler, others[0], _wanted(target), hello, timeout_s)
 
-    async def _open(self, handler: Handler, address: Address, hello: Hello, timeout_s: float) -> Peer:
+    async def _open(self, handler: Handler, address: Address, listener: str, hello: Hello, timeout_s: float) -> Peer:
         context = self._context(address)
         loop = asyncio.get_running_loop()
         connection = OpenedConnection(
             handler,
             self._limits,
             BufferPool.of_running_loop(),
-            Greeting(address, self._token, hello),
+            Greeting(address, self._token, hello, listener=listener),
             loop.call_soon,
             lost_early=client_not_trusted(address) if context is not None else None,
+            always_sealed=self._always_sealed,
         )
         await run_on(await dial(address, timeout_s), connection, address, context, timeout_s)
         return await connection.wait_greeted(timeout_s)
@@ -118,7 +124,16 @@ class SocketTransport(Transport):
         wanted = Address.parse(address or "127.0.0.1:0") if not isinstance(address, Address) else address
         context = self._tls.server_context() if self._tls is not None else None
         pool = BufferPool.of_running_loop()
-        service = Service(handler, self._token, hello, self._limits, self._handshake_timeout_s, pool)
+        service = Service(
+            handler,
+            self._token,
+            hello,
+            self._limits,
+            self._handshake_timeout_s,
+            pool,
+            secrets.token_hex(8),
+            self._tls.certificate() if self._tls is not None else b"",
+        )
         listening = bind_tcp(wanted)
         port = listening.getsockname()[1]
         bound = [listening]
@@ -135,7 +150,11 @@ class SocketTransport(Transport):
                 remove_unix(place)
             raise
         tcp = Address("tcp", host=announced_host(wanted.host), port=port)
-        return _SocketListener(Endpoint(tcp, place, host_identity()), servers, service)
+        return _SocketListener(Endpoint(tcp, place, host_identity(), service.listener), servers, service)
+
+
+def _wanted(target: Endpoint | Address | str) -> str:
+    return target.listener if isinstance(target, Endpoint) else ""
 
 
 async def _start(service: Service, listening: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server:

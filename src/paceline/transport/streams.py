@@ -6,47 +6,47 @@ reads a byte more than the handshake's, so that what follows on the socket is th
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Callable
 
-import msgspec
-
-from paceline.errors import PacelineError, ProtocolError
+from paceline.errors import AuthenticationError, PacelineError, ProtocolError
 from paceline.transport.addresses import Address
-from paceline.transport.authentication import (
-    NONCE_BYTES,
-    Challenge,
-    Hello,
-    Proof,
-    decode,
-    encode_hello,
-    prove,
-    verify,
-)
+from paceline.transport.authentication import Hello
+from paceline.transport.binding import socket_binding
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Kind, Limits
 from paceline.transport.handshake import greet
+from paceline.transport.reception import Reception
 
 _HANDSHAKE_BYTES = Limits().max_handshake_bytes
 _LIMITS = Limits(max_frame_bytes=_HANDSHAKE_BYTES, max_meta_bytes=_HANDSHAKE_BYTES)
 
 
-def connect_stream(address: Address, token: str, hello: Hello, timeout_s: float) -> tuple[socket.socket, Hello]:
+def connect_stream(
+    address: Address, token: str, hello: Hello, timeout_s: float, *, listener: str = ""
+) -> tuple[socket.socket, Hello]:
     """Connect and prove who we are; return the socket, in blocking mode, and what the other end said of itself.
+
+    ``listener`` is the id of the one that is wanted, if it is known.
 
     Raises what :meth:`Transport.connect` does. Unix sockets get large buffers, TCP keeps the system's own.
     """
     connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
     channel = PlainChannel(connected, address, _LIMITS, timeout_s)
-    greet(channel, token, hello, timeout_s)
+    greet(channel, token, hello, timeout_s, listener=listener)
     return connected, channel.peer
 
 
 def welcome_stream(
-    connected: socket.socket, token: str, hello: Hello, timeout_s: float, expect: Callable[[Hello], None] | None = None
+    connected: socket.socket,
+    token: str,
+    hello: Hello,
+    timeout_s: float,
+    expect: Callable[[Hello], None] | None = None,
+    *,
+    listener: str = "",
 ) -> Hello:
     """Do the server's half of the handshake on an accepted socket; return what the client said of itself.
 
@@ -57,7 +57,8 @@ def welcome_stream(
     address = Address("tcp", name[0], name[1]) if name else Address("unix", path="/")
     channel = PlainChannel(connected, address, _LIMITS, timeout_s)
     try:
-        return _welcome(channel, token, hello, timeout_s, expect)
+        reception = Reception(token, hello, listener)
+        return _welcome(channel, reception, socket_binding(connected, connecting=False), timeout_s, expect)
     except BaseException as error:
         if isinstance(error, PacelineError):
             _refuse(channel, error)
@@ -66,20 +67,30 @@ def welcome_stream(
 
 
 def _welcome(
-    channel: StreamChannel, token: str, hello: Hello, timeout_s: float, expect: Callable[[Hello], None] | None
+    channel: StreamChannel,
+    reception: Reception,
+    binding: bytes,
+    timeout_s: float,
+    expect: Callable[[Hello], None] | None,
 ) -> Hello:
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    channel.send_frame(Kind.CHALLENGE, meta=msgspec.msgpack.encode(Challenge(nonce)))
+    channel.send_frame(Kind.CHALLENGE, meta=reception.challenge())
     header = channel.receive_header(timeout_s)
     if header.kind != Kind.HELLO:
         raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
-    given = decode(channel.receive_meta(), Proof)
-    theirs = verify(token, "client", given.nonce, nonce, given)
+    reception.take(channel.receive_meta())
+    welcome = reception.welcome(binding)
+    if reception.is_relayed:
+        raise AuthenticationError(
+            f"the connection from {channel.address} does not come from where it was made: somebody relays it"
+        )
+    try:
+        theirs = reception.identify()
+    except PacelineError:
+        channel.send_frame(Kind.WELCOME, meta=welcome)  # by which it knows why
+        raise
     if expect is not None:
         expect(theirs)
-    mine = encode_hello(hello)
-    proof = prove(token, "server", given.nonce, nonce, mine)
-    channel.send_frame(Kind.WELCOME, meta=msgspec.msgpack.encode(Proof(mine, nonce, proof)))
+    channel.send_frame(Kind.WELCOME, meta=welcome)
     return theirs
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import dataclass
 from os import PathLike
 
 from paceline.errors import UsageError
+
+_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,15 @@ class TLS:
             context.load_default_certs()
         self._load(context)
         return context
+
+    def certificate(self) -> bytes:
+        """Return this node's certificate (DER); raise UsageError if there is none."""
+        assert self.cert is not None
+        with open(self.cert, encoding="ascii", errors="replace") as file:
+            found = _CERTIFICATE.search(file.read())
+        if found is None:
+            raise UsageError(f"there is no certificate (PEM) in {self.cert}")
+        return ssl.PEM_cert_to_DER_cert(found.group())
 
     def _load(self, context: ssl.SSLContext) -> None:
         context.minimum_version = ssl.TLSVersion.TLSv1_2

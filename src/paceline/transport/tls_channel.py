@@ -9,8 +9,9 @@ from typing import Any
 
 from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, PeerError
 from paceline.transport.addresses import Address
-from paceline.transport.channel import StreamChannel
-from paceline.transport.client import shut, too_long, wait_readable
+from paceline.transport.binding import certificate_binding
+from paceline.transport.channel import StreamChannel, too_long
+from paceline.transport.client import shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
 
 _JOINED_BYTES = 1 << 14  # a TLS record
@@ -23,6 +24,10 @@ class TLSChannel(StreamChannel):
         super().__init__(address, limits)
         self._socket = connected
         self._send_timeout_s = send_timeout_s
+
+    def binding(self) -> bytes:
+        """See :meth:`StreamChannel.binding`."""
+        return certificate_binding(self._socket.getpeercert(binary_form=True) or b"")
 
     def _write(self, buffers: Sequence[Any]) -> int:
         size = sum(map(size_of, buffers))

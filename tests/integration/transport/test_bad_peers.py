@@ -114,7 +114,7 @@ def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> N
         (pack_header(Kind.HELLO, meta_bytes=8) + b"\xc1" * 8, ProtocolError),
         (pack_header(Kind.HELLO, meta_bytes=4096), ProtocolError),
         (pack_header(Kind.HELLO, body_bytes=1 << 60), ProtocolError),
-        (HEADER.pack(MAGIC, 2, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0), VersionError),
+        (HEADER.pack(MAGIC, 3, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0), VersionError),
     ],
     ids=["http", "random", "no-hello", "empty", "garbled", "long", "endless", "version"],
 )
@@ -139,12 +139,12 @@ def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest
             out, _ = client.communicate(timeout=20)
     assert b"VersionError" in out
     assert b"version 9" in out
-    assert b"version 1" in out
+    assert b"version 2" in out
     with bystander(transport) as beside, beside.raw() as old:
         old.sendall(HEADER.pack(MAGIC, 9, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0))
         message = str(refusal(read_to_end(old)))
     assert "version 9" in message
-    assert "version 1" in message
+    assert "version 2" in message
     assert message in caplog.text
 
 

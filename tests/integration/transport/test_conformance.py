@@ -8,11 +8,11 @@ from paceline.testing import CHECKS, FaultPlan, FaultyTransport, check_transport
 from paceline.testing.transports import MakeTransport
 from paceline.transport import TLS, MemoryTransport, SocketTransport
 
-UNIX, TCP, ENCRYPTED = "unix", "tcp", "tls"
+UNIX, TCP, SEALED, ENCRYPTED = "unix", "tcp", "sealed", "tls"
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("medium", [UNIX, TCP, ENCRYPTED, "memory", "faulty"])
+@pytest.mark.parametrize("medium", [UNIX, TCP, SEALED, ENCRYPTED, "memory", "faulty"])
 def test_transport_conforms(medium: str, check: str, certificates: dict[str, TLS]) -> None:
     shared = MemoryTransport()
 
@@ -22,6 +22,7 @@ def test_transport_conforms(medium: str, check: str, certificates: dict[str, TLS
     makers: dict[str, MakeTransport] = {
         UNIX: SocketTransport,
         TCP: SocketTransport,
+        SEALED: lambda token: SocketTransport(token, always_sealed=True),
         ENCRYPTED: make_tls,
         "memory": shared.with_token,
         "faulty": lambda token: FaultyTransport(SocketTransport(token), FaultPlan()),

@@ -6,47 +6,157 @@ import msgspec
 import pytest
 
 from paceline.environment import Environment, environment
-from paceline.errors import AuthenticationError, ProtocolError, UsageError, VersionError
-from paceline.transport import TLS, Hello, SocketTransport, make_token, read_token
-from paceline.transport.authentication import Proof, decode, encode_hello, prove, verify
+from paceline.errors import AddressError, AuthenticationError, ProtocolError, UsageError, VersionError
+from paceline.transport import TLS, Address, Hello, SocketTransport, make_token, read_token
+from paceline.transport.authentication import Challenge, Proof, View, decode, join_fields, prove
+from paceline.transport.handshake import Greeting
+from paceline.transport.reception import Reception
 
-CLIENT, SERVER = b"c" * 32, b"s" * 32
+TOKEN = "the token of this cluster"
+WORKER = Hello(role="worker", rank=3, extra={"slots": 4})
+SERVER = Hello(role="server", rank=1, cluster="one")
+ADDRESS = Address("tcp", "10.0.0.7", 7000)
 
 
-def make_proof(token: str = "token", label: str = "client", hello: Hello | None = None) -> Proof:
-    mine = encode_hello(hello or Hello(role="worker", rank=3, extra={"slots": 4}))
-    return Proof(mine, CLIENT, prove(token, label, CLIENT, SERVER, mine))
+def decoded(meta: bytes) -> Proof:
+    return decode(meta, Proof)
 
 
-def test_a_proof_brings_the_hello() -> None:
-    hello = verify("token", "client", CLIENT, SERVER, make_proof())
-    assert (hello.role, hello.rank, hello.extra, hello.protocol) == ("worker", 3, {"slots": 4}, 1)
+class Handshake:
+    """Both halves, with whatever is to be altered in between."""
+
+    def __init__(self, *, asking: Hello = WORKER, answering: Hello = SERVER, listener: str = "", token: str = TOKEN):
+        self.client = Greeting(ADDRESS, token, asking, listener=listener)
+        self.server = Reception(TOKEN, answering, "the listener")
+
+    def ask(self, binding: bytes = b"") -> Proof:
+        return decoded(self.client.answer(self.server.challenge(), binding))
+
+    def answer(self, proof: Proof, binding: bytes = b"") -> Proof:
+        self.server.take(msgspec.msgpack.encode(proof))
+        return decoded(self.server.welcome(binding))
+
+    def finish(self, welcome: Proof) -> Hello:
+        return self.client.finish(msgspec.msgpack.encode(welcome))
+
+
+def test_both_ends_learn_who_the_other_is() -> None:
+    both = Handshake()
+    met = both.finish(both.answer(both.ask()))
+    assert (met.role, met.rank, met.protocol) == ("server", 1, 2)
+    hello = both.server.identify()
+    assert (hello.role, hello.rank, hello.extra) == ("worker", 3, {"slots": 4})
     assert hello.paceline
 
 
-def test_whatever_was_altered_is_noticed() -> None:
-    proof = make_proof()
-    altered = msgspec.structs.replace(proof, hello=proof.hello.replace(b"worker", b"wonder"))
-    short = Proof(proof.hello, b"", prove("token", "client", b"", SERVER, proof.hello))
-    for given, label, client, server in (
-        (make_proof(token="tokem"), "client", CLIENT, SERVER),
-        (make_proof(label="server"), "client", CLIENT, SERVER),  # reflected
-        (proof, "client", CLIENT, b"t" * 32),  # replayed
-        (proof, "client", b"d" * 32, SERVER),
-        (altered, "client", CLIENT, SERVER),
-        (msgspec.structs.replace(proof, proof=b""), "client", CLIENT, SERVER),
-        (short, "client", b"", SERVER),
+def test_whatever_the_client_said_cannot_be_altered() -> None:
+    replace = msgspec.structs.replace
+    proof = Handshake().ask()
+    reflected = prove(TOKEN, "server", proof.nonce, b"s" * 32, proof.hello, proof.view)
+    for altered in (
+        proof,  # said to another server's nonce: a replay
+        Handshake(token="the token of another").ask(),
+        replace(proof, hello=proof.hello.replace(b"worker", b"wonder")),
+        replace(proof, view=proof.view.replace(b"10.0.0.7", b"10.0.0.8")),
+        replace(proof, nonce=b"n" * 32),
+        replace(proof, nonce=b""),
+        replace(proof, proof=b""),
+        replace(proof, proof=reflected),
     ):
-        with pytest.raises(AuthenticationError, match="does not hold"):
-            verify("token", label, client, server, given)
+        with pytest.raises(AuthenticationError):
+            Handshake().server.take(msgspec.msgpack.encode(altered))
 
 
-@pytest.mark.parametrize("protocol", [1, 8])
+def test_whatever_the_server_said_cannot_be_altered() -> None:
+    replace = msgspec.structs.replace
+    for alter in (
+        lambda welcome: replace(welcome, hello=welcome.hello.replace(b"server", b"sorcer")),
+        lambda welcome: replace(welcome, view=msgspec.msgpack.encode(View(listener="another"))),
+        lambda welcome: replace(welcome, proof=bytes(32)),
+    ):
+        both = Handshake()
+        welcome = both.answer(both.ask())
+        with pytest.raises(AuthenticationError, match="could not prove"):
+            both.finish(alter(welcome))
+
+
+def test_a_client_takes_nonces_of_one_length_only() -> None:
+    """A longer one could have the head of another Hello behind the real server's nonce."""
+    for length in (0, 31, 33, 96):
+        meta = msgspec.msgpack.encode(Challenge(bytes(length)))
+        with pytest.raises(ProtocolError, match=f"nonce of {length} bytes, 32 were expected"):
+            Greeting(ADDRESS, TOKEN, WORKER).answer(meta, b"")
+
+
+def test_fields_cannot_be_shifted_into_each_other() -> None:
+    assert join_fields(b"ab", b"c") != join_fields(b"a", b"bc") != join_fields(b"abc")
+
+
+def test_known_answers() -> None:
+    """What goes over the wire between two releases that speak paceline/2."""
+    proof = prove(TOKEN, "client", b"c" * 32, b"s" * 32, b"hello", b"view")
+    assert proof.hex() == "b05da9145fed06b50f9e1f7d81160216917532f410b91741cc440d59316cfce9"
+
+
+@pytest.mark.parametrize(
+    ("asking", "listener", "reason"),
+    [
+        (WORKER, "another listener", "the one that did has ended"),
+        (Hello(role="worker", to="scheduler"), "", "a server listens there, a scheduler was expected"),
+        (Hello(role="worker", cluster="two"), "", "belongs to another cluster"),
+    ],
+)
+def test_who_is_meant_for_another_is_refused_by_both_ends(asking: Hello, listener: str, reason: str) -> None:
+    both = Handshake(asking=asking, listener=listener)
+    welcome = both.answer(both.ask())
+    with pytest.raises(AddressError, match=reason):
+        both.server.identify()
+    with pytest.raises(AddressError, match=reason):
+        both.finish(welcome)
+
+
+def test_who_is_wanted_is_taken() -> None:
+    for asking, answering in (
+        (Hello(role="worker", to="server", cluster="one"), SERVER),
+        (WORKER, SERVER),  # does not know the cluster yet
+        (Hello(role="worker", cluster="one"), Hello(role="server")),
+    ):
+        both = Handshake(asking=asking, answering=answering, listener="the listener")
+        both.finish(both.answer(both.ask()))
+        both.server.identify()
+
+
+@pytest.mark.parametrize("protocol", [2, 8])
 def test_versions_are_named(protocol: int) -> None:
-    proof = make_proof(hello=Hello(role="worker", protocol=protocol, paceline="9.9"))
-    named = rf"version {protocol} \(paceline 9\.9\), this process version 1 \(paceline 0"
+    named = rf"version {protocol} \(paceline 9\.9\), this process version 2 \(paceline 0"
+    stranger = Hello(role="worker", protocol=protocol, paceline="9.9")
+    both = Handshake(asking=stranger)
+    both.answer(both.ask())
     with pytest.raises(VersionError, match=named):
-        verify("token", "client", CLIENT, SERVER, proof)
+        both.server.identify()
+    both = Handshake(answering=stranger)
+    with pytest.raises(VersionError, match=named):
+        both.finish(both.answer(both.ask()))
+
+
+def test_frames_are_sealed_unless_both_ends_see_the_same_connection() -> None:
+    for client, server, is_sealed in (
+        (b"one", b"one", False),
+        (b"one", b"two", True),
+        (b"", b"", True),
+        (b"one", b"", True),
+        (b"", b"one", True),
+    ):
+        both = Handshake()
+        both.finish(both.answer(both.ask(client), server))
+        assert (both.client.seals is not None) == (both.server.seals is not None) == is_sealed
+        if both.client.seals is not None and both.server.seals is not None:
+            tags = both.client.seals.sending.tag((b"frame",)), both.client.seals.sending.tag((b"frame",))
+            assert tags[0] != tags[1]
+            for tag in tags:
+                both.server.seals.receiving.update(b"frame")
+                assert both.server.seals.receiving.fits(tag)
+            assert both.server.seals.sending.tag((b"frame",)) not in tags
 
 
 def test_garbage_is_no_handshake() -> None:

@@ -36,14 +36,14 @@ def test_a_header_comes_back(fields: tuple[int, ...]) -> None:
         body_bytes=body_bytes,
     )
     assert len(packed) == 40
-    assert unpack_header(b"before" + packed, 6) == (MAGIC, 1, *fields)
+    assert unpack_header(b"before" + packed, 6) == (MAGIC, 2, *fields)
 
 
 def test_the_layout_is_what_the_page_says() -> None:
     packed = pack_header(3, flags=4, table=5, request=6, epoch=7, clock=8, sequence=9, meta_bytes=10, body_bytes=11)
     fields = [packed[a:b] for a, b in zip(OFFSETS, [*OFFSETS[1:], 40], strict=True)]
     assert fields[0] == b"PL"
-    assert [int.from_bytes(field, "little") for field in fields[1:]] == [1, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert [int.from_bytes(field, "little") for field in fields[1:]] == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
 OFFSETS = [0, 2, 3, 4, 6, 8, 12, 16, 20, 28, 32]
@@ -54,7 +54,7 @@ def test_what_is_no_header_is_named() -> None:
         unpack_header(b"GET / HTTP/1.1\r\n" + bytes(40))
     with pytest.raises(ProtocolError, match="40 bytes, 39 were got"):
         unpack_header(bytes(39))
-    with pytest.raises(VersionError, match="version 7, this process version 1"):
+    with pytest.raises(VersionError, match="version 7, this process version 2"):
         unpack_header(HEADER.pack(MAGIC, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 

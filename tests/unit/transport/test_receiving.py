@@ -7,16 +7,17 @@ from hypothesis import strategies as st
 from paceline.transport import Header, Limits, frame_parts
 from paceline.transport.frames import join
 from paceline.transport.receiving import BUFFER_BYTES, BufferPool, FrameReceiver
+from paceline.transport.sealing import Seal
 
 
 class Collector(FrameReceiver):
     """Keeps what it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, seal: Seal | None = None) -> None:
         super().__init__(Limits(), BufferPool())
         self.got: list[tuple[int, bytes, bytes]] = []
         self.failures: list[Exception] = []
-        self.allow_application(Limits(), self.keep)
+        self.allow_application(Limits(), self.keep, seal=seal)
 
     def keep(self, header: Header, meta: memoryview, body: memoryview) -> None:
         for part in (meta, body):
@@ -47,14 +48,18 @@ sizes = st.one_of(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), sizes), max_size=6), st.data())
-def test_frames_are_found_however_the_bytes_arrive(lengths: list[tuple[int, int]], data: st.DataObject) -> None:
+@given(st.lists(st.tuples(st.integers(0, 30), sizes), max_size=6), st.data(), st.booleans())
+def test_frames_are_found_however_the_bytes_arrive(
+    lengths: list[tuple[int, int]], data: st.DataObject, is_sealed: bool
+) -> None:
     frames = [
         (number, bytes([number]) * meta, bytes([number + 1]) * body) for number, (meta, body) in enumerate(lengths)
     ]
-    stream = b"".join(join(frame_parts(20, request=n, meta=meta, body=body)) for n, meta, body in frames)
+    whole = [join(frame_parts(20, request=n, meta=meta, body=body)) for n, meta, body in frames]
+    seal = Seal(bytes(32))
+    stream = b"".join(frame + seal.tag((frame,)) if is_sealed else frame for frame in whole)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    receiver = Collector()
+    receiver = Collector(Seal(bytes(32)) if is_sealed else None)
     for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         receiver.feed(stream[start:stop])
     assert receiver.got == frames

@@ -68,6 +68,7 @@ class SchedulerLink:
         tables: Callable[[], Sequence[KnownTable]] | None = None,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
     ) -> None:
+        hello = msgspec.structs.replace(hello, to="scheduler")
         self._channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, _CONNECT_S))
         self.address = address
         self.reconnections = 0

@@ -1,0 +1,60 @@
+"""Whether both ends of a connection see the same connection (a channel binding, RFC 5056).
+
+Who relays a handshake has two connections: one with each end. So each end says in the handshake, under its proof, what
+only the two ends of one connection see alike: of a Unix socket the host, of a loopback connection the host and both
+ports, of TLS the server's certificate. If they say the same, nobody is between them who could alter frames. On other
+connections, and where something stands in between (an address translation, a tunnel, a proxy), frames are sealed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import socket
+from typing import Any
+
+from paceline.transport.addresses import host_identity
+
+IN_MEMORY = b"memory"
+
+
+def socket_binding(connected: socket.socket | Any, *, connecting: bool) -> bytes:
+    """Return the binding of a connected socket without TLS; empty where somebody may be in between.
+
+    ``connecting``: this end has made the connection. ``connected`` may be what asyncio shows of a socket.
+    """
+    try:
+        if connected.family == getattr(socket, "AF_UNIX", None):
+            return _digest("unix", host_identity())
+        ours, theirs = _place(connected.getsockname()), _place(connected.getpeername())
+    except OSError:
+        return b""  # it is gone already
+    if not (ours and theirs):
+        return b""
+    return _digest("loopback", host_identity(), *((ours, theirs) if connecting else (theirs, ours)))
+
+
+def certificate_binding(certificate: bytes) -> bytes:
+    """Return the binding of a TLS connection to a server with this certificate (DER); empty without one."""
+    return _digest("tls", hashlib.sha256(certificate).hexdigest()) if certificate else b""
+
+
+def transport_binding(transport: Any, *, connecting: bool, certificate: bytes = b"") -> bytes:
+    """Return the binding of an asyncio transport; ``certificate`` is this end's, if it is the server."""
+    secured = transport.get_extra_info("ssl_object")
+    if secured is not None:
+        return certificate_binding(secured.getpeercert(binary_form=True) or b"" if connecting else certificate)
+    connected = transport.get_extra_info("socket")
+    return IN_MEMORY if connected is None else socket_binding(connected, connecting=connecting)
+
+
+def _place(name: Any) -> str:
+    """Return a loopback address and port as text; empty for another address."""
+    host: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(name[0].partition("%")[0])
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
+        host = host.ipv4_mapped
+    return f"{host} {name[1]}" if host.is_loopback else ""
+
+
+def _digest(*parts: str) -> bytes:
+    return hashlib.sha256("\0".join(parts).encode()).digest()

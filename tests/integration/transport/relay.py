@@ -1,0 +1,92 @@
+"""Somebody in between: takes connections, makes one to the real server for each, and does what it likes to frames."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from paceline.transport import HEADER_BYTES, Address, unpack_header
+
+Meddle: TypeAlias = Callable[[int, bytes], list[bytes]]
+"""From the number of a frame of the client's and its bytes to what goes on in its place."""
+
+
+class Relay:
+    """One relay; :attr:`address` is where it listens."""
+
+    def __init__(self, server: Address, meddle: Meddle, tag_bytes: int) -> None:
+        self._server = (server.host, server.port)
+        self._meddle = meddle
+        self._tag_bytes = tag_bytes
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self.address = Address("tcp", *self._listening.getsockname())
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._server)
+            self._sockets += [client, server]
+            for work in (self._to_server, self._to_client):
+                self._threads.append(threading.Thread(target=work, args=(client, server)))
+                self._threads[-1].start()
+
+    def _to_server(self, client: socket.socket, server: socket.socket) -> None:
+        number = 0
+        try:
+            with client.makefile("rb") as frames:
+                while head := frames.read(HEADER_BYTES):
+                    header = unpack_header(head)
+                    rest = (header.meta_bytes + 7 & -8) + (header.body_bytes + 7 & -8)
+                    frame = head + frames.read(rest + (self._tag_bytes if number else 0))  # the first is the HELLO
+                    for each in self._meddle(number, frame):
+                        server.sendall(each)
+                    number += 1
+        except OSError:
+            pass
+        _shut(server)
+
+    def _to_client(self, client: socket.socket, server: socket.socket) -> None:
+        try:
+            while data := server.recv(1 << 16):
+                client.sendall(data)
+        except OSError:
+            pass
+        _shut(client)
+
+    def close(self) -> None:
+        """Close everything."""
+        _shut(self._listening)
+        self._listening.close()
+        self._threads[0].join()
+        for each in self._sockets:
+            _shut(each)
+        for thread in self._threads:
+            thread.join()
+        for each in self._sockets:
+            each.close()
+
+
+def _shut(connected: socket.socket) -> None:
+    try:
+        connected.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
+@contextmanager
+def relay(server: Address, meddle: Meddle = lambda number, frame: [frame], *, tag_bytes: int = 16) -> Iterator[Relay]:
+    """A relay in front of a server. ``tag_bytes``: behind every frame of the client's but the first."""
+    between = Relay(server, meddle, tag_bytes)
+    try:
+        yield between
+    finally:
+        between.close()
