@@ -33,6 +33,8 @@ class Environment:
     """``PACELINE_TOKEN``: the cluster's token."""
     cache_dir: Path | None = None
     """``PACELINE_CACHE_DIR``: where compiled kernels and prepared data are kept between runs."""
+    runtime_dir: Path | None = None
+    """``XDG_RUNTIME_DIR``: a folder of this user alone, on this machine."""
     rank: int | None = None
     """``RANK``, or what mpirun (``OMPI_COMM_WORLD_RANK``) or Slurm (``SLURM_PROCID``) set instead."""
     world_size: int | None = None
@@ -69,6 +71,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment; ``variables`` stands in for ``os.environ``."""
     found = os.environ if variables is None else variables
     cache_dir = found.get("PACELINE_CACHE_DIR")
+    runtime_dir = found.get("XDG_RUNTIME_DIR")
     launcher = next((names for names in _LAUNCHERS if found.get(names[0])), _LAUNCHERS[0])
     rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in launcher)
     run_id = found.get("TORCHELASTIC_RUN_ID")
@@ -78,6 +81,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         scheduler=found.get("PACELINE_SCHEDULER") or None,
         token=found.get("PACELINE_TOKEN") or None,
         cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
+        runtime_dir=Path(runtime_dir) if runtime_dir else None,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,

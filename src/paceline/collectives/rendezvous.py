@@ -4,15 +4,14 @@ The place is ``MASTER_ADDR:MASTER_PORT``. Under torchrun that port is taken: its
 there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free one of the eight ports that follow, and the
 others try them in turn until one answers that serves the same run (``TORCHELASTIC_RUN_ID`` and restart).
 
-Trust: all ranks hold the same token (``PACELINE_TOKEN``). On a loopback address it may be missing: then one is made of
-the user's number, which keeps programs of different users apart but is no secret.
+Trust: all ranks hold the same token (``PACELINE_TOKEN``). Where all of them are on one machine it may be missing: see
+:mod:`paceline.collectives.credentials`.
 """
 
 from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import secrets
 import socket
 import time
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.collectives._network_store import NetworkStore, StoreServer
+from paceline.collectives.credentials import choose_secret
 from paceline.collectives.store import MemoryStore, Store
 from paceline.environment import Environment, environment
 from paceline.errors import (
@@ -32,7 +32,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.transport.addresses import Address, announced_host
-from paceline.transport.authentication import Hello, check_token, make_token
+from paceline.transport.authentication import Hello, make_token
 
 _NUM_AGENT_PORTS = 8
 _ATTEMPT_S = 5.0
@@ -88,7 +88,12 @@ def rendezvous(
         own = token or told.token or make_token()
         return Meeting(store=MemoryStore(), rank=0, world_size=1, local_rank=0, local_world_size=1, token=own)
     places = _places(address, world_size, told)
-    token = _token(token or told.token, places[0])
+    token = choose_secret(
+        token or told.token,
+        is_local=is_loopback(places[0].host) or told.local_world_size == world_size,
+        where=places[0].netloc,
+        runtime_dir=told.runtime_dir,
+    )
     hello = Hello(role="rank", rank=rank, extra={"world_size": world_size, "run": told.run_id or ""})
     if rank == 0:
         server = _serve(places, token, hello)
@@ -180,17 +185,6 @@ def _places(address: str | None, world_size: int, told: Environment) -> list[Add
     if not told.has_agent_store:
         return [Address("tcp", host, port)]
     return [Address("tcp", host, port + shift) for shift in range(1, _NUM_AGENT_PORTS + 1)]
-
-
-def _token(token: str | None, place: Address) -> str:
-    if token is not None:
-        return check_token(token)
-    if is_loopback(place.host):
-        return f"paceline-{os.getuid() if hasattr(os, 'getuid') else 0}"
-    raise UsageError(
-        f"the ranks meet at {place.netloc}, which other machines reach, and have no token to know one another by; set "
-        "PACELINE_TOKEN to the same secret on every rank"
-    )
 
 
 class _Server(StoreServer):

@@ -3,6 +3,9 @@
 On Linux it is an anonymous file (``memfd_create``) that the others open through ``/proc``; elsewhere a temporary file
 that is unlinked as soon as all have opened it. So nothing is left in ``/dev/shm`` or anywhere else, whoever is killed,
 and a small or full ``/dev/shm`` (64 MB in a container) does not matter.
+
+Nobody can be led to map something else: what is opened must be such a file, of this user and of the process that it
+is said to be of.
 """
 
 from __future__ import annotations
@@ -10,12 +13,17 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
+import stat
 import tempfile
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 
 from paceline.errors import CollectiveError
+
+_NAME: Final = "paceline"
 
 
 class SegmentError(CollectiveError):
@@ -39,10 +47,10 @@ class Segment:
         """Make a segment of zeros. Raises CollectiveError if there is no memory for it."""
         try:
             if hasattr(os, "memfd_create"):
-                descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
+                descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
                 path = f"/proc/{os.getpid()}/fd/{descriptor}"
             else:
-                descriptor, path = tempfile.mkstemp(prefix="paceline-")
+                descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}-")
         except OSError as error:
             raise SegmentError(f"cannot make shared memory: {error.strerror}") from None
         try:
@@ -60,15 +68,16 @@ class Segment:
             ) from None
 
     @classmethod
-    def open(cls, path: str, num_bytes: int) -> Segment:
-        """Open another rank's segment. Raises SegmentError."""
+    def open(cls, path: str, num_bytes: int, *, pid: int) -> Segment:
+        """Open the segment of the process ``pid``, another rank. Raises SegmentError."""
+        if hasattr(os, "memfd_create") and not re.fullmatch(f"/proc/{pid}/fd/[0-9]+", path):
+            raise SegmentError(f"got {path!r} for the shared memory of another rank, expected one of process {pid}")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if path.startswith("/proc/") else os.O_NOFOLLOW))
         except OSError as error:
             raise SegmentError(f"cannot open the shared memory of another rank ({error.strerror})") from None
         try:
-            if os.fstat(descriptor).st_size != num_bytes:
-                raise SegmentError("the shared memory of another rank has another size")
+            _check(descriptor, path, num_bytes)
             return cls(descriptor, num_bytes, "")
         except OSError as error:
             os.close(descriptor)
@@ -99,6 +108,21 @@ class Segment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check(descriptor: int, path: str, num_bytes: int) -> None:
+    """Raise SegmentError if this is no file that :meth:`Segment.create` makes, of this user."""
+    found = os.fstat(descriptor)
+    is_own = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
+    if hasattr(os, "memfd_create"):
+        # No file with a name has no links and this one: memory that some process has made as create() does.
+        is_ours = found.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
+    else:
+        is_ours = not found.st_mode & 0o077 and os.path.basename(path).startswith(f"{_NAME}-")
+    if not (is_own and is_ours):
+        raise SegmentError(f"what another rank says is its shared memory, {path!r}, is something else: not mapped")
+    if found.st_size != num_bytes:
+        raise SegmentError("the shared memory of another rank has another size")
 
 
 def _unlink(path: str) -> None:

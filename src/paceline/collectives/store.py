@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from abc import ABC, abstractmethod
+from typing import Final
 
 from paceline.collectives.calls import name_ranks
-from paceline.errors import DeadlineError, RankLostError, UsageError
+from paceline.errors import AuthenticationError, DeadlineError, RankLostError, UsageError
+
+_SEAL_BYTES: Final = 32
 
 
 class Store(ABC):
@@ -88,6 +92,45 @@ class PrefixStore(Store):
 
     def close(self) -> None:
         """See :meth:`Store.close`."""
+
+
+class SealedStore(Store):
+    """Another store whose values only holders of the program's token can write; closing it closes the other.
+
+    For stores that let everybody in. A value goes with its HMAC, which covers the key too. What is there can be read
+    and removed by all, so no secret may be put there.
+    """
+
+    def __init__(self, store: Store, token: str) -> None:
+        self._store = store
+        self._token = token.encode()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        self._store.set(key, self._seal(key, value) + value)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """See :meth:`Store.get`. Raises AuthenticationError for what was not sealed with this token."""
+        found = self._store.get(key, deadline)
+        seal, value = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(key, value)):
+            raise AuthenticationError(
+                f"{key!r} in the store was written by a process that does not hold this program's token; set "
+                "PACELINE_TOKEN to the same secret on every rank, or on none if all are of one user on one machine"
+            )
+        return value
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._store.delete(key)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+        self._store.close()
+
+    def _seal(self, key: str, value: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._token, len(name).to_bytes(4, "big") + name + value, "sha256")
 
 
 def exchange(store: Store, rank: int, size: int, value: bytes, deadline: float, *, what: str) -> list[bytes]:

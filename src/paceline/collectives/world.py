@@ -339,7 +339,7 @@ class Connections:
             path = self._path_of(key, leader, deadline)
             if not path:
                 return None, "the leader has no shared memory"
-            return Segment.open(path, num_bytes), ""
+            return Segment.open(path, num_bytes, pid=self.infos[leader].pid), ""
         except SegmentError as error:
             if self.rank == leader:
                 self._store.set(key, b"")

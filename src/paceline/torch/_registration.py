@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from datetime import timedelta
 from typing import Any, Final
@@ -11,13 +12,14 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch._C._distributed_c10d import Store as CStore
 
 from paceline.collectives import Group, join
+from paceline.collectives.credentials import choose_secret, derive_token
 from paceline.collectives.rendezvous import is_loopback, own_host
-from paceline.environment import environment
+from paceline.collectives.store import SealedStore
+from paceline.environment import Environment, environment
 from paceline.errors import DeadlineError, RankLostError
 from paceline.torch._errors import Terms, in_torch_terms
 from paceline.torch._store import TorchStore
 from paceline.torch.process_group import PacelineProcessGroup
-from paceline.transport.authentication import make_token
 
 BACKEND: Final = "paceline"
 _LOOPBACK: Final = "127.0.0.1"
@@ -40,35 +42,48 @@ def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
     return PacelineProcessGroup(store, group, global_ranks)
 
 
-def join_through(store: CStore, rank: int, size: int, name: str, timeout: timedelta) -> Group:
-    """Return a group of the ranks that share one of PyTorch's stores; `name` tells groups apart."""
+def join_through(
+    store: CStore, rank: int, size: int, name: str, timeout: timedelta, *, told: Environment | None = None
+) -> Group:
+    """Return a group of the ranks that share one of PyTorch's stores; `name` tells groups apart.
+
+    Such a store lets everybody in. So no secret is put there, only a number for this program, of which the ranks make
+    a token with the secret that they share; and nothing is believed that is there without a proof of that token.
+
+    Raises UsageError if there is no PACELINE_TOKEN and other machines reach the store, and AuthenticationError if the
+    ranks have different ones.
+    """
+    told = environment() if told is None else told
+    place = _place(store, told.master_addr)
+    is_alone = told.world_size is not None and told.world_size == told.local_world_size
+    secret = choose_secret(
+        told.token, is_local=is_loopback(place) or is_alone, where=place, runtime_dir=told.runtime_dir
+    )
     # The same store may serve a program's second life, after destroy_process_group.
     life = store.add(f"paceline {name} lives of rank {rank}", 1)
     shared = TorchStore(store, f"paceline {name} {life}")
     if rank == 0:
-        shared.set("token", make_token().encode())
-    token = shared.get("token", time.monotonic() + timeout.total_seconds()).decode()
-    told = environment()
+        shared.set("number", secrets.token_bytes(16))
+    number = shared.get("number", time.monotonic() + timeout.total_seconds())
+    token = derive_token(secret, "torch", name, number.hex())
     return join(
-        shared,
+        SealedStore(shared, token),
         rank,
         size,
         token=token,
-        host=_host(store, told.master_addr),
+        host=_LOOPBACK if is_loopback(place) else own_host(place),
         name=f"torch {name}",
         timeout=timeout,
         algorithm=told.algorithm,
     )
 
 
-def _host(store: CStore, master: str | None) -> str:
-    """Return the address at which the other ranks reach this one: loopback if the store leads no further."""
+def _place(store: CStore, master: str | None) -> str:
+    """Return the host of a store: loopback if it leads no further than this machine."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        host = store.host
-    elif isinstance(store, FileStore):
-        host = master or _LOOPBACK  # a file that several hosts see, if a launcher says where the first is
-    else:
-        host = _LOOPBACK
-    return _LOOPBACK if is_loopback(host) else own_host(host)
+        return str(store.host)
+    if isinstance(store, FileStore):
+        return master or _LOOPBACK  # a file that several hosts see, if a launcher says where the first is
+    return _LOOPBACK

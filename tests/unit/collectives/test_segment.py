@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,19 +21,19 @@ def _nothing_left() -> Iterator[None]:
 def test_two_see_the_same_memory() -> None:
     with Segment.create(10_000) as one:
         assert not one.bytes.any()
-        with Segment.open(one.path, 10_000) as other:
+        with Segment.open(one.path, 10_000, pid=os.getpid()) as other:
             one.bytes[9_999] = 7
             assert other.bytes[9_999] == 7
             assert other.address != one.address
 
 
 def test_a_hidden_segment_cannot_be_opened_but_used() -> None:
-    with Segment.create(4096) as one, Segment.open(one.path, 4096) as other:
+    with Segment.create(4096) as one, Segment.open(one.path, 4096, pid=os.getpid()) as other:
         path = one.path
         one.hide()
         other.hide()
         with pytest.raises(SegmentError, match="cannot open"):
-            Segment.open(path, 4096)
+            Segment.open(path, 4096, pid=os.getpid())
         one.bytes[0] = 5
         assert other.bytes[0] == 5
 
@@ -46,7 +47,7 @@ def test_closing_is_idempotent() -> None:
 
 def test_another_size_is_refused() -> None:
     with Segment.create(4096) as one, pytest.raises(SegmentError, match="another size"):
-        Segment.open(one.path, 8192)
+        Segment.open(one.path, 8192, pid=os.getpid())
 
 
 def test_no_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,4 +68,21 @@ def test_no_room_to_map_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(mmap, "mmap", fail)
             with pytest.raises(SegmentError, match="Cannot allocate memory"):
-                Segment.open(one.path, 4096)
+                Segment.open(one.path, 4096, pid=os.getpid())
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has anonymous files")
+def test_what_is_no_segment_of_that_process_is_not_mapped(tmp_path: Path) -> None:
+    plain = tmp_path / "paceline"
+    plain.write_bytes(bytes(4096))
+    with plain.open("r+b") as file:
+        own = os.getpid()
+        with pytest.raises(SegmentError, match=f"expected one of process {own}"):
+            Segment.open(str(plain), 4096, pid=own)
+        with pytest.raises(SegmentError, match="is something else"):
+            Segment.open(f"/proc/{own}/fd/{file.fileno()}", 4096, pid=own)
+        plain.unlink()
+        with pytest.raises(SegmentError, match="is something else"):
+            Segment.open(f"/proc/{own}/fd/{file.fileno()}", 4096, pid=own)
+    with Segment.create(4096) as one, pytest.raises(SegmentError, match=f"expected one of process {own + 1}"):
+        Segment.open(one.path, 4096, pid=own + 1)

@@ -33,7 +33,7 @@ def area(array: np.ndarray) -> Area:
 @pytest.fixture
 def engines() -> Iterator[list[SharedMemory]]:
     one = Segment.create(steps.segment_bytes(2))
-    other = Segment.open(one.path, one.num_bytes)
+    other = Segment.open(one.path, one.num_bytes, pid=os.getpid())
     made = [
         SharedMemory(segment, rank, [os.getpid()] * 2, name="pair", num_cores=1, members=(4, 7))
         for rank, segment in enumerate((one, other))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paceline.collectives._network_store import NetworkStore, StoreServer
-from paceline.collectives.store import MemoryStore, PrefixStore, Store, exchange
+from paceline.collectives.store import MemoryStore, PrefixStore, SealedStore, Store, exchange
 from paceline.errors import AuthenticationError, DeadlineError, GroupClosedError, RankLostError, UsageError
 from paceline.transport import Address, Hello
 
@@ -27,10 +27,12 @@ def served() -> NetworkStore:
     return NetworkStore(server.address, "token", hello, timeout_s=PATIENCE_S, server=server)
 
 
-@pytest.fixture(params=["memory", "prefix", "network"])
+@pytest.fixture(params=["memory", "prefix", "network", "sealed"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     threads = threading.active_count()
     made: Store = served() if request.param == "network" else MemoryStore()
+    if request.param == "sealed":
+        made = SealedStore(made, "token")
     yield PrefixStore(made, "part") if request.param == "prefix" else made
     made.close()
     made.close()
@@ -84,6 +86,19 @@ def test_prefixes_keep_apart() -> None:
     assert whole.get("second/key", soon()) == b"2"
     first.close()
     assert second.get("key", soon()) == b"2"
+
+
+def test_a_sealed_store_believes_only_holders_of_the_token() -> None:
+    open_to_all = MemoryStore()
+    store, stranger = SealedStore(open_to_all, "token"), SealedStore(open_to_all, "another")
+    store.set("address of rank 0", b"here")
+    with pytest.raises(AuthenticationError, match="does not hold this program's token; set PACELINE_TOKEN"):
+        stranger.get("address of rank 0", soon())
+    open_to_all.set("address of rank 2", open_to_all.get("address of rank 0", soon()))  # at another key
+    open_to_all.set("address of rank 3", b"")
+    for rank in (2, 3):
+        with pytest.raises(AuthenticationError):
+            store.get(f"address of rank {rank}", soon())
 
 
 def test_exchange_gives_everybody_all_values(store: Store) -> None:

@@ -71,8 +71,8 @@ def test_store_is_set_once_and_waits_to_its_deadline(tmp_path: Path) -> None:
 
 def test_ranks_on_one_machine_listen_on_loopback(tmp_path: Path) -> None:
     for store in _stores(tmp_path):
-        assert _registration._host(store, None) == "127.0.0.1"
-    assert _registration._host(FileStore(str(tmp_path / "store"), 1), "localhost") == "127.0.0.1"
+        assert _registration._place(store, None) == "127.0.0.1"
+    assert _registration._place(FileStore(str(tmp_path / "store"), 1), "localhost") == "localhost"
 
 
 _TERMS = Terms(timedelta(seconds=2))

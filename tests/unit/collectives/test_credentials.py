@@ -1,0 +1,94 @@
+"""What ranks know one another by where nobody gave them a token."""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from paceline.collectives import credentials
+from paceline.collectives.credentials import choose_secret, derive_token, user_key
+from paceline.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Leave only the folders that a test makes."""
+    monkeypatch.setattr(
+        credentials, "_folders", lambda runtime_dir: iter([runtime_dir / "paceline", tmp_path / "last" / "paceline"])
+    )
+
+
+def test_the_first_makes_a_key_and_all_others_find_it(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        keys = list(pool.map(lambda _: user_key(tmp_path), range(32)))
+    assert len(set(keys)) == 1
+    assert len(keys[0]) == 32
+    (file,) = (tmp_path / "paceline").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_can_enter_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "last").mkdir()
+    (tmp_path / "paceline").mkdir(mode=0o755)
+    user_key(tmp_path)
+    assert not list((tmp_path / "paceline").iterdir())
+    assert list((tmp_path / "last" / "paceline").iterdir())
+
+
+def test_a_link_that_somebody_else_has_put_there_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "last").mkdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "paceline").symlink_to(tmp_path / "elsewhere")
+    user_key(tmp_path)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
+def test_a_folder_of_another_user_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "paceline").mkdir(mode=0o700)
+    (tmp_path / "paceline" / "key").write_bytes(bytes(32))
+    os.chown(tmp_path / "paceline", 12345, 12345)
+    with pytest.raises(UsageError, match="set PACELINE_TOKEN"):
+        user_key(tmp_path)
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    user_key(tmp_path)
+    (tmp_path / "paceline" / "key").chmod(0o644)
+    with pytest.raises(UsageError, match="can be read by others"):
+        user_key(tmp_path)
+
+
+def test_a_key_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    user_key(tmp_path)
+    (tmp_path / "paceline" / "key").write_bytes(b"")
+    with pytest.raises(UsageError, match="has 0 bytes, expected 32; remove it"):
+        user_key(tmp_path)
+
+
+def test_nothing_that_another_user_knows_makes_the_secret(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    chosen = choose_secret(None, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path)
+    assert chosen == choose_secret(None, is_local=True, where="127.0.0.1:2", runtime_dir=tmp_path)
+    assert chosen != choose_secret(None, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path / "other")
+
+
+def test_a_token_comes_before_the_key_and_is_needed_between_hosts(tmp_path: Path) -> None:
+    given = "a token that was given"
+    assert choose_secret(given, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path) == given
+    assert choose_secret(given, is_local=False, where="10.0.0.1:1", runtime_dir=tmp_path) == given
+    with pytest.raises(UsageError, match=r"meet at 10\.0\.0\.1:1, which other machines reach"):
+        choose_secret(None, is_local=False, where="10.0.0.1:1", runtime_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokens_of_different_contexts_differ() -> None:
+    tokens = {derive_token("secret", *parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", ""))}
+    assert len(tokens) == 4
+    assert derive_token("secret", "ab", "c") in tokens
+    assert derive_token("another", "ab", "c") not in tokens

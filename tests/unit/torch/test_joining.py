@@ -1,0 +1,99 @@
+"""How ranks that share one of PyTorch's stores, which lets everybody in, come to trust one another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore  # noqa: E402
+
+from paceline.collectives.credentials import user_key  # noqa: E402
+from paceline.environment import Environment  # noqa: E402
+from paceline.errors import AuthenticationError, PacelineError, UsageError  # noqa: E402
+from paceline.testing import nothing_left  # noqa: E402
+from paceline.torch._registration import join_through  # noqa: E402
+
+TIMEOUT = timedelta(seconds=20)
+SECRET = "a secret of this user"
+
+
+def values_of(store: Store) -> str:
+    """Return all that a stranger can read, written as text."""
+    found = [store.get(key) for key in store.list_keys()] if isinstance(store, TCPStore) else []
+    return "\n".join(
+        f"{value.decode(errors='replace')} {bytes.fromhex(value[1:].decode()) if value[:1] == b'=' else b''!r}"
+        for value in found
+    )
+
+
+def joined(stores: list[Store], told: list[Environment]) -> list[BaseException | int]:
+    """Meet through the stores, add something up, and leave; return the sum or the error of every rank."""
+
+    def rank(number: int) -> BaseException | int:
+        try:
+            group = join_through(stores[number], number, len(stores), "test", TIMEOUT, told=told[number])
+        except PacelineError as error:
+            return error
+        with group:
+            return sum(group.all_gather_objects(number + 1))
+
+    with nothing_left(), ThreadPoolExecutor(len(stores)) as pool:
+        return list(pool.map(rank, range(len(stores))))
+
+
+def test_ranks_meet_by_their_token_and_it_is_not_in_the_store() -> None:
+    served = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
+    clients = [TCPStore("127.0.0.1", served.port, None, False, timedelta(seconds=10)) for _ in range(2)]
+    seen: list[str] = []
+
+    def look(number: int) -> int:
+        group = join_through(clients[number], number, 2, "test", TIMEOUT, told=Environment(token=SECRET))
+        with group:
+            group.barrier()
+            if number == 0:
+                seen.append(values_of(served))
+            return sum(group.all_gather_objects(1))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(look, range(2))) == [2, 2]
+    (text,) = seen
+    assert "memory_domain" in text  # it is what the ranks say of themselves that lies there
+    assert SECRET not in text
+
+
+@pytest.mark.parametrize("tokens", [("one secret of many", "another secret"), (None, SECRET), (SECRET, None)])
+def test_another_token_is_refused(tmp_path: Path, tokens: tuple[str | None, str | None]) -> None:
+    told = [Environment(token=token, runtime_dir=tmp_path) for token in tokens]
+    for said in joined([HashStore()] * 2, told):
+        assert isinstance(said, AuthenticationError)
+        assert "set PACELINE_TOKEN" in str(said)
+
+
+def test_on_loopback_the_key_of_the_user_stands_in(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    store = FileStore(str(tmp_path / "store"), 2)
+    assert joined([store] * 2, [Environment(runtime_dir=tmp_path)] * 2) == [3, 3]
+    assert user_key(tmp_path).hex().encode() not in (tmp_path / "store").read_bytes()
+    told = [Environment(runtime_dir=folder) for folder in (tmp_path, tmp_path / "other")]
+    assert all(isinstance(said, AuthenticationError) for said in joined([HashStore()] * 2, told))
+
+
+def test_a_store_that_other_machines_reach_needs_a_token(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 2)
+    for told in (
+        Environment(runtime_dir=tmp_path, master_addr="10.0.0.1"),
+        Environment(runtime_dir=tmp_path, master_addr="10.0.0.1", world_size=4, local_world_size=2),
+    ):
+        with pytest.raises(UsageError, match=r"meet at 10\.0\.0\.1, which other machines reach.*PACELINE_TOKEN"):
+            join_through(store, 1, 2, "test", TIMEOUT, told=told)
+
+
+def test_ranks_that_the_launcher_put_on_one_machine_need_none(tmp_path: Path) -> None:
+    told = Environment(runtime_dir=tmp_path, master_addr="192.0.2.1", world_size=2, local_world_size=2)
+    store = FileStore(str(tmp_path / "store"), 2)
+    assert joined([store] * 2, [told] * 2) == [3, 3]
