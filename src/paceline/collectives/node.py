@@ -1,8 +1,9 @@
 """This process's presence among the ranks: it listens, tells who connects from who may not, and hands connections
 to the groups that wait for them.
 
-One acceptor thread takes connections; each does its handshake in a short-lived thread of its own, so a client that is
-silent holds up nobody. The client's Hello says which group, which rank of it and what for.
+One acceptor thread takes every connection; each does its handshake in a short-lived thread of its own, so a client that
+is silent holds up nobody, and of too many of them the oldest is dropped. The client's Hello says which group, which
+rank of it and what for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import secrets
 import selectors
 import socket
@@ -21,7 +23,15 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from paceline.errors import AddressError, DeadlineError, GroupClosedError, PacelineError, PeerError, ProtocolError
+from paceline.errors import (
+    AddressError,
+    ConnectionLostError,
+    DeadlineError,
+    GroupClosedError,
+    PacelineError,
+    PeerError,
+    ProtocolError,
+)
 from paceline.transport.addresses import (
     Address,
     Endpoint,
@@ -34,13 +44,18 @@ from paceline.transport.addresses import (
 )
 from paceline.transport.authentication import Hello
 from paceline.transport.client import open_socket, shut
+from paceline.transport.strangers import Strangers
 from paceline.transport.streams import connect_stream, welcome_stream
 
 Purpose: TypeAlias = Literal["collective", "p2p", "ask"]
 
 _logger = logging.getLogger("paceline.collectives")
 _HANDSHAKE_S = 10.0
-_MAX_GREETINGS = 64
+_MAX_STRANGERS = 64
+"""Connections that have proved nothing yet."""
+_NUM_ATTEMPTS = 4
+"""To connect: a node may drop a connection that it does not yet know, where too many come at once."""
+_PAUSE_S = 0.02
 _MAX_ANSWER_BYTES = 1 << 20
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 """A host that vanished without a word is noticed after 40 s."""
@@ -120,7 +135,7 @@ class Node:
         self._answers: dict[str, Callable[[], bytes]] = {}
         self._greeting: set[socket.socket] = set()
         self._greeters: set[threading.Thread] = set()
-        self._slots = threading.Semaphore(_MAX_GREETINGS)
+        self._strangers: Strangers[socket.socket] = Strangers(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
         self._thread = threading.Thread(
             target=self._accept_all, args=(listening,), name="paceline-acceptor", daemon=True
@@ -233,6 +248,17 @@ class Node:
 
     def _open(self, info: NodeInfo, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
         hello = Hello(role=purpose, rank=rank, name=self.info.id, extra={"group": group})
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return self._introduce(info, hello, deadline)
+            except ConnectionLostError:
+                if attempt == _NUM_ATTEMPTS:
+                    raise
+            time.sleep(random.uniform(0.5, 1.5) * _PAUSE_S * attempt)
+
+    def _introduce(self, info: NodeInfo, hello: Hello, deadline: float) -> socket.socket:
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineError(f"there was no time left to connect to {info.endpoint}")
@@ -242,8 +268,8 @@ class Node:
         except AddressError:
             if address == info.endpoint.tcp:
                 raise
-            left = max(deadline - time.monotonic(), 1e-3)
-            return connect_stream(info.endpoint.tcp, self._token, hello, left, listener=info.id)[0]
+        left = max(deadline - time.monotonic(), 1e-3)
+        return connect_stream(info.endpoint.tcp, self._token, hello, left, listener=info.id)[0]
 
     # the acceptor's thread, and the greeters'
 
@@ -260,11 +286,9 @@ class Node:
             each.close()
 
     def _accept(self, listening: socket.socket) -> None:
-        self._slots.acquire()  # not for ever: every greeting ends within its time
         try:
-            connected, _ = listening.accept()
+            connected, peer = listening.accept()
         except OSError as error:
-            self._slots.release()
             if not isinstance(error, (BlockingIOError, ConnectionError)):
                 _logger.warning("cannot accept a connection: %s", error)
                 time.sleep(0.05)  # most likely there are no descriptors left; others may be given back
@@ -273,17 +297,23 @@ class Node:
         with self._changed:
             if self._is_closed:
                 connected.close()
-                self._slots.release()
                 return
             self._greeting.add(connected)
             self._greeters.add(greeter)
+            dropped = self._strangers.enter(connected, peer[0] if isinstance(peer, tuple) else "")
             greeter.start()
+        if dropped is not None:
+            _logger.debug("too many connections that prove nothing; the oldest is dropped")
+            # Only its greeter closes it: a number that is closed here may by now be another connection's there.
+            with contextlib.suppress(OSError):
+                dropped.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, connected: socket.socket) -> None:
         expected: list[tuple[Taker, int]] = []
 
         def expect(hello: Hello) -> None:
             with self._changed:
+                self._strangers.leave(connected)
                 taker = self._takers.get((_group_of(hello), hello.role))
             if taker is not None:
                 expected.append((taker, hello.rank))
@@ -306,6 +336,7 @@ class Node:
         finally:
             with self._changed:
                 self._greeting.discard(connected)
+                self._strangers.leave(connected)
                 if handed is None or hello is None or self._is_closed:
                     handed = None
                     connected.close()
@@ -321,7 +352,6 @@ class Node:
                 taker.arrived(rank, handed)
             with self._changed:
                 self._greeters.discard(threading.current_thread())
-            self._slots.release()
 
     def _answer(self, connected: socket.socket, group: str) -> None:
         with self._changed:

@@ -64,6 +64,24 @@ def test_silent_clients_hold_up_nobody() -> None:
             each.close()
 
 
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_crowd_of_strangers_holds_up_nobody(kind: str) -> None:
+    with nodes(2) as (first, second):
+        address = getattr(second.info.endpoint, kind)
+        silent = [open_socket(address, 5.0) for _ in range(200)]
+        assert first.ask(second.info, "all", 5.0) == b""
+        threads = [thread for thread in threading.enumerate() if thread.name == "paceline-greeter"]
+        assert len(threads) < 200
+        silent += [open_socket(address, 5.0) for _ in range(100)]
+        with first.connect(second.info, "all", 0, "collective", soon()) as there:
+            there.send(b"word")
+            with second.accept("all", 0, "collective", soon()) as here:
+                here.setblocking(True)
+                assert here.recv(4) == b"word"
+        for each in silent:
+            each.close()
+
+
 def test_strangers_are_refused() -> None:
     with nodes(1) as (node,):
         stranger = Node("another")

@@ -1,0 +1,46 @@
+"""Connections that have proved nothing yet: so many, and no more, whoever comes.
+
+A listener that waited for a place for the next connection could be stopped by a few that are silent; one that takes all
+runs out of descriptors. So all are taken, and when there are too many, one that has had its time goes: the oldest of
+the source that has the most. A handshake takes milliseconds, so an honest one is hardly ever the oldest of a crowd.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+_Connection = TypeVar("_Connection", bound=Hashable)
+
+
+class Strangers(Generic[_Connection]):
+    """The connections of one listener that are still in their handshake. Not thread-safe; closes nothing."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sources: dict[_Connection, Hashable] = {}
+        self._counts: Counter[Hashable] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def enter(self, connection: _Connection, source: Hashable) -> _Connection | None:
+        """Take note of a connection from ``source`` (a host or user); return another that is to be closed, if any."""
+        self._sources[connection] = source
+        self._counts[source] += 1
+        if len(self._sources) <= self._limit:
+            return None
+        most = max(self._counts.values())
+        oldest = next(each for each, source in self._sources.items() if self._counts[source] == most)
+        self.leave(oldest)
+        return oldest
+
+    def leave(self, connection: _Connection) -> None:
+        """Forget a connection: it has proved who it is, or has gone. Idempotent."""
+        if connection not in self._sources:
+            return
+        source = self._sources.pop(connection)
+        self._counts[source] -= 1
+        if not self._counts[source]:
+            del self._counts[source]
