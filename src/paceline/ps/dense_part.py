@@ -250,7 +250,8 @@ class DensePart(TablePart):
         start, stop = bucket_bounds(self._size, bucket)
         if start < stop and not self.held >> bucket & 1:
             raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} does not lie on this server")
-        return np.arange(start, stop, dtype=np.uint64), np.ascontiguousarray(self._planes()[:, start:stop].T)
+        # A record of one word is contiguous as it lies: without order and copy it would be a view.
+        return np.arange(start, stop, dtype=np.uint64), np.array(self._planes()[:, start:stop].T, order="C", copy=True)
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         """See :meth:`TablePart.write_records`."""

@@ -179,7 +179,10 @@ class TablePart(ABC):
 
     @abstractmethod
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
-        """Return keys and records of a bucket."""
+        """Return keys (uint64 [n]) and records (float32 [n, record_words]) of a bucket: a copy, in its own memory.
+
+        It may wait in a queue, or be written to, while the table changes.
+        """
 
     @abstractmethod
     def write_records(self, keys: Keys, records: Floats) -> None:

@@ -31,7 +31,7 @@ from paceline.ps.snapshot_messages import (
     SnapshotState,
     TakeSnapshot,
 )
-from paceline.ps.snapshot_parts import Moment, copy_bucket, watch
+from paceline.ps.snapshot_parts import Moment, watch
 from paceline.ps.sparse_store import Floats, Keys
 
 _WRITERS = 2  # while one waits for the disk, the other one hashes and writes
@@ -145,7 +145,7 @@ class _Taking:
         part = watch(self._tables.find(number))
         if not part.held >> bucket & 1:
             raise UsageError(f"bucket {bucket} does not lie on it any more")
-        keys, records = copy_bucket(part.part, bucket)
+        keys, records = part.part.read_bucket(bucket)
         part.note_written(self.number, 1 << bucket)
         return keys, records
 

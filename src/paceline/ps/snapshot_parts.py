@@ -63,12 +63,6 @@ class EarlierRows:
         return keys, records
 
 
-def copy_bucket(part: TablePart, bucket: int) -> tuple[Keys, Floats]:
-    """Return a bucket that stays as it is; of a dense table :meth:`TablePart.read_bucket` may return a view."""
-    keys, records = part.read_bucket(bucket)
-    return keys, records if records.flags.owndata else records.copy()
-
-
 class Moment:
     """A table as it is when this is made; read it bucket by bucket, while its part is watched and changes."""
 
@@ -105,7 +99,7 @@ class Moment:
         return self._read(bucket) if copy is None else copy
 
     def _read(self, bucket: int) -> tuple[Keys, Floats]:
-        keys, records = copy_bucket(self._part, bucket)
+        keys, records = self._part.read_bucket(bucket)
         return (keys, records) if self._rows is None else self._rows.restore(bucket, keys, records)
 
 

@@ -13,7 +13,7 @@ from paceline.kernels import reference
 from paceline.kernels.cases import random_keys
 from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps.messages import TableSpec
-from paceline.ps.rules import Adagrad, Constant, to_fields
+from paceline.ps.rules import FTRL, RULES, Adagrad, Constant, UpdateRule, to_fields
 from paceline.ps.tables import Selection, TablePart, bucket_bounds, make_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
@@ -24,16 +24,19 @@ Floats = npt.NDArray[np.float32]
 SIZE = 1200  # three elements in a bucket: 400 buckets have some
 START = 0.25
 FEW = (0, 1, 2, 5, 6, 99, 399, 400, 511)  # of the buckets, so that they meet
+EVERY_RULE = [rule() if rule is FTRL else rule(lr=0.1) for rule in RULES.values()]  # type: ignore[call-arg]
 SOME_BUCKETS = st.sets(st.sampled_from(FEW)).map(bucket_set)
 
 
-def part_of(kind: str, buckets: Buckets, *, dim: int = 1, size: int = SIZE) -> TablePart:
+def part_of(
+    kind: str, buckets: Buckets, *, dim: int = 1, size: int = SIZE, rule: UpdateRule | None = None
+) -> TablePart:
     spec = TableSpec(
         name="t",
         kind=kind,
         dim=dim,
         size=size if kind == "dense" else 0,
-        update=to_fields(Adagrad(lr=1.0, initial_accumulator=0.5)),
+        update=to_fields(rule or Adagrad(lr=1.0, initial_accumulator=0.5)),
         initializer=to_fields(Constant(value=START)),
     )
     return make_part(spec, buckets)
@@ -125,6 +128,31 @@ def test_any_history_of_buckets(kind: str, first: Buckets, steps: list[tuple[str
         values = np.array([rows[key][0] for key in own.tolist()], np.float32)
         np.testing.assert_allclose(read(part, whole), values, rtol=1e-6)
         np.testing.assert_array_equal(part.keys_of(whole), own)
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(("kind", "dim"), [("dense", 1), ("sparse", 1), ("sparse", 3)])
+@settings(deadline=None, max_examples=10)
+@given(bucket=st.sampled_from(FEW[:7]), seed=st.integers(0, 99))
+def test_a_bucket_that_was_read_is_a_copy(kind: str, dim: int, rule: UpdateRule, bucket: int, seed: int) -> None:
+    """It waits in the queue of a connection, while pushes go on: with a view the other server would have them twice."""
+    part, keys = part_of(kind, ALL, dim=dim, rule=rule), keys_of_bucket(kind, bucket)
+    chance = np.random.default_rng(seed)
+
+    def push() -> None:
+        part.push(Selection(keys), chance.uniform(0.5, 1.0, len(keys) * dim).astype(np.float32))
+
+    push()
+    names, records = part.read_bucket(bucket)
+    assert records.flags.c_contiguous
+    kept_names, kept_records = names.copy(), records.copy()
+    push()
+    np.testing.assert_array_equal(names, kept_names)
+    np.testing.assert_array_equal(records, kept_records)
+    changed = part.read_bucket(bucket)[1]
+    assert not np.array_equal(changed, records)
+    records[:] = 0  # and who has it may write to it
+    np.testing.assert_array_equal(part.read_bucket(bucket)[1], changed)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
