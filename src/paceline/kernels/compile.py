@@ -38,7 +38,9 @@ KERNELS: tuple[Any, ...] = (
     index.rehash,
     sparse.all_finite,
     sparse.copy_records,
+    sparse.count_absent,
     sparse.gather,
+    sparse.is_crowded,
     sparse.push,
     sparse.read_records,
     sparse.write_records,
@@ -80,6 +82,8 @@ def _compile_sparse() -> None:
     assert sparse.push(directory, layout, parameters, keys, floats, 0) == 0
     assert sparse.write_records(directory, layout, parameters, keys, floats, 0) == 0
     sparse.copy_records(rows, 1, floats)
+    assert sparse.is_crowded(directory, keys)
+    sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
     sparse.read_records(directory, layout, keys, floats, np.zeros(1, np.uint8))
     sparse.all_finite(floats)
     index.erase(directory, layout, keys)

@@ -12,10 +12,13 @@ from numba import carray  # type: ignore[attr-defined]
 
 from .index import (
     AHEAD,
+    COUNT,
     DIM,
     ENTRY_WORDS,
     INITIALIZER,
     INLINE,
+    LIMIT,
+    NUM_BUCKETS,
     ROW_WORDS,
     RULE,
     SEED,
@@ -138,6 +141,48 @@ def _insert_row(directory, layout, parameters, key, line):  # type: ignore[no-un
     _initial_row(layout, parameters, key, record, 0)
     start_state(layout[RULE], record, words, dim, 0, dim, parameters)
     return row
+
+
+@njit(cache=True, nogil=True)
+def is_crowded(directory, keys):  # type: ignore[no-untyped-def]
+    """Return whether some bucket might have to grow if all `keys` (uint64 [n]) were absent; 1 ns per key."""
+    num_keys, has_room = np.uint64(len(keys)), 0
+    if len(keys) <= _BLOCK:  # as if all were of one bucket
+        for i in range(len(keys)):
+            at = np.int64(mix(keys[i]) >> _BUCKET_SHIFT)
+            has_room += directory[COUNT + at] + num_keys <= directory[LIMIT + at]
+    if has_room == len(keys):
+        return False
+    counts = np.zeros(NUM_BUCKETS, np.uint32)
+    for i in range(len(keys)):
+        counts[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)] += np.uint32(1)
+    for bucket in range(NUM_BUCKETS):
+        count = np.uint64(counts[bucket])
+        if count != _U0 and directory[COUNT + bucket] + count > directory[LIMIT + bucket]:
+            return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def count_absent(directory, layout, keys, absent):  # type: ignore[no-untyped-def]
+    """Write how many of `keys` have no row, by bucket, to `absent` (uint64 [512]); one that stands twice counts twice.
+
+    Only buckets that are crowded are looked at: of the others it is 0.
+    """
+    entry_bytes, slots = _entry_bytes(layout), layout[SLOTS]
+    absent[:] = _U0
+    for i in range(len(keys)):
+        absent[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)] += np.uint64(1)
+    for bucket in range(NUM_BUCKETS):
+        if directory[COUNT + bucket] + absent[bucket] <= directory[LIMIT + bucket]:
+            absent[bucket] = _U0
+    crowded = absent != _U0
+    for i in range(len(keys)):
+        at = np.int64(mix(keys[i]) >> _BUCKET_SHIFT)
+        if crowded[at]:
+            entry = find_entry(directory, home_line(directory, keys[i]), keys[i], entry_bytes, slots)
+            if entry != _U0:
+                absent[at] -= np.uint64(1)
 
 
 @njit(cache=True, nogil=True, forceinline=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -24,6 +26,7 @@ from paceline.protocol import (
     parse_stale_policy,
 )
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
+from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 
 _LINGER_S = 5.0
@@ -94,9 +97,11 @@ def run_scheduler(
     """
 
     check_replicas(replicas, num_servers, min_replicas)
+    fail = partial(end_process, "scheduler")
 
     async def serve(stop: asyncio.Event) -> None:
         scheduler = Scheduler(
+            fail=fail,
             num_servers=num_servers,
             num_workers=num_workers,
             consistency=Eventual() if consistency is None else consistency,
@@ -129,7 +134,7 @@ def run_scheduler(
             scheduler.close()
             await listener.close()
 
-    _run(serve, with_parent)
+    _run(serve, with_parent, fail)
 
 
 def run_server(
@@ -145,8 +150,13 @@ def run_server(
     """
 
     node = make_node_name("server") if node is None else node
+    who = "server" if rank is None else f"server {rank}"
+
+    def fail(error: BaseException) -> None:
+        end_process(who, error)
 
     async def serve(stop: asyncio.Event) -> None:
+        nonlocal who
         loop = asyncio.get_running_loop()
         failure: list[PacelineError] = []
         server: Server | None = None
@@ -178,6 +188,10 @@ def run_server(
         def unreachable() -> tuple[int, ...]:
             return () if server is None else server.unreachable()
 
+        def tell(filled: messages.Filled) -> None:
+            with contextlib.suppress(PacelineError):  # a lost scheduler is told of by `lost`
+                link.tell(filled)
+
         transport = joining.transport()
         link = await asyncio.to_thread(
             lambda: SchedulerLink(
@@ -201,7 +215,8 @@ def run_server(
                 replicas=settings.replicas,
                 min_replicas=settings.min_replicas,
                 transport=transport,
-                on_filled=link.tell,
+                on_filled=tell,
+                fail=fail,
             )
             hello = Hello(role="server", rank=rank or 0, name=node)
             listener = await transport.serve(server, hello, address=address)
@@ -212,6 +227,7 @@ def run_server(
                 welcome = await _register(link, register, stop)
                 if welcome is None:
                     return
+                who = f"server {welcome.rank}"
                 joined = Hello(
                     role="server",
                     rank=welcome.rank,
@@ -235,7 +251,7 @@ def run_server(
         if failure:
             raise failure[0]
 
-    _run(serve, with_parent)
+    _run(serve, with_parent, fail)
 
 
 async def _register(link: SchedulerLink, message: messages.Register, stop: asyncio.Event) -> messages.Welcome | None:
@@ -287,12 +303,15 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
         pass  # the loop is closed: what was to be told is known
 
 
-def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool) -> None:
+def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, fail: Fail) -> None:
     """Run a role's coroutine on the transport's event loop until it ends or SIGTERM or SIGINT asks for it.
 
-    With a parent they do not: it ends the process by other means, and takes one that a signal ended for dead.
+    With a parent they do not: it ends the process by other means, and takes one that a signal ended for dead. An
+    exception that nobody takes, of the loop or of a thread, goes to `fail`, which ends the process.
     """
     loop = new_event_loop()
+    watch_loop(loop, fail)
+    watch_threads(fail)
 
     async def main() -> None:
         stop = asyncio.Event()

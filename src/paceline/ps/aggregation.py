@@ -32,18 +32,18 @@ class IterationBuffer:
         self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push]]]]] = {}
         self._free: dict[int, list[Floats]] = {}  # arrays of the last iteration, by length
 
-    def add(self, iteration: int, worker: int, rank: int, table: int, selection: Selection, grads: Floats) -> None:
-        """Keep a push (copied) of a worker for an iteration."""
-        pushes = self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1]
-        pushes.append((table, (selection.copy(), self._copy(grads))))
-
-    def _copy(self, grads: Floats) -> Floats:
+    def copy(self, selection: Selection, grads: Floats) -> Push:
+        """Return a copy of a push that may be kept: all the memory that it needs until its iteration is complete."""
         free = self._free.get(len(grads))
         if not free:
-            return grads.copy()
+            return selection.copy(), grads.copy()
         kept = free.pop()
         kept[:] = grads
-        return kept
+        return selection.copy(), kept
+
+    def add(self, iteration: int, worker: int, rank: int, table: int, kept: Push) -> None:
+        """Keep a push of a worker, which nobody else changes, for an iteration."""
+        self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, kept))
 
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
         """Take back an iteration's pushes, once they are applied: the next one's copies are made in their memory."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from paceline.errors import PacelineError
 from paceline.protocol import Silence
+from paceline.ps.fail_stop import Fail, watch_task
 from paceline.ps.messages import PING, PONG
 from paceline.transport import Endpoint, Handler, Header, Hello, Peer, Transport
 
@@ -24,7 +25,8 @@ FrameHandler = Callable[[int, Header, memoryview, memoryview], None]
 class ChainLinks:
     """One connection to each wanted server, by incarnation; made again when it breaks.
 
-    `on_up` and `on_down` are called with the server's incarnation, `on_frame` with what it sends, all in the loop.
+    `on_up` and `on_down` are called with the server's incarnation, `on_frame` with what it sends, all in the loop;
+    `fail` with an exception that ends a link's task.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class ChainLinks:
         on_up: Callable[[int], None],
         on_down: Callable[[int], None],
         on_frame: FrameHandler,
+        fail: Fail,
     ) -> None:
         self._transport = transport
         self._on_up = on_up
         self._on_down = on_down
         self._on_frame = on_frame
+        self.fail = fail
         self._links: dict[int, _Link] = {}
         self._silence = Silence()
         self._timer: asyncio.TimerHandle | None = None
@@ -92,6 +96,7 @@ class _Link(Handler):
         self._is_stopped = False
         self._taken = -1  # the bytes that the system has taken, where more were waiting
         self._task = asyncio.get_running_loop().create_task(self._keep())
+        watch_task(self._task, owner.fail)
 
     async def _keep(self) -> None:
         owner = self._owner
@@ -99,7 +104,7 @@ class _Link(Handler):
             self._broken.clear()
             try:
                 peer = await owner._transport.open(self, self._endpoint, self._hello, timeout_s=_CONNECT_S)
-            except PacelineError:
+            except (PacelineError, OSError):
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if self._is_stopped:

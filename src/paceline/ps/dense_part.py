@@ -200,6 +200,9 @@ class DensePart(TablePart):
             dense_kernels.dense_pull(self._record, start, stop, out, at)
             at += stop - start
 
+    def reserve(self, selection: Selection) -> None:
+        """See :meth:`TablePart.reserve`. All elements have their place."""
+
     def push(self, selection: Selection, grads: Floats) -> None:
         """See :meth:`TablePart.push`."""
         code, size = self.rule.code, self._size

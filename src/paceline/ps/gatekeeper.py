@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from paceline.errors import DeadlineError, PeerError, StaleEpochError
+from paceline.errors import DeadlineError, PacelineError, PeerError, StaleEpochError
 from paceline.protocol import Consistency, Gate, Sequential, clocks
 from paceline.ps.aggregation import IterationBuffer
+from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import ClocksInfo, TableSpec
 from paceline.ps.server_tables import ServerTables
 from paceline.ps.tables import Selection
@@ -47,7 +48,7 @@ class Gatekeeper:
     `may_read` says whether, the gate apart, values of an iteration may be read (a chain may not have all of it yet);
     `first_clock` where a worker that joins begins at least, `awaited` which workers a takeover waits for, `shortage` in
     words a bucket with too few replicas, if there is one; `on_begin` is called with the clock at which a server that
-    joins a running cluster begins.
+    joins a running cluster begins; `fail` with an exception after which the server must not go on.
 
     `gate`, `counted`, `ranks` and `buffer` are for the server to look at, in every frame; only the gatekeeper changes
     who is in them.
@@ -59,6 +60,7 @@ class Gatekeeper:
         consistency: Consistency,
         expected_workers: int,
         *,
+        fail: Fail,
         answer: Callable[[HeldRead], None],
         on_complete: Callable[[int, tuple[int, ...]], None],
         on_stop: Callable[[int, int], None],
@@ -69,6 +71,7 @@ class Gatekeeper:
         shortage: Callable[[], str],
     ) -> None:
         self._tables = tables
+        self._fail = fail
         self._answer = answer
         self._on_complete = on_complete
         self._on_stop = on_stop
@@ -192,6 +195,7 @@ class Gatekeeper:
         if worker in self.counted:
             self._obey(self.gate.handle(clocks.Tick(worker, clock)))
 
+    @must_succeed
     def _obey(self, instructions: list[Any]) -> None:
         for instruction in instructions:
             if isinstance(instruction, clocks.Complete):
@@ -243,8 +247,12 @@ class Gatekeeper:
         self._held.discard(held)
         try:
             self._answer(held)
-        except Exception as error:  # its own: the one whose tick has opened the gate has nothing to do with it
-            held.peer.send_error(held.header, error)
+        except (PacelineError, MemoryError) as error:  # its own: whose tick has opened the gate is not concerned
+            refusal = error if isinstance(error, PacelineError) else self._no_memory()
+            held.peer.send_error(held.header, refusal)
+
+    def _no_memory(self) -> PeerError:
+        return PeerError(f"server {self._tables.rank} has no memory for the values that were asked for")
 
     def _drop(self, held: HeldRead) -> None:
         held.expired = True

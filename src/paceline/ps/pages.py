@@ -25,11 +25,21 @@ _HUGE_LEAST_BYTES = 8 << 20  # of memory in use at a stretch: four huge pages
 _FORGET = getattr(mmap, "MADV_DONTNEED", None)
 
 
+def _map_pages(num_bytes: int, flags: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, max(1, num_bytes), flags=flags) if flags else mmap.mmap(-1, max(1, num_bytes))
+    except (OSError, OverflowError):
+        raise MemoryError(f"no memory for {num_bytes} bytes") from None
+
+
 class Pages:
-    """`num_bytes` of zeroed memory that starts on a page; `address` is valid until the next `resize`."""
+    """`num_bytes` of zeroed memory that starts on a page; `address` is valid until the next `resize`.
+
+    Raises MemoryError, as `resize` does, which then has changed nothing.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        self._map = mmap.mmap(-1, num_bytes, flags=_FLAGS) if _FLAGS else mmap.mmap(-1, num_bytes)
+        self._map = _map_pages(num_bytes, _FLAGS)
         self.num_bytes = num_bytes
         self.address = self._find_address()
 
@@ -41,8 +51,8 @@ class Pages:
             SystemError,
             ValueError,
             OSError,
-        ):  # no mremap here: OSError where memory is out is raised again below
-            larger = mmap.mmap(-1, num_bytes, flags=_FLAGS) if _FLAGS else mmap.mmap(-1, num_bytes)
+        ):  # no mremap here; where memory is out there is none for a copy either
+            larger = _map_pages(num_bytes, _FLAGS)
             larger[: self.num_bytes] = self._map[:]
             self._map.close()
             self._map = larger
@@ -54,13 +64,6 @@ class Pages:
         address = ctypes.addressof(view)
         del view  # a mapping cannot be resized while a view of it lives
         return address
-
-
-def _map_pages(num_bytes: int, flags: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, max(1, num_bytes), flags=flags) if flags else mmap.mmap(-1, max(1, num_bytes))
-    except (OSError, OverflowError):
-        raise MemoryError(f"no memory for {num_bytes} bytes") from None
 
 
 class LazyFloats:

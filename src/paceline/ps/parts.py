@@ -167,6 +167,13 @@ class TablePart(ABC):
         """Read values into `out` (float32 [num_values])."""
 
     @abstractmethod
+    def reserve(self, selection: Selection) -> None:
+        """Take the memory that a push or write of a selection needs: then it does not fail for want of it.
+
+        Raises MemoryError, and changes nothing that can be read, if there is none.
+        """
+
+    @abstractmethod
     def push(self, selection: Selection, grads: Floats) -> None:
         """Apply the update rule with finite `grads` (float32 [num_values])."""
 

@@ -22,6 +22,7 @@ from paceline.protocol.buckets import Buckets, from_bytes, to_bytes
 from paceline.protocol.replication import Replication
 from paceline.ps import messages
 from paceline.ps.chain_links import ChainLinks
+from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.gatekeeper import Gatekeeper
 from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, PING, PONG, READY, STATE, STATE_TAKEN
 from paceline.ps.parts import Selection
@@ -51,6 +52,7 @@ class Replicator:
 
     `transport` makes its connections to other servers; without one it can only be the last of every chain. `may_report`
     says whether the scheduler may be told that a server has buckets; when it may change, :meth:`look` is to be called.
+    `fail` is called with an exception after which the server must not go on.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Replicator:
         gatekeeper: Gatekeeper,
         transport: Transport | None,
         *,
+        fail: Fail,
         on_lead: Callable[[Buckets, frozenset[int]], None],
         on_done: Callable[[ChainPush], None],
         on_refused: Callable[[ChainPush], None],
@@ -68,6 +71,7 @@ class Replicator:
     ) -> None:
         self._tables = tables
         self._gatekeeper = gatekeeper
+        self._fail = fail
         self._on_lead = on_lead
         self._on_done = on_done
         self._on_refused = on_refused
@@ -78,7 +82,9 @@ class Replicator:
         self._reports: dict[int, replication.Report] = {}  # by target: those that wait
         self._links: ChainLinks | None = None
         if transport is not None:
-            self._links = ChainLinks(transport, on_up=self._link_up, on_down=self._link_down, on_frame=self._link_frame)
+            self._links = ChainLinks(
+                transport, on_up=self._link_up, on_down=self._link_down, on_frame=self._link_frame, fail=fail
+            )
         self._hello = Hello(role="server")
         self._endpoints: dict[int, Endpoint] = {}
         self._sources: dict[int, Peer] = {}  # the connection by which each server before this one sends
@@ -122,6 +128,7 @@ class Replicator:
 
     # The map.
 
+    @must_succeed
     def map_changed(self, cluster: messages.ClusterMap) -> None:
         """Take the chains of a newer map."""
         self._endpoints = {
@@ -143,8 +150,7 @@ class Replicator:
     def push(self, push: ChainPush, buckets: Buckets) -> None:
         """Apply a push of a client (or the sum of an iteration) here, and send it down the chains."""
         push.buckets = buckets
-        event = replication.Push(push, push.incarnation, push.sequence, self.rules.version, buckets)
-        self._obey(self.rules.handle(event))
+        self._carry_out(replication.Push(push, push.incarnation, push.sequence, self.rules.version, buckets))
 
     def next_sequence(self) -> int:
         """Return a number for what this server itself sends down a chain in its own name."""
@@ -246,15 +252,18 @@ class Replicator:
             body=body,
         )
 
+    @must_succeed
     def _link_up(self, target: int) -> None:
         self._states.pop(target, None)
         self._send_clocks(target)
         self._obey(self.rules.handle(replication.LinkUp(target)))
         self._pump_soon(target)
 
+    @must_succeed
     def _link_down(self, target: int) -> None:
         self._obey(self.rules.handle(replication.LinkDown(target)))
 
+    @must_succeed
     def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind == FORWARDED:
             self._obey(self.rules.handle(replication.Acknowledged(target, header.request)))
@@ -265,6 +274,7 @@ class Replicator:
         elif header.kind == Kind.ERROR:
             _logger.error("a server behind this one could not take a frame: %s", error_of(meta))
 
+    @must_succeed
     def tables_changed(self) -> None:
         """Tell the servers behind this one of a new table, or of other hyperparameters."""
         if self._links is not None:
@@ -322,7 +332,16 @@ class Replicator:
     # From other servers.
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Take a frame of a server before this one; its version is not above ours."""
+        """Take a frame of a server before this one; its version is not above ours.
+
+        It can be refused for what it says, and not for want of memory: the chain would wait for this server.
+        """
+        try:
+            self._take_frame(peer, header, meta, body)
+        except MemoryError as error:
+            self._fail(error)
+
+    def _take_frame(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind == PING:
             peer.send_frame(PONG)
             return
@@ -346,6 +365,10 @@ class Replicator:
         event = replication.Forwarded(
             push, peer.hello.incarnation, info.incarnation, header.sequence, header.epoch, buckets
         )
+        self._carry_out_forward(event, push)
+
+    @must_succeed
+    def _carry_out_forward(self, event: replication.Forwarded, push: ChainPush) -> None:
         instructions = self.rules.handle(event)
         if any(isinstance(each, replication.Forward) for each in instructions):
             push.own()
@@ -355,7 +378,10 @@ class Replicator:
         state = tuple((incarnation, sequence, from_bytes(mask)) for incarnation, sequence, mask in info.filter)
         token = _State(peer, header.request, list(unpack(info.pieces, body)))
         check_bucket(self._tables, info.bucket, token.pieces)
-        event = replication.StateReceived(token, peer.hello.incarnation, header.epoch, info.bucket, state)
+        self._carry_out(replication.StateReceived(token, peer.hello.incarnation, header.epoch, info.bucket, state))
+
+    @must_succeed
+    def _carry_out(self, event: replication.Event) -> None:
         self._obey(self.rules.handle(event))
 
     def _load(self, state: _State, bucket: int) -> None:
@@ -373,11 +399,16 @@ class Replicator:
         for number, declared, spec in info.tables:
             table = self._tables.by_number.get(number)
             if table is None:
-                table = self._tables.by_number[number] = self.new_table(declared)
+                table = self._add_table(number, declared)
             if table.spec != spec:
                 table.set_update(spec.update)
         if not self.rules.primary:
             self._gatekeeper.take_clocks(info)
+
+    @must_succeed
+    def _add_table(self, number: int, spec: messages.TableSpec) -> ServerTable:
+        table = self._tables.by_number[number] = self.new_table(spec)
+        return table
 
     def new_table(self, spec: messages.TableSpec) -> ServerTable:
         """Return an empty table with the buckets that are here. Raises PeerError if there is no memory for it."""

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from paceline.errors import ProtocolError, StaleEpochError, UsageError
+from paceline.errors import PacelineError, PeerError, ProtocolError, StaleEpochError, UsageError
 from paceline.protocol import Consistency, DelayCompensate, DropStale, StalePolicy
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.iterations import Iterations, Sum, Takeover
@@ -23,6 +23,7 @@ from paceline.protocol.replication import AGGREGATE
 from paceline.ps import messages
 from paceline.ps.aggregation import Push, apply_sum, sum_up
 from paceline.ps.bounds import MAX_CLOCK
+from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.gatekeeper import Gatekeeper, HeldRead, name_of
 from paceline.ps.messages import (
     ACK,
@@ -78,15 +79,18 @@ class Server(Handler):
     """The tables of one server, its place in the chains, and the gate in front of them.
 
     Arguments: `consistency` and `stale`, the cluster's; `expected_workers`, how many must have joined before the first
-    iteration can complete; `replicas`, how many servers may die without loss; `min_replicas`,
-    how many must have a push before it is acknowledged; `transport`, for connections to other
-    servers, which a lone one does not need; `on_filled`, called with what the scheduler must hear.
+    iteration can complete; `replicas`, how many servers may die without loss; `min_replicas`, how many must have a push
+    before it is acknowledged; `transport`, for connections to other servers, which a lone one does not need;
+    `on_filled`, which takes what the scheduler must hear, and does not raise; `fail`, called with an exception after
+    which this server must not go on (:mod:`paceline.ps.fail_stop`). If it returns, the server tells nobody of that
+    exception.
     """
 
     def __init__(
         self,
         *,
         consistency: Consistency,
+        fail: Fail,
         stale: StalePolicy | None = None,
         expected_workers: int = 1,
         replicas: int = 0,
@@ -95,10 +99,13 @@ class Server(Handler):
         on_filled: Callable[[messages.Filled], None] = lambda filled: None,
     ) -> None:
         self._tables = ServerTables(0)
+        self._on_failure = fail
+        self._is_sure = True
         self._gatekeeper = Gatekeeper(
             self._tables,
             consistency,
             expected_workers,
+            fail=self._fail,
             answer=self._answer_held,
             on_begin=self._clocks_taken,
             first_clock=self._first_clock,
@@ -116,6 +123,7 @@ class Server(Handler):
             self._tables,
             self._gatekeeper,
             transport,
+            fail=self._fail,
             on_lead=self._leads,
             on_done=self._push_done,
             on_refused=self._push_refused,
@@ -132,6 +140,7 @@ class Server(Handler):
         self._epoch = -1
         self._version = 0
         self._has_joined = False
+        self._is_settled = False  # joined, and not waiting for clocks
         self._map_before: messages.ClusterMap | None = None  # one that came before the welcome
         self._early: list[_Frame] = []  # those of a map that is not here yet
         self._awaits_clocks = self._has_clocks = False
@@ -168,7 +177,7 @@ class Server(Handler):
         self._rules = self._replicator.rules
         if self._buffer is not None:
             self._iterations = Iterations(self._rules)
-        self._has_joined = True
+        self._has_joined = self._is_settled = True
         if self._map_before is not None:
             self.members_changed(self._map_before)
 
@@ -183,12 +192,20 @@ class Server(Handler):
         """Return the servers that this one cannot reach, by incarnation, for its heartbeats; from any thread."""
         return self._replicator.unreachable
 
+    def _fail(self, error: BaseException) -> None:
+        """End: this server may not be sure of its state."""
+        if self._is_sure:
+            self._is_sure = False
+            self._on_failure(error)
+
     # What the transport and the scheduler's link tell.
 
+    @must_succeed
     def connected(self, peer: Peer) -> None:
         """See :meth:`Handler.connected`."""
         self._traffic.connected(peer)
 
+    @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """See :meth:`Handler.disconnected`. A cut is not a death: who is dead, the scheduler says."""
         self._replies.pop(peer, None)
@@ -200,30 +217,53 @@ class Server(Handler):
             self._before_clocks = [frame for frame in self._before_clocks if frame[0] is not peer]
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """See :meth:`Handler.frame_received`."""
-        handle = self._kinds.get(header.kind)
-        if handle is None:
-            raise ProtocolError(
-                f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?"
-            )
+        """See :meth:`Handler.frame_received`. Raises what refuses a request; of a failure nobody is told anything."""
+        try:
+            handle = self._kinds.get(header.kind)
+            if handle is None:
+                raise ProtocolError(
+                    f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?"
+                )
+            is_ordinary = header.epoch == self._version or header.kind not in _VERSIONED
+            is_ordinary &= self._is_settled and header.clock <= MAX_CLOCK
+            if is_ordinary or self._is_timely(peer, header, meta, body):
+                handle(peer, header, meta, body)
+        except PacelineError:
+            if self._is_sure:
+                raise
+        except MemoryError:
+            if self._is_sure:  # it came before anything was changed
+                raise self._no_memory() from None
+        except Exception as error:
+            self._fail(error)
+
+    def _no_memory(self) -> PeerError:
+        return PeerError(
+            f"server {self.rank} has no memory for this request: it was refused, and nothing has changed; ask for less "
+            "at a time, or start more servers"
+        )
+
+    def _is_timely(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
+        """Return whether a frame is to be handled now; keep it if it is early. Raises StaleEpochError if it is late."""
         if not self._has_joined:
             self._early.append((peer, header, bytes(meta), bytearray(body)))
-            return
+            return False
         if self._awaits_clocks and header.kind in (TICK, SYNCED, CALL) and peer.hello.role == "worker":
             self._before_clocks.append((peer, header, bytes(meta), bytearray(body)))
-            return
+            return False
         if header.clock > MAX_CLOCK:
             raise ProtocolError(f"a frame of iteration {header.clock}: they go to {MAX_CLOCK}")
         if header.epoch != self._version and header.kind in _VERSIONED:
             if header.epoch > self._version:
                 self._early.append((peer, header, bytes(meta), bytearray(body)))
-                return
+                return False
             if header.kind in (PULL, PUSH, PUSH_PULL, TICK):
                 raise self._stale()
             if header.kind == SYNCED:  # what was sent before it was refused: it comes again by this map
-                return
-        handle(peer, header, meta, body)
+                return False
+        return True
 
+    @must_succeed
     def members_changed(self, cluster: messages.ClusterMap) -> None:
         """Take the scheduler's new map: workers that are on it no more have left or are dead; chains may be others."""
         if not self._has_joined:
@@ -242,6 +282,7 @@ class Server(Handler):
             first, self._version = self._version == 0, cluster.version
             # Who is not there from the beginning has to hear from the server that fills it where the workers are.
             self._awaits_clocks |= first and cluster.version > 1 and not self._has_clocks
+            self._is_settled = not self._awaits_clocks
             # First of all: a sum that nobody is left to have counts as safe, and what was read may be here no more.
             self._gatekeeper.refuse_held(self._stale())
             self._replicator.map_changed(cluster)
@@ -252,7 +293,7 @@ class Server(Handler):
         for peer, header, meta, body in frames:
             try:
                 self.frame_received(peer, header, memoryview(meta), memoryview(body))
-            except Exception as error:
+            except PacelineError as error:
                 if header.kind != SYNCED:
                     peer.send_error(header, error)
 
@@ -315,8 +356,10 @@ class Server(Handler):
             clock = header.clock + (1 if header.flags & TICKS else 0)
             try:
                 self._answer_push(peer, header, push.pieces[0].selection, clock, push.flags)
-            except Exception as error:
+            except PacelineError as error:
                 peer.send_error(header, error)
+            except MemoryError:
+                peer.send_error(header, self._no_memory())
 
     def _synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         worker = peer.hello.incarnation
@@ -335,7 +378,7 @@ class Server(Handler):
         """Begin where another server is: this one was empty, and is being filled."""
         if self._buffer is not None:
             self._iterations = Iterations(self._rules, first_clock)
-        self._has_clocks, self._awaits_clocks = True, False
+        self._has_clocks, self._awaits_clocks, self._is_settled = True, False, True
         frames, self._before_clocks = self._before_clocks, []
         asyncio.get_running_loop().call_soon(self._receive_again, frames)
 
@@ -369,6 +412,7 @@ class Server(Handler):
             if not self._iterations.awaited:  # else it is not applied yet
                 self._snapshots.iteration_completed(iteration)
 
+    @must_succeed
     def _push_sums(self, sums: Sequence[Sum]) -> None:
         """Apply what workers pushed in complete iterations, and send it down the chains."""
         assert self._buffer is not None
@@ -473,13 +517,18 @@ class Server(Handler):
             self._push_down(peer, header, table, selection, grads)
             return
         else:
+            table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
             fresh = self._rules.admit(worker, header.sequence)
-            if fresh and fresh != self._rules.primary:
-                selection, grads = table.part.restrict(selection, grads, fresh)
-            if fresh:
-                flags = self._apply(worker, header, table, selection, grads)
-            else:  # it was applied, or dropped, when it came first
-                flags = self._flags_of_duplicate(worker, header)
+            try:
+                if fresh and fresh != self._rules.primary:
+                    selection, grads = table.part.restrict(selection, grads, fresh)
+                if fresh:
+                    flags = self._apply(worker, header, table, selection, grads)
+                else:  # it was applied, or dropped, when it came first
+                    flags = self._flags_of_duplicate(worker, header)
+            except Exception as error:
+                self._fail(error)
+                raise
         self._answer_push(peer, header, whole, self._tick_of(worker, header), flags)
 
     def _answer_push(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
@@ -503,16 +552,20 @@ class Server(Handler):
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats
     ) -> None:
         """Keep a new push for the end of its iteration."""
+        assert self._buffer is not None
+        buckets = table.part.buckets_of(selection) if self._replicas else self._rules.primary
+        self._keep(peer.hello.incarnation, header, table, self._buffer.copy(selection, grads), buckets)
+
+    @must_succeed
+    def _keep(self, worker: int, header: Header, table: ServerTable, kept: Push, buckets: Buckets) -> None:
         assert self._iterations is not None
         assert self._buffer is not None
-        worker, led = peer.hello.incarnation, self._rules.primary
-        buckets = table.part.buckets_of(selection) if self._replicas else led
         fresh = self._iterations.admit(worker, header.sequence, header.clock, buckets)
         if fresh:
             table.pushes += 1
             if fresh != buckets:
-                selection, grads = table.part.restrict(selection, grads, fresh)
-            self._buffer.add(header.clock, worker, self._ranks[worker], header.table, selection, grads)
+                kept = table.part.restrict(*kept, fresh)
+            self._buffer.add(header.clock, worker, self._ranks[worker], header.table, kept)
 
     def _push_down(self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats) -> None:
         """Apply a push here, and answer it when the servers behind have it too."""
@@ -528,6 +581,7 @@ class Server(Handler):
         pieces = [Piece(header.table, selection, grads)]
         push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags)
         push.own()
+        table.part.reserve(selection)
         self._replicator.push(push, buckets)
         table.staleness.applied(worker, clock)
         self._tick_of(worker, header)

@@ -142,6 +142,8 @@ class ServerControl:
         buckets = part.buckets_of(selection)
         self._check_led(buckets)
         floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
+        if operation == WRITE:
+            part.reserve(selection)
         push = ChainPush(
             operation,
             self._replicator.incarnation,

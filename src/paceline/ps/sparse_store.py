@@ -133,6 +133,21 @@ class SparseStore:
         _check_size("values", out, len(keys), self.dim)
         sparse.gather(self._directory, self._layout, self.parameters, keys, out.reshape(-1))
 
+    def reserve(self, keys: Keys) -> None:
+        """Make room for the rows of `keys`; raise MemoryError, with all rows as they were, if there is none.
+
+        A push of them does not run out of memory then: but where lines overflow so that a bucket's tail is full, which
+        takes crafted keys.
+        """
+        if not sparse.is_crowded(self._directory, keys):
+            return
+        absent = np.empty(index.NUM_BUCKETS, np.uint64)
+        sparse.count_absent(self._directory, self._layout, keys, absent)
+        counts = self.counts + absent
+        for bucket in np.flatnonzero(counts > self._directory[index.LIMIT : index.USED]).tolist():
+            limit = self._next_limit(bucket, int(counts[bucket]) - 1)
+            self._resize(bucket, limit, int(self._directory[index.TAIL + bucket]))
+
     def push(self, keys: Keys, grads: Floats) -> None:
         """Apply the update rule with `grads` (float32, n * dim elements, contiguous) to the rows of `keys`.
 

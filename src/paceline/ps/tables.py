@@ -96,6 +96,11 @@ class SparsePart(TablePart):
         """See :meth:`TablePart.pull`."""
         self.store.pull(selection.key_array(), out)
 
+    def reserve(self, selection: Selection) -> None:
+        """See :meth:`TablePart.reserve`."""
+        assert selection.keys is not None
+        self.store.reserve(selection.keys)
+
     def push(self, selection: Selection, grads: Floats) -> None:
         """See :meth:`TablePart.push`."""
         self.store.push(selection.key_array(), grads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from paceline.errors import PacelineError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
+from paceline.ps.fail_stop import watch_loop
 from paceline.testing import Served, serve_in_thread
 from paceline.transport import Hello, SocketTransport, Transport
 
@@ -36,8 +38,11 @@ class ServerNode:
             replicas=cluster.replicas,
             min_replicas=cluster.min_replicas,
             transport=cluster.transport,
-            on_filled=lambda filled: self.link.tell(filled),
+            on_filled=self._tell,
+            fail=self._failed,
         )
+        self.failures: list[BaseException] = []
+        """What ended this server, as a process: at most one, which the test takes out."""
         self.served: Served | None = None
         self.expelled = ""
         """Why it was declared dead, if it was told so. It goes on all the same."""
@@ -52,6 +57,7 @@ class ServerNode:
         self._stack = stack.enter_context(ExitStack())
         self._serving = self._stack.enter_context(ExitStack())
         served = self.served = self._serving.enter_context(serve_in_thread(self.server, cluster.transport))
+        served.loop.call_soon_threadsafe(watch_loop, served.loop, self.server._fail)
         self._serving.callback(lambda: served.call(self.server.close))
         self._stack.callback(self.link.close)
         self.registration = messages.Register(
@@ -88,6 +94,21 @@ class ServerNode:
         self.served = None
         self._serving.close()
 
+    def _tell(self, filled: messages.Filled) -> None:
+        with suppress(PacelineError):  # the link is closed
+            self.link.tell(filled)
+
+    def _failed(self, error: BaseException) -> None:
+        """Let the process have ended: whoever is connected hears nothing more of it."""
+        self.failures.append(error)
+        served = self.served
+        if served is not None:
+            served.loop.call_soon_threadsafe(self._break_off, served)
+
+    def _break_off(self, served: Served) -> None:
+        self.server.close()
+        self._closing = served.loop.create_task(served.listener.close())
+
     def _heard(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.ClusterMap) and self.served is not None:
             self.served.loop.call_soon_threadsafe(self.server.members_changed, notice)
@@ -117,6 +138,8 @@ class Cluster:
         self.replicas = replicas
         self.min_replicas = min_replicas
         self.transport = SocketTransport(TOKEN) if transport is None else transport
+        self.failures: list[BaseException] = []
+        """What ended the scheduler, as a process."""
         self.scheduler = Scheduler(
             num_servers=servers if expected_servers is None else expected_servers,
             num_workers=workers,
@@ -125,6 +148,7 @@ class Cluster:
             replicas=replicas,
             min_replicas=min_replicas,
             heartbeat_timeout_s=heartbeat_timeout_s,
+            fail=self.failures.append,
         )
         self._stack = ExitStack()
         self._scheduler_stack = self._stack.enter_context(ExitStack())
@@ -189,8 +213,10 @@ class Cluster:
         self._scheduler_stack.close()
 
     def close(self) -> None:
-        """End everything."""
+        """End everything. Raises what ended a server or the scheduler, if the test has not asked for it."""
         self._stack.close()
+        for error in [*self.failures, *(error for node in self.nodes for error in node.failures)]:
+            raise error
 
     def __enter__(self) -> Cluster:
         return self

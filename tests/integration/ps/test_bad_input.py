@@ -441,7 +441,7 @@ def test_a_node_that_registers_again_is_the_same_member() -> None:
 
 
 def test_no_policy_for_stale_gradients_where_none_is_stale() -> None:
-    arguments: dict[str, Any] = {"num_servers": 1, "num_workers": 1, "consistency": Sequential()}
+    arguments: dict[str, Any] = {"num_servers": 1, "num_workers": 1, "consistency": Sequential(), "fail": pytest.fail}
     Scheduler(stale=Accept(), **arguments)
     with pytest.raises(UsageError, match="policy drop:3 has nothing to do under sequential consistency"):
         Scheduler(stale=DropStale(beyond=3), **arguments)

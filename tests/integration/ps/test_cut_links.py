@@ -112,6 +112,10 @@ class _Deaf(Handler):
         time.sleep(self.pause_s)
 
 
+def _must_not(error: BaseException) -> None:
+    raise error
+
+
 def test_who_answers_or_takes_what_is_sent_is_reachable() -> None:
     """No PING gets through behind much that is on its way; but the other end takes it, so it is there."""
     handler, transport = _Deaf(), SocketTransport(TOKEN)
@@ -119,7 +123,9 @@ def test_who_answers_or_takes_what_is_sent_is_reachable() -> None:
 
     async def look(endpoint: Endpoint) -> None:
         ups: list[int] = []
-        links = ChainLinks(transport, on_up=ups.append, on_down=lambda target: None, on_frame=lambda *frame: None)
+        links = ChainLinks(
+            transport, on_up=ups.append, on_down=lambda target: None, on_frame=lambda *frame: None, fail=_must_not
+        )
 
         async def watch(seconds: float) -> list[tuple[int, ...]]:
             seen = []
@@ -153,7 +159,9 @@ def test_who_answers_or_takes_what_is_sent_is_reachable() -> None:
         endpoint = served.endpoint
 
     async def look_for_nobody() -> tuple[int, ...]:
-        links = ChainLinks(transport, on_up=lambda _: None, on_down=lambda _: None, on_frame=lambda *frame: None)
+        links = ChainLinks(
+            transport, on_up=lambda _: None, on_down=lambda _: None, on_frame=lambda *frame: None, fail=_must_not
+        )
         links.watch(period_s)
         links.want({7: endpoint}, Hello(role="server"))
         try:

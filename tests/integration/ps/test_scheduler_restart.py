@@ -91,6 +91,7 @@ class Restartable(Cluster):
             "consistency": self.consistency,
             "stale": self.stale,
             "heartbeat_timeout_s": 5.0,
+            "fail": self.failures.append,
         }
         self.scheduler = Scheduler(**{**settings, **options})
         self._scheduler_stack = self._later.enter_context(ExitStack())

@@ -39,8 +39,8 @@ def test_pushes_come_by_rank_and_table() -> None:
     buffer = IterationBuffer(mean=False)
     for worker, rank in ((11, 2), (12, 0), (13, 1)):
         for table in (1, 2):
-            buffer.add(5, worker, rank, table, keys(rank), floats(rank))
-    buffer.add(6, 12, 0, 1, keys(9), floats(9))
+            buffer.add(5, worker, rank, table, buffer.copy(keys(rank), floats(rank)))
+    buffer.add(6, 12, 0, 1, buffer.copy(keys(9), floats(9)))
     tables, factor = buffer.complete(5, (13, 12, 11))
     assert factor == 1.0
     assert {table: [grads[0] for _, grads in pushes] for table, pushes in tables.items()} == {
@@ -53,8 +53,8 @@ def test_pushes_come_by_rank_and_table() -> None:
 
 def test_only_those_who_ticked_count_and_the_mean_is_over_all_of_them() -> None:
     buffer = IterationBuffer(mean=True)
-    buffer.add(0, 11, 0, 1, keys(1), floats(1))
-    buffer.add(0, 12, 1, 1, keys(1), floats(2))
+    buffer.add(0, 11, 0, 1, buffer.copy(keys(1), floats(1)))
+    buffer.add(0, 12, 1, 1, buffer.copy(keys(1), floats(2)))
     tables, factor = buffer.complete(0, (11, 13, 14, 15))  # 13 to 15 pushed nothing
     assert [grads.tolist() for _, grads in tables[1]] == [[1.0]]
     assert factor == 0.25
@@ -64,7 +64,7 @@ def test_only_those_who_ticked_count_and_the_mean_is_over_all_of_them() -> None:
 def test_a_worker_that_is_gone_loses_what_it_did_not_finish() -> None:
     buffer = IterationBuffer(mean=False)
     for iteration in (3, 4, 5):
-        buffer.add(iteration, 11, 0, 1, keys(1), floats(1))
+        buffer.add(iteration, 11, 0, 1, buffer.copy(keys(1), floats(1)))
     buffer.forget(11, 4)
     assert [len(buffer.complete(iteration, (11,))[0]) for iteration in (3, 4, 5)] == [1, 0, 0]
 
@@ -75,9 +75,9 @@ def test_of_buckets_that_are_others_now_nothing_is_kept(kind: str) -> None:
     buckets = part.buckets_of(keys(1))
     buffer = IterationBuffer(mean=False)
     for worker, numbers in ((11, range(6)), (12, (1,)), (13, (0, 2))):
-        buffer.add(4, worker, worker, 1, keys(*numbers), floats(*numbers))
+        buffer.add(4, worker, worker, 1, buffer.copy(keys(*numbers), floats(*numbers)))
     if kind == "dense":
-        buffer.add(4, 11, 11, 1, Selection(None, 0, 3, ALL), floats(7, 8, 9))
+        buffer.add(4, 11, 11, 1, buffer.copy(Selection(None, 0, 3, ALL), floats(7, 8, 9)))
     buffer.restrict({1: part}, buckets)
     tables, _ = buffer.complete(4, (11, 12, 13))
     assert [grads.tolist() for _, grads in tables[1]] == ([[1], [8], [1]] if kind == "dense" else [[1], [1]])
@@ -87,7 +87,7 @@ def test_of_buckets_that_are_others_now_nothing_is_kept(kind: str) -> None:
 def test_what_is_kept_does_not_change_with_the_receive_buffer() -> None:
     buffer = IterationBuffer(mean=False)
     selection, grads = keys(1, 2), floats(1, 2)
-    buffer.add(0, 11, 0, 1, selection, grads)
+    buffer.add(0, 11, 0, 1, buffer.copy(selection, grads))
     assert selection.keys is not None
     selection.keys[:] = 7
     grads[:] = 7
@@ -172,12 +172,12 @@ def test_equal_ranges_of_other_buckets_are_summed_by_element() -> None:
 def test_memory_of_an_iteration_serves_the_next() -> None:
     buffer = IterationBuffer(mean=False)
     selection, grads = Selection(None, 0, 1 << 15), np.ones(1 << 15, np.float32)
-    buffer.add(0, 11, 0, 1, selection, grads)
+    buffer.add(0, 11, 0, 1, buffer.copy(selection, grads))
     first = buffer.complete(0, (11,))[0]
     kept = first[1][0][1]
-    buffer.add(1, 11, 0, 1, selection, grads)  # before the first is done with
+    buffer.add(1, 11, 0, 1, buffer.copy(selection, grads))  # before the first is done with
     buffer.recycle(first)
-    buffer.add(2, 11, 0, 1, selection, 2 * grads)
+    buffer.add(2, 11, 0, 1, buffer.copy(selection, 2 * grads))
     second = buffer.complete(1, (11,))[0][1][0][1]
     third = buffer.complete(2, (11,))[0][1][0][1]
     assert third is kept

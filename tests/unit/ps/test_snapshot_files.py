@@ -187,9 +187,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     number = folder.next_number()
     folder.make(number)
     folder.commit(manifest_of(number, use(part_of(folder.directory, number, 1))))
-    with pytest.raises(
-        UsageError, match=rf"use by another run \(process {os.getpid()} on .*name another directory"
-    ):
+    with pytest.raises(UsageError, match=rf"use by another run \(process {os.getpid()} on .*name another directory"):
         SnapshotFolder(folder.directory)
     assert read_newest(folder.directory).manifest.number == number  # who only reads is not in the way
     folder.close()

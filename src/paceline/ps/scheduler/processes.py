@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from paceline.ps.fail_stop import Fail, watch_task
 from paceline.ps.messages import Process
 from paceline.transport import Endpoint, host_identity
 from paceline.transport.addresses import namespace
@@ -60,10 +61,11 @@ class ProcessWatch:
 
     `on_ended` is called with the incarnation of a member whose process has certainly ended, `on_doubted` with that of
     one whose process has probably ended. A process that ended is told of only after its connection broke
-    (:meth:`disconnected`), so that its last words are heard first.
+    (:meth:`disconnected`), so that its last words are heard first. `fail` is called with what ends a task of its own.
     """
 
-    def __init__(self, on_ended: Callable[[int], None], on_doubted: Callable[[int], None]) -> None:
+    def __init__(self, on_ended: Callable[[int], None], on_doubted: Callable[[int], None], fail: Fail) -> None:
+        self._fail = fail
         self._on_ended = on_ended
         self._on_doubted = on_doubted
         self._watched: dict[int, tuple[Process | None, Endpoint | None]] = {}
@@ -105,6 +107,7 @@ class ProcessWatch:
         elif endpoint is not None and incarnation not in self._probes:
             probing = asyncio.get_running_loop().create_task(self._probe(incarnation, endpoint))
             self._probes[incarnation] = probing
+            watch_task(probing, self._fail)
 
     def close(self) -> None:
         """Watch nobody any more."""

@@ -22,6 +22,7 @@ from paceline.protocol import Accept, Consistency, Member, Role, Sequential, Sta
 from paceline.protocol.buckets import count, from_bytes
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.ps import messages
+from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, NOTICE
 from paceline.ps.scheduler.jobs import Jobs
 from paceline.ps.scheduler.maps import ROLES, change_of, map_of, view_of
@@ -45,7 +46,8 @@ class Scheduler(Handler):
     Members of a cluster whose scheduler died may come to it: it takes their cluster over. With `replaces` it knows that
     there are some, and begins no other cluster before they have had the heartbeat's time-out to come; with
     `accepts_minority` it takes over from those that have come by then, however few. `on_note` is called with what
-    whoever runs the cluster should know, `on_loss` if buckets are lost, which everybody who needs them hears too.
+    whoever runs the cluster should know, `on_loss` if buckets are lost, which everybody who needs them hears too;
+    `fail` with an exception after which this scheduler must not go on (:mod:`paceline.ps.fail_stop`).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Scheduler(Handler):
         num_workers: int,
         consistency: Consistency,
         stale: StalePolicy,
+        fail: Fail,
         replicas: int = 0,
         min_replicas: int = 0,
         heartbeat_timeout_s: float = 10.0,
@@ -86,7 +89,7 @@ class Scheduler(Handler):
             replaces=replaces,
             accepts_minority=accepts_minority,
         )
-        self._on_note, self._on_loss = on_note, on_loss
+        self._on_note, self._on_loss, self._fail = on_note, on_loss, fail
         self._tables = Tables()
         self._jobs = Jobs(num_workers)
         self._sessions: dict[Peer, Session] = {}
@@ -96,7 +99,9 @@ class Scheduler(Handler):
         self._told: dict[Peer, View] = {}  # the last committed view that was sent on a connection
         self._prepared: dict[Peer, View] = {}  # the last view that was sent to be prepared
         self._held: list[tuple[Peer, Header, Any, bytes]] = []  # what has come while members are awaited
-        self._processes = ProcessWatch(self.process_ended, lambda incarnation: self._feed(events.Doubted(incarnation)))
+        self._processes = ProcessWatch(
+            self.process_ended, lambda incarnation: self._feed(events.Doubted(incarnation)), fail
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._flushed_s = 0.0
@@ -114,6 +119,7 @@ class Scheduler(Handler):
 
     # Connections.
 
+    @must_succeed
     def connected(self, peer: Peer) -> None:
         """Take note of a connection; the clock begins with the first one."""
         self._sessions[peer] = Session(peer)
@@ -125,8 +131,14 @@ class Scheduler(Handler):
         if header.kind not in (CALL, NOTICE):
             raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
         request = messages.decode_to_scheduler(meta)
-        if self._sessions[peer].is_new(header):
-            self._take(peer, header, request, body)
+        try:
+            if self._sessions[peer].is_new(header):
+                self._take(peer, header, request, body)
+        except PacelineError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def _take(self, peer: Peer, header: Header, request: Any, body: memoryview) -> None:
         match request:
@@ -181,6 +193,7 @@ class Scheduler(Handler):
                 self._jobs.serve(call, request, body, self.core.membership)
                 self._tell_news_soon()
 
+    @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """Take note that a connection broke. That is no death: who is a member comes again."""
         session = self._sessions.pop(peer)
@@ -262,6 +275,7 @@ class Scheduler(Handler):
                 return False
         return True
 
+    @must_succeed
     def _feed(self, event: events.Event) -> None:
         for instruction in self.core.handle(event, time.monotonic()):
             self._execute(instruction)
