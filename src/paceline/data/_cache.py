@@ -9,7 +9,9 @@ little-endian arrays, each at a multiple of 64 bytes::
     trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic (8 bytes)
 
 A file that is cut off, of another version, or made from a source that has changed since is ignored and
-written anew. The arrays themselves have no checksum: it would cost more than all the rest of reading.
+written anew. The arrays themselves have no checksum: it would cost more than all the rest of reading. But all
+that says where they lie is checked, so that no kernel is led beyond them. Only the user may read the files:
+they hold the data.
 """
 
 from __future__ import annotations
@@ -62,10 +64,10 @@ class ShardCache:
     def load(self, path: str, shard: int) -> CachedShard | None:
         """The shard as it was parsed before, or None. The arrays are the caller's to write."""
         try:
-            with open(self._path(path, shard), "rb") as file:
+            with open(self._path(path, shard), "rb", opener=_open_now) as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return _decode(mapped, self._describe(path, shard))
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or not what we write: parse again
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing, or not what we write: parse again
             return None
 
     def writer(self, path: str, shard: int) -> CacheWriter:
@@ -97,7 +99,7 @@ class CacheWriter:
         self._blocks: list[list[int]] = []
         self._num_bad = 0
         self._bad: list[BadLine] = []
-        self._file = open(self._aside, "wb", buffering=0)  # noqa: SIM115 - closed by discard
+        self._file = open(self._aside, "wb", buffering=0, opener=_open_private)  # noqa: SIM115 - closed by discard
 
     def add_bad(self, count: int, first: Sequence[BadLine]) -> None:
         """Remember the shard's bad lines with it."""
@@ -150,6 +152,14 @@ class CacheWriter:
             left = left[self._file.write(left) :]
 
 
+def _open_now(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # of a pipe nobody waits for the other end
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _decode(mapped: mmap.mmap, identity: dict[str, Any]) -> CachedShard | None:
     """The content of a cache file; None, ValueError, KeyError or TypeError if it is not this shard's."""
     end = len(mapped) - _TRAILER.size
@@ -167,7 +177,14 @@ def _decode(mapped: mmap.mmap, identity: dict[str, Any]) -> CachedShard | None:
     if len(blocks) != len(content["blocks"]):
         return None
     bad = [BadLine(*line) for line in content["bad"]]
-    return CachedShard(blocks, content["num_bad"], bad, content["num_shards"])
+    num_bad, num_shards = content["num_bad"], content["num_shards"]
+    if not _is_count(num_bad) or not (num_shards is None or _is_count(num_shards)):
+        return None
+    return CachedShard(blocks, num_bad, bad, num_shards)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class _Sections:
@@ -178,14 +195,18 @@ class _Sections:
         self._at = 0
 
     def block(self, at: int, num_rows: int, num_pairs: int, width: int, has_values: int) -> Batch | None:
+        if not (_is_count(at) and _is_count(num_rows) and _is_count(num_pairs)) or at % _ALIGNMENT:
+            return None
         self._at = at
         labels = self._take(np.float32, num_rows)
         if width == _RAGGED:
             indptr = self._take(np.int64, num_rows + 1)
             if indptr[0] != 0 or indptr[-1] != num_pairs or not (indptr[1:] >= indptr[:-1]).all():
                 return None
-        else:
+        elif _is_count(width) and num_pairs == num_rows * width:
             indptr = np.arange(num_rows + 1, dtype=np.int64) * width
+        else:
+            return None
         keys = self._take(np.uint64, num_pairs)
         return Batch(labels, indptr, keys, self._take(np.float32, num_pairs) if has_values else None)
 

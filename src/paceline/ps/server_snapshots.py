@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,15 @@ class _Taking:
                 part.note_written(self.number, rest)
             todo += [(number, bucket) for bucket in buckets_in(rest)]
         self._todo = todo[::-1]
-        try:
-            (self._directory / self._request.folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        future = self._pool.submit((self._directory / self._request.folder).mkdir, parents=True, exist_ok=True)
+        future.add_done_callback(lambda made: _call_soon(self._loop, self._has_folder, made))
+
+    def _has_folder(self, future: Future[None]) -> None:
+        error = future.exception()
+        if isinstance(error, OSError):
             self._fail(describe_failure(self._directory, error))
-            return
-        self._loop.call_soon(self._step)
+        else:
+            self._step()
 
     def _step(self) -> None:
         """Copy one bucket; whoever waits is served before the next one."""
@@ -204,11 +207,11 @@ class _Taking:
         self.give_up()
 
     def _remove(self) -> None:
-        with contextlib.suppress(OSError):
-            for path in (self._directory / self._request.folder).glob(f"s{self._tables.rank}-t*.safetensors"):
-                path.unlink(missing_ok=True)
-            if self._is_dropped:  # or another server would have no folder, and tell of that and not of what is wrong
-                (self._directory / self._request.folder).rmdir()
+        # If it is not dropped the folder stays, or another server would have none, and tell of that.
+        folder, names = self._directory / self._request.folder, f"s{self._tables.rank}-t*.safetensors"
+        pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-snapshot")
+        pool.submit(_remove_files, folder, names, self._is_dropped)
+        pool.shutdown(wait=False)
 
     def state(self) -> SnapshotState:
         """Return how far it is."""
@@ -233,8 +236,22 @@ class _Loading:
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-loading")
         self._is_setting = self._given_up = False
         self.done = False
+        self.is_seen = True
         self.error = ""
         self.rows = 0
+        future = self._pool.submit(_are_there, self._directory, request.parts)
+        future.add_done_callback(lambda looked: _call_soon(self._loop, self._has_looked, looked))
+
+    def _has_looked(self, future: Future[bool]) -> None:
+        if self._given_up:
+            return
+        error = future.exception()
+        if error is not None:
+            self._fail(str(error) or type(error).__name__)
+            return
+        self.is_seen = future.result()
+        if not self.is_seen:
+            self._todo = []
         self._read_on()
 
     def _read_on(self) -> None:
@@ -288,6 +305,18 @@ class _Loading:
         self._given_up = True
         self._todo, self._ready = [], []
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _remove_files(folder: Path, names: str, is_last: bool) -> None:
+    with contextlib.suppress(OSError):
+        for path in folder.glob(names):
+            path.unlink(missing_ok=True)
+        if is_last:
+            folder.rmdir()
+
+
+def _are_there(directory: Path, parts: Sequence[SnapshotPart]) -> bool:
+    return all((directory / part.file).exists() for part in parts)
 
 
 def _read_buckets(directory: Path, part: SnapshotPart, wanted: Buckets) -> list[tuple[int, Keys, Floats]]:
@@ -357,27 +386,23 @@ class ServerSnapshots:
             self._taking.drop()
             self._taking, self._boundary = None, None
 
-    def load(self, request: LoadParts) -> bool:
-        """Begin to load; return False if the files are not seen here. Raises StaleEpochError by another map."""
+    def load(self, request: LoadParts) -> None:
+        """Begin to load. Raises StaleEpochError by another map."""
         if request.version != self._version():
             raise StaleEpochError(
                 f"server {self._tables.rank} goes by version {self._version()} of the map, and a snapshot is to be "
                 f"loaded by version {request.version}: ask again by the newest one"
             )
-        directory = Path(request.directory)
-        if not all((directory / part.file).exists() for part in request.parts):
-            return False
         if self._loading is not None and not self._loading.done:
             self._loading.give_up()
         self._loading = _Loading(self._tables, request)
-        return True
 
     def load_state(self, request: GetLoadState) -> LoadState:
         """Return how far the loading is."""
         loading = self._loading
         if loading is None:
             raise ModelError(f"server {self._tables.rank} loads nothing")
-        return LoadState(done=loading.done, error=loading.error, rows=loading.rows)
+        return LoadState(done=loading.done, error=loading.error, rows=loading.rows, is_seen=loading.is_seen)
 
     def close(self) -> None:
         """Stop what goes on."""

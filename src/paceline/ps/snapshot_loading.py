@@ -162,7 +162,6 @@ class _Loading:
         client = self._client
         number = client.open_table(table.spec).number
         waits: list[ServerConnection] = []
-        unseen: Buckets = 0
         with client.lock:
             for connection, _ in self._shares(version):
                 request = LoadParts(
@@ -172,18 +171,21 @@ class _Loading:
                     parts=tuple(use.part for use in table.uses),
                     buckets=tuple(to_bytes(bucket_set(use.buckets)) for use in table.uses),
                 )
-                if connection.call(request, bool)[0]:
-                    waits.append(connection)
-                else:
-                    unseen |= _held_by(client, connection.incarnation)
-        if unseen:  # it runs elsewhere, and does not see this directory
-            self._load_through(table, unseen)
+                connection.call(request)
+                waits.append(connection)
+        unseen: Buckets = 0
         while waits:
             with client.lock:
                 self._shares(version)
-                waits = [connection for connection in waits if not _has_loaded(connection)]
+                states = [(connection, _load_state(connection)) for connection in waits]
+            waits = [connection for connection, state in states if not state.done]
+            for connection, state in states:
+                if not state.is_seen:
+                    unseen |= _held_by(client, connection.incarnation)
             if waits:
                 self.pause(f"server {waits[0].rank} still reads its part")
+        if unseen:  # a server runs elsewhere, and does not see this directory
+            self._load_through(table, unseen)
 
     def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:
         """Return the shares of the servers by this version of the map. Raises StaleEpochError if it is another now."""
@@ -216,8 +218,8 @@ def _held_by(client: Client, server: int) -> Buckets:
     return held
 
 
-def _has_loaded(connection: ServerConnection) -> bool:
+def _load_state(connection: ServerConnection) -> LoadState:
     state: LoadState = connection.call(GetLoadState(), LoadState)[0]
     if state.error:
         raise ModelError(f"server {connection.rank} could not load its part of the snapshot: {state.error}")
-    return state.done
+    return state

@@ -132,8 +132,7 @@ class DropSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Read buckets of parts of a table from the disk, those that you hold, and set their rows.
 
-    Answered by whether the files are seen here at all; if so, GetLoadState tells the rest. A server whose map is not of
-    `version` raises StaleEpochError.
+    It is begun; GetLoadState tells the rest. A server whose map is not of `version` raises StaleEpochError.
     """
 
     version: Version
@@ -157,7 +156,9 @@ class LoadState(msgspec.Struct, frozen=True, kw_only=True):
 
     done: bool
     error: str
-    rows: int
+    rows: Natural
+    is_seen: bool
+    """Whether the files are there at all, as the server sees the directory; if not, it has loaded nothing."""
 
 
 class GetAccount(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -238,11 +238,12 @@ def test_a_replica_that_does_not_see_the_files(
 ) -> None:
     folder, expected = snapshot
     load = server_snapshots.ServerSnapshots.load
-    monkeypatch.setattr(
-        server_snapshots.ServerSnapshots,
-        "load",
-        lambda self, request: self._tables.rank != blind and load(self, request),
-    )
+
+    def see(self: server_snapshots.ServerSnapshots, request: LoadParts) -> None:
+        elsewhere = {"directory": "/nowhere"} if self._tables.rank == blind else {}
+        load(self, msgspec.structs.replace(request, **elsewhere))
+
+    monkeypatch.setattr(server_snapshots.ServerSnapshots, "load", see)
     with Cluster(servers=3, replicas=1) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         load_snapshot(client, read_newest(folder))

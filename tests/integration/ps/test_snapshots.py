@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from paceline.protocol import Sequential
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform, server_snapshots, snapshots
 from paceline.ps.snapshot_files import SnapshotManifest, SnapshotWriteError, folder_name, numbers_in
 from paceline.ps.snapshot_loading import load_snapshot, read_newest
+from paceline.ps.snapshot_messages import DropSnapshot
 from paceline.ps.snapshots import SnapshotTaker
 
 from .harness import Cluster, Floats, files_up_to, in_threads, keys_of, random_keys, wait_until
@@ -272,9 +275,59 @@ def test_servers_that_do_not_see_the_files(tmp_path: Path, monkeypatch: pytest.M
         train(client, range(3))
         take(SnapshotTaker(observer, tmp_path))
         expected = values(client)
-    monkeypatch.setattr(server_snapshots.ServerSnapshots, "load", lambda self, request: False)
+    monkeypatch.setattr(server_snapshots, "_are_there", lambda directory, parts: False)
     found, _ = restored(tmp_path, 2)
     assert same(found, expected)
+
+
+def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, hung = threading.Event(), threading.Event()
+    callers = threading.current_thread()
+
+    def hanging(function: Any) -> Any:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if str(path).startswith(str(tmp_path)) and threading.current_thread() is not callers:
+                hung.set()
+                goes_on.wait(20)
+            return function(path, *arguments, **options)
+
+        return call
+
+    def serves(client: Client) -> None:
+        """See a server answer while one of its threads waits for the file system."""
+        assert hung.wait(20)
+        train(client, range(1), keys=10)
+        assert not goes_on.is_set()
+        goes_on.set()
+
+    def serves_beside(table: SparseTable) -> None:
+        assert hung.wait(20)
+        table.pull(KEYS)
+        assert not goes_on.is_set()
+        goes_on.set()
+
+    with Cluster() as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        train(client, range(2))
+        for name in ("mkdir", "stat", "unlink", "scandir", "listdir", "open", "rmdir"):
+            monkeypatch.setattr(os, name, hanging(getattr(os, name)))
+        taker = SnapshotTaker(observer, tmp_path)
+        taker.begin()
+        serves(client)
+        finish(taker)
+        taker.begin()
+        goes_on.clear()
+        hung.clear()
+        cluster.nodes[0].call(lambda: cluster.nodes[0].server._snapshots.drop(DropSnapshot(number=2)))
+        serves(client)
+        taker.close()
+    newest = read_newest(tmp_path)
+    goes_on.clear()
+    hung.clear()
+    with Cluster() as cluster:
+        client, observer = cluster.connect(), cluster.connect(observer=True)
+        other = observer.sparse_table("other", update=SGD(lr=1.0))
+        in_threads(lambda: load_snapshot(client, newest), lambda: serves_beside(other))
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

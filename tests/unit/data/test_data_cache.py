@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +222,61 @@ def test_a_spec_opens_the_same_dataset(source: Path, folder: Path) -> None:
     source.unlink()
     with pytest.raises(DataError, match="does not exist"):
         open_spec(spec)
+
+
+def test_the_cache_is_for_its_user_only(source: Path, folder: Path) -> None:
+    read(open_dataset(source, cache_dir=folder))
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block": (0, -64)},
+        {"block": (0, 4)},
+        {"block": (0, 1.0)},
+        {"block": (1, -1)},
+        {"block": (2, -1)},
+        {"block": (2, 10**15)},
+        {"block": (3, 1)},
+        {"block": (3, 10**12)},
+        {"block": (3, -2)},
+        {"block": (3, True)},
+        {"num_bad": -1},
+        {"num_bad": "many"},
+        {"num_shards": -1},
+        {"num_shards": 1.5},
+        {"blocks": [[[[]]]]},
+        {"bad": [[1, 2, 3, 4, 5, 6, 7]]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_cache_that_was_made_up(tmp_path: Path, folder: Path, change: dict[str, Any], ragged: bool) -> None:
+    """Its numbers lead no kernel beyond the arrays: the source is parsed again."""
+    source = tmp_path / "x.svm"
+    source.write_bytes(b"".join(b"1 %d:1 2:1%s\n" % (i + 3, b" 9999:1" * (ragged and i % 2)) for i in range(100)))
+    plain = read(open_dataset(source, cache_dir=folder))
+    [path] = folder.iterdir()
+    data = path.read_bytes()
+    trailer = struct.Struct("<QII8s")
+    length, _, version, magic = trailer.unpack(data[-trailer.size :])
+    start = len(data) - trailer.size - length
+    content = json.loads(data[start : start + length])
+    if "block" in change:
+        at, value = change["block"]
+        content["blocks"][0][at] = value
+    else:
+        content.update(change)
+    footer = json.dumps(content).encode()
+    path.write_bytes(data[:start] + footer + trailer.pack(len(footer), zlib.crc32(footer), version, magic))
+    assert_same(read(open_dataset(source, cache_dir=folder)), plain)
+    assert path.read_bytes() == data  # written anew
+
+
+def test_a_cache_that_is_a_pipe(source: Path, folder: Path) -> None:
+    plain = read(open_dataset(source, cache_dir=folder))
+    [path] = folder.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    assert_same(read(open_dataset(source, cache_dir=folder)), plain)
