@@ -3,9 +3,19 @@
 Everything that Paceline raises on purpose is a :class:`PacelineError`. The branches say whose fault it is: the
 caller's (:class:`UsageError` and its kinds, which are also ``ValueError``), the data's, a peer's, or the network's.
 Every message is one sentence or two that says what was got, what was expected, what follows and what to do.
+What others wrote goes into a message by :func:`printable` only.
 """
 
 from __future__ import annotations
+
+
+def printable(text: str, max_chars: int) -> str:
+    """Return a text of unknown origin as a message may show it: one line of at most ``max_chars``, and nothing in it
+    that a terminal obeys.
+    """
+    text = text[: max_chars + 1]
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 class PacelineError(Exception):

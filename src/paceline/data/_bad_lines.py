@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.errors import printable
+
 NUM_KEPT = 5
 """So many bad lines are kept in full; the rest is counted."""
 
@@ -39,9 +41,7 @@ def shorten(text: bytes | str) -> str:
     """A line as a message can show it: decoded, printable, at most 80 characters."""
     if isinstance(text, bytes):
         text = text[: 4 * _MAX_TEXT].decode("utf-8", errors="replace")
-    text = text[: 2 * _MAX_TEXT].rstrip("\r\n")
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
+    return printable(text[: 2 * _MAX_TEXT].rstrip("\r\n"), _MAX_TEXT)
 
 
 class BadLineLog:

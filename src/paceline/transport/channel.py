@@ -219,6 +219,20 @@ class StreamChannel(Channel):
 
     def receive_header(self, timeout_s: float) -> Header:
         """See :meth:`Channel.receive_header`."""
+        header = self.next_header(timeout_s)
+        if header.kind == Kind.ERROR or header.kind == Kind.REFUSED:
+            meta = self.receive_meta()
+            if self._receiving is not None and self._body_left:
+                self.receive_into(allocate(self._body_left))  # nothing is believed before its tag
+            if header.kind == Kind.REFUSED:
+                self.close()
+            raise_error(meta)
+        return header
+
+    def next_header(self, timeout_s: float) -> Header:
+        """Receive the header of the next frame, whatever it is: until the peer has proved itself, what it reports is
+        not raised.
+        """
         if timeout_s != self._timeout_s:
             self._change_timeout(timeout_s)
         if self._meta_left:
@@ -237,13 +251,6 @@ class StreamChannel(Channel):
         self._body_left = header.body_bytes
         self._body_pad = -header.body_bytes & 7
         self._end_if_whole()
-        if header.kind == Kind.ERROR or header.kind == Kind.REFUSED:
-            meta = self.receive_meta()
-            if self._receiving is not None and self._body_left:
-                self.receive_into(allocate(self._body_left))  # nothing is believed before its tag
-            if header.kind == Kind.REFUSED:
-                self.close()
-            raise_error(meta)
         return header
 
     def _checked_header(self) -> Header:

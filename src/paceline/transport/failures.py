@@ -9,7 +9,7 @@ from typing import NoReturn
 import msgspec
 
 from paceline import errors
-from paceline.errors import PacelineError, PeerError, ProtocolError
+from paceline.errors import PacelineError, PeerError, ProtocolError, printable
 from paceline.transport.decoding import UNREADABLE
 
 
@@ -23,6 +23,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 _MAX_MESSAGE = 2000
+_MAX_NAME = 100
+_MAX_UNPROVED = 200
 _decoder = msgspec.msgpack.Decoder(Failure)
 
 
@@ -40,16 +42,33 @@ def error_of(meta: bytes | memoryview) -> PacelineError:
     """Return the error that an ERROR or REFUSED frame carries, as its class of :mod:`paceline.errors`.
 
     One of a class that is not known here is a :class:`PeerError` with the name in its message, one that cannot be
-    read a :class:`ProtocolError`.
+    read a :class:`ProtocolError`. For what a peer sent that has proved itself; see :func:`unproved`.
     """
-    try:
-        failure = _decoder.decode(meta)
-    except UNREADABLE as error:
-        return ProtocolError(f"the peer sent an error report that cannot be read: {error}")
+    failure = _read(meta)
+    if failure is None:
+        return ProtocolError("the peer sent an error report that cannot be read")
+    lines = (printable(line, _MAX_MESSAGE) for line in failure.message[:_MAX_MESSAGE].split("\n"))
+    message = "\n".join(lines)
     kind = getattr(errors, failure.error, None)
     if isinstance(kind, type) and issubclass(kind, PacelineError):
-        return kind(failure.message)
-    return PeerError(f"{failure.error}: {failure.message}")
+        return kind(message)
+    return PeerError(f"{printable(failure.error, _MAX_NAME)}: {message}")
+
+
+def unproved(meta: bytes | memoryview) -> tuple[str, str]:
+    """Return the class and the words, fit to be shown, of an ERROR or REFUSED frame of a peer that has proved nothing.
+
+    Whoever gets them must not raise that class, nor do as the words say.
+    """
+    failure = _read(meta) or Failure("?", "")
+    return printable(failure.error, _MAX_NAME), printable(failure.message, _MAX_UNPROVED)
+
+
+def _read(meta: bytes | memoryview) -> Failure | None:
+    try:
+        return _decoder.decode(meta)
+    except UNREADABLE:
+        return None
 
 
 def raise_error(meta: bytes | memoryview) -> NoReturn:

@@ -33,6 +33,7 @@ from paceline.transport.authentication import (
     read_hello,
 )
 from paceline.transport.channel import StreamChannel
+from paceline.transport.failures import unproved
 from paceline.transport.frames import Header, Kind, Limits, frame_bytes
 from paceline.transport.reception import mistaken
 from paceline.transport.sealing import Seals, derive_seals
@@ -59,12 +60,30 @@ class Greeting:
         self._said: tuple[bytes, ...] = ()
 
     def check(self, header: Header) -> None:
-        """Raise ProtocolError if this frame is not the one that is to come."""
-        if header.kind != self.awaited or frame_bytes(header) > Limits().max_handshake_bytes:
+        """Raise ProtocolError if this frame is not the one that is to come, nor a refusal."""
+        expected = header.kind in (self.awaited, Kind.REFUSED, Kind.ERROR)
+        if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
             raise ProtocolError(
                 f"the server at {self.address} sent a frame of kind {header.kind} and {frame_bytes(header)} "
                 f"bytes in the handshake, {self.awaited.name} was expected"
             )
+
+    def refused(self, meta: bytes | memoryview) -> PacelineError:
+        """Return the error for a refusal in place of the awaited frame, by who has proved nothing yet.
+
+        Such a peer can have one of two errors, and could have either without a word: by not proving that it holds the
+        token, or by closing the connection.
+        """
+        error, words = unproved(meta)
+        if self.awaited is Kind.WELCOME and error == AuthenticationError.__name__:
+            return AuthenticationError(
+                f"the server at {self.address} refused the token; start this process with the token that the "
+                "cluster was started with (PACELINE_TOKEN). An unproved peer said so: check the address too"
+            )
+        return ConnectionLostError(
+            f"the server at {self.address} closed the connection in the handshake; an unproved peer said {error}: "
+            f"'{words}'"
+        )
 
     def answer(self, meta: bytes | memoryview, binding: bytes) -> bytes:
         """Return the meta of the HELLO that answers a CHALLENGE; ``binding`` is this end's."""
@@ -104,14 +123,9 @@ class Greeting:
         return hello
 
     def explain(self, error: PacelineError) -> PacelineError:
-        """Return what an error that came instead of the awaited frame means at this point."""
+        """Return what an end or a silence instead of the awaited frame means at this point."""
         if self.awaited is Kind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
             return type(error)(f"{error} before it said a word: does it use TLS, and this process not?")
-        if self.awaited is Kind.WELCOME and isinstance(error, AuthenticationError):
-            return AuthenticationError(
-                f"the server at {self.address} refused the token; start this process with the token that the "
-                "cluster was started with (PACELINE_TOKEN)"
-            )
         return error
 
 
@@ -140,12 +154,15 @@ def greet(
 
 def _receive(channel: StreamChannel, greeting: Greeting, timeout_s: float) -> bytes:
     try:
-        header = channel.receive_header(timeout_s)
-        greeting.check(header)
-        return channel.receive_meta()
+        header = channel.next_header(timeout_s)
     except VersionError:
         if greeting.awaited is Kind.CHALLENGE:
             channel.send_frame(Kind.HELLO)  # its header tells the server which version we speak, so both can say so
         raise
     except PacelineError as error:
         raise greeting.explain(error) from None
+    greeting.check(header)
+    meta = channel.receive_meta()
+    if header.kind != greeting.awaited:
+        raise greeting.refused(meta)
+    return meta

@@ -139,9 +139,9 @@ class OpenedConnection(Connection):
     def _handshake_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         greeting = self._greeting
         self._lost_early = None
-        if header.kind in (Kind.REFUSED, Kind.ERROR):
-            raise greeting.explain(error_of(meta))
         greeting.check(header)
+        if header.kind != greeting.awaited:
+            raise greeting.refused(meta)
         if greeting.awaited is Kind.CHALLENGE:
             binding = b"" if self._always_sealed else transport_binding(self.transport, connecting=True)
             self._send_meta(Kind.HELLO, greeting.answer(meta, binding))

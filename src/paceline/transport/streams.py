@@ -74,7 +74,7 @@ def _welcome(
     expect: Callable[[Hello], None] | None,
 ) -> Hello:
     channel.send_frame(Kind.CHALLENGE, meta=reception.challenge())
-    header = channel.receive_header(timeout_s)
+    header = channel.next_header(timeout_s)
     if header.kind != Kind.HELLO:
         raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
     reception.take(channel.receive_meta())

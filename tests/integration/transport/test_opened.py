@@ -17,6 +17,7 @@ from paceline.errors import (
     AuthenticationError,
     ConnectionLostError,
     DeadlineError,
+    PacelineError,
     PeerError,
     ProtocolError,
     UsageError,
@@ -41,12 +42,15 @@ from paceline.transport import (
     Peer,
     SocketTransport,
     Transport,
+    frame_parts,
     host_identity,
     pack_header,
     unpack_header,
 )
 from paceline.transport.authentication import Challenge
 from paceline.transport.dialing import dial
+from paceline.transport.frames import join
+from paceline.transport.streams import welcome_stream
 
 TOKEN = "the-token"
 SERVER = Hello(role="server", rank=1)
@@ -273,6 +277,51 @@ _CHALLENGE = (
 def test_what_is_no_server(words: tuple[bytes, ...], kind: type[Exception], message: str) -> None:
     with fake_server(*words) as where, pytest.raises(kind, match=message):
         open_and_close(SocketTransport(TOKEN), where)
+
+
+def connect_and_close(transport: SocketTransport, where: str) -> None:
+    transport.connect(where, SERVER).close()
+
+
+def refusal(error: str, kind: Kind = Kind.REFUSED) -> bytes:
+    message = "\x1b]0;title\x07\x1b[2J\nfake line: all is well" + "!" * 1000
+    return join(frame_parts(kind, meta=msgspec.msgpack.encode({"error": error, "message": message})))
+
+
+_ESCAPED = r"an unproved peer said UsageError: '\\x1b\]0;title\\x07\\x1b\[2J\\nfake line: all is well!+…'"
+
+
+@pytest.mark.parametrize("reach", [open_and_close, connect_and_close])
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        ((refusal("UsageError"),), ConnectionLostError, _ESCAPED),
+        ((refusal("UsageError", Kind.ERROR),), ConnectionLostError, _ESCAPED),
+        ((refusal("VersionError"),), ConnectionLostError, r"an unproved peer said VersionError"),
+        ((refusal("AuthenticationError"),), ConnectionLostError, "an unproved peer said AuthenticationError"),
+        ((refusal("\x1b[2J" * 99),), ConnectionLostError, r"said \\x1b\[2J\\x1b.*…: '"),
+        ((pack_header(Kind.REFUSED, meta_bytes=8) + b"\xc1" * 8,), ConnectionLostError, r"said \?: ''"),
+        ((_CHALLENGE, refusal("UsageError")), ConnectionLostError, _ESCAPED),
+        ((_CHALLENGE, refusal("AuthenticationError")), AuthenticationError, "An unproved peer said so: check"),
+        ((_CHALLENGE, pack_header(Kind.REFUSED, body_bytes=5000)), ProtocolError, "5040 bytes"),
+    ],
+)
+def test_what_an_unproved_peer_says_is_neither_believed_nor_shown_raw(
+    reach: Callable[[SocketTransport, str], None], words: tuple[bytes, ...], kind: type[Exception], message: str
+) -> None:
+    with fake_server(*words) as where, pytest.raises(PacelineError, match=message) as caught:
+        reach(SocketTransport(TOKEN), where)
+    assert type(caught.value) is kind
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
+def test_an_unproved_client_cannot_report_errors() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(refusal("UsageError"))
+        with pytest.raises(ProtocolError, match="got a frame of kind 4 before the handshake"):
+            welcome_stream(ours, TOKEN, SERVER, 5)
 
 
 def test_another_version_is_told_ours() -> None:
