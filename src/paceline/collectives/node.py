@@ -117,7 +117,7 @@ class Node:
     def __init__(self, token: str, *, host: str = "127.0.0.1") -> None:
         """Listen on a free port of ``host`` and on a Unix socket. Raises AddressError."""
         self._token = token
-        listening = [bind_tcp(Address("tcp", host, 0))]
+        listening = bind_tcp(Address("tcp", host, 0))
         unix: Address | None = None
         if has_unix_sockets():
             try:

@@ -333,7 +333,8 @@ def _need_token(who: str) -> str:
 def _check_free(place: Address, what: str) -> None:
     """Raise UsageError if nobody could listen there."""
     try:
-        bind_tcp(place).close()
+        for listening in bind_tcp(place):
+            listening.close()
     except AddressError as error:
         reason = str(error).partition("; ")[0]
         raise UsageError(f"{what}: {reason}; give another that is free") from None

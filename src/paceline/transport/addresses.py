@@ -11,7 +11,9 @@ import socket
 import sys
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -20,6 +22,11 @@ from paceline.errors import AddressError
 
 _MAX_UNIX_PATH = 100
 _WILDCARDS = ("", "0.0.0.0", "::")
+_PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on the other
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+# Documentation's own addresses (RFC 5737, RFC 3849), by family: a datagram socket connected there sends nothing, and
+# shows by which address this machine would.
+_PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -114,25 +121,62 @@ def namespace(kind: str) -> str:
         return ""
 
 
-def bind_tcp(address: Address) -> socket.socket:
-    """Return a listening TCP socket; raise AddressError if the address cannot be had."""
+def bind_tcp(address: Address) -> list[socket.socket]:
+    """Return listening TCP sockets, one for each address that the host's name stands for, all with the same port.
+
+    Those that this machine does not have are left out. Raises AddressError if the port cannot be had on all others.
+    """
     where = address.netloc
     try:
-        # A name may stand for several addresses; the first is taken, as a node announces one.
-        family, kind, number, _, place = socket.getaddrinfo(
-            address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise AddressError(f"cannot listen on {where}: the host is not known ({error})") from None
-    listening = socket.socket(family, kind, number)
+    places = list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+    for _ in range(_PORT_ATTEMPTS):
+        try:
+            return _bind_all(places)
+        except OSError as error:
+            failure = error
+            if address.port or error.errno != errno.EADDRINUSE:
+                break
+    raise AddressError(_cannot_listen(where, failure)) from None
+
+
+def _bind_all(places: Sequence[tuple[socket.AddressFamily, Any]]) -> list[socket.socket]:
+    """Listen at all places that this machine has; the first one's port, if any will do, is that of the others."""
+    has_both = len({family for family, _ in places}) > 1
+    bound: list[socket.socket] = []
+    failure: OSError | None = None
+    try:
+        for family, place in places:
+            port = bound[0].getsockname()[1] if bound else place[1]
+            try:
+                bound.append(_bind(family, (place[0], port, *place[2:]), has_both))
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                failure = error
+        if failure is not None and not bound:
+            raise failure
+    except OSError:
+        for each in bound:
+            each.close()
+        raise
+    return bound
+
+
+def _bind(family: socket.AddressFamily, place: Any, has_both: bool) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if has_both and family == socket.AF_INET6:  # else it takes the port of the other one
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(place)
         listening.listen(512)
         listening.setblocking(False)
-    except OSError as error:
+    except OSError:
         listening.close()
-        raise AddressError(_cannot_listen(where, error)) from None
+        raise
     return listening
 
 
@@ -182,17 +226,20 @@ def remove_unix(address: Address) -> None:
 
 
 def announced_host(host: str) -> str:
-    """Return where others reach a socket bound to ``host``: a wildcard becomes this machine's own."""
+    """Return where others reach a socket bound to ``host``: a wildcard becomes this machine's own address.
+
+    That of IPv6, where there is a way out by it, if the wildcard is ``::``.
+    """
     if host not in _WILDCARDS:
         return host
-    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    try:
-        probe.connect(("192.0.2.1", 9))  # sends nothing: only asks the routing table which interface leads out
-        return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
-    finally:
-        probe.close()
+    for family, place in _PROBES if host == "::" else _PROBES[1:]:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((place, 9))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return socket.gethostname()
 
 
 def has_unix_sockets() -> bool:

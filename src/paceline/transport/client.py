@@ -12,6 +12,7 @@ import math
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> 
                 connected.close()
                 raise
         else:
-            connected = socket.create_connection((address.host, address.port), timeout_s)
+            connected = _connect_tcp(address, timeout_s)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise cannot_reach(address, error, timeout_s) from None
@@ -49,6 +50,27 @@ def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> 
         enlarge_socket_buffers(connected)
     connected.settimeout(None)
     return connected
+
+
+def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:
+    """Try every address of the host; each has its share of the time that is left, so that none takes it all."""
+    end = time.monotonic() + timeout_s
+    places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    failure = OSError("the host has no address")
+    for number, (family, kind, protocol, _, place) in enumerate(places):
+        connected = socket.socket(family, kind, protocol)
+        try:
+            connected.settimeout(max((end - time.monotonic()) / (len(places) - number), 0.001))
+            connected.connect(place)
+        except OSError as error:
+            connected.close()
+            failure = error
+        except BaseException:
+            connected.close()
+            raise
+        else:
+            return connected
+    raise failure
 
 
 def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressError | DeadlineError:

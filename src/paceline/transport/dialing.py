@@ -19,7 +19,7 @@ _FULL_S = 0.005
 async def dial(address: Address, timeout_s: float) -> socket.socket:
     """Return a connected socket in non-blocking mode; raise AddressError or DeadlineError."""
     try:
-        found = await asyncio.wait_for(_try(address), timeout_s)
+        found = await asyncio.wait_for(_try(address, timeout_s), timeout_s)
     except asyncio.TimeoutError:  # from Python 3.11 on, the system's TimeoutError is one too
         raise cannot_reach(address, TimeoutError(), timeout_s) from None
     if isinstance(found, OSError):
@@ -27,10 +27,10 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
     return found
 
 
-async def _try(address: Address) -> socket.socket | OSError:
+async def _try(address: Address, timeout_s: float) -> socket.socket | OSError:
     """Return the system's error: one that is raised behind a wait that was cancelled would be logged as nobody's."""
     try:
-        return await _dial(address)
+        return await _dial(address, timeout_s)
     except OSError as error:
         return error
 
@@ -56,18 +56,23 @@ async def run_on(
         raise no_tls(address, TimeoutError() if late else error, timeout_s) from None
 
 
-async def _dial(address: Address) -> socket.socket:
+async def _dial(address: Address, timeout_s: float) -> socket.socket:
+    """Try every address of the host; each has its share of the time that is left, so that none takes it all."""
     if address.scheme == "unix":
         return await _dial_unix(address)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
     failure: OSError | None = None
-    for family, kind, number, _, place in await _resolve(address):
-        connected = socket.socket(family, kind, number)
+    places = await _resolve(address)
+    for number, (family, kind, protocol, _, place) in enumerate(places):
+        share_s = (end - loop.time()) / (len(places) - number)
+        connected = socket.socket(family, kind, protocol)
         try:
             connected.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connected, place)
-        except OSError as error:
+            await asyncio.wait_for(loop.sock_connect(connected, place), share_s)
+        except (OSError, asyncio.TimeoutError) as error:
             connected.close()
-            failure = error
+            failure = error if isinstance(error, OSError) else TimeoutError()
         except BaseException:
             connected.close()
             raise

@@ -134,9 +134,8 @@ class SocketTransport(Transport):
             secrets.token_hex(8),
             self._tls.certificate() if self._tls is not None else b"",
         )
-        listening = bind_tcp(wanted)
-        port = listening.getsockname()[1]
-        bound = [listening]
+        bound = bind_tcp(wanted)
+        port = bound[0].getsockname()[1]
         place: Address | None = None
         try:
             if unix and context is None and has_unix_sockets():

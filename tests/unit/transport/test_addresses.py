@@ -1,17 +1,23 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import socket
 import stat
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from paceline.errors import AddressError
 from paceline.transport import Address, Endpoint, host_identity
-from paceline.transport.addresses import announced_host, bind_unix, remove_unix
+from paceline.transport.addresses import announced_host, bind_tcp, bind_unix, remove_unix
 from paceline.transport.client import open_socket
+from paceline.transport.dialing import dial
 
 
 @pytest.mark.parametrize(
@@ -100,6 +106,78 @@ def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pyte
 def test_a_wildcard_is_announced_as_an_address_of_this_machine() -> None:
     assert announced_host("10.1.2.3") == "10.1.2.3"
     assert announced_host("0.0.0.0") not in ("", "0.0.0.0")
+
+
+def _name_of(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+    """Have the name "both.example" stand for these hosts."""
+    resolve = socket.getaddrinfo
+
+    def look_up(host: str, *args: Any, **options: Any) -> list[Any]:
+        if host != "both.example":
+            return resolve(host, *args, **options)
+        if options.get("flags", 0) & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        return [found for each in hosts for found in resolve(each, *args, **options)]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+
+
+def test_every_address_of_a_name_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    _name_of(monkeypatch, "127.0.0.1", "192.0.2.7", "127.0.0.2")  # this machine does not have the second
+    with ExitStack() as stack:
+        bound = [stack.enter_context(each) for each in bind_tcp(Address("tcp", "both.example", 0))]
+        port = bound[0].getsockname()[1]
+        assert [each.getsockname() for each in bound] == [("127.0.0.1", port), ("127.0.0.2", port)]
+        with pytest.raises(AddressError, match="in use"):
+            bind_tcp(Address("tcp", "127.0.0.2", port))
+    _name_of(monkeypatch, "192.0.2.7")
+    with pytest.raises(AddressError, match="no such address"):
+        bind_tcp(Address("tcp", "both.example", 0))
+
+
+def _full_listener(stack: ExitStack) -> socket.socket:
+    """Return a listener that nobody gets through to: its queue is full, and the kernel drops who knocks."""
+    listening = stack.enter_context(socket.socket())
+    listening.bind(("127.0.0.2", 0))
+    listening.listen(0)
+    for _ in range(4):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(listening.getsockname())
+    return listening
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of the machine")
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    _name_of(monkeypatch, "127.0.0.2", "127.0.0.1")
+    with ExitStack() as stack:
+        port = _full_listener(stack).getsockname()[1]
+        answering = stack.enter_context(socket.socket())
+        answering.bind(("127.0.0.1", port))
+        answering.listen()
+        address = Address("tcp", "both.example", port)
+        stack.enter_context(asyncio.run(dial(address, 4.0)))
+        with open_socket(address, 4.0) as connected:
+            assert connected.getpeername() == ("127.0.0.1", port)
+
+
+def test_ipv6_s_wildcard_is_announced_in_ipv6_where_it_leads_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe(contextlib.closing[Any]):
+        def __init__(self, family: int, kind: int) -> None:
+            super().__init__(self)
+            self.family = family
+
+        def close(self) -> None:
+            pass
+
+        def connect(self, place: tuple[str, int]) -> None:
+            assert place[0] == ("2001:db8::1" if self.family == socket.AF_INET6 else "192.0.2.1")
+
+        def getsockname(self) -> tuple[str, int]:
+            return ("fd00::7" if self.family == socket.AF_INET6 else "10.0.0.7", 9)
+
+    monkeypatch.setattr("socket.socket", Probe)
+    assert (announced_host("::"), announced_host("0.0.0.0")) == ("fd00::7", "10.0.0.7")
 
 
 def test_network_namespaces_are_different_hosts() -> None:
