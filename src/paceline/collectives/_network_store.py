@@ -1,8 +1,8 @@
 """The store that rank 0 serves to the others: one asyncio loop in a daemon thread, blocking clients.
 
-Every request is one frame (key in the meta, value in the body), answered by one frame; the answer to a get waits for
-its key. A client takes a connection of its own for each call that is under way, so that a get that waits holds up
-nobody, and keeps it for the next.
+Every request is one frame (key in the meta, value in the body), answered by one frame. The answer to a get waits for
+its key, that to a collect for all of its keys, or tells after a given time which are set. A client takes a connection
+of its own for each call that is under way, so that a get that waits holds up nobody, and keeps it for the next.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from enum import IntEnum
+from typing import Annotated, Final
 
 import msgspec
 
@@ -27,6 +29,8 @@ LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
 _LINGER_S = 2.0
 _ANSWER_S = 30.0
 """How long an answer may take that waits for nothing."""
+_MAX_COLLECT_S: Final = 60.0
+"""For which a collect waits at a time."""
 
 
 class _Kind(IntEnum):
@@ -35,6 +39,7 @@ class _Kind(IntEnum):
     DELETE = FIRST_APPLICATION_KIND + 2
     DONE = FIRST_APPLICATION_KIND + 3
     ABSENT = FIRST_APPLICATION_KIND + 4
+    COLLECT = FIRST_APPLICATION_KIND + 5
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -44,7 +49,24 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     wait: bool = False
 
 
+class _Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """The body of a COLLECT."""
+
+    keys: tuple[str, ...]
+    wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_COLLECT_S)]
+
+
 _decoder = msgspec.msgpack.Decoder(_Request)
+_wanted_decoder = msgspec.msgpack.Decoder(_Wanted)
+_values_decoder = msgspec.msgpack.Decoder(list[bytes | None])
+
+
+class _Collecting:
+    """A COLLECT that waits."""
+
+    def __init__(self, peer: Peer, keys: Sequence[str], missing: set[str]) -> None:
+        self.peer, self.keys, self.missing = peer, keys, missing
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class _Served(Handler):
@@ -53,6 +75,8 @@ class _Served(Handler):
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[Peer]] = {}
+        self._collecting: dict[str, list[_Collecting]] = {}
+        """By each key that is missing."""
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Answer a request, or keep it until its key is set."""
@@ -68,6 +92,10 @@ class _Served(Handler):
             peer.send_frame(_Kind.DONE)
             for waiting in self._waiting.pop(key, ()):
                 waiting.send_frame(_Kind.DONE, body=value)
+            for collecting in self._collecting.pop(key, ()):
+                collecting.missing.discard(key)
+                if not collecting.missing:
+                    self._answer(collecting)
         elif header.kind == _Kind.GET:
             if key in self._values:
                 peer.send_frame(_Kind.DONE, body=self._values[key])
@@ -78,6 +106,8 @@ class _Served(Handler):
         elif header.kind == _Kind.DELETE:
             self._values.pop(key, None)
             peer.send_frame(_Kind.DONE)
+        elif header.kind == _Kind.COLLECT:
+            self._collect(peer, body)
         else:
             raise ProtocolError(f"got a request of kind {header.kind} that the store does not know")
 
@@ -87,6 +117,37 @@ class _Served(Handler):
             self._waiting[key] = [other for other in peers if other is not peer]
             if not self._waiting[key]:
                 del self._waiting[key]
+        for collecting in {each for waiting in self._collecting.values() for each in waiting if each.peer is peer}:
+            self._forget(collecting)
+
+    def _collect(self, peer: Peer, body: memoryview) -> None:
+        try:
+            wanted = _wanted_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"got a request to the store that cannot be read: {error}") from None
+        missing = {key for key in wanted.keys if key not in self._values}
+        collecting = _Collecting(peer, wanted.keys, missing)
+        if not missing or not wanted.wait_s:
+            self._answer(collecting)
+            return
+        for key in missing:
+            self._collecting.setdefault(key, []).append(collecting)
+        collecting.timer = asyncio.get_running_loop().call_later(wanted.wait_s, self._answer, collecting)
+
+    def _answer(self, collecting: _Collecting) -> None:
+        self._forget(collecting)
+        values = [self._values.get(key) for key in collecting.keys]
+        collecting.peer.send_frame(_Kind.DONE, body=msgspec.msgpack.encode(values))
+
+    def _forget(self, collecting: _Collecting) -> None:
+        if collecting.timer is not None:
+            collecting.timer.cancel()
+        for key in collecting.missing:
+            left = [other for other in self._collecting.get(key, ()) if other is not collecting]
+            if left:
+                self._collecting[key] = left
+            else:
+                self._collecting.pop(key, None)
 
 
 class StoreServer:
@@ -173,6 +234,16 @@ class NetworkStore(Store):
         if kind == _Kind.ABSENT:
             raise never_set(key, self.address.netloc, time.monotonic() - start)
         return value
+
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """See :meth:`Store.collect`."""
+        while True:
+            left = min(max(deadline - time.monotonic(), 0.0), _MAX_COLLECT_S)
+            wanted = msgspec.msgpack.encode(_Wanted(tuple(keys), left))
+            _, answer = self._call(_Kind.COLLECT, _Request(), wanted, left + _ANSWER_S)
+            values = _values_decoder.decode(answer)
+            if None not in values or time.monotonic() >= deadline:
+                return values
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""

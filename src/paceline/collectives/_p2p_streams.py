@@ -75,7 +75,11 @@ class Incoming(Watched):
         """Look again whether the message that waits has a receive, or room; one was posted."""
         if self.is_paused:
             self.is_paused = False
-            self._place()
+            try:
+                self._place()
+            except PeerError as error:
+                self._lost(self, error)
+                return
             if not self.is_paused:
                 self._progress.watch(self, READ)
                 if not (self._into or self._to_skip):
@@ -119,7 +123,7 @@ class Incoming(Watched):
                 message.receive = None
                 refuse(message, mismatch(message, posted, self._rank), posted.owner, self.connected)
         elif self._matching.has_room(message):
-            message.payload = memoryview(allocate(message.nbytes))
+            message.payload = self._room_for(message)
             self._into = message.payload
             self._matching.keep(message)
         else:
@@ -128,6 +132,15 @@ class Incoming(Watched):
             return
         if not message.nbytes:
             self._into = memoryview(b"")
+
+    def _room_for(self, message: Message) -> memoryview:
+        try:
+            return memoryview(allocate(message.nbytes))
+        except (MemoryError, OverflowError, ValueError):
+            raise PeerError(
+                f"rank {self.source} announces a message of {message.nbytes} bytes that no receive has asked for, and "
+                "there is no memory for it"
+            ) from None
 
     def give_up(self, message: Message) -> None:
         """Write no more into the buffer of a receive that takes the arriving message; skip its rest."""

@@ -6,15 +6,20 @@
 from __future__ import annotations
 
 import hmac
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.collectives.calls import name_ranks
 from paceline.errors import AuthenticationError, DeadlineError, RankLostError, UsageError
 
 _SEAL_BYTES: Final = 32
+_FIRST_LOOK_S: Final = 1.0
+_LOOK_S: Final = 3.0
+"""How often one who waits for others looks whether they still live."""
 
 
 class Store(ABC):
@@ -30,6 +35,19 @@ class Store(ABC):
 
         ``deadline`` is by ``time.monotonic``; one that has passed asks without waiting. Raises DeadlineError.
         """
+
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """Wait until all these keys are set and return their values; ``None`` for those that are not set in time.
+
+        Stores that are asked over a network do so with a number of messages that does not grow with that of the keys.
+        """
+        values: list[bytes | None] = []
+        for key in keys:
+            try:
+                values.append(self.get(key, deadline))
+            except DeadlineError:
+                values.append(None)
+        return values
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -86,6 +104,10 @@ class PrefixStore(Store):
         """See :meth:`Store.get`."""
         return self._store.get(self._prefix + key, deadline)
 
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """See :meth:`Store.collect`."""
+        return self._store.collect([self._prefix + key for key in keys], deadline)
+
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
         self._store.delete(self._prefix + key)
@@ -111,14 +133,12 @@ class SealedStore(Store):
 
     def get(self, key: str, deadline: float) -> bytes:
         """See :meth:`Store.get`. Raises AuthenticationError for what was not sealed with this token."""
-        found = self._store.get(key, deadline)
-        seal, value = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
-        if not hmac.compare_digest(seal, self._seal(key, value)):
-            raise AuthenticationError(
-                f"{key!r} in the store was written by a process that does not hold this program's token; set "
-                "PACELINE_TOKEN to the same secret on every rank, or on none if all are of one user on one machine"
-            )
-        return value
+        return self._opened(key, self._store.get(key, deadline))
+
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """See :meth:`Store.collect`, and :meth:`get`."""
+        found = self._store.collect(keys, deadline)
+        return [None if value is None else self._opened(key, value) for key, value in zip(keys, found, strict=True)]
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
@@ -128,34 +148,56 @@ class SealedStore(Store):
         """See :meth:`Store.close`."""
         self._store.close()
 
+    def _opened(self, key: str, found: bytes) -> bytes:
+        seal, value = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(key, value)):
+            raise AuthenticationError(
+                f"{key!r} in the store was written by a process that does not hold this program's token; set "
+                "PACELINE_TOKEN to the same secret on every rank, or on none if all are of one user on one machine"
+            )
+        return value
+
     def _seal(self, key: str, value: bytes) -> bytes:
         name = key.encode()
         return hmac.digest(self._token, len(name).to_bytes(4, "big") + name + value, "sha256")
 
 
-def exchange(store: Store, rank: int, size: int, value: bytes, deadline: float, *, what: str) -> list[bytes]:
+def exchange(
+    store: Store,
+    rank: int,
+    size: int,
+    value: bytes,
+    deadline: float,
+    *,
+    what: str,
+    look: Callable[[Sequence[int]], None] | None = None,
+) -> list[bytes]:
     """Leave this rank's value, and return those of all ranks, in rank order.
 
     ``what`` says in words what the ranks come to; it is the key as well, so it must differ from exchange to exchange
-    of one store. Raises RankLostError that names the ranks that did not come.
+    of one store. ``look`` is told from time to time which ranks have not come, and raises what is to end the wait.
+    Raises RankLostError that names the ranks that did not come.
     """
     start = time.monotonic()
-    store.set(f"{what}/rank {rank}", value)
-    values: list[bytes] = []
-    missing: list[int] = []
-    for other in range(size):
-        try:
-            values.append(value if other == rank else store.get(f"{what}/rank {other}", deadline))
-        except DeadlineError:
-            missing.append(other)
-    if missing:
-        waited = time.monotonic() - start
-        raise RankLostError(
-            f"{name_ranks(missing)} of {size} did not come to {what} within {round(waited, 2):g} s; check that every "
-            "rank was started, with the same rendezvous and world size, and that none has ended",
-            tuple(missing),
-        )
-    return values
+    keys = [f"{what}/rank {other}" for other in range(size)]
+    store.set(keys[rank], value)
+    missing = [other for other in range(size) if other != rank]
+    looks_at = math.inf if look is None else start + _FIRST_LOOK_S
+    found: list[bytes | None] = []
+    while missing:
+        found = store.collect(keys, min(deadline, looks_at))
+        missing = [other for other, its in enumerate(found) if its is None]
+        if missing and time.monotonic() >= deadline:
+            waited = time.monotonic() - start
+            raise RankLostError(
+                f"{name_ranks(missing)} of {size} did not come to {what} within {round(waited, 2):g} s; check that "
+                "every rank was started, with the same rendezvous and world size, and that none has ended",
+                tuple(missing),
+            )
+        if missing and look is not None:
+            look(missing)
+            looks_at = time.monotonic() + _LOOK_S
+    return [value if other == rank or its is None else its for other, its in enumerate(found or [value])]
 
 
 def written_twice(key: str) -> UsageError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -14,6 +15,9 @@ from paceline.errors import ConnectionLostError
 _SOON: Final = timedelta(milliseconds=1)
 _SLACK_S: Final = 0.01
 """Whole milliseconds are waited, so a wait may end a little early."""
+_FIRST_PAUSE_S: Final = 0.0005
+_PAUSE_S: Final = 0.05
+_PAUSE_A_KEY_S: Final = 0.001
 _SET: Final = b"="
 """Before every value: FileStore and TCPStore cannot tell an empty value from one that is not there."""
 
@@ -52,6 +56,28 @@ class TorchStore(Store):
             if time.monotonic() < deadline - _SLACK_S:
                 raise _lost(key, error) from error
             raise never_set(key, "of torch.distributed", time.monotonic() - start) from None
+
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """See :meth:`Store.collect`.
+
+        It looks from time to time, since c10d writes two warnings to standard error for every wait that is cut short.
+        """
+        places = [self._prefix + key for key in keys]
+        longest = max(_PAUSE_S, len(keys) * _PAUSE_A_KEY_S)
+        pause = _FIRST_PAUSE_S
+        try:
+            while not self._store.check(places):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return [self._found(place) for place in places]
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, longest)
+            return [_value(text) for text in self._store.multi_get(places)]
+        except RuntimeError as error:
+            raise _lost(f"{keys[0]} and {len(keys) - 1} more", error) from error
+
+    def _found(self, place: str) -> bytes | None:
+        return _value(self._store.get(place)) if self._store.check([place]) else None
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -112,6 +112,57 @@ def test_exchange_names_who_did_not_come(store: Store) -> None:
     with pytest.raises(RankLostError, match="ranks 1 and 3 of 4 did not come to group 'all'") as lost:
         exchange(store, 0, 4, b"0", soon(0.05), what="group 'all'")
     assert lost.value.ranks == (1, 3)
+
+
+def test_collect_waits_for_all_and_says_which_are_missing(store: Store) -> None:
+    store.set("a", b"1")
+    assert store.collect(["a", "b"], 0.0) == [b"1", None]
+    assert store.collect(["b", "a"], soon(0.05)) == [None, b"1"]
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(store.collect, ["a", "b", "c"], soon()) for _ in range(3)]
+        store.set("b", b"")
+        store.set("c", b"3")
+        assert [each.result(PATIENCE_S) for each in waiting] == [[b"1", b"", b"3"]] * 3
+    assert store.collect([], 0.0) == []
+
+
+def test_an_exchange_looks_from_time_to_time_whether_the_missing_live(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.collectives.store._FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr("paceline.collectives.store._LOOK_S", 0.05)
+    looks: list[Sequence[int]] = []
+
+    def look(missing: Sequence[int]) -> None:
+        looks.append(missing)
+        if len(looks) == 3:
+            raise ZeroDivisionError
+
+    store.set("here/rank 2", b"2")
+    with pytest.raises(ZeroDivisionError):
+        exchange(store, 0, 3, b"0", soon(), what="here", look=look)
+    assert looks == [[1]] * 3
+
+
+def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 16
+    owner = served()
+    others = [
+        NetworkStore(owner.address, "token", Hello(role="rank", rank=rank), timeout_s=PATIENCE_S)
+        for rank in range(1, size)
+    ]
+    requests: list[object] = []
+    real = NetworkStore._call
+    monkeypatch.setattr(NetworkStore, "_call", lambda *given: (requests.append(given[1]), real(*given))[1])
+    with ThreadPoolExecutor(size) as pool:
+        values = [
+            pool.submit(exchange, each, rank, size, b"%d" % rank, soon(), what="it")
+            for rank, each in enumerate([owner, *others])
+        ]
+        assert all(each.result(PATIENCE_S) == [b"%d" % rank for rank in range(size)] for each in values)
+    assert len(requests) == 2 * size
+    for each in [*others, owner]:
+        each.close()
 
 
 def test_the_network_store_wants_the_token() -> None:

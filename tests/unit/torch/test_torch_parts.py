@@ -64,6 +64,8 @@ def test_store_is_set_once_and_waits_to_its_deadline(tmp_path: Path) -> None:
         with pytest.raises(DeadlineError, match="nobody has set 'key'"):
             other.get("key", time.monotonic() + 0.1)
         assert 0.05 < time.monotonic() - start < 3.0
+        assert store.collect(["key", "absent", "empty"], time.monotonic() + 0.05) == [b"\x00\xff", None, b""]
+        assert store.collect(["empty", "key"], 0.0) == [b"", b"\x00\xff"]
         store.close()
         with pytest.raises(DeadlineError):
             TorchStore(c_store, "one").get("key", time.monotonic() + 0.01)

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from paceline.collectives._p2p_pending import MESSAGE, pack
 from paceline.collectives.point_to_point import Pending, PointToPoint
 from paceline.errors import GroupClosedError, MismatchError, RankLostError, UsageError
 
-from .ranks import PATIENCE_S, nodes, on_ranks, talkers
+from .ranks import PATIENCE_S, nodes, on_ranks, soon, talkers
 
 
 def empty(size: int) -> memoryview:
@@ -298,6 +299,26 @@ def test_many_threads_of_one_rank() -> None:
                     send(ends[1], data, 0, tag)
 
         on_ranks(2 * num, talk)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 62, (1 << 64) - 1])
+@pytest.mark.parametrize("is_posted_first", [True, False])
+def test_a_message_of_an_impossible_size_costs_its_sender_the_connection(nbytes: int, is_posted_first: bool) -> None:
+    with nodes(3) as made:
+        infos = [node.info for node in made]
+        end = PointToPoint(made[0], "all", 0, infos, max_kept_bytes=100)
+        posted = [end.receive(empty(4), 1, 7)] if is_posted_first else []
+        with made[1].connect(infos[0], "all", 1, "p2p", soon()) as connected:
+            connected.send(pack(MESSAGE, 8, 0, nbytes, ""))
+            threading.Event().wait(0.0 if posted else 0.1)  # until it waits for room
+            posted = posted or [end.receive(empty(4), 1, 7)]
+            with pytest.raises(RankLostError, match=rf"rank 1 announces a message of {nbytes} bytes"):
+                posted[0].wait(PATIENCE_S)
+        other = PointToPoint(made[2], "all", 2, infos)
+        send(other, b"still here", 0, 9)
+        assert receive(end, 10, 2, 9) == b"still here"
+        other.close()
+        end.close()
 
 
 def test_what_cannot_be_sent_is_refused_at_once() -> None:
