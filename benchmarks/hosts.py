@@ -112,7 +112,12 @@ def measure(num_hosts: int, mbit: int, num_bytes: int) -> dict[str, Any]:
         tag = names[0][:-2]
         processes = []
         for rank, name in enumerate(names):
-            own = {**os.environ, "PACELINE_TOKEN": "hosts", "INTERFACE": f"{tag}i{rank}", "OMP_NUM_THREADS": "1"}
+            own = {
+                **os.environ,
+                "PACELINE_TOKEN": "token of the hosts",
+                "INTERFACE": f"{tag}i{rank}",
+                "OMP_NUM_THREADS": "1",
+            }
             command = ["ip", "netns", "exec", name, sys.executable, __file__]
             options = ["--rank", str(rank), "--size", str(num_hosts), "--bytes", str(num_bytes)]
             processes.append(subprocess.Popen([*command, *options], env=own, stdout=subprocess.PIPE, text=True))

@@ -124,6 +124,7 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
 
 def token(folder: Path, text: str) -> Path:
     path = folder / f"token-{text}"
+    path.touch(0o600)
     path.write_text(f"{text * 16}\n")
     return path
 

@@ -11,6 +11,7 @@ import typer
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.transport import TLS, make_token, read_token
+from paceline.transport.authentication import check_token
 
 Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
 Format = Annotated[
@@ -70,7 +71,7 @@ def find_token(file: Path | None, *, create: bool = False) -> str:
         return read_token(file)
     token_found = environment().token
     if token_found:
-        return token_found
+        return check_token(token_found, "PACELINE_TOKEN")
     raise UsageError(
         "a cluster needs a token, which all its processes hold: give --token-file FILE or set PACELINE_TOKEN"
     )

@@ -42,7 +42,7 @@ from paceline.transport.addresses import (
     namespace,
     remove_unix,
 )
-from paceline.transport.authentication import Hello
+from paceline.transport.authentication import Hello, check_token
 from paceline.transport.client import open_socket, shut
 from paceline.transport.strangers import Strangers
 from paceline.transport.streams import connect_stream, welcome_stream
@@ -116,7 +116,7 @@ class Node:
 
     def __init__(self, token: str, *, host: str = "127.0.0.1") -> None:
         """Listen on a free port of ``host`` and on a Unix socket. Raises AddressError."""
-        self._token = token
+        self._token = check_token(token)
         listening = bind_tcp(Address("tcp", host, 0))
         unix: Address | None = None
         if has_unix_sockets():

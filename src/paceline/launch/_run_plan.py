@@ -12,7 +12,6 @@ from paceline.protocol import StrategyChoice
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 """Where the ranks of several nodes meet unless it is said: torchrun's default."""
-MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_hex(16))"'
 
 # What another launcher, or an outer run of this one, has told this process is not true of its ranks.
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")

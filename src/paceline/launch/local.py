@@ -22,6 +22,7 @@ from paceline.errors import AddressError, DeadlineError, PacelineError, PeerErro
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.transport import TLS, Hello, SocketTransport, make_token
+from paceline.transport.authentication import check_token
 
 from .kernels import prepare_kernels
 from .roles import check_replicas, check_stale_policy
@@ -92,7 +93,7 @@ class LocalCluster:
         self.consistency: Consistency = Eventual() if consistency is None else consistency
         stale = Accept() if stale is None else stale
         check_stale_policy(self.consistency, stale)
-        self.token = make_token() if token is None else token
+        self.token = make_token() if token is None else check_token(token)
         self._tls = tls
         self._on_replaced = on_replaced
         self._children: list[tuple[str, subprocess.Popen[bytes]]] = []

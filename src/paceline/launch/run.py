@@ -19,7 +19,6 @@ from paceline.launch._run_blame import Tracebacks
 from paceline.launch._run_cluster_file import ClusterFile, read_cluster_file
 from paceline.launch._run_loop import RunLoop, Signals, find_cores
 from paceline.launch._run_plan import (
-    MAKE_TOKEN,
     Layout,
     command_of,
     lay_out_node,
@@ -35,7 +34,7 @@ from paceline.launch.roles import check_replicas, check_stale_policy
 from paceline.protocol import Accept, StrategyChoice, choose_strategy, parse_stale_policy
 from paceline.transport import Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
-from paceline.transport.authentication import check_token
+from paceline.transport.authentication import MAKE_TOKEN, check_token
 
 _PATIENCE_S = 300.0
 _HEARTBEAT_TIMEOUT_S = 30.0
@@ -250,7 +249,7 @@ def _plan_node(options: RunOptions) -> _Setup:
         _check_free(Address("tcp", layout.master_addr, layout.master_port), "--master-port")
     if nnodes == 1:
         token = environment().token
-        token = make_token() if token is None else check_token(token)
+        token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
         return _Setup(layout=layout, choice=choice, token=token, num_ranks=layout.world_size, share=None)
     token = _need_token(f"the ranks of {nnodes} nodes")
     share = None
@@ -327,7 +326,7 @@ def _need_token(who: str) -> str:
             f"{who} need a token to know one another by: set PACELINE_TOKEN to the same secret for all of them "
             f"(make one: {MAKE_TOKEN})"
         )
-    return check_token(token)
+    return check_token(token, "PACELINE_TOKEN")
 
 
 def _check_free(place: Address, what: str) -> None:

@@ -211,7 +211,7 @@ async def _check_opened_refusals(setting: Setting, gone: object) -> None:
     inbox = Inbox()
     peer = await _open(setting, inbox)
     others = Inbox()
-    intruder = setting.make("another token")
+    intruder = setting.make("another token for tests")
     error = await _failure(intruder.open(others, setting.served.endpoint, _HELLO, timeout_s=TIMEOUT_S))
     assert isinstance(error, AuthenticationError), error
     assert "refused the token" in str(error)

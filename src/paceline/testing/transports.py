@@ -239,7 +239,7 @@ def check_errors(setting: Setting) -> None:
 def check_refusals(setting: Setting) -> None:
     """A wrong token and a place where nobody listens are told apart; others go on."""
     bystander = setting.connect()
-    intruder = setting.make("another token")
+    intruder = setting.make("another token for tests")
     endpoint = setting.served.endpoint
     error = _expect(AuthenticationError, lambda: intruder.connect(endpoint, Hello(role="worker")))
     assert "refused the token" in str(error)

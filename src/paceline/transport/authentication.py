@@ -13,7 +13,8 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-from pathlib import Path
+import shlex
+import stat
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +24,9 @@ from paceline.transport.decoding import UNREADABLE
 from paceline.transport.frames import PROTOCOL_VERSION
 
 NONCE_BYTES = 32
+MIN_TOKEN_CHARS = 16
+MAKE_TOKEN = 'python -c "import secrets; print(secrets.token_hex(16))"'
+"""A command that prints a token."""
 PROTOCOL_NAME = b"paceline/%d" % PROTOCOL_VERSION
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
@@ -85,19 +89,35 @@ def make_token() -> str:
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
-    """Read a token from a file, without the white space around it. Raises UsageError when there is none."""
+    """Read a token from a file, without the white space around it.
+
+    Raises UsageError when there is none, or the file is not closed to other users.
+    """
     try:
-        token = Path(path).read_text(encoding="utf-8").strip()
+        with open(path, encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"cannot read the cluster's token from {path}: {reason}") from None
-    return check_token(token, str(path))
+    if os.name == "posix" and stat.S_ISREG(mode) and mode & 0o077:
+        raise UsageError(
+            f"the token in {path} is open to other users (mode {stat.S_IMODE(mode):04o}), who could join the cluster; "
+            f"run: chmod 600 {shlex.quote(os.fspath(path))}"
+        )
+    return check_token(token, f"the token in {path}")
 
 
 def check_token(token: str, source: str = "the token") -> str:
-    """Return the token, or raise UsageError if it is empty: an empty one would let everybody in."""
-    if not token:
-        raise UsageError(f"{source} is empty; make a token with paceline.transport.make_token()")
+    """Return the token, or raise UsageError if it is so short that it could be guessed.
+
+    Whoever a client connects to, or meets on its way, gets a proof on which guesses can be tried without being seen.
+    """
+    if len(token) < MIN_TOKEN_CHARS:
+        raise UsageError(
+            f"{source} has {len(token)} characters, at least {MIN_TOKEN_CHARS} are needed so that nobody can guess it; "
+            f"make one: {MAKE_TOKEN}"
+        )
     return token
 
 

@@ -39,7 +39,7 @@ class MemoryTransport(Transport):
 
     def __init__(
         self,
-        token: str = "memory",
+        token: str = "the token of a memory transport",
         *,
         limits: Limits | None = None,
         direct: bool = False,

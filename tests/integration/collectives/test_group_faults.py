@@ -399,12 +399,12 @@ class TestJoining:
     def test_an_unknown_algorithm_is_refused_before_anybody_is_met(self, size: int) -> None:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(UsageError, match=r"'rign', expected one of.*ring"):
-            join(MemoryStore(), 0, size, token="t", algorithm="rign")
+            join(MemoryStore(), 0, size, token="a token for tests", algorithm="rign")
         assert len(os.listdir("/proc/self/fd")) == before
 
     def test_ranks_that_do_not_come_are_named(self) -> None:
         with pytest.raises(RankLostError, match="ranks 1 and 2 of 3 did not come") as lost:
-            join(MemoryStore(), 0, 3, token="t", timeout=timedelta(seconds=0.1))
+            join(MemoryStore(), 0, 3, token="a token for tests", timeout=timedelta(seconds=0.1))
         assert lost.value.ranks == (1, 2)
 
     def test_a_part_whose_ranks_do_not_come_is_given_up(self) -> None:

@@ -20,7 +20,7 @@ from paceline.ps.fail_stop import watch_loop
 from paceline.testing import Served, serve_in_thread
 from paceline.transport import Hello, SocketTransport, Transport
 
-TOKEN = "the-token"
+TOKEN = "the-token-of-tests"
 PATIENCE_S = 20.0
 
 Keys = npt.NDArray[np.uint64]

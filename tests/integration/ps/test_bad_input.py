@@ -26,7 +26,7 @@ from paceline.ps import SGD, Adagrad, Adam, Client, Constant, Scheduler, message
 from paceline.ps.messages import CALL, NOTICE, PULL, PUSH, PUSH_PULL, RANGE, TICKS
 from paceline.transport import Channel, Hello, SocketTransport
 
-from .harness import Cluster, floats, in_threads, keys_of, wait_until
+from .harness import TOKEN, Cluster, floats, in_threads, keys_of, wait_until
 
 NAN, INF = float("nan"), float("inf")
 
@@ -452,7 +452,7 @@ def test_servers_that_never_come() -> None:
         with pytest.raises(PeerError, match=r"1 servers have joined within 0.1 s, and the scheduler expects more"):
             cluster.connect(timeout_s=0.1)
         with pytest.raises(PacelineError, match="nobody listens there"):
-            Client(SocketTransport("t"), "unix:///tmp/no-such-scheduler")
+            Client(SocketTransport(TOKEN), "unix:///tmp/no-such-scheduler")
 
 
 # Strangers at the door.

@@ -13,7 +13,7 @@ import trustme
 
 from paceline.transport import TLS, SocketTransport
 
-TOKEN = "the-token"
+TOKEN = "the-token-of-tests"
 
 
 @pytest.fixture(autouse=True)

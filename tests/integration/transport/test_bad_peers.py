@@ -39,7 +39,7 @@ from paceline.transport import (
     unpack_header,
 )
 
-TOKEN = "the-token"
+TOKEN = "the-token-of-tests"
 WORKER = Hello(role="worker")
 
 
@@ -100,7 +100,7 @@ def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> N
         for address in (beside.endpoint.tcp, beside.endpoint.unix):
             assert address is not None
             with pytest.raises(AuthenticationError, match=f"server at {address} refused the token; start"):
-                SocketTransport("wrong").connect(address, WORKER)
+                SocketTransport("the-token-of-others").connect(address, WORKER)
         assert len(beside.handler.peers) == 1
 
 

@@ -12,10 +12,12 @@ from paceline.testing._opened_checks import Inbox
 from paceline.testing.transports import ECHO, SILENT
 from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport, pack_header
 
+TOKEN = "a token for tests"
+
 
 @pytest.fixture(params=["sockets", "memory"])
 def inner(request: pytest.FixtureRequest) -> Transport:
-    return SocketTransport("token") if request.param == "sockets" else MemoryTransport("token")
+    return SocketTransport(TOKEN) if request.param == "sockets" else MemoryTransport(TOKEN)
 
 
 def test_each_fault_happens_where_it_was_planned(inner: Transport) -> None:

@@ -52,7 +52,7 @@ from paceline.transport.dialing import dial
 from paceline.transport.frames import join
 from paceline.transport.streams import welcome_stream
 
-TOKEN = "the-token"
+TOKEN = "the-token-of-tests"
 SERVER = Hello(role="server", rank=1)
 WORKER = Hello(role="worker", rank=4)
 

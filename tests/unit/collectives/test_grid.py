@@ -26,7 +26,7 @@ def run_ranks(size: int, work: Callable[[Group], _T]) -> list[_T]:
 
     def run(rank: int) -> None:
         try:
-            with join(store, rank, size, token="t", timeout=timedelta(seconds=20)) as group:
+            with join(store, rank, size, token="a token for tests", timeout=timedelta(seconds=20)) as group:
                 results[rank] = work(group)
                 group.barrier()
         except BaseException as error:

@@ -14,6 +14,7 @@ from paceline.collectives.store import MemoryStore, PrefixStore, SealedStore, St
 from paceline.errors import AuthenticationError, DeadlineError, GroupClosedError, RankLostError, UsageError
 from paceline.transport import Address, Hello
 
+_TOKEN = "a token for tests"
 PATIENCE_S = 10.0
 
 
@@ -23,8 +24,8 @@ def soon(seconds: float = PATIENCE_S) -> float:
 
 def served() -> NetworkStore:
     hello = Hello(role="rank")
-    server = StoreServer(Address("tcp", "127.0.0.1", 0), "token", hello)
-    return NetworkStore(server.address, "token", hello, timeout_s=PATIENCE_S, server=server)
+    server = StoreServer(Address("tcp", "127.0.0.1", 0), _TOKEN, hello)
+    return NetworkStore(server.address, _TOKEN, hello, timeout_s=PATIENCE_S, server=server)
 
 
 @pytest.fixture(params=["memory", "prefix", "network", "sealed"])
@@ -32,7 +33,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     threads = threading.active_count()
     made: Store = served() if request.param == "network" else MemoryStore()
     if request.param == "sealed":
-        made = SealedStore(made, "token")
+        made = SealedStore(made, _TOKEN)
     yield PrefixStore(made, "part") if request.param == "prefix" else made
     made.close()
     made.close()
@@ -90,7 +91,7 @@ def test_prefixes_keep_apart() -> None:
 
 def test_a_sealed_store_believes_only_holders_of_the_token() -> None:
     open_to_all = MemoryStore()
-    store, stranger = SealedStore(open_to_all, "token"), SealedStore(open_to_all, "another")
+    store, stranger = SealedStore(open_to_all, _TOKEN), SealedStore(open_to_all, "another token")
     store.set("address of rank 0", b"here")
     with pytest.raises(AuthenticationError, match="does not hold this program's token; set PACELINE_TOKEN"):
         stranger.get("address of rank 0", soon())
@@ -148,7 +149,7 @@ def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: 
     size = 16
     owner = served()
     others = [
-        NetworkStore(owner.address, "token", Hello(role="rank", rank=rank), timeout_s=PATIENCE_S)
+        NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=rank), timeout_s=PATIENCE_S)
         for rank in range(1, size)
     ]
     requests: list[object] = []
@@ -168,13 +169,13 @@ def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: 
 def test_the_network_store_wants_the_token() -> None:
     store = served()
     with pytest.raises(AuthenticationError):
-        NetworkStore(store.address, "another", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
+        NetworkStore(store.address, "another token for tests", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     store.close()
 
 
 def test_closing_wakes_who_waits() -> None:
     owner = served()
-    other = NetworkStore(owner.address, "token", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
+    other = NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(other.get, "never", soon())
         other.set("key", b"")  # on a second connection, or before the get has one
@@ -188,7 +189,7 @@ def test_closing_wakes_who_waits() -> None:
 
 def test_the_owner_lets_others_finish() -> None:
     owner = served()
-    other = NetworkStore(owner.address, "token", Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
+    other = NetworkStore(owner.address, _TOKEN, Hello(role="rank", rank=1), timeout_s=PATIENCE_S)
     owner.set("key", b"value")
     closing = threading.Thread(target=owner.close)
     closing.start()

@@ -66,7 +66,7 @@ def test_ranks_meet_by_their_token_and_it_is_not_in_the_store() -> None:
     assert SECRET not in text
 
 
-@pytest.mark.parametrize("tokens", [("one secret of many", "another secret"), (None, SECRET), (SECRET, None)])
+@pytest.mark.parametrize("tokens", [("one secret of many", "another secret of many"), (None, SECRET), (SECRET, None)])
 def test_another_token_is_refused(tmp_path: Path, tokens: tuple[str | None, str | None]) -> None:
     told = [Environment(token=token, runtime_dir=tmp_path) for token in tokens]
     for said in joined([HashStore()] * 2, told):

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from paceline.collectives.node import Node
 from paceline.environment import Environment, environment
 from paceline.errors import AddressError, AuthenticationError, ProtocolError, UsageError, VersionError
-from paceline.transport import TLS, Address, Hello, SocketTransport, make_token, read_token
+from paceline.transport import TLS, Address, Hello, MemoryTransport, SocketTransport, make_token, read_token
 from paceline.transport.authentication import Challenge, Proof, View, decode, join_fields, prove
 from paceline.transport.handshake import Greeting
 from paceline.transport.reception import Reception
@@ -169,15 +171,47 @@ def test_tokens(tmp_path: Path) -> None:
     assert len(token) == 43
     assert token != make_token()
     file = tmp_path / "token"
+    file.touch(0o600)
     file.write_text(f"  {token}\n")
     assert read_token(file) == token
-    file.write_text("\n")
-    with pytest.raises(UsageError, match="is empty"):
-        read_token(file)
     with pytest.raises(UsageError, match=r"cannot read the cluster's token from .*missing"):
         read_token(tmp_path / "missing")
-    with pytest.raises(UsageError, match="is empty"):
-        SocketTransport("")
+
+
+@pytest.mark.parametrize("token", ["", "guess", "fifteen letters"])
+def test_a_token_that_could_be_guessed_is_refused(tmp_path: Path, token: str) -> None:
+    message = f"has {len(token)} characters, at least 16 are needed so that nobody can guess it; make one: python"
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(token + "\n")
+    with pytest.raises(UsageError, match=f"the token in {file} {message}"):
+        read_token(file)
+    for use in (SocketTransport, MemoryTransport, Node):
+        with pytest.raises(UsageError, match=f"the token {message}"):
+            use(token)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602])
+def test_a_token_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "the token"
+    file.write_text(make_token())
+    file.chmod(mode)
+    with pytest.raises(UsageError, match=rf"open to other users \(mode 0{mode:o}\).*; run: chmod 600 '{file}'"):
+        read_token(file)
+    file.chmod(0o400)
+    read_token(file)
+
+
+def test_a_token_may_come_through_a_pipe() -> None:
+    reading, writing = os.pipe()
+    token = make_token()
+    os.write(writing, token.encode())
+    os.close(writing)
+    try:
+        assert read_token(f"/dev/fd/{reading}") == token
+    finally:
+        os.close(reading)
 
 
 def test_tls_files_must_be_there(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport
 from paceline.testing.transports import CLOSE, ECHO, SILENT
 from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer
 
+TOKEN = "a token for tests"
 WORKER = Hello(role="worker", rank=2)
 
 
 def test_direct_transport_needs_no_thread_and_no_loop() -> None:
-    transport = MemoryTransport("token", direct=True)
+    transport = MemoryTransport(TOKEN, direct=True)
     handler = EchoHandler()
     listener = asyncio.run(transport.serve(handler, Hello(role="server"), address="memory://here"))
     channel = transport.connect("memory://here", WORKER)
@@ -25,7 +26,7 @@ def test_direct_transport_needs_no_thread_and_no_loop() -> None:
     assert channel.poll(0)
     assert channel.receive_frame(1).header.body_bytes == 1_000_000
     with pytest.raises(AuthenticationError, match="refused the token"):
-        transport.with_token("other").connect(listener.endpoint, WORKER)
+        transport.with_token("another token for tests").connect(listener.endpoint, WORKER)
     with pytest.raises(UsageError, match="poll"):
         channel.fileno()
     channel.send_frame(CLOSE)
@@ -59,7 +60,7 @@ class Chain(Handler):
 
 
 def test_direct_peers_need_no_loop_once_they_are_open() -> None:
-    transport = MemoryTransport("token", direct=True)
+    transport = MemoryTransport(TOKEN, direct=True)
     chain, echo = Chain(), EchoHandler()
     asyncio.run(transport.serve(chain, Hello(role="first"), address="memory://first"))
     listener = asyncio.run(transport.serve(echo, Hello(role="second"), address="memory://second"))
@@ -72,8 +73,8 @@ def test_direct_peers_need_no_loop_once_they_are_open() -> None:
     assert channel.poll(0)
     assert channel.receive_frame(1).header.body_bytes == 500_000
     for target, token, kind in (
-        ("memory://none", "token", AddressError),
-        ("memory://second", "no", AuthenticationError),
+        ("memory://none", TOKEN, AddressError),
+        ("memory://second", "another token for tests", AuthenticationError),
     ):
         with pytest.raises(kind):
             asyncio.run(transport.with_token(token).open(Chain(), target, WORKER))
@@ -83,7 +84,7 @@ def test_direct_peers_need_no_loop_once_they_are_open() -> None:
 
 def test_direct_peers_have_faults_too() -> None:
     plan = FaultPlan([Fault(action="delay", rank=2, step=0, delay_s=0.01), Fault(action="cut", rank=2, step=1)])
-    transport = FaultyTransport(MemoryTransport("token", direct=True), plan)
+    transport = FaultyTransport(MemoryTransport(TOKEN, direct=True), plan)
     echo, chain = EchoHandler(), Chain()
     asyncio.run(transport.serve(echo, Hello(role="server"), address="memory://here"))
     peer = asyncio.run(transport.open(chain, "memory://here", WORKER))

@@ -144,7 +144,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_deadline() -> None:
 
 
 def test_another_token_is_refused() -> None:
-    stranger = Node("another token")
+    stranger = Node("another token for tests")
     with nodes(1) as made:
         links = Mesh(stranger, "all", 0, [stranger.info, made[0].info])
         with pytest.raises(AuthenticationError, match="refused the token") as refused:

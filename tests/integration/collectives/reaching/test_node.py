@@ -84,7 +84,7 @@ def test_a_crowd_of_strangers_holds_up_nobody(kind: str) -> None:
 
 def test_strangers_are_refused() -> None:
     with nodes(1) as (node,):
-        stranger = Node("another")
+        stranger = Node("another token for tests")
         with pytest.raises(AuthenticationError):
             stranger.connect(node.info, "all", 0, "collective", soon())
         with pytest.raises(AuthenticationError):
