@@ -21,6 +21,7 @@ from paceline.ps.tables import Selection
 from paceline.transport import Header, Peer
 
 _EXPIRY_PERIOD_S = 0.25
+_MAX_TIMEOUT_MS = 30 * 24 * 3600 * 1000
 
 
 class HeldRead:
@@ -288,5 +289,6 @@ def name_of(peer: Peer) -> str:
 
 
 def timeout_s(peer: Peer) -> float:
-    """Return how long a peer waits for an answer."""
-    return int(peer.hello.extra.get("timeout_ms", 60_000)) / 1000.0
+    """Return how long a peer waits for an answer: a minute, unless it has said a number of milliseconds."""
+    told = peer.hello.extra.get("timeout_ms")
+    return min(max(told, 0), _MAX_TIMEOUT_MS) / 1000.0 if isinstance(told, int) else 60.0

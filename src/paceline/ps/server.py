@@ -554,6 +554,8 @@ class Server(Handler):
         """Keep a new push for the end of its iteration."""
         assert self._buffer is not None
         buckets = table.part.buckets_of(selection) if self._replicas else self._rules.primary
+        if buckets & ~self._rules.primary:
+            raise self._stale()
         self._keep(peer.hello.incarnation, header, table, self._buffer.copy(selection, grads), buckets)
 
     @must_succeed
