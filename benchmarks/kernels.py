@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from paceline.kernels.cases import ARRAY_CASES, RULE_NAMES, SPARSE_CASES, SparseCase
+from paceline.kernels.cases import ARRAY_CASES, SPARSE_CASES, SparseCase
 from paceline.kernels.compile import compile_kernels, is_compiled
 from paceline.ps.rules import FTRL, RULES, UpdateRule
 from paceline.ps.sparse_store import SparseStore
@@ -69,7 +69,7 @@ def array_results(only: str, rounds: int) -> Iterator[Result]:
 
 def rule_of(case: SparseCase) -> UpdateRule:
     """Return the case's rule; the hyperparameters do not matter to its time."""
-    kind = RULES[RULE_NAMES[case.rule]]
+    (kind,) = (kind for kind in RULES.values() if kind.code == case.rule.code)
     return FTRL() if kind is FTRL else kind(lr=0.01)  # type: ignore[call-arg]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -42,14 +42,50 @@ class ArrayCase:
         return self.make(_generator(self.label))
 
 
+class RuleCase(NamedTuple):
+    """A rule with hyperparameters, and the state that it keeps with these."""
+
+    code: int
+    hyper: tuple[float, ...]
+    num_states: int = 0
+    has_count: bool = False
+    is_rare: bool = False
+    """Whether it is run on few elements only: its time is of no great interest."""
+
+
+RULE_CASES: Final[dict[str, RuleCase]] = {
+    "SGD": RuleCase(rules.SGD, (0.1, 0.01)),
+    "SGD maximize": RuleCase(rules.SGD, (0.1, 0.01, 0, 0, 0, 0, 0, 1), is_rare=True),
+    "Momentum": RuleCase(rules.MOMENTUM, (0.1, 0.01, 0.9, 1.0), 1),
+    "Momentum dampening": RuleCase(rules.MOMENTUM, (0.1, 0.01, 0.9, 0.0, 0.5), 1, True, True),
+    "Adagrad": RuleCase(rules.ADAGRAD, (0.1, 0.01, 1e-10, 0.1), 1),
+    "Adagrad lr_decay": RuleCase(rules.ADAGRAD, (0.1, 0.01, 1e-10, 0.1, 0.2), 1, True, True),
+    "RMSprop": RuleCase(rules.RMSPROP, (0.01, 0.01, 1e-8, 0.99), 1),
+    "RMSprop momentum": RuleCase(rules.RMSPROP, (0.01, 0.01, 1e-8, 0.99, 0.9), 2, is_rare=True),
+    "RMSprop centered": RuleCase(rules.RMSPROP, (0.01, 0.01, 1e-8, 0.99, 0.0, 1.0), 2, is_rare=True),
+    "RMSprop both": RuleCase(rules.RMSPROP, (0.01, 0.01, 1e-8, 0.99, 0.9, 1.0, 0, 1), 3, is_rare=True),
+    "Adadelta": RuleCase(rules.ADADELTA, (1.0, 0.01, 1e-6, 0.9), 2, is_rare=True),
+    "Adam": RuleCase(rules.ADAM, (0.01, 0.01, 1e-8, 0.9, 0.999), 2, True),
+    "Adam amsgrad": RuleCase(rules.ADAM, (0.01, 0.01, 1e-8, 0.9, 0.999, 1.0, 0, 1), 3, True, True),
+    "AdamW": RuleCase(rules.ADAMW, (0.01, 0.01, 1e-8, 0.9, 0.999), 2, True),
+    "Adamax": RuleCase(rules.ADAMAX, (0.01, 0.01, 1e-8, 0.9, 0.999), 2, True, True),
+    "NAdam": RuleCase(rules.NADAM, (0.01, 0.01, 1e-8, 0.9, 0.999, 4e-3), 3, True, True),
+    "NAdam decoupled": RuleCase(rules.NADAM, (0.01, 0.01, 1e-8, 0.9, 0.999, 4e-3, 1.0, 1), 3, True, True),
+    "RAdam": RuleCase(rules.RADAM, (0.01, 0.01, 1e-8, 0.9, 0.999), 2, True, True),
+    "RAdam decoupled": RuleCase(rules.RADAM, (0.01, 0.01, 1e-8, 0.9, 0.999, 1.0, 0, 1), 2, True, True),
+    "ASGD": RuleCase(rules.ASGD, (0.1, 0.01, 1e-2, 0.75, 2.0), 2, True, True),
+    "Rprop": RuleCase(rules.RPROP, (0.01, 0.5, 1.2, 1e-6, 50.0), 2, True, True),
+    "FTRL": RuleCase(rules.FTRL, (0.05, 1.0, 0.1, 0.2), 2),
+}
+
+
 @dataclass(frozen=True)
 class SparseCase:
     """A sparse table of `num_rows` rows, and a batch of `num_keys` keys, most of which are in it."""
 
     name: str
     dim: int
-    rule: int
-    hyper: tuple[float, ...]
+    rule: RuleCase
     num_rows: int
     num_keys: int
     initializer: int = initializers.ZEROS
@@ -63,15 +99,17 @@ class SparseCase:
     @property
     def row_words(self) -> int:
         """Length of a record."""
-        return self.dim * (1 + _NUM_STATES[self.rule]) + (self.rule in (rules.ADAM, rules.ADAMW))
+        return self.dim * (1 + self.rule.num_states) + self.rule.has_count
 
     def parameters(self) -> Doubles:
         """Return the kernels' parameter array."""
-        return parameters(self.hyper, self.initial)
+        return parameters(self.rule.hyper, self.initial)
 
     def twin(self) -> reference.SparseTable:
         """Return an empty reference table."""
-        return reference.SparseTable(self.dim, self.row_words, self.rule, self.parameters(), self.initializer, seed=7)
+        return reference.SparseTable(
+            self.dim, self.row_words, self.rule.code, self.parameters(), self.initializer, seed=7
+        )
 
     def batches(self) -> tuple[Keys, Keys, Floats]:
         """Return the table's keys, the batch's keys (a tenth absent from the table) and its gradients."""
@@ -82,17 +120,6 @@ class SparseCase:
         picked[absent] = random_keys(generator, int(absent.sum()))
         grads = generator.standard_normal(self.num_keys * self.dim).astype(np.float32)
         return keys, picked, grads
-
-
-_NUM_STATES: Final = {
-    rules.SGD: 0,
-    rules.MOMENTUM: 1,
-    rules.ADAGRAD: 1,
-    rules.RMSPROP: 1,
-    rules.ADAM: 2,
-    rules.ADAMW: 2,
-    rules.FTRL: 2,
-}
 
 
 def _generator(name: str) -> np.random.Generator:
@@ -187,12 +214,12 @@ def _logistic(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     return make
 
 
-def _dense_push(size: int, rule: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+def _dense_push(size: int, rule: RuleCase) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         record = _dense_record(generator, size, rule)
         start, stop = size // 5, size - size // 7
         grads = _floats(generator, stop - start + 3)
-        return rule, record, size, start, stop, grads, 3, parameters(HYPER[rule])
+        return rule.code, record, size, start, stop, grads, 3, parameters(rule.hyper)
 
     return make
 
@@ -205,22 +232,22 @@ def _dense_pull(size: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     return make
 
 
-def _dense_push_at(size: int, rule: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+def _dense_push_at(size: int, rule: RuleCase) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         positions = generator.integers(0, size, size).astype(np.int64)
         record = _dense_record(generator, size, rule)
-        return rule, record, size, positions, _floats(generator, size), parameters(HYPER[rule])
+        return rule.code, record, size, positions, _floats(generator, size), parameters(rule.hyper)
 
     return make
 
 
-def _dense_record(generator: np.random.Generator, size: int, rule: int) -> Floats:
+def _dense_record(generator: np.random.Generator, size: int, rule: RuleCase) -> Floats:
     """Return values and plausible state: squares that are positive, counts that differ in runs."""
-    planes = 1 + _NUM_STATES[rule] + (rule in (rules.ADAM, rules.ADAMW))
+    planes = 1 + rule.num_states + rule.has_count
     record = np.abs(_floats(generator, planes * size))
     record[:size] *= generator.choice(np.array([-1, 1], np.float32), size)
-    if planes == 4:
-        record[3 * size :] = np.repeat(generator.integers(0, 9, size), 5)[:size]
+    if rule.has_count:
+        record[-size:] = np.repeat(generator.integers(0, 9, size), 5)[:size]
     return record
 
 
@@ -228,7 +255,7 @@ def _dense_start(size: int, kind: int) -> Callable[[np.random.Generator], tuple[
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         record = np.full(3 * size, np.nan, np.float32)
         start, stop = size // 5, size - size // 7
-        array = parameters(HYPER[rules.FTRL], (-0.5, 0.25))
+        array = parameters(RULE_CASES["FTRL"].hyper, (-0.5, 0.25))
         return rules.FTRL, record, size, start, stop, 1_000_003, kind, np.uint64(11), array
 
     return make
@@ -268,18 +295,6 @@ def _keys_in(generator: np.random.Generator, count: int, num_buckets: int) -> Ke
     return reference.unmix(hashes)
 
 
-HYPER: Final[dict[int, tuple[float, ...]]] = {
-    rules.SGD: (0.1, 0.01),
-    rules.MOMENTUM: (0.1, 0.01, 0.9, 1.0),
-    rules.ADAGRAD: (0.1, 0.01, 1e-10, 0.1),
-    rules.RMSPROP: (0.01, 0.01, 1e-8, 0.99),
-    rules.ADAM: (0.01, 0.01, 1e-8, 0.9, 0.999),
-    rules.ADAMW: (0.01, 0.01, 1e-8, 0.9, 0.999),
-    rules.FTRL: (0.05, 1.0, 0.1, 0.2),
-}
-RULE_NAMES: Final = ("SGD", "Momentum", "Adagrad", "RMSprop", "Adam", "AdamW", "FTRL")
-
-
 def _array_cases() -> Iterator[ArrayCase]:
     for n in (1, SMALL, MIDDLE, LARGE):
         for name, distinct in (("distinct", 1 << 64), ("of a third", max(1, n // 3)), ("one key", 1)):
@@ -308,8 +323,8 @@ def _array_cases() -> Iterator[ArrayCase]:
             yield ArrayCase(csr.csr_dot, reference.csr_dot, name, items, make, (4,), 1e-5)
             make = _csr(n, 39, ones=ones, transposed=True)
             yield ArrayCase(csr.csr_transposed_dot, reference.csr_transposed_dot, name, items, make, (4,), 1e-5)
-    for rule, name in enumerate(RULE_NAMES):
-        for n in (1, 1000, 1_000_000):
+    for name, rule in RULE_CASES.items():
+        for n in (1, 1000) if rule.is_rare else (1, 1000, 1_000_000):
             make = _dense_push(n, rule)
             yield ArrayCase(dense.dense_push, reference.dense_push, f"{name} {n}", n, make, (1,), 1e-6)
         make = _dense_push_at(1000, rule)
@@ -323,14 +338,14 @@ def _array_cases() -> Iterator[ArrayCase]:
 
 def _sparse_cases() -> Iterator[SparseCase]:
     # Row words 1, 2 and 3 lie in the index, wider rows behind it; Adam of dim 1 has 4 words.
-    for rule, name in enumerate(RULE_NAMES):
-        for dim in (1, 3, 16):
-            case = f"{name} dim {dim}, 5000 rows"
+    for name, rule in RULE_CASES.items():
+        for dim in (3,) if rule.is_rare else (1, 3, 16):
+            num_rows = 500 if rule.is_rare else 5000
+            case = f"{name} dim {dim}, {num_rows} rows"
             kind, initial = initializers.NORMAL, (0.1, 0.2)
-            yield SparseCase(case, dim, rule, HYPER[rule], 5000, 2000, kind, initial)
-    for dim, rule in ((1, rules.SGD), (1, rules.FTRL), (16, rules.ADAGRAD)):
-        name = f"{RULE_NAMES[rule]} dim {dim}, 1000000 rows"
-        yield SparseCase(name, dim, rule, HYPER[rule], 1_000_000, 100_000)
+            yield SparseCase(case, dim, rule, num_rows, 2 * num_rows // 5, kind, initial)
+    for dim, name in ((1, "SGD"), (1, "FTRL"), (16, "Adagrad")):
+        yield SparseCase(f"{name} dim {dim}, 1000000 rows", dim, RULE_CASES[name], 1_000_000, 100_000)
 
 
 ARRAY_CASES: Final = tuple(_array_cases())

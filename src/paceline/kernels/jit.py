@@ -18,6 +18,7 @@ import numba
 
 _SOURCES = (
     "atomics",
+    "counted_rules",
     "csr",
     "dedup",
     "dense",

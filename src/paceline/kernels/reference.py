@@ -7,7 +7,6 @@ twin is :class:`SparseTable`, a dictionary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,8 @@ import numpy.typing as npt
 
 from .index import NUM_BUCKETS
 from .initializers import CONSTANT, UNIFORM, ZEROS
-from .rules import ADAGRAD, ADAM, ADAMW, FTRL, INITIAL_A, INITIAL_B, MOMENTUM, NUM_PARAMETERS, RMSPROP, SGD
+from .rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from .rules_reference import start_state, update_record
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
@@ -90,98 +90,6 @@ def _uniform(seed: int, keys: Keys, counters: Keys) -> Doubles:
     bits = mix(rows + counters * _word(_GOLDEN)) >> _word(11)
     result: Doubles = (bits.astype(np.float64) + 0.5) * 2.0**-53
     return result
-
-
-def update_record(
-    rule: int,
-    record: Floats,
-    dim: int,
-    start: int,
-    stop: int,
-    grads: Floats,
-    at: int,
-    hyper: Doubles,
-    per_element: bool,
-) -> None:
-    """Apply the gradients ``grads[at : at + stop - start]`` to elements ``[start, stop)`` of a record."""
-    w = record[start:stop]
-    first = record[dim + start : dim + stop]
-    second = record[2 * dim + start : 2 * dim + stop]
-    g = grads[at : at + stop - start].copy()
-    count = record[3 * dim + start : 3 * dim + stop] if per_element else record[3 * dim : 3 * dim + 1]
-    if rule == FTRL:
-        _ftrl(w, first, second, g, hyper)
-        return
-    if rule == ADAMW:
-        w *= np.float32(1.0 - hyper[0] * hyper[1])
-    else:
-        g += np.float32(hyper[1]) * w
-    if rule in (ADAM, ADAMW):
-        _adam(w, first, second, count, g, hyper)
-    elif rule == SGD:
-        w -= np.float32(hyper[0]) * g
-    elif rule == MOMENTUM:
-        first[:] = np.float32(hyper[2]) * first + g
-        w -= np.float32(hyper[0]) * (g + np.float32(hyper[2]) * first if hyper[3] else first)
-    elif rule == ADAGRAD:
-        first += g * g
-        w -= np.float32(hyper[0]) * _ratio(g, np.sqrt(first) + np.float32(hyper[2]))
-    elif rule == RMSPROP:
-        first[:] = np.float32(hyper[3]) * first + np.float32(1 - hyper[3]) * g * g
-        w -= np.float32(hyper[0]) * _ratio(g, np.sqrt(first) + np.float32(hyper[2]))
-
-
-def _ratio(numerator: Floats, denominator: Floats) -> Floats:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return numerator / denominator
-
-
-def _adam(w: Floats, first: Floats, second: Floats, count: Floats, g: Floats, hyper: Doubles) -> None:
-    rate, epsilon, beta1, beta2 = hyper[0], np.float32(hyper[2]), hyper[3], hyper[4]
-    count += np.float32(1)
-    steps = count.astype(np.float64)
-    first += np.float32(1 - beta1) * (g - first)
-    second[:] = np.float32(beta2) * second + np.float32(1 - beta2) * g * g
-    size = (rate / (1 - beta1**steps)).astype(np.float32)
-    root = np.sqrt(1 - beta2**steps).astype(np.float32)
-    w -= size * (first / (np.sqrt(second) / root + epsilon))
-
-
-def _ftrl(w: Floats, z: Floats, n: Floats, g: Floats, hyper: Doubles) -> None:
-    inverse, beta, l1, l2 = (np.float32(value) for value in (1 / hyper[0], hyper[1], hyper[2], hyper[3]))
-    after = n + g * g
-    z += g - (np.sqrt(after) - np.sqrt(n)) * inverse * w
-    n[:] = after
-    w[:] = np.where(np.abs(z) > l1, (np.copysign(l1, z) - z) / ((beta + np.sqrt(n)) * inverse + l2), np.float32(0))
-
-
-def ftrl_float64(gradients: Doubles, alpha: float, beta: float, l1: float, l2: float, start: float = 0.0) -> Doubles:
-    """Return the weight after each gradient, by McMahan et al., KDD 2013, algorithm 1, in float64.
-
-    `start`, the weight before the first, is not of the paper: z starts where it gives that weight.
-    """
-    z, n, weights = 0.0, 0.0, []
-    if start:
-        z = -start * (beta / alpha + l2) - math.copysign(l1, start)
-    for g in gradients.tolist():
-        w = 0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2)
-        sigma = (math.sqrt(n + g * g) - math.sqrt(n)) / alpha
-        z += g - sigma * w
-        n += g * g
-        weights.append(0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2))
-    return np.array(weights, np.float64)
-
-
-def start_state(rule: int, record: Floats, words: int, dim: int, start: int, stop: int, hyper: Doubles) -> None:
-    """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
-    for plane in range(dim, words, dim):
-        record[plane + start : min(plane + stop, words)] = 0
-    w, first = record[start:stop], record[dim + start : dim + stop]
-    if rule == ADAGRAD:
-        first[:] = hyper[3]
-    elif rule == FTRL:
-        z = -w * np.float32(hyper[1] / hyper[0] + hyper[3]) - np.copysign(np.float32(hyper[2]), w)
-        first[:] = np.where(w != 0, z, np.float32(0))
 
 
 class SparseTable:

@@ -4,104 +4,98 @@ A rule is one function on one *record*: a float32 view that holds the values fir
 each `dim` long, and a step count last where the rule has one. A sparse row is a record of its own; a dense
 table is a single long one, updated on ``[start, stop)``. All arithmetic is float32, in the order of
 ``torch.optim``'s single-tensor code, so that results agree to 1e-6 over 100 steps. To add a rule, see
-docs/extending.md.
+docs/extending.md; those that count their steps are in :mod:`.counted_rules`.
 
 Sources: SGD, momentum and Nesterov as ``torch.optim.SGD`` (Sutskever et al., ICML 2013); Adagrad (Duchi et
-al., JMLR 2011); RMSprop (Hinton, lecture 6e); Adam (Kingma & Ba, ICLR 2015); AdamW (Loshchilov & Hutter, ICLR
-2019); FTRL-proximal (McMahan et al., KDD 2013, algorithm 1).
+al., JMLR 2011); RMSprop (Hinton, lecture 6e), centered (Graves, arXiv:1308.0850); Adadelta (Zeiler, arXiv:1212.5701);
+FTRL-proximal (McMahan et al., KDD 2013, algorithm 1).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from .counted_rules import adam, adamax, asgd, nadam, radam, rprop
 from .jit import njit
 
-SGD, MOMENTUM, ADAGRAD, RMSPROP, ADAM, ADAMW, FTRL = range(7)
+SGD, MOMENTUM, ADAGRAD, RMSPROP, ADAM, ADAMW, FTRL, ADADELTA, ADAMAX, NADAM, RADAM, ASGD, RPROP = range(13)
 
-# The parameter array of a table, float64 (so that 1 - beta**step is exact): a rule's hyperparameters, then
-# the initializer's two.
+# The parameter array of a table, float64 (so that 1 - beta**step is exact): a rule's hyperparameters, of which the last
+# says whether it ascends, then the initializer's two.
 NUM_HYPER = 8
+MAXIMIZE = 7
 INITIAL_A, INITIAL_B = 8, 9
 NUM_PARAMETERS = 10
 
-_F0 = np.float32(0)
+_F0, _F1 = np.float32(0), np.float32(1)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-def _sgd(record, start, stop, grads, at, hyper):  # type: ignore[no-untyped-def]
+def _sgd(record, start, stop, grads, at, hyper, sign):  # type: ignore[no-untyped-def]
     rate, decay = np.float32(hyper[0]), np.float32(hyper[1])
     for j in range(start, stop):
-        gradient = grads[at + j - start] + decay * record[j]
+        gradient = sign * grads[at + j - start] + decay * record[j]
         record[j] -= rate * gradient
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-def _momentum(record, dim, start, stop, grads, at, hyper):  # type: ignore[no-untyped-def]
+def _momentum(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
     """State: velocity."""
     rate, decay, momentum = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
     nesterov = hyper[3] != 0.0
+    rest = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
     for j in range(start, stop):
-        gradient = grads[at + j - start] + decay * record[j]
-        velocity = momentum * record[dim + j] + gradient
+        gradient = sign * grads[at + j - start] + decay * record[j]
+        velocity = momentum * record[dim + j] + rest * gradient
         record[dim + j] = velocity
         record[j] -= rate * (gradient + momentum * velocity if nesterov else velocity)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-def _adagrad(record, dim, start, stop, grads, at, hyper):  # type: ignore[no-untyped-def]
+def _adagrad(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
     """State: sum of squares."""
-    rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
+    decay, epsilon = np.float32(hyper[1]), np.float32(hyper[2])
+    rate = np.float32(hyper[0] / (1.0 + (step - 1.0) * hyper[4]))
     for j in range(start, stop):
-        gradient = grads[at + j - start] + decay * record[j]
+        gradient = sign * grads[at + j - start] + decay * record[j]
         total = record[dim + j] + gradient * gradient
         record[dim + j] = total
         record[j] -= rate * (gradient / (np.sqrt(total) + epsilon))
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-def _rmsprop(record, dim, start, stop, grads, at, hyper):  # type: ignore[no-untyped-def]
-    """State: moving average of squares."""
+def _rmsprop(record, dim, start, stop, grads, at, hyper, sign, has_momentum, is_centered):  # type: ignore[no-untyped-def]
+    """State: moving average of squares, the velocity if there is momentum, the moving average if centered."""
     rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
-    alpha, rest = np.float32(hyper[3]), np.float32(1.0 - hyper[3])
+    alpha, rest, momentum = np.float32(hyper[3]), np.float32(1.0 - hyper[3]), np.float32(hyper[4])
+    middle = 3 * dim if has_momentum else 2 * dim
     for j in range(start, stop):
-        gradient = grads[at + j - start] + decay * record[j]
+        gradient = sign * grads[at + j - start] + decay * record[j]
         square = alpha * record[dim + j] + rest * gradient * gradient
         record[dim + j] = square
-        record[j] -= rate * (gradient / (np.sqrt(square) + epsilon))
+        if is_centered:
+            mean = record[middle + j] + rest * (gradient - record[middle + j])
+            record[middle + j] = mean
+            square -= mean * mean
+        change = gradient / (np.sqrt(square) + epsilon)
+        if has_momentum:
+            change = momentum * record[2 * dim + j] + change
+            record[2 * dim + j] = change
+        record[j] -= rate * change
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-def _adam(record, dim, start, stop, grads, at, hyper, decoupled, per_element):  # type: ignore[no-untyped-def]
-    """State: first moment, second moment, step count (of a sparse row or of a dense element)."""
-    decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
-    shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else np.float32(1.0)
-    rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
-    first, second, count = dim, 2 * dim, 3 * dim
-    begin = start
-    while begin < stop:
-        place, end = count, stop
-        if per_element:  # a run of elements with the same count shares the bias corrections
-            place, end = count + begin, begin + 1
-            while end < stop and record[count + end] == record[place]:
-                end += 1
-        step = np.float64(record[place]) + 1.0
-        size = np.float32(hyper[0] / (1.0 - hyper[3] ** step))
-        root = np.float32(np.sqrt(1.0 - hyper[4] ** step))
-        for j in range(begin, end):
-            value = record[j] * shrink
-            gradient = grads[at + j - start] + decay * value
-            moment = record[first + j] + rest1 * (gradient - record[first + j])
-            square = beta2 * record[second + j] + rest2 * gradient * gradient
-            record[first + j] = moment
-            record[second + j] = square
-            record[j] = value - size * (moment / (np.sqrt(square) / root + epsilon))
-        if per_element:
-            for j in range(begin, end):
-                record[count + j] = np.float32(step)
-        else:
-            record[place] = np.float32(step)
-        begin = end
+def _adadelta(record, dim, start, stop, grads, at, hyper, sign):  # type: ignore[no-untyped-def]
+    """State: moving averages of the gradients' squares and of the steps' squares."""
+    rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
+    rho, rest = np.float32(hyper[3]), np.float32(1.0 - hyper[3])
+    for j in range(start, stop):
+        gradient = sign * grads[at + j - start] + decay * record[j]
+        square = rho * record[dim + j] + rest * gradient * gradient
+        change = np.sqrt(record[2 * dim + j] + epsilon) / np.sqrt(square + epsilon) * gradient
+        record[dim + j] = square
+        record[2 * dim + j] = rho * record[2 * dim + j] + rest * change * change
+        record[j] -= rate * change
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
@@ -122,20 +116,83 @@ def _ftrl(record, dim, start, stop, grads, at, hyper):  # type: ignore[no-untype
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+def _count_plane(rule, hyper):  # type: ignore[no-untyped-def]
+    """Return how many planes lie before the step count; 0 for a rule that counts none."""
+    if rule in (ADAM, ADAMW):
+        return 4 if hyper[5] != 0.0 else 3
+    if rule == NADAM:
+        return 4
+    if rule >= ADAMAX:
+        return 3
+    return 2 if rule in (MOMENTUM, ADAGRAD) and hyper[4] != 0.0 else 0
+
+
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+def _update_counted(rule, record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+    """Update elements that have had `step` - 1 updates each."""
+    if rule in (ADAM, ADAMW):
+        if hyper[5] != 0.0:
+            adam(record, dim, start, stop, grads, at, hyper, sign, step, rule == ADAMW, True)
+        else:
+            adam(record, dim, start, stop, grads, at, hyper, sign, step, rule == ADAMW, False)
+    elif rule == ADAMAX:
+        adamax(record, dim, start, stop, grads, at, hyper, sign, step)
+    elif rule == NADAM:
+        nadam(record, dim, start, stop, grads, at, hyper, sign, step)
+    elif rule == RADAM:
+        radam(record, dim, start, stop, grads, at, hyper, sign, step)
+    elif rule == ASGD:
+        asgd(record, dim, start, stop, grads, at, hyper, sign, step)
+    elif rule == RPROP:
+        rprop(record, dim, start, stop, grads, at, hyper, sign, step)
+    elif rule == MOMENTUM:
+        _momentum(record, dim, start, stop, grads, at, hyper, sign, step)
+    elif rule == ADAGRAD:
+        _adagrad(record, dim, start, stop, grads, at, hyper, sign, step)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+def _update_runs(rule, record, dim, start, stop, grads, at, hyper, sign, count, per_element):  # type: ignore[no-untyped-def]
+    """Update ``[start, stop)`` by a rule that counts in word `count`, or per element in the words from there on."""
+    begin = start
+    while begin < stop:
+        place, end = count, stop
+        if per_element:  # a run of elements with the same count shares what depends on it
+            place, end = count + begin, begin + 1
+            while end < stop and record[count + end] == record[place]:
+                end += 1
+        step = np.float64(record[place]) + 1.0
+        _update_counted(rule, record, dim, begin, end, grads, at + begin - start, hyper, sign, step)
+        if per_element:
+            for j in range(begin, end):
+                record[count + j] = np.float32(step)
+        else:
+            record[place] = np.float32(step)
+        begin = end
+
+
+@njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 def update_record(rule, record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
     """Apply the gradients ``grads[at : at + stop - start]`` to elements ``[start, stop)`` of a record."""
     if rule == FTRL:
         _ftrl(record, dim, start, stop, grads, at, hyper)
+        return
+    sign = np.float32(-1.0 if hyper[MAXIMIZE] != 0.0 else 1.0)
+    count = _count_plane(rule, hyper) * dim
+    if count > 0:
+        _update_runs(rule, record, dim, start, stop, grads, at, hyper, sign, count, per_element)
     elif rule == SGD:
-        _sgd(record, start, stop, grads, at, hyper)
+        _sgd(record, start, stop, grads, at, hyper, sign)
     elif rule == ADAGRAD:
-        _adagrad(record, dim, start, stop, grads, at, hyper)
+        _adagrad(record, dim, start, stop, grads, at, hyper, sign, 1.0)
     elif rule == MOMENTUM:
-        _momentum(record, dim, start, stop, grads, at, hyper)
-    elif rule == RMSPROP:
-        _rmsprop(record, dim, start, stop, grads, at, hyper)
+        _momentum(record, dim, start, stop, grads, at, hyper, sign, 1.0)
+    elif rule == ADADELTA:
+        _adadelta(record, dim, start, stop, grads, at, hyper, sign)
+    elif hyper[4] == 0.0 and hyper[5] == 0.0:
+        _rmsprop(record, dim, start, stop, grads, at, hyper, sign, False, False)
     else:
-        _adam(record, dim, start, stop, grads, at, hyper, rule == ADAMW, per_element)
+        _rmsprop(record, dim, start, stop, grads, at, hyper, sign, hyper[4] != 0.0, hyper[5] != 0.0)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

@@ -201,11 +201,7 @@ class TablePart(ABC):
 
     def set_update(self, rule: UpdateRule) -> None:
         """Take other hyperparameters of the same rule."""
-        if type(rule) is not type(self.rule):
-            raise UsageError(
-                f"table {self.spec.name!r} is updated by {type(self.rule).__name__}, and its state is of that rule: "
-                f"it cannot become {type(rule).__name__}"
-            )
+        rule.check_follows(self.rule, f"table {self.spec.name!r}")
         self.rule = rule
         self.parameters[: len(rule.hyper)] = rule.hyper
 

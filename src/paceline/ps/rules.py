@@ -1,48 +1,26 @@
 """Update rules and initializers, as a user writes them.
 
-Each is a keyword-only frozen dataclass that knows its kernel code, its parameter vector and how many state
-planes lie beside the values. They travel as plain dictionaries (:func:`to_fields`, :func:`from_fields`),
-never pickled.
+Each is a keyword-only frozen dataclass that knows its kernel code, its parameter vector and which state planes lie
+beside the values. They travel as plain dictionaries (:func:`to_fields`, :func:`from_fields`), never pickled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar
 
 from paceline.errors import UsageError
-
-
-def _check(rule: object, **bounds: tuple[float, float]) -> None:
-    """Raise unless every named field is a finite number within its closed bounds."""
-    for name, (low, high) in bounds.items():
-        value = getattr(rule, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= sys.float_info.max or not low <= value <= high:
-            raise UsageError(
-                f"{type(rule).__name__}({name}={value!r}): expected a finite number from {low:g} to {high:g}"
-            )
-
-
-_TINY = 5e-324  # the least positive float: an open lower bound
-
-
-class UpdateRule(ABC):
-    """What a server does with a gradient. Abstract: use one of the final classes below."""
-
-    code: ClassVar[int]
-    num_states: ClassVar[int]
-    """State planes beside the values, each as long as they are."""
-    has_count: ClassVar[bool] = False
-    """Whether a step count lies behind the planes."""
-
-    @property
-    @abstractmethod
-    def hyper(self) -> tuple[float, ...]:
-        """The hyperparameters in the kernel's order, at most 8."""
+from paceline.ps.counted_rules import ASGD as ASGD
+from paceline.ps.counted_rules import Adam as Adam
+from paceline.ps.counted_rules import Adamax as Adamax
+from paceline.ps.counted_rules import AdamW as AdamW
+from paceline.ps.counted_rules import NAdam as NAdam
+from paceline.ps.counted_rules import RAdam as RAdam
+from paceline.ps.counted_rules import Rprop as Rprop
+from paceline.ps.update_rule import TINY, check_bounds, check_flags
+from paceline.ps.update_rule import UpdateRule as UpdateRule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,120 +29,146 @@ class SGD(UpdateRule):
 
     lr: float
     weight_decay: float = 0.0
+    maximize: bool = False
     code: ClassVar[int] = 0
-    num_states: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        _check(self, lr=(0, math.inf), weight_decay=(0, math.inf))
+        check_bounds(self, lr=(0, math.inf), weight_decay=(0, math.inf))
+        check_flags(self, "maximize")
 
     @property
-    def hyper(self) -> tuple[float, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """Rate and weight decay."""
         return (self.lr, self.weight_decay)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Momentum(UpdateRule):
-    """SGD with momentum, Nesterov's on demand, as ``torch.optim.SGD(momentum=…, nesterov=…)``."""
+    """SGD with momentum, Nesterov's on demand, as ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``."""
 
     lr: float
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 0.0
+    dampening: float = 0.0
+    maximize: bool = False
     code: ClassVar[int] = 1
-    num_states: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check(self, lr=(0, math.inf), momentum=(0, 1), weight_decay=(0, math.inf))
-        if not isinstance(self.nesterov, bool):
-            raise UsageError(f"Momentum(nesterov={self.nesterov!r}): expected True or False")
+        check_bounds(
+            self, lr=(0, math.inf), momentum=(0, 1), weight_decay=(0, math.inf), dampening=(-math.inf, math.inf)
+        )
+        check_flags(self, "nesterov", "maximize")
 
     @property
-    def hyper(self) -> tuple[float, ...]:
-        """Rate, weight decay, momentum, whether Nesterov's."""
-        return (self.lr, self.weight_decay, self.momentum, float(self.nesterov))
+    def numbers(self) -> tuple[float, ...]:
+        """Rate, weight decay, momentum, whether Nesterov's, dampening."""
+        return (self.lr, self.weight_decay, self.momentum, float(self.nesterov), self.dampening)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See :attr:`UpdateRule.states`."""
+        return ("momentum_buffer",)
+
+    @property
+    def has_count(self) -> bool:
+        """See :attr:`UpdateRule.has_count`."""
+        return self.dampening != 0  # the first gradient is not dampened
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(UpdateRule):
-    """Adagrad (Duchi et al., JMLR 2011), as ``torch.optim.Adagrad`` with lr_decay=0."""
+    """Adagrad (Duchi et al., JMLR 2011), as ``torch.optim.Adagrad``."""
 
     lr: float
     eps: float = 1e-10
     initial_accumulator: float = 0.0
     weight_decay: float = 0.0
+    lr_decay: float = 0.0
+    maximize: bool = False
     code: ClassVar[int] = 2
-    num_states: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check(
+        check_bounds(
             self,
             lr=(0, math.inf),
             eps=(0, math.inf),
             initial_accumulator=(0, math.inf),
             weight_decay=(0, math.inf),
+            lr_decay=(0, math.inf),
         )
+        check_flags(self, "maximize")
 
     @property
-    def hyper(self) -> tuple[float, ...]:
-        """Rate, weight decay, epsilon, initial accumulator."""
-        return (self.lr, self.weight_decay, self.eps, self.initial_accumulator)
+    def numbers(self) -> tuple[float, ...]:
+        """Rate, weight decay, epsilon, initial accumulator, the rate's decay."""
+        return (self.lr, self.weight_decay, self.eps, self.initial_accumulator, self.lr_decay)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See :attr:`UpdateRule.states`."""
+        return ("sum",)
+
+    @property
+    def has_count(self) -> bool:
+        """See :attr:`UpdateRule.has_count`."""
+        return self.lr_decay != 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSprop(UpdateRule):
-    """RMSprop (Hinton, lecture 6e), as ``torch.optim.RMSprop`` without momentum or centering."""
+    """RMSprop (Hinton, lecture 6e), as ``torch.optim.RMSprop``; centered as Graves, arXiv:1308.0850."""
 
     lr: float
     alpha: float = 0.99
     eps: float = 1e-8
     weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+    maximize: bool = False
     code: ClassVar[int] = 3
-    num_states: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check(self, lr=(0, math.inf), alpha=(0, 1), eps=(0, math.inf), weight_decay=(0, math.inf))
+        everything = (0, math.inf)
+        check_bounds(self, lr=everything, alpha=(0, 1), eps=everything, weight_decay=everything, momentum=everything)
+        check_flags(self, "centered", "maximize")
 
     @property
-    def hyper(self) -> tuple[float, ...]:
-        """Rate, weight decay, epsilon, smoothing."""
-        return (self.lr, self.weight_decay, self.eps, self.alpha)
+    def numbers(self) -> tuple[float, ...]:
+        """Rate, weight decay, epsilon, smoothing, momentum, whether centered."""
+        return (self.lr, self.weight_decay, self.eps, self.alpha, self.momentum, float(self.centered))
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See :attr:`UpdateRule.states`."""
+        velocity = ("momentum_buffer",) if self.momentum else ()
+        return ("square_avg", *velocity, *(("grad_avg",) if self.centered else ()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adam(UpdateRule):
-    """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; the step count is each row's own."""
+class Adadelta(UpdateRule):
+    """Adadelta (Zeiler, arXiv:1212.5701), as ``torch.optim.Adadelta``."""
 
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
     weight_decay: float = 0.0
-    code: ClassVar[int] = 4
-    num_states: ClassVar[int] = 2
-    has_count: ClassVar[bool] = True
+    maximize: bool = False
+    code: ClassVar[int] = 7
 
     def __post_init__(self) -> None:
-        betas: Any = self.betas
-        if isinstance(betas, list):  # as JSON and msgpack have it
-            betas = tuple(betas)
-            object.__setattr__(self, "betas", betas)
-        _check(self, lr=(0, math.inf), eps=(0, math.inf), weight_decay=(0, math.inf))
-        is_pair = isinstance(betas, tuple) and len(betas) == 2
-        if not is_pair or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
-            raise UsageError(f"{type(self).__name__}(betas={betas!r}): expected two numbers in [0, 1)")
+        check_bounds(self, lr=(0, math.inf), rho=(0, 1), eps=(0, math.inf), weight_decay=(0, math.inf))
+        check_flags(self, "maximize")
 
     @property
-    def hyper(self) -> tuple[float, ...]:
-        """Rate, weight decay, epsilon, the two betas."""
-        return (self.lr, self.weight_decay, self.eps, *self.betas)
+    def numbers(self) -> tuple[float, ...]:
+        """Rate, weight decay, epsilon, smoothing."""
+        return (self.lr, self.weight_decay, self.eps, self.rho)
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, ICLR 2019), as ``torch.optim.AdamW``."""
-
-    weight_decay: float = 0.01
-    code: ClassVar[int] = 5
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See :attr:`UpdateRule.states`."""
+        return ("square_avg", "acc_delta")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,15 +183,19 @@ class FTRL(UpdateRule):
     l1: float = 0.0
     l2: float = 0.0
     code: ClassVar[int] = 6
-    num_states: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _check(self, alpha=(_TINY, math.inf), beta=(_TINY, math.inf), l1=(0, math.inf), l2=(0, math.inf))
+        check_bounds(self, alpha=(TINY, math.inf), beta=(TINY, math.inf), l1=(0, math.inf), l2=(0, math.inf))
 
     @property
-    def hyper(self) -> tuple[float, ...]:
+    def numbers(self) -> tuple[float, ...]:
         """Alpha, beta, L1, L2."""
         return (self.alpha, self.beta, self.l1, self.l2)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """See :attr:`UpdateRule.states`."""
+        return ("z", "n")
 
 
 class Initializer(ABC):
@@ -221,7 +229,7 @@ class Constant(Initializer):
     code: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check(self, value=(-math.inf, math.inf))
+        check_bounds(self, value=(-math.inf, math.inf))
 
     @property
     def arguments(self) -> tuple[float, float]:
@@ -238,8 +246,8 @@ class Uniform(Initializer):
     code: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _check(self, high=(-math.inf, math.inf))
-        _check(self, low=(-math.inf, self.high))
+        check_bounds(self, high=(-math.inf, math.inf))
+        check_bounds(self, low=(-math.inf, self.high))
 
     @property
     def arguments(self) -> tuple[float, float]:
@@ -256,7 +264,7 @@ class Normal(Initializer):
     code: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        _check(self, mean=(-math.inf, math.inf), std=(0, math.inf))
+        check_bounds(self, mean=(-math.inf, math.inf), std=(0, math.inf))
 
     @property
     def arguments(self) -> tuple[float, float]:
@@ -265,7 +273,8 @@ class Normal(Initializer):
 
 
 RULES: dict[str, type[UpdateRule]] = {
-    rule.__name__: rule for rule in (SGD, Momentum, Adagrad, RMSprop, Adam, AdamW, FTRL)
+    rule.__name__: rule
+    for rule in (SGD, Momentum, Adagrad, RMSprop, Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, ASGD, Rprop, FTRL)
 }
 INITIALIZERS: dict[str, type[Initializer]] = {kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal)}
 

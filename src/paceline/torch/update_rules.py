@@ -12,22 +12,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.ps import SGD, Adagrad, Adam, AdamW, Momentum, RMSprop, UpdateRule
+from paceline.ps import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Momentum,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    UpdateRule,
+)
 
-_POSSIBLE = "torch.optim's SGD, Adagrad, RMSprop, Adam and AdamW"
-
-_STATE_NAMES: dict[type[UpdateRule], tuple[str, ...]] = {
-    SGD: (),
-    Momentum: ("momentum_buffer",),
-    Adagrad: ("sum",),
-    RMSprop: ("square_avg",),
-    Adam: ("exp_avg", "exp_avg_sq"),
-    AdamW: ("exp_avg", "exp_avg_sq"),
-}
+_POSSIBLE = (
+    "torch.optim's SGD, Adagrad, RMSprop, Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, ASGD and Rprop, with all options"
+)
+_SCALARS = ("mu_product", "eta")
+"""States that torch has as one number of a parameter, a table for each element."""
 
 
 def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
@@ -36,82 +44,109 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     It gives what the optimizer would give, to float32 rounding. Numbers may be tensors, as torch allows; how torch
     would compute (``foreach``, ``fused``, ``capturable``, ``differentiable``) does not matter.
 
-    Raises UsageError for an optimizer that no rule does the same as (LBFGS, SparseAdam, a class with a step of its
-    own), and for options that a rule does not have: the message names them.
+    Raises UsageError for an optimizer that no rule does the same as, because it does not update every element by
+    itself (Adafactor, LBFGS, Muon), needs sparse gradients, or is not torch's: the message says which are possible.
     """
     step = inspect.unwrap(type(optimizer).step)
     for kind, make in _MAKERS:
         if isinstance(optimizer, kind) and step is inspect.unwrap(kind.step):
             return make(optimizer, group)
-    what = type(optimizer).__name__
-    has_own_step = any(isinstance(optimizer, kind) for kind, _ in _MAKERS)
     raise UsageError(
-        f"optimizer {what} {'has a step of its own' if has_own_step else 'has no update rule'}, which servers and "
-        f"tables of rows cannot apply: take one of {_POSSIBLE}, or a strategy that keeps no parameters on servers "
-        "(all-reduce)"
+        f"optimizer {type(optimizer).__name__} {_obstacle(optimizer)}, so that servers and tables of rows, which hold "
+        f"pieces of parameters, cannot apply it: take one of {_POSSIBLE}, or a strategy that keeps no parameters on "
+        "servers (all-reduce)"
     )
 
 
-def _refuse(optimizer: Optimizer, group: Mapping[str, Any], *options: str) -> None:
-    for option in (*options, "maximize"):
-        value = group.get(option, False)
-        if isinstance(value, Tensor):
-            value = value.item()
-        if value:
-            raise UsageError(
-                f"optimizer {type(optimizer).__name__} has {option}={value}, which the update rules of servers and of "
-                f"tables of rows do not know: leave {option} out, or take a strategy that keeps no parameters on "
-                f"servers (all-reduce); possible are {_POSSIBLE}, without {option}"
-            )
+def _obstacle(optimizer: Optimizer) -> str:
+    if any(isinstance(optimizer, kind) for kind, _ in _MAKERS):
+        return "has a step of its own"
+    if type(optimizer).__name__ in ("Adafactor", "LBFGS", "Muon"):
+        return "computes with whole parameters, not with each element by itself"
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return "takes sparse gradients only"
+    return "has no update rule"
+
+
+def _number(group: Mapping[str, Any], names: str) -> dict[str, Any]:
+    return {name: float(group[name]) for name in names.split()}
+
+
+def _is_set(group: Mapping[str, Any], names: str) -> dict[str, Any]:
+    return {name: bool(group.get(name, False)) for name in names.split()}
+
+
+def _pair(group: Mapping[str, Any], name: str) -> dict[str, Any]:
+    first, second = group[name]
+    return {name: (float(first), float(second))}
 
 
 def _sgd(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    _refuse(optimizer, group, "dampening")
-    lr, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
-    if not momentum:
-        return SGD(lr=lr, weight_decay=decay)
-    return Momentum(lr=lr, weight_decay=decay, momentum=momentum, nesterov=bool(group["nesterov"]))
+    common: dict[str, Any] = {**_number(group, "lr weight_decay"), **_is_set(group, "maximize")}
+    if not group["momentum"]:
+        return SGD(**common)
+    return Momentum(**common, **_number(group, "momentum dampening"), **_is_set(group, "nesterov"))
 
 
 def _adagrad(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    _refuse(optimizer, group, "lr_decay")
     return Adagrad(
-        lr=float(group["lr"]),
-        eps=float(group["eps"]),
+        **_number(group, "lr eps weight_decay lr_decay"),
         initial_accumulator=float(group["initial_accumulator_value"]),
-        weight_decay=float(group["weight_decay"]),
+        **_is_set(group, "maximize"),
     )
 
 
 def _rmsprop(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    _refuse(optimizer, group, "momentum", "centered")
-    return RMSprop(
-        lr=float(group["lr"]),
-        alpha=float(group["alpha"]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-    )
+    return RMSprop(**_number(group, "lr alpha eps weight_decay momentum"), **_is_set(group, "centered maximize"))
+
+
+def _adadelta(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    return Adadelta(**_number(group, "lr rho eps weight_decay"), **_is_set(group, "maximize"))
+
+
+def _moments(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_number(group, "lr eps weight_decay"), **_pair(group, "betas"), **_is_set(group, "maximize")}
 
 
 def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    _refuse(optimizer, group, "amsgrad")
     # Newer versions of torch have AdamW as an Adam with this option, older ones as a class of its own.
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-    first, second = group["betas"]
-    return (AdamW if is_decoupled else Adam)(
-        lr=float(group["lr"]),
-        betas=(float(first), float(second)),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-    )
+    return (AdamW if is_decoupled else Adam)(**_moments(group), **_is_set(group, "amsgrad"))
+
+
+def _adamax(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    return Adamax(**_moments(group))
+
+
+def _nadam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    return NAdam(**_moments(group), **_number(group, "momentum_decay"), **_is_set(group, "decoupled_weight_decay"))
+
+
+def _radam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    return RAdam(**_moments(group), **_is_set(group, "decoupled_weight_decay"))
+
+
+def _asgd(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    return ASGD(**_number(group, "lr lambd alpha t0 weight_decay"), **_is_set(group, "maximize"))
+
+
+def _rprop(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
+    pairs = {**_pair(group, "etas"), **_pair(group, "step_sizes")}
+    return Rprop(**_number(group, "lr"), **pairs, **_is_set(group, "maximize"))
 
 
 _MAKERS: tuple[tuple[type[Optimizer], Callable[[Optimizer, Mapping[str, Any]], UpdateRule]], ...] = (
     (torch.optim.SGD, _sgd),
     (torch.optim.Adagrad, _adagrad),
     (torch.optim.RMSprop, _rmsprop),
+    (torch.optim.Adadelta, _adadelta),
     (torch.optim.AdamW, _adam),
     (torch.optim.Adam, _adam),
+    (torch.optim.Adamax, _adamax),
+    (torch.optim.NAdam, _nadam),
+    (torch.optim.RAdam, _radam),
+    (torch.optim.ASGD, _asgd),
+    (torch.optim.Rprop, _rprop),
 )
 
 
@@ -123,20 +158,23 @@ def num_planes(rule: UpdateRule) -> int:
 def state_to_torch(
     rule: UpdateRule, planes: npt.NDArray[np.float32], shape: Sequence[int], *, num_steps: int = 0
 ) -> dict[str, Any]:
-    """Return a parameter's state as torch's optimizer keeps it, float32 tensors on the CPU.
+    """Return a parameter's state as torch's optimizer keeps it, float32 tensors on the CPU; nothing before a step.
 
     `planes` (float32 [num_planes, n]) are a table's, copied; `shape` is the parameter's. `num_steps` is what the
-    optimizer's own count becomes where the rule has none: for Adagrad and RMSprop, whose updates do not depend on it.
+    optimizer's own count becomes where the rule has none, because its updates do not depend on it.
     """
-    names = _STATE_NAMES[type(rule)]
+    # The elements of a parameter are updated together, so that their counts are equal.
+    count = float(planes[-1].max(initial=0)) if rule.has_count else float(num_steps)
+    if rule.has_count and not count:
+        return {}
     state: dict[str, Any] = {
-        name: torch.from_numpy(plane.reshape(tuple(shape)).copy()) for name, plane in zip(names, planes, strict=False)
+        name: torch.tensor(plane[0]) if name in _SCALARS else torch.from_numpy(plane.reshape(tuple(shape)).copy())
+        for name, plane in zip(rule.states, planes, strict=False)
     }
-    if rule.has_count:
-        # The elements of a parameter are updated together, so that their counts are equal.
-        state["step"] = torch.tensor(float(planes[-1].max(initial=0)), dtype=torch.float32)
-    elif isinstance(rule, (Adagrad, RMSprop)):
-        state["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
+    if isinstance(rule, ASGD):
+        state["mu"] = torch.tensor(1.0 / max(1.0, count - rule.t0), dtype=torch.float32)
+    if not isinstance(rule, (SGD, Momentum)):
+        state["step"] = torch.tensor(count, dtype=torch.float32)
     return state
 
 
@@ -148,10 +186,12 @@ def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: i
     planes = np.zeros((num_planes(rule), num_elements), np.float32)
     if isinstance(rule, Adagrad):
         planes[0] = rule.initial_accumulator
-    for plane, name in zip(planes, _STATE_NAMES[type(rule)], strict=False):
+    for plane, name in zip(planes, rule.states, strict=False):
         found = state.get(name)
         if found is not None:
             plane[:] = found.detach().to("cpu", torch.float32).reshape(-1).numpy()
+            if isinstance(rule, Momentum) and rule.has_count:
+                planes[-1] = 1  # torch keeps no count: a velocity says that there was a step
     if rule.has_count and "step" in state:
         planes[-1] = float(state["step"])
     return planes

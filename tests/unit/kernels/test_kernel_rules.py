@@ -9,10 +9,26 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.kernels import dense, reference
+from paceline.kernels import dense, rules_reference
 from paceline.kernels.cases import parameters
 from paceline.kernels.initializers import CONSTANT, ZEROS
-from paceline.ps.rules import FTRL, SGD, Adagrad, Adam, AdamW, Constant, Momentum, RMSprop, UpdateRule
+from paceline.ps.rules import (
+    ASGD,
+    FTRL,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Constant,
+    Momentum,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    UpdateRule,
+)
 from paceline.ps.sparse_store import SparseStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
@@ -47,6 +63,25 @@ RULES: dict[str, tuple[UpdateRule, str, dict[str, Any]]] = {
         "RMSprop",
         {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.1},
     ),
+    "SGD maximize": (SGD(lr=0.01, maximize=True), "SGD", {"lr": 0.01, "maximize": True}),
+    "Dampening": (
+        Momentum(lr=0.02, dampening=0.5, weight_decay=0.1),
+        "SGD",
+        {"lr": 0.02, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+    ),
+    "Adagrad lr_decay": (Adagrad(lr=0.1, lr_decay=0.1), "Adagrad", {"lr": 0.1, "lr_decay": 0.1}),
+    "RMSprop momentum": (RMSprop(lr=0.001, momentum=0.9), "RMSprop", {"lr": 0.001, "momentum": 0.9}),
+    "Adadelta": (Adadelta(weight_decay=0.1), "Adadelta", {"weight_decay": 0.1}),
+    "Adam amsgrad": (Adam(lr=0.01, amsgrad=True), "Adam", {"lr": 0.01, "amsgrad": True}),
+    "Adamax": (Adamax(lr=0.01, weight_decay=0.1), "Adamax", {"lr": 0.01, "weight_decay": 0.1}),
+    "NAdam": (NAdam(lr=0.01, weight_decay=0.1), "NAdam", {"lr": 0.01, "weight_decay": 0.1}),
+    "RAdam": (
+        RAdam(lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+        "RAdam",
+        {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
+    "ASGD": (ASGD(lr=0.05, lambd=0.01, t0=10), "ASGD", {"lr": 0.05, "lambd": 0.01, "t0": 10}),
+    "Rprop": (Rprop(lr=0.001), "Rprop", {"lr": 0.001}),
     "Adam": (Adam(lr=0.01), "Adam", {"lr": 0.01}),
     "Adam decay": (
         Adam(lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
@@ -197,7 +232,7 @@ def test_ftrl_is_as_in_the_paper(settings: dict[str, float], start: float, dim: 
         dense.dense_push(rule.code, record, dim, 0, dim, grad, 0, array)
         dense_found[t] = record[:dim]
     for j in range(dim):
-        expected = reference.ftrl_float64(
+        expected = rules_reference.ftrl_float64(
             grads[:, j].astype(np.float64), rule.alpha, rule.beta, rule.l1, rule.l2, start
         )
         np.testing.assert_allclose(found[:, j], expected, rtol=1e-4, atol=1e-5)

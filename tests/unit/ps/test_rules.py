@@ -13,18 +13,24 @@ from paceline.errors import UsageError
 from paceline.kernels import initializers as kernel_initializers
 from paceline.kernels import rules as kernel_rules
 from paceline.ps.rules import (
+    ASGD,
     FTRL,
     INITIALIZERS,
     RULES,
     SGD,
+    Adadelta,
     Adagrad,
     Adam,
+    Adamax,
     AdamW,
     Constant,
     Initializer,
     Momentum,
+    NAdam,
     Normal,
+    RAdam,
     RMSprop,
+    Rprop,
     Uniform,
     UpdateRule,
     Zeros,
@@ -39,7 +45,14 @@ EXAMPLES: list[UpdateRule] = [
     Adagrad(lr=0.1, eps=0, initial_accumulator=0.1, weight_decay=0.1),
     RMSprop(lr=0.1, alpha=0.5, eps=1e-3),
     Adam(lr=0.1, betas=(0.5, 0.25)),
+    Adam(lr=0.1, amsgrad=True, maximize=True),
     AdamW(lr=0.1),
+    Adadelta(rho=0.5),
+    Adamax(lr=0.1, betas=(0.5, 0.25)),
+    NAdam(lr=0.1, momentum_decay=0.1, decoupled_weight_decay=True),
+    RAdam(lr=0.1, decoupled_weight_decay=True),
+    ASGD(lr=0.1, t0=5),
+    Rprop(lr=0.1, etas=(0.25, 2), step_sizes=(0.5, 4)),
     FTRL(alpha=0.1, beta=0.5, l1=2, l2=3),
 ]
 STARTS: list[Initializer] = [Zeros(), Constant(value=2), Uniform(low=-1, high=1), Normal(mean=1, std=0)]
@@ -72,7 +85,7 @@ def test_codes_are_the_kernels() -> None:
     for name, start in INITIALIZERS.items():
         assert start.code == getattr(kernel_initializers, name.upper())
     for example in EXAMPLES:
-        assert len(example.hyper) <= kernel_rules.NUM_HYPER
+        assert len(example.hyper) == kernel_rules.NUM_HYPER
         assert all(math.isfinite(value) for value in example.hyper)
 
 
@@ -90,6 +103,9 @@ def test_codes_are_the_kernels() -> None:
             r"Momentum\(momentum=1.5\): expected a finite number from 0 to 1",
         ),
         (lambda: Momentum(lr=0.1, nesterov=1), r"Momentum\(nesterov=1\): expected True or False"),  # type: ignore[arg-type]
+        (lambda: Adam(lr=0.1, amsgrad=1), r"Adam\(amsgrad=1\): expected True or False"),  # type: ignore[arg-type]
+        (lambda: Rprop(lr=0.1, etas=(0.5, 0.9)), r"Rprop\(etas=\(0.5, 0.9\)\): expected one between 0 and 1"),
+        (lambda: Rprop(lr=0.1, step_sizes=(-1, 1)), r"Rprop\(step_sizes=\(-1, 1\)\): expected two numbers from 0"),
         (lambda: Adagrad(lr=0.1, eps=-1), r"Adagrad\(eps=-1\)"),
         (lambda: Adagrad(lr=0.1, initial_accumulator=None), r"Adagrad\(initial_accumulator=None\)"),  # type: ignore[arg-type]
         (lambda: RMSprop(lr=0.1, alpha=2), r"RMSprop\(alpha=2\)"),
@@ -118,7 +134,7 @@ def test_settings_that_cannot_work_are_refused(make: Callable[[], Any], message:
     [
         (
             {"kind": "Sgd", "lr": 1},
-            "unknown kind 'Sgd': expected one of Adagrad, Adam, AdamW, FTRL, Momentum",
+            "unknown kind 'Sgd': expected one of ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, FTRL, Momentum",
         ),
         ({"lr": 1}, "unknown kind None"),
         ({"kind": ["SGD"]}, "unknown kind"),
@@ -137,3 +153,12 @@ def test_rules_cannot_be_changed() -> None:
         SGD(lr=0.1).lr = 1.0  # type: ignore[misc]
     with pytest.raises(TypeError):
         UpdateRule()  # type: ignore[abstract]
+
+
+def test_a_rule_follows_one_with_the_same_state_only() -> None:
+    Adam(lr=0.2, maximize=True).check_follows(Adam(lr=0.1), "table 'w'")
+    with pytest.raises(UsageError, match="'w' is updated by Adam, and its state is of that rule: it cannot become SGD"):
+        SGD(lr=0.1).check_follows(Adam(lr=0.1), "table 'w'")
+    message = "Adam with the state exp_avg, exp_avg_sq, max_exp_avg_sq, step instead of exp_avg, exp_avg_sq, step"
+    with pytest.raises(UsageError, match=message):
+        Adam(lr=0.1, amsgrad=True).check_follows(Adam(lr=0.1), "table 'w'")

@@ -26,13 +26,29 @@ KNOWN: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd with decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
     "sgd, lr a tensor": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)),
+    "sgd, maximize": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01, maximize=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1, weight_decay=0.01),
+    "adagrad, lr_decay": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, maximize=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8, weight_decay=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, alpha=0.9, weight_decay=0.01),
+    "rmsprop, momentum": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9),
+    "rmsprop, centered": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "rmsprop, both": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True, maximize=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.99), weight_decay=0.01),
     "adam, foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, maximize=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, momentum_decay=0.1, weight_decay=0.01),
+    "nadam, decoupled": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.01, maximize=True),
+    "radam, decoupled": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, lambd=0.01, t0=5, weight_decay=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 
 
@@ -95,19 +111,22 @@ class OwnStep(torch.optim.SGD):
         return super().step(closure)
 
 
+class Foreign(Optimizer):
+    """Somebody else's optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
 class OwnName(torch.optim.SGD):
     """Torch's step under another name."""
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "dampening": (lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9, dampening=0.5), "SGD has dampening=0.5"),
-    "maximize": (lambda p: torch.optim.Adam(p, maximize=True), "Adam has maximize=True"),
-    "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "AdamW has amsgrad=True"),
-    "lr_decay": (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), "Adagrad has lr_decay=0.1"),
-    "centered": (lambda p: torch.optim.RMSprop(p, centered=True), "RMSprop has centered=True"),
-    "momentum": (lambda p: torch.optim.RMSprop(p, momentum=0.9), "RMSprop has momentum=0.9"),
-    "LBFGS": (torch.optim.LBFGS, "LBFGS has no update rule"),
-    "NAdam": (torch.optim.NAdam, "NAdam has no update rule"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS computes with whole parameters"),
+    "Adafactor": (torch.optim.Adafactor, "Adafactor computes with whole parameters"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam takes sparse gradients only"),
+    "not torch's": (Foreign, "Foreign has no update rule"),
     "own step": (lambda p: OwnStep(p, lr=1.0), "OwnStep has a step of its own"),
 }
 
@@ -119,7 +138,7 @@ def test_an_optimizer_without_a_rule_is_named(name: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         rule_of(optimizer, optimizer.param_groups[0])
     assert "all-reduce" in str(caught.value)
-    assert "SGD, Adagrad, RMSprop, Adam and AdamW" in str(caught.value)
+    assert "torch.optim's SGD, Adagrad, RMSprop, Adadelta, Adam, AdamW" in str(caught.value)
 
 
 def test_a_subclass_with_torchs_step_has_torchs_rule() -> None:

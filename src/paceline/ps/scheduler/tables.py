@@ -36,12 +36,7 @@ class Tables:
         known = self._known.get(name)
         if known is None:
             raise UsageError(f"there is no table {name!r} to change the hyperparameters of: declare it first")
-        from_fields(RULES, update)  # raises what the servers would
-        kind = known.spec.update["kind"]
-        if update["kind"] != kind:
-            raise UsageError(
-                f"table {name!r} is updated by {kind}, and its state is of that rule: it cannot become {update['kind']}"
-            )
+        from_fields(RULES, update).check_follows(from_fields(RULES, known.spec.update), f"table {name!r}")
         spec = known.spec.with_update(update)
         self._known[name] = KnownTable(number=known.number, declared=known.declared, spec=spec)
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from paceline.errors import UsageError
-from paceline.ps import Client, Initializer, SparseTable, UpdateRule, read_records, to_fields, write_records
+from paceline.ps import (
+    RULES,
+    Client,
+    Initializer,
+    SparseTable,
+    UpdateRule,
+    from_fields,
+    read_records,
+    to_fields,
+    write_records,
+)
 from paceline.ps.messages import TableSpec
 from paceline.ps.sparse_store import Floats, Keys
 from paceline.torch.embeddings.tables import Push, RowTable, RowTables, RowTicket
@@ -35,11 +44,7 @@ class ServerTable(RowTable):
 
     def set_update(self, rule: UpdateRule) -> None:
         """See :meth:`RowTable.set_update`: rank 0 speaks for all."""
-        if type(rule).__name__ != self.spec.update["kind"]:
-            raise UsageError(
-                f"embedding {self.spec.name!r} is updated by {self.spec.update['kind']}, and its state is of that "
-                f"rule: it cannot become {type(rule).__name__}"
-            )
+        rule.check_follows(from_fields(RULES, self.spec.update), f"embedding {self.spec.name!r}")
         if self._client.rank == 0:
             self._table.set_update(rule)
         else:

@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from paceline.collectives import Group
-from paceline.errors import UsageError
 from paceline.ps import Initializer, SparseStore, UpdateRule, to_fields
 from paceline.ps.messages import TableSpec
 from paceline.ps.sparse_store import Floats, Keys
@@ -119,11 +118,7 @@ class LocalTable(RowTable):
 
     def set_update(self, rule: UpdateRule) -> None:
         """See :meth:`RowTable.set_update`."""
-        if type(rule) is not type(self._store.rule):
-            raise UsageError(
-                f"embedding {self._spec.name!r} is updated by {type(self._store.rule).__name__}, and its state is of "
-                f"that rule: it cannot become {type(rule).__name__}"
-            )
+        rule.check_follows(self._store.rule, f"embedding {self._spec.name!r}")
         with self._lock:
             self._store.rule = rule
             self._store.parameters[: len(rule.hyper)] = rule.hyper

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, PacelineError, UsageError
-from paceline.ps import SGD
+from paceline.ps import RULES, SGD, from_fields
 from paceline.ps.messages import TableSpec
 from paceline.ps.saving import SavedModel, read_model, save_model
 from paceline.torch.strategies._json import from_json, like, to_json
@@ -216,9 +216,10 @@ def _options(group: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """Return what update rule an optimizer is, which decides what state it has."""
+    """Return what update rule an optimizer is, and with which state."""
     try:
-        return type(rule_of(optimizer, group)).__name__
+        rule = rule_of(optimizer, group)
+        return " with ".join([type(rule).__name__, *([rule.state_names] if rule.state_names else [])])
     except UsageError:
         return "what no rule of the servers does"
 
@@ -283,7 +284,8 @@ def _check_tables(strategy: Strategy, saved: SavedModel) -> None:
 
 
 def _nature(spec: TableSpec) -> tuple[Any, ...]:
-    return spec.dim, spec.update["kind"], spec.initializer, spec.seed
+    rule = from_fields(RULES, spec.update)
+    return spec.dim, spec.update["kind"], rule.states, rule.has_count, spec.initializer, spec.seed
 
 
 def _is_stateless(spec: TableSpec) -> bool:
