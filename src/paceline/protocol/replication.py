@@ -377,6 +377,11 @@ class Replication:
         return frozenset(target for target, buckets in self._fills.items() if buckets & ~self._sent[target])
 
     @property
+    def is_in_chain(self) -> bool:
+        """Whether this server is a member of any chain, or is being filled."""
+        return bool(self._filter.buckets | self._filling)
+
+    @property
     def has_successors(self) -> bool:
         """Whether anything has to be forwarded: if not, and the version is right, :meth:`admit` is all there is."""
         return bool(self._behind)

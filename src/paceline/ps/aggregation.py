@@ -45,6 +45,10 @@ class IterationBuffer:
         """Keep a push of a worker, which nobody else changes, for an iteration."""
         self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, kept))
 
+    def clear(self) -> None:
+        """Drop all that workers have pushed."""
+        self._pushes, self._free = {}, {}
+
     def recycle(self, tables: Mapping[int, Sequence[Push]]) -> None:
         """Take back an iteration's pushes, once they are applied: the next one's copies are made in their memory."""
         # Fresh pages cost more than the copy that fills them. What an iteration has not asked for again is let go.

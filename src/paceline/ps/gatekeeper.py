@@ -127,6 +127,17 @@ class Gatekeeper:
             else:
                 self._obey(self.gate.handle(clocks.Finish(worker)))
 
+    def forget(self) -> None:
+        """Forget where the workers are, and what they pushed: this server is in no chain, and hears of them no more.
+
+        When it is filled again :meth:`take_clocks` says where they are by then.
+        """
+        self.gate = Gate(self.gate.consistency, 0)
+        self.ranks.clear()
+        self.counted.clear()
+        if self.buffer is not None:
+            self.buffer.clear()
+
     def sync(self, peer: Peer, rank: int, clock: int, counts: bool) -> None:
         """Take a worker's word for its clock, and for whether it takes part, after a change of the map."""
         self.check_member(peer)

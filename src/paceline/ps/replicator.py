@@ -138,6 +138,8 @@ class Replicator:
         }
         self._reports = {}
         self._obey(self.rules.handle(replication.Change(cluster.version, cluster.chain_groups())))
+        for target in self.rules.filling:  # it may have been in no chain by a map that this server has missed
+            self._send_clocks(target)
 
     def disconnected(self, peer: Peer) -> None:
         """Forget a connection: of a server before this one, or of a client whose pushes are not answered."""
@@ -285,7 +287,8 @@ class Replicator:
         peer = self._peer(target)
         if peer is not None:
             tables = ((number, table.declared, table.spec) for number, table in self._tables.by_number.items())
-            peer.send_frame(CLOCKS, meta=messages.encode(self._gatekeeper.clocks_info(tuple(tables))))
+            info = self._gatekeeper.clocks_info(tuple(tables))
+            peer.send_frame(CLOCKS, epoch=self.rules.version, meta=messages.encode(info))
 
     # Filling.
 

@@ -66,7 +66,7 @@ from paceline.transport import (
     padded,
 )
 
-_VERSIONED = frozenset((PULL, PUSH, PUSH_PULL, TICK, SYNCED, FORWARD, STATE, READY))
+_VERSIONED = frozenset((PULL, PUSH, PUSH_PULL, TICK, SYNCED, FORWARD, STATE, READY, CLOCKS))
 _HEADER_FLOATS = HEADER_BYTES // 4
 _MAX_ANSWER_BYTES = Limits().max_frame_bytes
 _DROPPED_KEPT = 256  # as many pushes as a client has in flight at most
@@ -286,8 +286,21 @@ class Server(Handler):
             # First of all: a sum that nobody is left to have counts as safe, and what was read may be here no more.
             self._gatekeeper.refuse_held(self._stale())
             self._replicator.map_changed(cluster)
+            if not self._rules.is_in_chain:
+                self._forget_workers()
             early, self._early = self._early, []
             self._receive_again(early)
+
+    def _forget_workers(self) -> None:
+        """Forget where the workers are: they do not come here while this server is in no chain."""
+        for worker in list(self._ranks):
+            self._forget_gradients(worker)
+        self._gatekeeper.forget()
+        self._takeover = Takeover()
+        if self._buffer is not None:
+            self._iterations = Iterations(self._rules)
+        self._has_clocks, self._awaits_clocks, self._is_settled = False, True, False
+        self._before_clocks = []
 
     def _receive_again(self, frames: Sequence[_Frame]) -> None:
         for peer, header, meta, body in frames:
@@ -305,13 +318,15 @@ class Server(Handler):
         else:
             self._takeover.left(incarnation)
             self._gatekeeper.look()
-        if not joined:
-            return
-        self._dropped.pop(incarnation, None)
+        if joined:
+            self._forget_gradients(incarnation)
+
+    def _forget_gradients(self, worker: int) -> None:
+        self._dropped.pop(worker, None)
         for table in self._tables.by_number.values():
-            table.staleness.forget(incarnation)
+            table.staleness.forget(worker)
         if self._compensation is not None:
-            self._compensation.forget(incarnation)
+            self._compensation.forget(worker)
 
     def close(self) -> None:
         """Stop the timer and a snapshot that is being taken, and close the connections to other servers."""

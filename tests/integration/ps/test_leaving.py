@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from paceline.errors import UsageError
-from paceline.protocol import Sequential
-from paceline.ps import SGD, Client
+from paceline.protocol import ALL, BoundedDelay, Consistency, Sequential
+from paceline.ps import SGD, Client, messages
 from paceline.ps.messages import PUSH
 
 from .harness import Cluster, wait_until
@@ -90,3 +92,45 @@ def test_closed_within_the_block() -> None:
     with Cluster() as cluster, cluster.connect() as client:
         push(client)
         client.close()
+
+
+@pytest.mark.parametrize("is_missed", [False, True])
+@pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)], ids=str)
+def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
+    consistency: Consistency, is_missed: bool
+) -> None:
+    """Also from a server that has missed the map by which it was in no chain, and has a connection to it."""
+    with Cluster(servers=2, workers=2, replicas=1, consistency=consistency) as cluster:
+        first, second = clients = cluster.connect_all()
+        for client in clients:
+            push(client)
+        for client in clients:
+            client.flush()
+        stays, goes = cluster.nodes
+        known = {node: dict(node.call(lambda node=node: node.server._gatekeeper.gate.clocks)) for node in cluster.nodes}
+        assert known[goes] == known[stays]
+        now = first.link.call(messages.GetMap(), messages.ClusterMap)
+        me = stays.server._replicator.incarnation
+
+        def change(version: int, filling: int | None) -> None:
+            groups = tuple(structs.replace(group, members=(me,), filling=filling) for group in now.groups)
+            new = structs.replace(now, version=version, groups=groups)
+            for node in cluster.nodes:
+                if node is goes or filling is not None or not is_missed:
+                    node.call(partial(node.server.members_changed, new))
+            for client in clients:
+                client._take_map(new)
+
+        change(now.version + 1, None)
+        gatekeeper = goes.server._gatekeeper
+        assert (dict(gatekeeper.gate.clocks), gatekeeper.ranks, gatekeeper.counted) == ({}, {}, set())
+        for client in clients:
+            push(client)  # it does not hear of this
+        change(now.version + 2, goes.server._replicator.incarnation)
+        wait_until(lambda: goes.call(lambda: dict(gatekeeper.gate.clocks)) == dict.fromkeys(known[goes], 2))
+        assert gatekeeper.ranks == stays.server._ranks
+        held = goes.server._rules
+        wait_until(lambda: goes.call(lambda: held.held == ALL))
+        second.retire()
+        push(first)
+        wait_until(lambda: goes.call(lambda: max(gatekeeper.gate.clocks.values())) == 3)

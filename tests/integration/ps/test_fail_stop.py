@@ -1,0 +1,152 @@
+"""Servers that fail in the middle of something, or have no memory: they end, or refuse, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import PacelineError, PeerError
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.ps import SGD, Client, SparseTable
+from paceline.ps.bucket_arrays import buckets_of_keys
+
+from .harness import Cluster, Keys, ServerNode, in_threads, wait_until
+
+KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+ONES = -np.ones((300, 1), np.float32)
+
+
+def fail_once(node: ServerNode, name: str, error: Exception) -> None:
+    """Have the next call of a method of the server's part of the first table raise this."""
+    part: Any = node.server._tables.by_number[1].part
+    original = getattr(part, name)
+
+    def fails(*arguments: Any) -> Any:
+        setattr(part, name, original)
+        raise error
+
+    setattr(part, name, fails)
+
+
+def led_by(node: ServerNode) -> Keys:
+    """Return keys whose primary a server is."""
+    return KEYS[[bool(buckets_of_keys(KEYS[i : i + 1]) & node.server._rules.primary) for i in range(len(KEYS))]]
+
+
+def end(node: ServerNode) -> BaseException:
+    """Wait until a server has failed, and let its process be dead; return what it failed by."""
+    wait_until(lambda: bool(node.failures))
+    node.stop()
+    (failure,) = node.failures
+    node.failures.clear()
+    return failure
+
+
+def table_of(client: Client) -> SparseTable:
+    return client.sparse_table("sparse", update=SGD(lr=1.0))
+
+
+ERRORS = [MemoryError("no memory for the bucket to grow"), ZeroDivisionError(), PeerError("not any more")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1), Sequential()], ids=str)
+@pytest.mark.parametrize("who", ["primary", "replica"])
+def test_who_fails_to_apply_a_push_ends_and_nothing_is_lost(
+    who: str, consistency: Consistency, error: Exception
+) -> None:
+    """A replica that went on had the push in its filter, not in its table, and acknowledged it when it came again."""
+    with Cluster(servers=2, replicas=1, consistency=consistency) as cluster:
+        client = cluster.connect()
+        table = table_of(client)
+        primary, replica = cluster.nodes
+        keys = led_by(primary)
+        ones = -np.ones((len(keys), 1), np.float32)
+        table.push(keys, ones, tick=True)
+        table.pull(keys)
+        fails = primary if who == "primary" else replica
+        fail_once(fails, "push", error)
+        found, _ = in_threads(partial(end, fails), partial(table.push, keys, ones, tick=True))
+        assert found is error
+        assert set(table.pull(keys).reshape(-1)) == {2.0}
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+def test_who_fails_while_alone_acknowledges_nothing(consistency: Consistency) -> None:
+    with Cluster(consistency=consistency, workers=2) as cluster:
+        clients = cluster.connect_all(timeout_s=5.0)
+        tables = [table_of(client) for client in clients]
+        (node,) = cluster.nodes
+        fail_once(node, "push_sum" if node.server._buffer is not None else "push", MemoryError())
+        pushes = [partial(table.push, KEYS, ONES, tick=True) for table in tables]
+        found, *_ = in_threads(partial(end, node), *pushes)
+        assert isinstance(found, MemoryError)
+        for table in tables:
+            with pytest.raises(PacelineError):
+                table.pull(KEYS)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_push_for_which_there_is_no_memory_is_refused_and_changes_nothing(replicas: int) -> None:
+    with Cluster(servers=1 + replicas, replicas=replicas) as cluster:
+        client = cluster.connect()
+        table = table_of(client)
+        table.push(KEYS, ONES).wait()
+        for node in cluster.nodes:
+            fail_once(node, "reserve", MemoryError())
+        with pytest.raises(PeerError, match=r"server \d has no memory for this request: it was refused, and nothing"):
+            table.push(KEYS, ONES).wait()
+        keys = led_by(cluster.nodes[0])
+        refused = table.pull(keys)
+        assert set(refused.reshape(-1)) == {1.0}
+        table.push(keys, -np.ones((len(keys), 1), np.float32)).wait()
+        assert set(table.pull(keys).reshape(-1)) == {2.0}
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_a_map_that_cannot_be_carried_out_ends_the_server() -> None:
+    """It served by a version that it had not carried out."""
+    with Cluster(servers=2, replicas=1) as cluster:
+        client = cluster.connect()
+        table_of(client).push(KEYS, ONES).wait()
+        goes, fails = cluster.nodes
+        error = KeyError("Lead")
+        fails.server._replicator._on_lead = raises(error)
+        goes.stop()
+        assert end(fails) is error
+
+
+def test_a_link_that_fails_ends_the_server() -> None:
+    """Its task ended, nobody saw why, and the link was never made again."""
+    with Cluster(servers=2, replicas=1) as cluster:
+        client = cluster.connect()
+        table_of(client).push(KEYS, ONES).wait()
+        node = cluster.nodes[0]
+        links = node.server._replicator._links
+        assert links is not None
+        error = KeyError("up")
+        links._on_up = raises(error)
+        node.call(lambda: [link.peer.abort() for link in links._links.values() if link.peer is not None])
+        assert end(node) is error
+
+
+def test_a_scheduler_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster() as cluster:
+        error = KeyError("members")
+        monkeypatch.setattr(cluster.scheduler.core, "handle", raises(error))
+        with pytest.raises(PacelineError):
+            cluster.connect(timeout_s=1.0)
+        wait_until(lambda: bool(cluster.failures))
+        monkeypatch.undo()
+        assert set(cluster.failures) == {error}
+        cluster.failures.clear()

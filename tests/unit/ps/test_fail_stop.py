@@ -1,0 +1,101 @@
+"""Exceptions that nobody takes: wherever one is raised in a role's process, it ends with one line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.ps.fail_stop import must_succeed, watch_loop, watch_task
+
+ROLE = """
+import asyncio, threading
+from functools import partial
+from paceline.launch import roles
+from paceline.ps.fail_stop import end_process, must_succeed
+
+fail = partial(end_process, "server 3")
+
+def raise_it():
+    raise KeyError("a", "b\\nc")
+
+async def task():
+    raise_it()
+
+class Machine:
+    _fail = staticmethod(fail)
+    handle = must_succeed(lambda self: raise_it())
+
+async def serve(stop):
+    loop = asyncio.get_running_loop()
+    loop.call_later(20, stop.set)
+    HOW
+    await stop.wait()
+
+roles._run(serve, False, fail)
+"""
+WAYS = {
+    "a callback": "loop.call_soon(raise_it)",
+    "a timer": "loop.call_later(0.01, raise_it)",
+    "a task": "loop.create_task(task())",
+    "a thread": "threading.Thread(target=raise_it).start()",
+    "a method": "Machine().handle()",
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_role_ends_with_one_line(how: str) -> None:
+    code = ROLE.replace("HOW", WAYS[how])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("paceline server 3: KeyError: ('a', 'b\\nc') (")
+    assert "acknowledges nothing more" in line
+
+
+class Machine:
+    def __init__(self) -> None:
+        self.failures: list[BaseException] = []
+
+    def _fail(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    @must_succeed
+    def handle(self, error: Exception) -> None:
+        raise error
+
+
+@pytest.mark.parametrize("error", [UsageError("no"), MemoryError(), ZeroDivisionError()], ids=repr)
+def test_a_method_that_must_succeed_excuses_nothing(error: Exception) -> None:
+    machine = Machine()
+    with pytest.raises(type(error)):
+        machine.handle(error)
+    assert machine.failures == [error]
+
+
+@pytest.mark.parametrize("by_task", [True, False])
+def test_cancelled_tasks_and_broken_connections_are_no_failures(
+    by_task: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[BaseException] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        watch_loop(loop, failures.append)
+        if by_task:
+            task = loop.create_task(asyncio.sleep(10))
+            watch_task(task, failures.append)
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0.01)
+        else:
+            for error in (ConnectionResetError(), MemoryError()):
+                loop.call_exception_handler({"message": "closed", "exception": error, "protocol": object()})
+
+    with caplog.at_level(logging.CRITICAL, "asyncio"):
+        asyncio.run(main())
+    assert failures == []
