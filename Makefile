@@ -23,7 +23,7 @@ check: .venv/.dev
 
 torture: .venv/.dev
 	$(BIN)/python -m paceline.simulation --seeds $(SEEDS)
-	$(BIN)/python tests/system/torture.py --runs $(RUNS)
+	PYTHONPATH=tests $(BIN)/python -m system.torture --runs $(RUNS)
 
 bench: .venv/.dev .venv/.bench
 	$(BIN)/paceline bench ps

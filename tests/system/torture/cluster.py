@@ -1,0 +1,283 @@
+"""The processes of a run: a scheduler, servers and workers, each started by hand on a host of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from paceline.errors import PacelineError
+from paceline.ps import Client, messages
+from paceline.transport import SocketTransport, make_token
+
+from .ledger import GONE, MOST_WORKERS, STATE, Ledger
+from .network import Network
+from .worker import Part
+
+HEARTBEAT_TIMEOUT_S = 3.0
+TIMEOUT_S = 60.0
+"""Of each operation of a client: beyond that it hangs."""
+_SCHEDULER_PORT = 7400
+_MOST_HOSTS = 40
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is; the same settings make the same one."""
+
+    seed: int
+    mode: str
+    duration_s: float
+    folder: str
+    num_faults: int = 0
+    """So many without a pause between them; 0: as many as the time allows, with pauses."""
+    servers: int = 3
+    workers: int = 3
+    replicas: int = 1
+    is_network: bool = True
+    """Whether there are network namespaces; else all hosts are addresses of the loopback device."""
+    is_apart: bool = False
+    """Whether each host has process ids of its own, as other machines have: no kernel says there who has ended."""
+    kinds: tuple[str, ...] = ()
+    """Only faults of these kinds."""
+
+    @property
+    def consistency(self) -> str:
+        """As the command takes it."""
+        return {"bounded": "bounded:2", "lockstep": "sequential"}.get(self.mode, self.mode)
+
+
+@dataclass(eq=False)
+class Node:
+    """One process that was started."""
+
+    role: str
+    number: int
+    host: int
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    is_wrapped: bool
+    """Whether what was started is ``unshare``, and the process its child."""
+    pid: int = 0
+    doomed: str = ""
+    """Why it must end, or has ended; empty: it may not."""
+    risk_until: float = 0.0
+    """Until when it may be declared dead, so that nothing may depend on it."""
+    is_stopped: bool = False
+    has_ended: bool = False
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return f"{self.role} {self.number}"
+
+    def is_alive(self) -> bool:
+        """Whether it runs, if only stopped."""
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process itself, not to what started it."""
+        if self.is_alive():
+            try:
+                os.kill(self.inner_pid(), number)
+            except ProcessLookupError:
+                pass
+
+    def kill(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+    def tail(self) -> str:
+        """Return the last lines that it has said."""
+        return " | ".join(self.log.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
+
+    def inner_pid(self) -> int:
+        """Return the id of the process itself."""
+        deadline = time.monotonic() + 2.0
+        while not self.pid:
+            children = psutil.Process(self.process.pid).children() if self.is_wrapped else []
+            if children or not self.is_wrapped or time.monotonic() > deadline:
+                self.pid = children[0].pid if children else self.process.pid
+        return self.pid
+
+
+class Cluster:
+    """The cluster of a run."""
+
+    def __init__(self, settings: Settings, chance: random.Random) -> None:
+        self.settings = settings
+        self.folder = Path(settings.folder)
+        self.ledger = Ledger(self.folder / "ledger")
+        self.network = Network(_MOST_HOSTS, settings.seed) if settings.is_network else None
+        self.nodes: list[Node] = []
+        self._chance = chance
+        self._token = make_token()
+        self._free_hosts = list(range(2, _MOST_HOSTS))
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
+            "PACELINE_TOKEN": self._token,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))),
+            "OPENBLAS_NUM_THREADS": "1",
+            "TMPDIR": settings.folder,
+        }
+        self.scheduler = self.start_scheduler()
+        for _ in range(settings.servers):
+            self.start_server()
+        self.observer = self._connect()
+
+    # Processes.
+
+    def start_scheduler(self, *, replaces: bool = False) -> Node:
+        """Start a scheduler, always at the same address."""
+        settings = self.settings
+        words = ["scheduler", "--host", self.address(1), "--port", f"{_SCHEDULER_PORT}"]
+        words += ["--servers", f"{settings.servers}", "--workers", f"{settings.workers}"]
+        words += ["--consistency", settings.consistency, "--replicas", f"{settings.replicas}"]
+        words += ["--heartbeat-timeout", f"{HEARTBEAT_TIMEOUT_S}", *(["--replaces"] if replaces else [])]
+        self.scheduler = self._start("scheduler", 1, _SCHEDULER_PORT, ["-m", "paceline", *words])
+        return self.scheduler
+
+    def start_server(self, *, joins: bool = False) -> Node:
+        """Start a server on a host of its own."""
+        host, port = self._free_hosts.pop(0), 7500 + len(self.nodes)
+        words = ["server", "--scheduler", self.scheduler_address, "--host", self.address(host), "--port", f"{port}"]
+        return self._start("server", host, port, ["-m", "paceline", *words, *(["--join"] if joins else [])])
+
+    def start_worker(self, *, visits: bool = False, rank: int | None = None, iterations: int = 0) -> Node | None:
+        """Start a worker on a host of its own; None if there were enough."""
+        number = sum(node.role == "worker" for node in self.nodes)
+        if number >= MOST_WORKERS or not self._free_hosts:
+            return None
+        part = Part(
+            number=number,
+            seed=self.settings.seed * 1000 + number,
+            folder=str(self.folder),
+            scheduler=self.scheduler_address,
+            timeout_s=TIMEOUT_S,
+            rank=rank,
+            ranks=self.settings.workers,
+            iterations=iterations,
+            visits=visits,
+        )
+        words = ["-m", "system.torture.worker", msgspec.json.encode(part).decode()]
+        return self._start("worker", self._free_hosts.pop(0), 0, words)
+
+    def _start(self, role: str, host: int, port: int, words: list[str]) -> Node:
+        number = sum(node.role == role for node in self.nodes)
+        within = [] if self.network is None else self.network.within(host)
+        if self.settings.is_apart:
+            within += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        log = self.folder / f"{role}-{number}.log"
+        with open(log, "wb") as out:
+            process = subprocess.Popen(
+                [*within, sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+            )
+        node = Node(role, number, host, port, process, log, self.settings.is_apart)
+        self.nodes.append(node)
+        return node
+
+    def _connect(self) -> Client:
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return Client(SocketTransport(self._token), self.scheduler_address, observer=True, timeout_s=TIMEOUT_S)
+            except PacelineError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def of_role(self, role: str) -> list[Node]:
+        """Return the processes of a role that live."""
+        return [node for node in self.nodes if node.role == role and node.is_alive()]
+
+    def address(self, host: int) -> str:
+        """Return a host's IP address."""
+        return f"127.1.0.{host + 1}" if self.network is None else self.network.address(host)
+
+    @property
+    def scheduler_address(self) -> str:
+        """Where the scheduler is."""
+        return f"{self.address(1)}:{_SCHEDULER_PORT}"
+
+    def doom(self, node: Node, why: str) -> None:
+        """Let it be right that a process ends from now on; of a worker nobody need wait for it."""
+        node.doomed = node.doomed or why
+        if node.role == "worker":
+            self.ledger.board[node.number, STATE] = GONE
+
+    def close(self) -> None:
+        """End everything at once."""
+        for node in self.nodes:
+            node.kill()
+        try:
+            self.observer.abort()
+            self.observer.close()
+        except (PacelineError, AttributeError):
+            pass
+        if self.network is not None:
+            self.network.close()
+
+    # What the cluster says of itself.
+
+    def map(self) -> messages.ClusterMap:
+        """Return the newest map that has come."""
+        found = self.observer.link.cluster
+        assert found is not None
+        return found
+
+    def members(self) -> dict[int, Node]:
+        """Return the servers on the map that live, by incarnation."""
+        nodes = {(self.address(node.host), node.port): node for node in self.of_role("server")}
+        found = {}
+        for member in self.map().of_role("server"):
+            assert member.endpoint is not None
+            node = nodes.get((member.endpoint.tcp.host, member.endpoint.tcp.port))
+            if node is not None:
+                found[member.incarnation] = node
+        return found
+
+    def holders(self) -> list[list[Node]]:
+        """Return the servers that live and have all of some buckets, for each set of such buckets."""
+        members = self.members()
+        return [[members[each] for each in group.members if each in members] for group in self.map().groups]
+
+    def filling(self) -> list[Node]:
+        """Return the servers that are being filled."""
+        members = self.members()
+        return [members[group.filling] for group in self.map().groups if group.filling in members]
+
+    def is_whole(self) -> bool:
+        """Whether every bucket has all its replicas, on servers that live, and none is on its way."""
+        groups = self.map().groups
+        enough = all(len(holders) > self.settings.replicas for holders in self.holders())
+        known = len(self.members()) == len(self.map().of_role("server"))
+        return bool(groups) and enough and known and all(group.filling is None for group in groups)
+
+    def is_safe(self, *victims: Node) -> bool:
+        """Whether nothing is lost by the death of servers: what they have others have too, who are not in danger."""
+        now = time.monotonic()
+
+        def is_sound(node: Node) -> bool:
+            return node not in victims and not node.doomed and not node.is_stopped and now > node.risk_until
+
+        return all(any(map(is_sound, holders)) for holders in self.holders())
+
+
+def describe(settings: Settings) -> str:
+    """Return the settings in words."""
+    hosts = "one host" if not settings.is_network else "hosts apart" if settings.is_apart else "hosts under one kernel"
+    return f"{settings.mode}, {settings.replicas} replicas, {settings.servers} servers, {hosts}"

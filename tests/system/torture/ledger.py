@@ -1,0 +1,180 @@
+"""What the workers of a run have sent and what was acknowledged, in memory that outlives them; and what is right.
+
+All gradients are -1 (of the rules with a state: 1), so a value says how often its key was pushed, whatever the rule:
+SGD counts, and what FTRL and Adam make of so many equal gradients was computed beforehand by the kernels' twins.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import paceline
+from paceline.kernels.reference import update_record
+
+MOST_WORKERS = 48
+MOST_PUSHES = 5_000
+"""To one key of a worker's own."""
+NONE, LIVE, GOING, GONE = 0, 1, 2, 3
+"""Of a worker: not there yet; counts; about to leave; ended, or nobody need wait for it."""
+STATE, JOINED, CLOCK, BUSY_SINCE, OPERATIONS, GROWN_SENT, GROWN_ACKNOWLEDGED = range(7)
+_COLUMNS = 8
+GROWN_KEYS = 32
+"""How many new keys one push brings into the table that grows."""
+
+Integers = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A table, and which keys a worker pushes to."""
+
+    name: str
+    rule: paceline.UpdateRule
+    num_keys: int
+    """Of one worker; or, if it is shared, of all together."""
+    dim: int = 1
+    is_dense: bool = False
+    is_shared: bool = False
+
+    @property
+    def sign(self) -> float:
+        """What every gradient is."""
+        return -1.0 if isinstance(self.rule, paceline.SGD) else 1.0
+
+    @property
+    def size(self) -> int:
+        """Elements of a dense table."""
+        return self.num_keys * (1 if self.is_shared else MOST_WORKERS)
+
+    def keys(self, worker: int) -> Keys:
+        """Return a worker's keys, over all buckets."""
+        numbers = np.arange(self.num_keys, dtype=np.uint64)
+        if self.is_dense:
+            return numbers + np.uint64(0 if self.is_shared else worker * self.num_keys)
+        return (numbers * np.uint64(256) + np.uint64(0 if self.is_shared else worker + 1)) * _SPREAD
+
+    def open(self, client: paceline.Client) -> paceline.SparseTable | paceline.DenseTable:
+        """Declare the table."""
+        if self.is_dense:
+            return client.dense_table(self.name, size=self.size, update=self.rule)
+        return client.sparse_table(self.name, dim=self.dim, update=self.rule)
+
+    def grads(self, count: int) -> Floats:
+        """Return one gradient for each of so many keys."""
+        shape = (count,) if self.is_dense else (count, self.dim)
+        return np.full(shape, self.sign, np.float32)
+
+    def push(self, table: Any, keys: Keys) -> Any:
+        """Push to keys once, by a range if they are one; return the ticket."""
+        if not self.is_dense:
+            return table.push(keys, self.grads(len(keys)))
+        if is_range(keys):
+            return table.push(self.grads(len(keys)), start=int(keys[0]))
+        return table.push(self.grads(len(keys)), keys=keys)
+
+    def pull(self, table: Any, keys: Keys) -> Floats:
+        """Return the values of keys."""
+        if not self.is_dense:
+            values: Floats = table.pull(keys)
+        elif is_range(keys):
+            values = table.pull(start=int(keys[0]), stop=int(keys[-1]) + 1)
+        else:
+            values = table.pull(keys=keys)
+        return values
+
+    def counts(self, values: Floats) -> Integers:
+        """Return how often each key was pushed; -1 where no number of pushes makes such a value."""
+        rows = values.reshape(-1, self.dim) * -self.sign
+        truth = truths(self.rule)
+        found = np.clip(np.searchsorted(truth, rows[:, 0] - _half_gap(self.rule)), 0, len(truth) - 1)
+        right = np.abs(rows - truth[found, None]) <= 1e-5 * truth[found, None]
+        return np.where(right.all(1) & np.isfinite(rows).all(1), found, -1)
+
+
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def is_range(keys: Keys) -> bool:
+    """Whether keys follow on each other."""
+    return bool((np.diff(keys) == 1).all())
+
+
+LOADS = (
+    Load("counts", paceline.SGD(lr=1.0), 256),
+    Load("wide", paceline.SGD(lr=1.0), 64, dim=16, is_shared=True),
+    Load("dense", paceline.SGD(lr=1.0), 4096, is_dense=True, is_shared=True),
+    Load("ftrl", paceline.FTRL(alpha=0.5), 128),
+    Load("adam", paceline.Adam(lr=0.01), 64, dim=4),
+    Load("weights", paceline.Adam(lr=0.01), 64, is_dense=True),
+)
+TICKS = Load("ticks", paceline.SGD(lr=1.0), 1)
+"""Each worker pushes to its own key once in every iteration: so it shows how stale a read is."""
+GROWN = Load("grown", paceline.SGD(lr=1.0), 1, dim=16)
+"""Each key is pushed to once: it grows."""
+
+
+def grown_keys(worker: int, push: int) -> Keys:
+    """Return the keys that a worker's push number `push` brings."""
+    numbers = np.arange(push * GROWN_KEYS, (push + 1) * GROWN_KEYS, dtype=np.uint64)
+    return (numbers * np.uint64(256) + np.uint64(worker + 1)) * _SPREAD
+
+
+@functools.cache
+def truths(rule: paceline.UpdateRule) -> Floats:
+    """Return what so many gradients make of a zero, its sign turned; it rises."""
+    if isinstance(rule, paceline.SGD):
+        return np.arange(MOST_WORKERS * MOST_PUSHES, dtype=np.float32)
+    record, one = np.zeros(4, np.float32), np.ones(1, np.float32)
+    hyper = np.zeros(8, np.float64)
+    hyper[: len(rule.hyper)] = rule.hyper
+    found = np.zeros(MOST_PUSHES + 1, np.float32)
+    for push in range(1, MOST_PUSHES + 1):
+        update_record(rule.code, record, 1, 0, 1, one, 0, hyper, per_element=False)
+        found[push] = -record[0]
+    assert (np.diff(found) > 0).all()
+    return found
+
+
+@functools.cache
+def _half_gap(rule: paceline.UpdateRule) -> float:
+    return float(np.diff(truths(rule)).min() / 2)
+
+
+class Ledger:
+    """The memory: a table of workers, and for each table how often each worker's pushes went to each key."""
+
+    def __init__(self, path: Path) -> None:
+        total = sum(load.num_keys for load in (*LOADS, TICKS))
+        shape = (MOST_WORKERS, 2, total)
+        num_board = MOST_WORKERS * _COLUMNS + 1
+        size = num_board + MOST_WORKERS * 2 * total
+        if not path.exists():
+            with open(path, "wb") as file:
+                file.truncate(size * 8)
+        memory: Integers = np.memmap(path, np.int64, "r+", shape=(size,))
+        self.stop = memory[:1]
+        """Whether workers are to end."""
+        self.board = memory[1:num_board].reshape(MOST_WORKERS, _COLUMNS)
+        counts = memory[num_board:].reshape(shape)
+        self.sent: dict[str, Integers] = {}
+        """By table: [worker, key]."""
+        self.acknowledged: dict[str, Integers] = {}
+        start = 0
+        for load in (*LOADS, TICKS):
+            self.sent[load.name] = counts[:, 0, start : start + load.num_keys]
+            self.acknowledged[load.name] = counts[:, 1, start : start + load.num_keys]
+            start += load.num_keys
+
+    def bounds(self, load: Load, worker: int) -> tuple[Integers, Integers]:
+        """Return between which numbers a worker's keys have been pushed to: what is acknowledged, and what was sent."""
+        if load.is_shared:
+            return self.acknowledged[load.name].sum(0), self.sent[load.name].sum(0)
+        return self.acknowledged[load.name][worker].copy(), self.sent[load.name][worker].copy()

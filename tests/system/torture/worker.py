@@ -1,0 +1,316 @@
+"""A worker process: it pushes and reads until it is told to stop, and compares every value with what may be right.
+
+Its first argument is its :class:`Part`, as JSON. It ends with WRONG and one line when it has read what cannot be, with
+FAILED when an operation failed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import paceline
+from paceline.errors import AddressError, ConnectionLostError, PacelineError
+from paceline.protocol import Sequential
+
+from .ledger import (
+    BUSY_SINCE,
+    CLOCK,
+    GOING,
+    GONE,
+    GROWN,
+    GROWN_ACKNOWLEDGED,
+    GROWN_SENT,
+    JOINED,
+    LIVE,
+    LOADS,
+    MOST_WORKERS,
+    OPERATIONS,
+    STATE,
+    TICKS,
+    Integers,
+    Ledger,
+    Load,
+    grown_keys,
+)
+
+WRONG, FAILED = 3, 4
+OPERATION = struct.Struct("<dd")
+"""When an operation began (monotonic), and how long it took: one for each in the file of operations."""
+_MOST_PENDING = 6
+_STEPS = 7.0
+"""Lockstep: what a rank adds to a key in an iteration is at most so many times its rank plus one."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker process does."""
+
+    number: int
+    seed: int
+    folder: str
+    scheduler: str
+    timeout_s: float
+    rank: int | None = None
+    """Lockstep: which rank it is, of `ranks`."""
+    ranks: int = 0
+    iterations: int = 0
+    """Lockstep: how many it takes part in."""
+    visits: bool = False
+    """Whether it only comes by: to connect, to push once, to read that, to leave."""
+
+
+class WrongError(Exception):
+    """A value was read that cannot be."""
+
+
+class Worker:
+    """One worker, connected."""
+
+    def __init__(self, part: Part, client: paceline.Client, ledger: Ledger, operations: Any) -> None:
+        self._part, self._client, self._ledger, self._operations = part, client, ledger, operations
+        self._mine = ledger.board[part.number]
+        self._chance = np.random.default_rng(part.seed)
+        self._tau = client.consistency.tau
+        self._is_sequential = isinstance(client.consistency, Sequential)
+        self._tables: dict[str, Any] = {}
+        self._pending: list[tuple[Any, Load | None, Integers]] = []
+        self._visible: dict[str, Integers] = {}
+        """Sequential: how often each key had been pushed to at the last tick."""
+
+    def work(self) -> None:
+        """Push and read until it is time to stop."""
+        for load in (*LOADS, TICKS, GROWN):
+            with self._operation():
+                self._tables[load.name] = load.open(self._client)
+        for load in (*LOADS, TICKS):
+            self._note_visible(load)
+        while not self._ledger.stop[0]:
+            for place in self._chance.permutation(len(LOADS))[: self._chance.integers(1, 4)]:
+                self._step(LOADS[place])
+            if self._chance.random() < 0.2:
+                self._grow()
+            self._tick()
+            if self._part.visits:
+                self._read_all()
+                break
+        with self._operation():
+            self._settle()
+        self._read_all()
+
+    def _read_all(self) -> None:
+        for load in LOADS:
+            self._read(load, np.arange(load.num_keys))
+
+    def _step(self, load: Load) -> None:
+        if load.is_dense and self._chance.random() < 0.7:
+            start = int(self._chance.integers(0, load.num_keys))
+            chosen = np.arange(start, int(self._chance.integers(start, load.num_keys)) + 1)
+        else:
+            count = self._chance.integers(1, min(load.num_keys, 64) + 1)
+            chosen = self._chance.choice(load.num_keys, count, replace=False)
+        match self._chance.integers(0, 4):
+            case 0:
+                self._read(load, chosen)
+            case 1:
+                self._push(load, chosen)
+            case 2:
+                self._push(load, chosen)
+                with self._operation():
+                    self._settle()
+            case _:
+                self._push(load, chosen)
+                self._read(load, chosen)
+
+    def _push(self, load: Load, chosen: Integers) -> None:
+        table, number = self._tables[load.name], self._part.number
+        self._ledger.sent[load.name][number, chosen] += 1
+        with self._operation():
+            if len(self._pending) >= _MOST_PENDING:
+                self._settle()
+            ticket = load.push(table, load.keys(number)[chosen])
+            self._pending.append((ticket, load, chosen))
+
+    def _settle(self) -> None:
+        """Wait until all that was pushed is acknowledged."""
+        for ticket, load, chosen in self._pending:
+            ticket.wait()
+            if load is None:
+                self._mine[GROWN_ACKNOWLEDGED] += not self._is_sequential
+            elif not self._is_sequential:
+                self._ledger.acknowledged[load.name][self._part.number, chosen] += 1
+        self._pending.clear()
+
+    def _grow(self) -> None:
+        push = int(self._mine[GROWN_SENT])
+        self._mine[GROWN_SENT] = push + 1
+        keys = grown_keys(self._part.number, push)
+        with self._operation():
+            ticket = self._tables["grown"].push(keys, GROWN.grads(len(keys)))
+            self._pending.append((ticket, None, np.empty(0, np.int64)))
+
+    def _tick(self) -> None:
+        number = self._part.number
+        self._ledger.sent["ticks"][number, 0] += 1
+        self._mine[CLOCK] = self._client.clock + 1
+        table, keys = self._tables["ticks"], TICKS.keys(number)
+        with self._operation():
+            if self._chance.random() < 0.5:
+                self._pending.append((table.push(keys, TICKS.grads(1), tick=True), TICKS, np.zeros(1, np.int64)))
+            else:
+                self._pending.append((table.push(keys, TICKS.grads(1)), TICKS, np.zeros(1, np.int64)))
+                self._client.tick()
+            if len(self._pending) >= _MOST_PENDING:
+                self._settle()
+        for load in (*LOADS, TICKS):
+            self._note_visible(load)
+        if self._chance.random() < 0.3:
+            self._read_ticks()
+
+    def _note_visible(self, load: Load) -> None:
+        self._visible[load.name] = self._ledger.sent[load.name][self._part.number].copy()
+
+    def _read(self, load: Load, chosen: Integers) -> None:
+        """Read, and compare with what may be there: of keys of its own exactly what it pushed."""
+        number, ledger = self._part.number, self._ledger
+        low, _ = ledger.bounds(load, number)
+        visible = self._visible[load.name].copy()
+        with self._operation():
+            found = load.counts(load.pull(self._tables[load.name], load.keys(number)[chosen]))
+        _, high = ledger.bounds(load, number)
+        if not load.is_shared:
+            low = high = visible if self._is_sequential else high
+        elif self._is_sequential:
+            low = np.maximum(low, visible)
+        wrong = (found < low[chosen]) | (found > high[chosen])
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise WrongError(
+                f"{int(wrong.sum())} of {len(chosen)} values of table {load.name!r} are wrong in iteration "
+                f"{self._client.clock}: key {int(chosen[at])} was pushed to {int(found[at])} times (-1: no such "
+                f"value), right is {int(low[chosen[at]])} to {int(high[chosen[at]])}"
+            )
+        if self._is_sequential:  # what has been read is safe
+            mine = ledger.acknowledged[load.name][number]
+            mine[chosen] = np.maximum(mine[chosen], visible[chosen])
+
+    def _read_ticks(self) -> None:
+        """See that no worker is further behind than the consistency allows, by its clock and by what it has pushed."""
+        board = self._ledger.board
+        live = (board[:, STATE] == LIVE).copy()
+        iteration = self._client.clock
+        keys = np.concatenate([TICKS.keys(number) for number in range(MOST_WORKERS)])
+        with self._operation():
+            found = TICKS.counts(self._tables["ticks"].pull(keys))
+        live &= board[:, STATE] == LIVE
+        if self._tau is None:
+            return
+        for what, clocks in (("has ended", board[:, CLOCK].copy()), ("shows", board[:, JOINED] + found)):
+            late = np.flatnonzero(live & (clocks < iteration - self._tau))
+            if len(late):
+                raise WrongError(
+                    f"iteration {iteration} has begun here, and worker {late[0]} {what} only {clocks[late[0]]} "
+                    f"iterations: {self._client.consistency} allows {iteration - self._tau}"
+                )
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        began = time.monotonic()
+        self._mine[BUSY_SINCE] = int(began * 1000)
+        yield
+        self._mine[BUSY_SINCE] = 0
+        self._mine[OPERATIONS] += 1
+        self._operations.write(OPERATION.pack(began, time.monotonic() - began))
+
+
+def lockstep(part: Part, client: paceline.Client, ledger: Ledger) -> None:
+    """Push what only depends on rank and iteration; every value that is read has one right value."""
+    table = client.sparse_table("lockstep", dim=2, update=paceline.SGD(lr=1.0))
+    keys = LOADS[0].keys(MOST_WORKERS)
+    right = 0.0
+    mine = ledger.board[part.number]
+    with open(Path(part.folder) / f"operations-{part.number}", "ab", buffering=0) as operations:
+        for iteration in range(part.iterations):
+            began = time.monotonic()
+            mine[BUSY_SINCE] = int(began * 1000)
+            found = table.pull(keys)
+            if not (found == np.float32(right)).all():
+                raise WrongError(f"iteration {iteration}: {np.unique(found).tolist()} was read, right is {right:g}")
+            step = float(part.rank or 0) + 1.0 + iteration % _STEPS
+            table.push(keys, np.full((len(keys), 2), -step, np.float32), tick=True)
+            right += lockstep_sum(iteration, part.ranks)
+            mine[BUSY_SINCE] = 0
+            mine[OPERATIONS] += 1
+            mine[CLOCK] = iteration + 1
+            operations.write(OPERATION.pack(began, time.monotonic() - began))
+            time.sleep(0.005)
+
+
+def lockstep_sum(iteration: int, ranks: int) -> float:
+    """Return what all ranks together add to a key in an iteration."""
+    return sum(rank + 1.0 + iteration % _STEPS for rank in range(ranks))
+
+
+def connect(part: Part) -> paceline.Client:
+    """Join; the scheduler may be dead just now, or out of reach."""
+    deadline = time.monotonic() + part.timeout_s
+    while True:
+        try:
+            return paceline.connect(part.scheduler, rank=part.rank, timeout_s=part.timeout_s)
+        except (AddressError, ConnectionLostError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def main() -> int:
+    """Be a worker; return the exit status."""
+    faulthandler.register(signal.SIGUSR1)
+    part = msgspec.json.decode(sys.argv[1], type=Part)
+    ledger = Ledger(Path(part.folder) / "ledger")
+    mine = ledger.board[part.number]
+    began = time.monotonic()
+    mine[BUSY_SINCE] = int(began * 1000)
+    try:
+        with (
+            connect(part) as client,
+            open(Path(part.folder) / f"operations-{part.number}", "ab", buffering=0) as operations,
+        ):
+            operations.write(OPERATION.pack(began, time.monotonic() - began))
+            mine[[JOINED, CLOCK]] = client.clock
+            if mine[STATE] < LIVE:
+                mine[STATE] = LIVE
+            if part.rank is not None:
+                lockstep(part, client, ledger)
+            else:
+                Worker(part, client, ledger, operations).work()
+            mine[BUSY_SINCE] = int(time.monotonic() * 1000)
+            mine[STATE] = max(mine[STATE], GOING)
+        mine[STATE] = GONE
+        for load in (*LOADS, TICKS):  # it has waited until all is safe
+            ledger.acknowledged[load.name][part.number] = ledger.sent[load.name][part.number]
+        mine[GROWN_ACKNOWLEDGED] = mine[GROWN_SENT]
+        mine[BUSY_SINCE] = 0
+    except WrongError as error:
+        print(f"WRONG: {error}", flush=True)
+        return WRONG
+    except PacelineError as error:
+        print(
+            f"FAILED after {time.monotonic() - mine[BUSY_SINCE] / 1000:.1f} s: {type(error).__name__}: {error}",
+            flush=True,
+        )
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
