@@ -350,7 +350,7 @@ def test_wrong_use_is_told(cluster: LocalCluster) -> None:
         strategy, model, optimizer = make(unused="skip")
         with strategy:
             unused = model.never_called.bias.detach().clone()
-            for _ in range(2):
+            for _ in range(4):
                 optimizer.zero_grad()
                 one_backward(model)
                 optimizer.step()

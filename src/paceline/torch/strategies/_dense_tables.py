@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.ps import Client, DenseTable, UpdateRule, read_records, write_records
 from paceline.torch.strategies._ranks import Ranks
+from paceline.torch.strategies._watched import GradientWatch, gradient_of
 from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch
 
 Floats = npt.NDArray[np.float32]
@@ -30,7 +31,18 @@ _WRITTEN_AT_ONCE = 1 << 21  # elements
 class Slot:
     """Where a parameter lies: elements [start, start + size) of the table of its group."""
 
-    __slots__ = ("address", "buckets", "group", "name", "num_backward", "number", "parameter", "size", "start")
+    __slots__ = (
+        "address",
+        "buckets",
+        "gradient",
+        "group",
+        "name",
+        "num_backward",
+        "number",
+        "parameter",
+        "size",
+        "start",
+    )
 
     def __init__(self, parameter: nn.Parameter, name: str, number: int, group: int, start: int) -> None:
         self.parameter = parameter
@@ -42,6 +54,12 @@ class Slot:
         self.address = (parameter.data_ptr(), parameter.shape, parameter.dtype)
         self.buckets: list[Bucket] = []
         self.num_backward = 0  # how often backward has reached it in this iteration
+        self.gradient = GradientWatch(parameter)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The parameter's gradient."""
+        return gradient_of(self.parameter)
 
     def check_unchanged(self, rank: int) -> None:
         """Raise UsageError if the parameter's memory, shape or dtype is another than at the start."""

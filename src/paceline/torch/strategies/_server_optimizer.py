@@ -18,6 +18,8 @@ class ServerOptimizer(Optimizer):
     ``strategy.save`` both.
     """
 
+    _step_supports_amp_scaling = False  # GradScaler divides the gradients itself, whatever a fused optimizer could do
+
     # Optimizer.__init__ is not called: what is not defined here, attributes included, is the user's optimizer's.
 
     def __init__(self, inner: Optimizer, step: Callable[[], None], load: Callable[[dict[int, Any]], None]) -> None:

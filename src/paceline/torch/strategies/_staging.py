@@ -33,7 +33,7 @@ class Staging:
 
     def collect(self, bucket: Bucket) -> None:
         """Begin to copy a bucket's gradients; called when backward has them, in its thread."""
-        if self._is_direct(bucket) and _is_plain(bucket.slots[0].parameter.grad):
+        if self._is_direct(bucket) and _is_plain(bucket.slots[0].grad):
             return
         if self._stream is None:
             self._copy_out(bucket)
@@ -47,7 +47,7 @@ class Staging:
         buffer = self._buffer(bucket)
         with torch.no_grad():
             for slot, source, target in _pieces(bucket):
-                grad = slot.parameter.grad
+                grad = slot.grad
                 if grad is None:
                     continue
                 flat = (grad.to_dense() if grad.layout is not torch.strided else grad).reshape(-1)[source]
@@ -66,7 +66,7 @@ class Staging:
         """Return what is to be pushed: (first element of the table, gradients), a run for all that lie together."""
         if self._is_direct(bucket):
             slot = bucket.slots[0]
-            grad = slot.parameter.grad
+            grad = slot.grad
             if _is_plain(grad):
                 assert grad is not None
                 array: Floats = grad.detach().view(-1).numpy()
@@ -76,7 +76,7 @@ class Staging:
         buffer: Floats = self._buffer(bucket).numpy()
         runs: list[tuple[int, int]] = []
         for slot, _, target in _pieces(bucket):
-            if slot.parameter.grad is None:
+            if slot.grad is None:
                 continue
             if runs and runs[-1][1] == target.start:
                 runs[-1] = (runs[-1][0], target.stop)

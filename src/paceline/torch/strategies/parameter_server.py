@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -27,12 +29,14 @@ from paceline.protocol import Consistency, Sequential
 from paceline.torch.embeddings import RowTables, ServerTables
 from paceline.torch.strategies._cluster import check_cluster, connect_workers
 from paceline.torch.strategies._dense_tables import Bucket, DenseTables, Slot, broadcast_tensors, lay_out
+from paceline.torch.strategies._hands_on import HandsOn
 from paceline.torch.strategies._push_pull import PushPull
 from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies._replica import raise_for_replaced
 from paceline.torch.strategies._server_optimizer import ServerOptimizer
 from paceline.torch.strategies._staging import Staging
 from paceline.torch.strategies._waiting import make_wait
+from paceline.torch.strategies._watched import unwatch, watch
 from paceline.torch.strategies.base import Strategy
 
 _NAMED = 5
@@ -52,8 +56,12 @@ class ParameterServer(Strategy):
     checkpoint. Ranks may have different numbers of batches: one that has run out is waited for no more until its next
     epoch.
 
-    `overlap=False` sends everything in ``optimizer.step()``. That is needed where ``backward()`` runs several times per
-    step, or gradients are changed or clipped before it, and also happens by itself if the first iteration does so.
+    What the program does to gradients between ``backward()`` and ``optimizer.step()`` (clipping, scaling, loss scaling)
+    has the effect that it has on one device: under sequential consistency ``backward()`` ends with their mean over the
+    ranks, and nothing is sent before the step. A program that has not touched them for three steps, and runs
+    ``backward()`` once a step, has them sent during ``backward()`` from then on; a change that comes after that is
+    refused with UsageError. `overlap=False` sends nothing early, ever.
+
     `unused` says what becomes of a parameter without a gradient: an ``"error"``, or it is ``"skip"``: it counts as a
     gradient of zero where other ranks have one, and where none has it stays as it is, as with torch's optimizers.
     `timeout` is how long anything is waited for.
@@ -99,7 +107,8 @@ class ParameterServer(Strategy):
             raise
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._skips_unused = unused == "skip"
-        self._overlaps: bool | None = None if overlap else False  # None: the first iteration will show
+        self._overlaps = overlap
+        self._hands_on: HandsOn | None = None
         self._holds = False  # within no_sync()
         self._is_uneven: bool | None = None
         self._has_retired = False
@@ -140,8 +149,11 @@ class ParameterServer(Strategy):
     def _start(self, model: nn.Module, optimizer: Optimizer) -> None:
         assert self._tables is not None
         self._tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in self._slots})
+        self._hands_on = HandsOn(self._ranks, self._slots, joins=self._is_sequential, overlaps=self._overlaps)
         for slot in self._slots:
             optimizer.state.pop(slot.parameter, None)  # it is the servers' now
+            watch(slot)
+            self._undo.append(functools.partial(unwatch, slot))
             handle = slot.parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
             self._undo.append(handle.remove)
         # The sum of the workers' gradients is made their mean, if the servers do not do so already.
@@ -158,22 +170,13 @@ class ParameterServer(Strategy):
     # In the loop.
 
     def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """Count what backward has done with a parameter; push the buckets that are complete."""
-        if self._holds:
-            return
-        slot = self._of_parameter[parameter]
-        slot.num_backward += 1
-        if slot.num_backward > 1:
-            if self._overlaps:
-                raise UsageError(
-                    f"rank {self.rank}: backward() has reached parameter {slot.name!r} a second time before "
-                    "optimizer.step(), and its gradient was sent the first time: have all but the last run within "
-                    "strategy.accumulate(), or make the strategy with overlap=False"
-                )
-            self._overlaps = False
-        if not self._overlaps:
-            return
+        """Note a gradient that backward has left; if they are sent early, push the buckets that are complete."""
         assert self._push_pull is not None
+        assert self._hands_on is not None
+        slot = self._of_parameter[parameter]
+        self._hands_on.came(slot, is_held=self._holds)
+        if self._holds or not self._hands_on.is_early:
+            return
         for bucket in slot.buckets:
             bucket.num_missing -= 1
             if not bucket.num_missing:
@@ -183,6 +186,8 @@ class ParameterServer(Strategy):
         """End the iteration: what ``optimizer.step()`` does."""
         assert self._tables is not None
         self._check_parameters()
+        if self._hands_on is not None:
+            self._hands_on.end()
         # Its values read, this worker is at the iteration on every server: all of the one before is applied, and
         # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
         # for exactly this iteration; elsewhere for what arrives from now on.
@@ -202,20 +207,18 @@ class ParameterServer(Strategy):
             self.embedder.ticked()
         self._tables.num_steps += 1
         self._begin_iteration()
-        if self._overlaps is None:
-            self._overlaps = True
 
     def _begin_iteration(self) -> None:
         for bucket in self._buckets:
             bucket.begin()
-        for slot in self._slots:
-            slot.num_backward = 0
+        if self._hands_on is not None:
+            self._hands_on.begin()
 
     def _check_parameters(self) -> None:
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter.numel() and parameter not in self._of_parameter:
+                if parameter not in self._of_parameter and parameter.numel() and parameter.grad is not None:
                     raise UsageError(
                         f"rank {self.rank}: a parameter of shape {list(parameter.shape)} has a gradient, and was "
                         "frozen, or not the optimizer's, when prepare() was called: settle what is trained before"
@@ -224,7 +227,7 @@ class ParameterServer(Strategy):
             slot.check_unchanged(self.rank)
         if self._skips_unused:
             return
-        unused = [slot.name for slot in self._slots if slot.parameter.grad is None]
+        unused = [slot.name for slot in self._slots if slot.grad is None and slot.parameter.requires_grad]
         if unused:
             assert self.module is not None
             raise_for_replaced(self.module, {slot.name: slot.parameter for slot in self._slots}, self.rank)
@@ -252,36 +255,23 @@ class ParameterServer(Strategy):
         """See :meth:`Strategy.clip_grad_norm_`. Under sequential consistency the norm is that of the whole batch.
 
         Under bounded delay and eventual consistency it is that of this rank's own gradients, which are applied by
-        themselves. Raises UsageError if it is not called in the first iteration, unless the strategy has overlap=False:
-        the gradients are gone by then.
+        themselves. Raises UsageError where gradients were sent during ``backward()``, since the first steps did not
+        touch them, and where ranks have unequal numbers of batches.
         """
-        if self._overlaps:
+        hands_on = self._hands_on
+        if hands_on is not None and hands_on.is_early:
             raise UsageError(
                 f"rank {self.rank}: clip_grad_norm_() comes when gradients were sent during backward(): call it from "
                 "the first iteration on, or make the strategy with overlap=False"
             )
-        self._overlaps = False
-        if self._is_sequential and self.world_size > 1:
+        if hands_on is not None and self._is_sequential and self.world_size > 1 and not hands_on.was_averaged:
             if self._is_uneven:
                 raise UsageError(
                     f"rank {self.rank}: clip_grad_norm_() of the whole batch needs all ranks, and they have unequal "
                     "numbers of batches: give the ranks equally many"
                 )
-            self._average_gradients()
+            hands_on.average()
         return super().clip_grad_norm_(max_norm, norm_type)
-
-    def _average_gradients(self) -> None:
-        """Make the gradients the mean over all ranks, on each; the servers' mean of equal ones changes nothing."""
-        group = self._ranks.group
-        assert group is not None
-        there = group.all_reduce(torch.tensor([slot.parameter.grad is not None for slot in self._slots]).int(), "max")
-        for slot, is_there in zip(self._slots, there.tolist(), strict=True):
-            if not is_there:
-                continue
-            parameter = slot.parameter
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dense = grad.to_dense() if grad.layout is not torch.strided else grad
-            parameter.grad = group.all_reduce(dense.detach().to("cpu", torch.float32), "mean").to(grad)
 
     @contextmanager
     def epoch(self, num_batches: int | None) -> Iterator[None]:
@@ -291,10 +281,14 @@ class ParameterServer(Strategy):
         has_retired, self._has_retired = self._has_retired, False
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
-            told = self._ranks.exchange([num_batches, has_retired])
-            counts = [count for count, _ in told]
+            self._meet()
+            hands_on = [] if self._hands_on is None else self._hands_on.state
+            told = self._ranks.exchange([num_batches, has_retired, hands_on])
+            counts = [count for count, _, _ in told]
             self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
-            any_retired = any(retired for _, retired in told)
+            if self._hands_on is not None:
+                self._hands_on.begin_epoch([state for _, _, state in told], is_uneven=self._is_uneven)
+            any_retired = any(retired for _, retired, _ in told)
         if has_retired:
             self.client.join()
             if self._push_pull is not None:  # the others have trained on
@@ -323,6 +317,21 @@ class ParameterServer(Strategy):
             self._has_retired = True
             self._begin_iteration()
 
+    def _meet(self) -> None:
+        """Wait until all ranks are about to do something together: some may be in the loop that this one has left."""
+        if self._hands_on is not None:
+            self._hands_on.meet()
+
+    def barrier(self) -> None:
+        """See :meth:`Strategy.barrier`."""
+        self._meet()
+        super().barrier()
+
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """See :meth:`Strategy.reduce`."""
+        self._meet()
+        return super().reduce(value, op)
+
     def _ran_out(self) -> None:
         """Leave the iterations until the next epoch, unless all ranks end with the same one."""
         if self._is_uneven and not self._has_retired:
@@ -348,6 +357,11 @@ class ParameterServer(Strategy):
 
     # Keeping.
 
+    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """See :meth:`Strategy.load`."""
+        self._meet()
+        return super().load(directory)
+
     def _gather_values(self) -> None:
         if self._push_pull is not None:
             self._wait_all()
@@ -371,6 +385,7 @@ class ParameterServer(Strategy):
         if self._push_pull is not None:
             assert self._tables is not None
             self._wait_all()
+            self._meet()
             if self.is_main:
                 self._tables.follow_rules()
             self._tables.write(state)

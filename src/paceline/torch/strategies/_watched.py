@@ -1,0 +1,143 @@
+"""Parameters that note what the program does to their gradients, between ``backward()`` and ``optimizer.step()``.
+
+A tensor counts its versions, but not what is done through ``.data``, nor what some operations do (``GradScaler``'s).
+All of these begin with an access to an attribute of the parameter, and that is what its class notes here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from paceline.torch.strategies._dense_tables import Slot
+
+_SLOT = "_paceline_slot"
+_grad: Any = torch._C.TensorBase.grad
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """Return a parameter's gradient, unnoted."""
+    found: Tensor | None = _grad.__get__(parameter)
+    return found
+
+
+def set_gradient(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    """Set a parameter's gradient, unnoted."""
+    _grad.__set__(parameter, grad)
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that tells its slot of accesses to its gradient. Copies and pickles are parameters as they were."""
+
+    plain: type[nn.Parameter]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, as of any tensor."""
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.gradient.show()
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.gradient.replace()
+        set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = self.detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = self.plain(copied, self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copied: Any = self.plain(self.detach(), self.requires_grad)
+        copied.__dict__.update({name: value for name, value in self.__dict__.items() if name != _SLOT})
+        return copied.__reduce_ex__(protocol)
+
+
+@cache
+def _watched(plain: type[nn.Parameter]) -> type[WatchedParameter]:
+    bases = (WatchedParameter,) if plain is nn.Parameter else (WatchedParameter, plain)
+    kind: Any = type(plain)
+    made: type[WatchedParameter] = kind(plain.__name__, bases, {"plain": plain, "__module__": plain.__module__})
+    return made
+
+
+def watch(slot: Slot) -> None:
+    """Have a slot's parameter note accesses there, until :func:`unwatch`."""
+    parameter = slot.parameter
+    parameter.__dict__[_SLOT] = slot
+    parameter.__class__ = _watched(type(parameter))
+
+
+def unwatch(slot: Slot) -> None:
+    """Make a parameter what it was before :func:`watch`."""
+    parameter: Any = slot.parameter
+    if parameter.__dict__.pop(_SLOT, None) is not None:
+        parameter.__class__ = parameter.plain
+
+
+class GradientWatch:
+    """What has been done to a parameter's gradient since backward left it."""
+
+    __slots__ = ("_is_open", "_parameter", "_shown", "_version", "keeps", "was_replaced", "was_shown")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self.keeps = False  # whether to copy a gradient before the program gets it, so as to see if it was changed
+        self.close()
+
+    def open(self) -> None:
+        """Begin to watch: backward has left a gradient."""
+        grad = gradient_of(self._parameter)
+        self._version = -1 if grad is None else grad._version
+        self._is_open = True
+
+    def close(self) -> None:
+        """Watch no more, and forget."""
+        self._is_open = self.was_shown = self.was_replaced = False
+        self._shown: Tensor | None = None
+        self._version = -1
+
+    def show(self) -> None:
+        """Note that the program gets the gradient."""
+        if not self._is_open:
+            return
+        self.was_shown = True
+        if self.keeps and self._shown is None:
+            grad = gradient_of(self._parameter)
+            self._shown = None if grad is None else grad.detach().clone()
+
+    def replace(self) -> None:
+        """Note that the program sets another gradient."""
+        if self._is_open:
+            self.was_replaced = True
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the gradient is known to be another than the one that backward left."""
+        if not self._is_open:
+            return False
+        grad = gradient_of(self._parameter)
+        if self.was_replaced or grad is None or grad._version != self._version:
+            return True
+        return self._shown is not None and not _is_same(self._shown, grad.detach())
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]  # NaN is NaN
+    return torch.equal(*bits)
