@@ -238,7 +238,7 @@ def _look_for_another_program(place: Address, token: str, hello: Hello) -> None:
 
 
 def _is_in_use(error: BaseException) -> bool:
-    cause = error.__context__
+    cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
 
 

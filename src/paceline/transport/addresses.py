@@ -139,7 +139,7 @@ def bind_tcp(address: Address) -> list[socket.socket]:
             failure = error
             if address.port or error.errno != errno.EADDRINUSE:
                 break
-    raise AddressError(_cannot_listen(where, failure)) from None
+    raise AddressError(_cannot_listen(where, failure)) from failure
 
 
 def _bind_all(places: Sequence[tuple[socket.AddressFamily, Any]]) -> list[socket.socket]:
