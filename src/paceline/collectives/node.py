@@ -36,16 +36,14 @@ from paceline.transport.addresses import (
     Address,
     Endpoint,
     bind_tcp,
-    bind_unix,
-    has_unix_sockets,
     host_identity,
     namespace,
-    remove_unix,
 )
 from paceline.transport.authentication import Hello, check_token
 from paceline.transport.client import open_socket, shut
 from paceline.transport.strangers import Strangers
 from paceline.transport.streams import connect_stream, welcome_stream
+from paceline.transport.unix_sockets import bind_unix, has_unix_sockets, is_other_user, remove_unix
 
 Purpose: TypeAlias = Literal["collective", "p2p", "ask"]
 
@@ -292,6 +290,9 @@ class Node:
             if not isinstance(error, (BlockingIOError, ConnectionError)):
                 _logger.warning("cannot accept a connection: %s", error)
                 time.sleep(0.05)  # most likely there are no descriptors left; others may be given back
+            return
+        if is_other_user(connected):
+            connected.close()
             return
         greeter = threading.Thread(target=self._greet, args=(connected,), name="paceline-greeter", daemon=True)
         with self._changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import socket
 from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineError, PacelineError, ProtocolError
@@ -17,6 +18,7 @@ from paceline.transport.frames import Header, Kind, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool
 from paceline.transport.reception import Reception
 from paceline.transport.sending import TransportPeer
+from paceline.transport.strangers import Strangers, max_strangers
 
 _logger = logging.getLogger("paceline.transport")
 
@@ -36,14 +38,17 @@ class Service:
     certificate: bytes = b""
     """With TLS, the one that it shows (DER)."""
     connections: set[AcceptedConnection] = field(default_factory=set)
+    strangers: Strangers[socket.socket] = field(default_factory=lambda: Strangers(max_strangers()))
 
 
 class AcceptedConnection(Connection):
     """The server's end. What the handler raises goes back as an ERROR frame."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, accepted: socket.socket | None = None) -> None:
+        """``accepted``: the socket, if it is among the service's strangers."""
         super().__init__(service.handler, service.limits, service.pool)
         self._service = service
+        self._accepted = accepted
         self._reception = Reception(service.token, service.hello, service.listener)
 
     def _begin(self) -> None:
@@ -57,6 +62,7 @@ class AcceptedConnection(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the listener and the handler."""
         self._service.connections.discard(self)
+        self._is_no_stranger()
         super().connection_lost(exc)
 
     # the receiver's calls
@@ -92,6 +98,7 @@ class AcceptedConnection(Connection):
         service, reception = self._service, self._reception
         reception.take(meta)
         self._cancel_timer()
+        self._is_no_stranger()
         binding = transport_binding(self.transport, connecting=False, certificate=service.certificate)
         self._send_meta(Kind.WELCOME, reception.welcome(binding))
         try:
@@ -105,6 +112,10 @@ class AcceptedConnection(Connection):
         deliver = functools.partial(service.handler.frame_received, peer)
         self.allow_application(service.limits, deliver, seal=receiving)
         service.handler.connected(peer)
+
+    def _is_no_stranger(self) -> None:
+        if self._accepted is not None:
+            self._service.strangers.leave(self._accepted)
 
     def _greeting_missed(self) -> None:
         waited = self._service.handshake_timeout_s

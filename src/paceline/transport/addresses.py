@@ -5,11 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import secrets
-import shutil
 import socket
-import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +16,6 @@ import psutil
 
 from paceline.errors import AddressError
 
-_MAX_UNIX_PATH = 100
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on the other
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -193,38 +188,6 @@ def _cannot_listen(where: str, error: OSError) -> str:
     return f"cannot listen on {where}: {error.strerror or error}"
 
 
-def bind_unix() -> tuple[socket.socket, Address]:
-    """Return a listening Unix socket and its address.
-
-    On Linux it has an abstract name, elsewhere it is in a fresh directory that only this user can enter. Who may speak
-    is not decided by that, but by the token.
-    """
-    if sys.platform == "linux":
-        address = Address("unix", path=f"@paceline-{os.getpid()}-{secrets.token_hex(8)}")
-    else:
-        folder = tempfile.mkdtemp(prefix="paceline-")  # made with mode 0700
-        if len(folder) > _MAX_UNIX_PATH - 2:  # sun_path ends at 104 bytes on macOS and 108 on Linux
-            os.rmdir(folder)
-            folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
-        address = Address("unix", path=f"{folder}/s")
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listening.bind(address.unix_name)
-        listening.listen(512)
-        listening.setblocking(False)
-    except OSError as error:
-        listening.close()
-        remove_unix(address)
-        raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from None
-    return listening, address
-
-
-def remove_unix(address: Address) -> None:
-    """Remove the socket that :func:`bind_unix` made, and its directory, if it has one."""
-    if not address.is_abstract:
-        shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
-
-
 def announced_host(host: str) -> str:
     """Return where others reach a socket bound to ``host``: a wildcard becomes this machine's own address.
 
@@ -240,8 +203,3 @@ def announced_host(host: str) -> str:
         except OSError:
             continue
     return socket.gethostname()
-
-
-def has_unix_sockets() -> bool:
-    """Return whether this platform has Unix sockets."""
-    return hasattr(socket, "AF_UNIX") and sys.platform != "win32"

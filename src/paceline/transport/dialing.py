@@ -12,6 +12,7 @@ from paceline.transport.addresses import Address
 from paceline.transport.client import cannot_reach
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.tls_channel import no_tls
+from paceline.transport.unix_sockets import check_user
 
 _FULL_S = 0.005
 
@@ -99,6 +100,7 @@ async def _dial_unix(address: Address) -> socket.socket:
                 # The listener's queue is full, and nothing is under way: sock_connect would take it for connected.
                 await asyncio.sleep(_FULL_S)
             else:
+                check_user(connected, address)
                 return connected
     except BaseException:
         connected.close()

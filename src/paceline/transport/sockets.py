@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
-import socket
 import ssl
 
 from paceline.errors import AddressError
-from paceline.transport.accepting import AcceptedConnection, Service
-from paceline.transport.addresses import (
-    Address,
-    Endpoint,
-    announced_host,
-    bind_tcp,
-    bind_unix,
-    has_unix_sockets,
-    host_identity,
-    remove_unix,
-)
+from paceline.transport.accepting import Service
+from paceline.transport.addresses import Address, Endpoint, announced_host, bind_tcp, host_identity
 from paceline.transport.authentication import Hello, check_token
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
@@ -27,12 +16,12 @@ from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.dialing import dial, run_on
 from paceline.transport.frames import Limits
 from paceline.transport.handshake import Greeting, greet
+from paceline.transport.listening import SocketListener
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.tls import TLS
 from paceline.transport.tls_channel import TLSChannel, client_not_trusted, wrap_tls
-
-_LINGER_S = 1.0
+from paceline.transport.unix_sockets import bind_unix, check_user, has_unix_sockets, remove_unix
 
 
 class SocketTransport(Transport):
@@ -81,6 +70,7 @@ class SocketTransport(Transport):
     def _connect(self, address: Address, listener: str, hello: Hello, timeout_s: float) -> Channel:
         context = self._context(address)
         connected = open_socket(address, timeout_s)
+        check_user(connected, address)
         channel: StreamChannel
         if context is not None:
             wrapped = wrap_tls(connected, context, address, timeout_s)
@@ -141,61 +131,16 @@ class SocketTransport(Transport):
             if unix and context is None and has_unix_sockets():
                 on_host, place = bind_unix()
                 bound.append(on_host)
-            servers = [await _start(service, each, context) for each in bound]
+            tcp = Address("tcp", host=announced_host(wanted.host), port=port)
+            endpoint = Endpoint(tcp, place, host_identity(), service.listener)
+            return SocketListener.start(endpoint, service, bound, context)
         except BaseException:
             for each in bound:
                 each.close()
             if place is not None:
                 remove_unix(place)
             raise
-        tcp = Address("tcp", host=announced_host(wanted.host), port=port)
-        return _SocketListener(Endpoint(tcp, place, host_identity(), service.listener), servers, service)
 
 
 def _wanted(target: Endpoint | Address | str) -> str:
     return target.listener if isinstance(target, Endpoint) else ""
-
-
-async def _start(service: Service, listening: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server:
-    loop = asyncio.get_running_loop()
-    timeout_s = service.handshake_timeout_s if context is not None else None
-    return await loop.create_server(
-        functools.partial(AcceptedConnection, service),
-        sock=listening,
-        backlog=512,
-        ssl=context,
-        ssl_handshake_timeout=timeout_s,
-    )
-
-
-class _SocketListener(Listener):
-    def __init__(self, endpoint: Endpoint, servers: list[asyncio.Server], service: Service) -> None:
-        self.endpoint = endpoint
-        self._servers = servers
-        self._service = service
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._service.connections)
-
-    def introduce(self, hello: Hello) -> None:
-        self._service.hello = hello
-
-    async def close(self) -> None:
-        for server in self._servers:
-            server.close()
-        connections = self._service.connections
-        for connection in list(connections):
-            connection.close()
-        deadline = asyncio.get_running_loop().time() + _LINGER_S
-        while connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.001)  # what was sent goes out
-        for connection in list(connections):
-            connection.transport.abort()
-        while connections:
-            await asyncio.sleep(0)
-        for server in self._servers:
-            await server.wait_closed()
-        self._servers = []
-        if self.endpoint.unix is not None:
-            remove_unix(self.endpoint.unix)

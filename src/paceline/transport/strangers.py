@@ -12,6 +12,17 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 _Connection = TypeVar("_Connection", bound=Hashable)
+_MOST = 1024
+
+
+def max_strangers() -> int:
+    """Return how many there may be in a process that serves many: at most a quarter of its file descriptors."""
+    try:
+        import resource
+    except ImportError:
+        return _MOST
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(min(_MOST, soft // 4), 1)
 
 
 class Strangers(Generic[_Connection]):

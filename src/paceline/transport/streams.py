@@ -19,6 +19,7 @@ from paceline.transport.failures import error_meta
 from paceline.transport.frames import Kind, Limits
 from paceline.transport.handshake import greet
 from paceline.transport.reception import Reception
+from paceline.transport.unix_sockets import check_user
 
 _HANDSHAKE_BYTES = Limits().max_handshake_bytes
 _LIMITS = Limits(max_frame_bytes=_HANDSHAKE_BYTES, max_meta_bytes=_HANDSHAKE_BYTES)
@@ -34,6 +35,7 @@ def connect_stream(
     Raises what :meth:`Transport.connect` does. Unix sockets get large buffers, TCP keeps the system's own.
     """
     connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
+    check_user(connected, address)
     channel = PlainChannel(connected, address, _LIMITS, timeout_s)
     greet(channel, token, hello, timeout_s, listener=listener)
     return connected, channel.peer

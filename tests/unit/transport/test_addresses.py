@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import stat
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from paceline.errors import AddressError
 from paceline.transport import Address, Endpoint, host_identity
-from paceline.transport.addresses import announced_host, bind_tcp, bind_unix, remove_unix
+from paceline.transport.addresses import announced_host, bind_tcp
 from paceline.transport.client import open_socket
 from paceline.transport.dialing import dial
 
@@ -67,40 +66,6 @@ def test_an_endpoint_knows_the_best_way(tmp_path: Path) -> None:
     assert endpoint.best(here="another host") == endpoint.tcp
     assert Endpoint(endpoint.tcp).best() == endpoint.tcp
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(endpoint), type=Endpoint) == endpoint
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract names are Linux's")
-def test_a_unix_socket_has_no_file() -> None:
-    listening, address = bind_unix()
-    with listening, open_socket(address, 5.0):
-        assert address.is_abstract
-        assert Endpoint(Address("tcp", "10.0.0.1", 1), address, host_identity()).best() == address
-    remove_unix(address)
-    with pytest.raises(AddressError):
-        open_socket(address, 5.0)
-
-
-def test_a_unix_socket_is_private_short_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    listening, address = bind_unix()
-    with listening:
-        folder = os.path.dirname(address.path)
-        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        assert len(address.path) < 100
-    remove_unix(address)
-    assert not os.path.exists(folder)
-
-
-def test_a_long_temporary_directory_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    monkeypatch.setattr("sys.platform", "darwin")
-    listening, address = bind_unix()
-    listening.close()
-    assert len(address.path) < 100
-    assert os.listdir(long) == []
-    remove_unix(address)
 
 
 def test_a_wildcard_is_announced_as_an_address_of_this_machine() -> None:

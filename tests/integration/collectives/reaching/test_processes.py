@@ -18,7 +18,7 @@ from paceline.collectives.rendezvous import Meeting, rendezvous
 from paceline.collectives.store import exchange
 from paceline.environment import Environment
 from paceline.errors import AddressError, RankLostError
-from paceline.transport.addresses import remove_unix
+from paceline.transport.unix_sockets import remove_unix
 
 from .ranks import PATIENCE_S, soon
 from .test_rendezvous import free_ports

@@ -1,0 +1,129 @@
+"""A listener on sockets, in an event loop: it takes every connection, but of strangers holds only so many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.transport.accepting import AcceptedConnection, Service
+from paceline.transport.addresses import Endpoint
+from paceline.transport.authentication import Hello
+from paceline.transport.base import Listener
+from paceline.transport.unix_sockets import is_other_user, remove_unix
+
+_logger = logging.getLogger("paceline.transport")
+_LINGER_S = 1.0
+_NUM_AT_ONCE = 64
+"""Connections taken before others of the loop have their turn."""
+_FULL_S = 0.05
+
+
+class SocketListener(Listener):
+    """Listens from :meth:`start` to :meth:`close`."""
+
+    def __init__(
+        self, endpoint: Endpoint, service: Service, listening: Sequence[socket.socket], context: ssl.SSLContext | None
+    ) -> None:
+        self.endpoint = endpoint
+        self._service = service
+        self._listening = listening
+        self._context = context
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def start(
+        cls, endpoint: Endpoint, service: Service, listening: Sequence[socket.socket], context: ssl.SSLContext | None
+    ) -> SocketListener:
+        """Take the connections of these sockets, in the running loop; with TLS, if there is a context."""
+        listener = cls(endpoint, service, listening, context)
+        for each in listening:
+            listener._run(listener._accept_all(each))
+        return listener
+
+    @property
+    def num_connections(self) -> int:
+        """See :meth:`Listener.num_connections`."""
+        return len(self._service.connections)
+
+    def introduce(self, hello: Hello) -> None:
+        """See :meth:`Listener.introduce`."""
+        self._service.hello = hello
+
+    async def close(self) -> None:
+        """See :meth:`Listener.close`."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in self._listening:
+            each.close()
+        connections = self._service.connections
+        for connection in list(connections):
+            connection.close()
+        deadline = asyncio.get_running_loop().time() + _LINGER_S
+        while connections and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.001)  # what was sent goes out
+        for connection in list(connections):
+            connection.transport.abort()
+        while connections:
+            await asyncio.sleep(0)
+        if self.endpoint.unix is not None:
+            remove_unix(self.endpoint.unix)
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept_all(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        is_full = False
+        while True:
+            for _ in range(_NUM_AT_ONCE):
+                try:
+                    connected, place = await loop.sock_accept(listening)
+                except ConnectionError:
+                    continue  # it has gone again
+                except OSError as error:
+                    if not is_full:
+                        _logger.warning("cannot take a connection at %s: %s", self.endpoint, error)
+                    is_full = True
+                    await asyncio.sleep(_FULL_S)  # most likely there are no descriptors left; some may be given back
+                else:
+                    is_full = False
+                    self._take(connected, place)
+            await asyncio.sleep(0)
+
+    def _take(self, connected: socket.socket, place: Any) -> None:
+        if is_other_user(connected):
+            _logger.debug("a connection of another user to the Unix socket is closed")
+            connected.close()
+            return
+        dropped = self._service.strangers.enter(connected, place[0] if isinstance(place, tuple) else "")
+        if dropped is not None:
+            _logger.debug("too many connections that prove nothing; the oldest is dropped")
+            with contextlib.suppress(OSError):
+                dropped.shutdown(socket.SHUT_RDWR)  # its transport finds it ended, and closes it
+        self._run(self._begin(connected))
+
+    async def _begin(self, connected: socket.socket) -> None:
+        timeout_s = self._service.handshake_timeout_s if self._context is not None else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                functools.partial(AcceptedConnection, self._service, connected),
+                connected,
+                ssl=self._context,
+                ssl_handshake_timeout=timeout_s,
+            )
+        except BaseException as error:
+            self._service.strangers.leave(connected)
+            connected.close()
+            if not isinstance(error, OSError):
+                raise
+            _logger.debug("a connection without TLS that can be used is closed: %s", error)

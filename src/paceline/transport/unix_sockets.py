@@ -1,0 +1,88 @@
+"""Unix sockets, for peers of the same user on one host: bound, removed, and whose they are.
+
+A socket in Linux's abstract namespace has no permissions: every process that shares the network can connect. So both
+ends ask the kernel for the other's user before a byte is read. Who is of another user takes TCP.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+from typing import Any
+
+from paceline.errors import AddressError
+from paceline.transport.addresses import Address
+
+_MAX_PATH = 100
+_UCRED = struct.Struct("=iII")  # Linux: process, user, group
+_XUCRED = struct.Struct("=II68x")  # macOS: version, user, groups
+_SOL_LOCAL, _LOCAL_PEERCRED = 0, 1
+
+
+def has_unix_sockets() -> bool:
+    """Return whether this platform has Unix sockets."""
+    return hasattr(socket, "AF_UNIX") and sys.platform != "win32"
+
+
+def bind_unix() -> tuple[socket.socket, Address]:
+    """Return a listening Unix socket and its address.
+
+    On Linux it has an abstract name, so that no file is left behind by a process that is killed; elsewhere it is in a
+    fresh directory that only this user can enter.
+    """
+    if sys.platform == "linux":
+        address = Address("unix", path=f"@paceline-{os.getpid()}-{secrets.token_hex(8)}")
+    else:
+        folder = tempfile.mkdtemp(prefix="paceline-")  # made with mode 0700
+        if len(folder) > _MAX_PATH - 2:  # sun_path ends at 104 bytes on macOS and 108 on Linux
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
+        address = Address("unix", path=f"{folder}/s")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(address.unix_name)
+        listening.listen(512)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        remove_unix(address)
+        raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from None
+    return listening, address
+
+
+def remove_unix(address: Address) -> None:
+    """Remove the socket that :func:`bind_unix` made, and its directory, if it has one."""
+    if not address.is_abstract:
+        shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
+
+
+def is_other_user(connected: socket.socket | Any) -> bool:
+    """Return whether a connected socket is a Unix socket, and the process at its other end of another user.
+
+    As the kernel knows it: the user who connected, or who listens. Where the kernel does not say, the directory of
+    :func:`bind_unix` keeps others out.
+    """
+    if connected.family != getattr(socket, "AF_UNIX", None):
+        return False
+    try:
+        if sys.platform == "linux":
+            _, user, _ = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        elif sys.platform == "darwin":
+            _, user = _XUCRED.unpack(connected.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED.size))
+        else:
+            return False
+    except (OSError, struct.error):
+        return True  # it has gone
+    return bool(user != os.geteuid())
+
+
+def check_user(connected: socket.socket, address: Address) -> None:
+    """Close a connection that was made to a process of another user, and raise AddressError."""
+    if is_other_user(connected):
+        connected.close()
+        raise AddressError(f"cannot use {address}: the process that listens there is of another user")
