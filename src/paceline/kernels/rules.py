@@ -39,11 +39,10 @@ def _sgd(record, start, stop, grads, at, hyper, sign):  # type: ignore[no-untype
 
 
 @njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-def _momentum(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-    """State: velocity."""
+def _momentum(record, dim, start, stop, grads, at, hyper, sign, rest):  # type: ignore[no-untyped-def]
+    """State: velocity, to which `rest` of a gradient is added."""
     rate, decay, momentum = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
     nesterov = hyper[3] != 0.0
-    rest = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
     for j in range(start, stop):
         gradient = sign * grads[at + j - start] + decay * record[j]
         velocity = momentum * record[dim + j] + rest * gradient
@@ -146,7 +145,8 @@ def _update_counted(rule, record, dim, start, stop, grads, at, hyper, sign, step
     elif rule == RPROP:
         rprop(record, dim, start, stop, grads, at, hyper, sign, step)
     elif rule == MOMENTUM:
-        _momentum(record, dim, start, stop, grads, at, hyper, sign, step)
+        rest = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
+        _momentum(record, dim, start, stop, grads, at, hyper, sign, rest)
     elif rule == ADAGRAD:
         _adagrad(record, dim, start, stop, grads, at, hyper, sign, step)
 
@@ -186,7 +186,7 @@ def update_record(rule, record, dim, start, stop, grads, at, hyper, per_element)
     elif rule == ADAGRAD:
         _adagrad(record, dim, start, stop, grads, at, hyper, sign, 1.0)
     elif rule == MOMENTUM:
-        _momentum(record, dim, start, stop, grads, at, hyper, sign, 1.0)
+        _momentum(record, dim, start, stop, grads, at, hyper, sign, _F1)
     elif rule == ADADELTA:
         _adadelta(record, dim, start, stop, grads, at, hyper, sign)
     elif hyper[4] == 0.0 and hyper[5] == 0.0:
