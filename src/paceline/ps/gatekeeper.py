@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from paceline.errors import DeadlineError, PacelineError, PeerError, StaleEpochError
+from paceline.errors import DeadlineError, PacelineError, PeerError, ProtocolError, StaleEpochError
 from paceline.protocol import Consistency, Gate, Sequential, clocks
 from paceline.ps.aggregation import IterationBuffer
 from paceline.ps.fail_stop import Fail, must_succeed
@@ -22,6 +22,8 @@ from paceline.transport import Header, Peer
 
 _EXPIRY_PERIOD_S = 0.25
 _MAX_TIMEOUT_MS = 30 * 24 * 3600 * 1000
+_MAX_LEAP = 1 << 16  # iterations by which one frame may advance a worker's clock: more than it has frames under way
+_MAX_AHEAD = 1 << 20  # iterations by which one worker may be ahead of another, as a server tells
 
 
 class HeldRead:
@@ -112,7 +114,13 @@ class Gatekeeper:
         return ClocksInfo(tables, workers, self.gate.num_missing, self.gate.minimum)
 
     def take_clocks(self, info: ClocksInfo) -> None:
-        """Begin where another server is: this one leads nothing yet."""
+        """Begin where another server is: this one leads nothing yet. Raises ProtocolError, and has changed nothing."""
+        highest = max((clock for _, _, clock, _ in info.workers), default=0)
+        if self.buffer is not None and highest > info.minimum + _MAX_AHEAD:
+            raise ProtocolError(
+                f"clocks from a server say that a worker is in iteration {highest}, and others in {info.minimum}: at "
+                f"most {_MAX_AHEAD} iterations can be under way"
+            )
         if not self.ranks:
             self.gate = Gate(self.gate.consistency, info.num_missing, first_clock=info.minimum)
             self._on_begin(info.minimum)
@@ -142,6 +150,7 @@ class Gatekeeper:
         """Take a worker's word for its clock, and for whether it takes part, after a change of the map."""
         self.check_member(peer)
         worker = peer.hello.incarnation
+        self.check_leap(worker, clock)
         if worker not in self.gate.clocks:
             if not counts:
                 return
@@ -156,9 +165,13 @@ class Gatekeeper:
             self.retire(worker)
 
     def join(self, peer: Peer, rank: int, clock: int) -> int:
-        """Have a worker take part from iteration `clock` or later; return its clock. Raises as `check_member`."""
+        """Have a worker take part from iteration `clock` or later; return its clock.
+
+        Raises as `check_member` and `check_leap`.
+        """
         self.check_member(peer)
         worker = peer.hello.incarnation
+        self.check_leap(worker, clock)
         self.ranks[worker] = rank
         self.counted.add(worker)
         self._obey(self.gate.handle(clocks.Resume(worker)))
@@ -193,6 +206,20 @@ class Gatekeeper:
         """Raise PeerError if a process has left or is dead."""
         if peer.hello.incarnation in self._gone:
             raise self._not_a_member(peer)
+
+    def check_leap(self, worker: int, clock: int) -> None:
+        """Raise ProtocolError if a worker says that it has finished iterations that it cannot have begun.
+
+        Each of them is completed by itself under sequential consistency, and so many at once would hold up everybody.
+        """
+        if self.buffer is None:
+            return
+        known = max(self.gate.clocks.get(worker, 0), self.gate.minimum, self._first_clock())
+        if clock > known + _MAX_LEAP:
+            raise ProtocolError(
+                f"a worker (incarnation {worker}) went from iteration {known} to {clock} at once: at most {_MAX_LEAP} "
+                "iterations can be under way"
+            )
 
     def _not_a_member(self, peer: Peer) -> PeerError:
         return PeerError(

@@ -524,7 +524,9 @@ class Server(Handler):
         selection = whole
         check_finite(grads, name_of(peer), table.spec.name)
         counts = worker in self._counted
-        if not counts:
+        if counts:
+            self._gatekeeper.check_leap(worker, header.clock)
+        else:
             self._gatekeeper.check_member(peer)  # the filter has forgotten those that are gone
         if counts and self._iterations is not None:
             self._keep_for_iteration(peer, header, table, selection, grads)
@@ -642,6 +644,8 @@ class Server(Handler):
         return 0
 
     def _tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        if peer.hello.incarnation in self._counted:
+            self._gatekeeper.check_leap(peer.hello.incarnation, header.clock)
         self._gatekeeper.tick(peer.hello.incarnation, header.clock + 1)
         self._acknowledge(peer, header, 0)
 

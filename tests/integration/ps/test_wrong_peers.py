@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.errors import StaleEpochError
+from paceline.errors import ProtocolError, StaleEpochError
 from paceline.protocol import BoundedDelay, Sequential
 from paceline.ps import SGD, messages
-from paceline.ps.messages import CALL, PULL, PUSH
+from paceline.ps.messages import CALL, CLOCKS, PULL, PUSH, SYNCED, TICK, TICKS
 from paceline.transport import Hello
 
 from .harness import Cluster, floats, keys_of, random_keys
@@ -54,3 +54,47 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
         channel.close()
         table.push(keys, ones, tick=True).wait()
         assert (table.pull(keys) == -1).all()
+
+
+def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
+    """Each would be completed by itself, and the server would do nothing else for minutes."""
+    with Cluster(workers=1, consistency=Sequential()) as cluster:
+        client = cluster.connect(rank=0)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.push(keys_of(5), floats(1), tick=True).wait()
+        served = cluster.nodes[0].served
+        assert served is not None
+        hello = Hello(role="worker", rank=7, incarnation=1 << 40)
+        channel = cluster.transport.connect(served.endpoint, hello)
+        far = 1 << 30
+
+        def refused(kind: int, **fields: Any) -> None:
+            channel.send_frame(kind, request=1, **{"epoch": 1, **fields})
+            with pytest.raises(ProtocolError, match="at most 65536 iterations"):
+                channel.receive_frame(10)
+
+        refused(CALL, meta=messages.encode(messages.JoinClock(rank=7, clock=far)))
+        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        channel.receive_frame(10)
+        client.retire()  # it alone counts now
+        refused(TICK, clock=far)
+        refused(SYNCED, clock=far, sequence=7, flags=1)
+        refused(PUSH, clock=far, sequence=1, flags=TICKS, table=table.number, body=(keys_of(1), floats(1)))
+        channel.send_frame(CALL, request=3, meta=messages.encode(messages.Retire()))
+        channel.receive_frame(10)
+        channel.close()
+        client.join()
+        assert table.push_pull(keys_of(5), floats(1), tick=True) == -2
+
+
+def test_a_server_does_not_tell_of_a_worker_that_is_far_ahead() -> None:
+    with Cluster(servers=2, expected_servers=3, consistency=Sequential()) as cluster:  # it leads nothing yet
+        served = cluster.nodes[0].served
+        assert served is not None
+        cluster.nodes[0].call(lambda: cluster.nodes[0].server.joined(Hello(role="server", incarnation=1), 9.0))
+        channel = cluster.transport.connect(served.endpoint, Hello(role="server", rank=1, incarnation=1 << 40))
+        info = messages.ClocksInfo((), ((9, 0, 1 << 31, True),), 0, 5)
+        channel.send_frame(CLOCKS, request=1, meta=messages.encode(info))
+        with pytest.raises(ProtocolError, match="in iteration 2147483648, and others in 5"):
+            channel.receive_frame(10)
+        channel.close()
