@@ -3,11 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check bench torture clean
+.PHONY: demo test check bench torture thorough clean
 
 # How long `make torture` takes: clusters simulated, then clusters of real processes.
 SEEDS ?= 0:10000
 RUNS ?= 100
+# And `make thorough`: frames that nobody should send, clusters simulated in storms of faults, runs of the random tests.
+FRAMES ?= 10000000
+STORMS ?= 0:40000
+REPEATS ?= 20
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 demo: .venv/.demo
 	$(BIN)/python examples/demo.py
@@ -24,6 +29,13 @@ check: .venv/.dev
 torture: .venv/.dev
 	$(BIN)/python -m paceline.simulation --seeds $(SEEDS)
 	PYTHONPATH=tests $(BIN)/python -m system.torture --runs $(RUNS)
+
+thorough: .venv/.dev
+	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)
+	$(BIN)/python -m paceline.simulation --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
+	for seed in $$(seq $(REPEATS)); do \
+	  $(BIN)/python -m pytest -q -n auto tests/unit/protocol tests/unit/ps --hypothesis-seed=$$seed || exit 1; \
+	done
 
 bench: .venv/.dev .venv/.bench
 	$(BIN)/paceline bench ps

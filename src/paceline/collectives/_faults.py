@@ -19,6 +19,7 @@ import msgspec
 from paceline.collectives._frames import Abort, Frame, Kind, pack_abort
 from paceline.collectives._peers import Peer
 from paceline.errors import PacelineError, ProtocolError
+from paceline.transport.decoding import UNREADABLE
 
 _CHUNK_BYTES = 1 << 17
 _NUM_CHUNKS = 16  # from one link, before others get their turn
@@ -60,7 +61,7 @@ def unpack_abort(frame: Frame) -> Abort:
     """Return the ABORT of a message; raise ProtocolError if it is none."""
     try:
         return msgspec.msgpack.decode(frame.text, type=Abort)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
 
 
@@ -99,8 +100,11 @@ class _Leaving:
         self._is_readable = True
         rest = peer.sends[0].rest if peer.sends else []
         self._buffers = [*rest, memoryview(frame)]
-        self._scanner = peer.scan()
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
+        try:
+            self._scanner = peer.scan()
+        except ProtocolError:  # what has come is no message: nothing that follows it is one
+            self._awaits = self._is_readable = False
         self.advance()
 
     @property

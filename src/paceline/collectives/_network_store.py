@@ -22,6 +22,7 @@ from paceline.errors import DeadlineError, GroupClosedError, PacelineError, Prot
 from paceline.transport.addresses import Address
 from paceline.transport.authentication import Hello
 from paceline.transport.base import Channel, Handler, Listener, Peer
+from paceline.transport.decoding import reader
 from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Limits
 from paceline.transport.sockets import SocketTransport
 
@@ -56,7 +57,7 @@ class _Wanted(msgspec.Struct, frozen=True, array_like=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_COLLECT_S)]
 
 
-_decoder = msgspec.msgpack.Decoder(_Request)
+_decode = reader(_Request, "a request to the store")
 _wanted_decoder = msgspec.msgpack.Decoder(_Wanted)
 _values_decoder = msgspec.msgpack.Decoder(list[bytes | None])
 
@@ -80,10 +81,7 @@ class _Served(Handler):
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Answer a request, or keep it until its key is set."""
-        try:
-            request = _decoder.decode(meta)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"got a request to the store that cannot be read: {error}") from None
+        request = _decode(meta)
         key = request.key
         if header.kind == _Kind.SET:
             value = bytes(body)

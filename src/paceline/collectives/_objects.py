@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from paceline.errors import UsageError
+from paceline.errors import ProtocolError, UsageError
+from paceline.transport import read_meta
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
@@ -19,9 +20,9 @@ def broadcast(group: Group, value: Any, root: int) -> Any:
     is_root = group.rank == root
     data = _encode(value) if is_root else np.empty(0, np.uint8)
     size = group.broadcast(np.array([data.size], np.int64), root=root)
-    return msgspec.msgpack.decode(
-        group.broadcast(data if is_root else np.empty(int(size[0]), np.uint8), root=root).tobytes()
-    )
+    if size[0] < 0:
+        raise ProtocolError(f"rank {root} said that its object has {size[0]} bytes")
+    return _decode(group.broadcast(data if is_root else np.empty(int(size[0]), np.uint8), root=root))
 
 
 def all_gather(group: Group, value: Any) -> list[Any]:
@@ -50,4 +51,8 @@ def _encode(value: Any) -> Any:
 
 def _decode_all(data: Any, sizes: Sequence[int]) -> list[Any]:
     ends = np.cumsum(sizes)
-    return [msgspec.msgpack.decode(data[end - size : end].tobytes()) for end, size in zip(ends, sizes, strict=True)]
+    return [_decode(data[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _decode(data: Any) -> Any:
+    return read_meta(data.tobytes(), Any, "an object of another rank")

@@ -20,6 +20,7 @@ from paceline.transport.receiving import allocate
 _AT_ONCE_BYTES = 1 << 22
 """How much one connection may move before the others have their turn."""
 _SCRATCH_BYTES = 1 << 18
+_MAX_COMPLAINT_BYTES = 2000
 
 
 class Incoming(Watched):
@@ -177,7 +178,7 @@ def refuse(message: Message, error: MismatchError, owner: object, back: socket.s
     assert isinstance(owner, Receiving)
     owner.fail(error)
     if back is not None:
-        text = str(error).encode()[:2000]
+        text = str(error).encode()[:_MAX_COMPLAINT_BYTES]
         try:
             back.send(pack(MISMATCH, message.tag, message.sequence, len(text), "") + text)
         except OSError:
@@ -265,6 +266,8 @@ class Outgoing(Watched):
         try:
             while len(self._answer) >= HEADER.size:
                 kind, _, sequence, nbytes, _ = unpack(self._answer[: HEADER.size])
+                if nbytes > _MAX_COMPLAINT_BYTES:
+                    raise PeerError(f"got a complaint of {nbytes} bytes")
                 if len(self._answer) < HEADER.size + nbytes:
                     return
                 text = self._answer[HEADER.size : HEADER.size + nbytes].decode(errors="replace")

@@ -14,6 +14,7 @@ import msgspec
 from paceline.collectives._frames import Abort, Frame
 from paceline.collectives.calls import Call, describe_mismatch, name_ranks
 from paceline.errors import CollectiveError, MismatchError, RankLostError
+from paceline.transport.decoding import UNREADABLE
 
 _REFUSES: Final = "the group refuses further work"
 _SAME: Final = f"every rank must make the same calls in the same order with the same shapes and dtypes, and {_REFUSES}"
@@ -79,7 +80,7 @@ def unexpected(place: Place, rank: int, frame: Frame) -> Abort:
     header = frame.header
     try:
         theirs = msgspec.msgpack.decode(frame.text, type=Call)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         return garbled(place, rank, error)
     calls = {place.rank: place.call, rank: theirs}
     if header.sequence == place.sequence and theirs != place.call:

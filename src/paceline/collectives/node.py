@@ -30,7 +30,6 @@ from paceline.errors import (
     GroupClosedError,
     PacelineError,
     PeerError,
-    ProtocolError,
 )
 from paceline.transport.addresses import (
     Address,
@@ -41,6 +40,7 @@ from paceline.transport.addresses import (
 )
 from paceline.transport.authentication import Hello, check_token
 from paceline.transport.client import open_socket, shut
+from paceline.transport.decoding import read_meta
 from paceline.transport.strangers import Strangers
 from paceline.transport.streams import connect_stream, welcome_stream
 from paceline.transport.unix_sockets import bind_unix, has_unix_sockets, is_other_user, remove_unix
@@ -78,10 +78,8 @@ class NodeInfo(msgspec.Struct, frozen=True):
     @classmethod
     def decode(cls, data: bytes) -> NodeInfo:
         """Read what :meth:`encode` wrote; raise ProtocolError if it is something else."""
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"got something that does not describe a node: {error}") from None
+        info: NodeInfo = read_meta(data, cls, "a description of a node")
+        return info
 
 
 class Taker(Protocol):

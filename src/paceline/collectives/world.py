@@ -29,6 +29,7 @@ from paceline.collectives.store import PrefixStore, Store, exchange
 from paceline.collectives.watching import is_alive
 from paceline.errors import DeadlineError, GroupClosedError, MismatchError, RankLostError, UsageError
 from paceline.kernels import steps
+from paceline.transport import read_meta
 
 _ASK_S = 1.0
 
@@ -263,7 +264,7 @@ class Connections:
         answer = self.world.node.ask(self.infos[rank], self._identity, _ASK_S)
         if answer is None:
             return None
-        return msgspec.msgpack.decode(answer, type=Status) if answer else Status(-1, None, ())
+        return read_meta(answer, Status, f"an answer of rank {rank}") if answer else Status(-1, None, ())
 
     # shared memory
 
@@ -285,7 +286,7 @@ class Connections:
         local = self.local_ranks
         own = _Attached(failure, tuple(_own_cores()))
         values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")
-        attached = [msgspec.msgpack.decode(value, type=_Attached) for value in values]
+        attached = [read_meta(value, _Attached, "what a rank says of its memory") for value in values]
         if segment is None or any(other.failure for other in attached):
             if segment is not None:
                 segment.close()

@@ -176,15 +176,22 @@ def _decode(mapped: mmap.mmap, identity: dict[str, Any]) -> CachedShard | None:
     blocks = [block for entry in content["blocks"] if (block := sections.block(*entry)) is not None]
     if len(blocks) != len(content["blocks"]):
         return None
-    bad = [BadLine(*line) for line in content["bad"]]
+    bad = [_bad_line(*line) for line in content["bad"]]
     num_bad, num_shards = content["num_bad"], content["num_shards"]
     if not _is_count(num_bad) or not (num_shards is None or _is_count(num_shards)):
         return None
     return CachedShard(blocks, num_bad, bad, num_shards)
 
 
+def _bad_line(file: Any, offset: Any, row: Any, text: Any, reason: Any) -> BadLine:
+    is_placed = all(place is None or _is_count(place) for place in (offset, row))
+    if not is_placed or not all(isinstance(each, str) for each in (file, text, reason)):
+        raise TypeError("no bad line")
+    return BadLine(file, offset, row, text, reason)
+
+
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 class _Sections:
@@ -195,7 +202,8 @@ class _Sections:
         self._at = 0
 
     def block(self, at: int, num_rows: int, num_pairs: int, width: int, has_values: int) -> Batch | None:
-        if not (_is_count(at) and _is_count(num_rows) and _is_count(num_pairs)) or at % _ALIGNMENT:
+        limit = len(self._mapped)
+        if not all(_is_count(each) and each <= limit for each in (at, num_rows, num_pairs)) or at % _ALIGNMENT:
             return None
         self._at = at
         labels = self._take(np.float32, num_rows)

@@ -7,7 +7,7 @@ or by an ERROR frame of the transport. A NOTICE is a control message that wants 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -15,7 +15,22 @@ from paceline.errors import ProtocolError, UsageError
 from paceline.protocol.buckets import count, from_bytes
 from paceline.protocol.chains import ChainGroup
 from paceline.ps import snapshot_messages
-from paceline.ps.bounds import Bucket, BucketMask, Clock, Natural, Operation, Role, TableNumber, Version
+from paceline.ps.bounds import (
+    MAX_RANK,
+    MAX_SHARDS,
+    Assignment,
+    Bucket,
+    BucketMask,
+    Clock,
+    Natural,
+    Number,
+    NumShards,
+    Operation,
+    Rank,
+    Role,
+    TableNumber,
+    Version,
+)
 from paceline.ps.snapshot_messages import DoneShards
 from paceline.ps.snapshot_messages import GetAccount as GetAccount
 from paceline.ps.table_spec import TableSpec as TableSpec
@@ -64,7 +79,7 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
 
     host: str
     """The boot of the machine, and the namespace of the process ids."""
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     started: int
     """When, in the units of the host's kernel."""
 
@@ -74,8 +89,8 @@ class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     role: Role
-    rank: Natural
-    incarnation: Natural
+    rank: Rank
+    incarnation: Number
     endpoint: Endpoint | None = None
     process: Process | None = None
 
@@ -87,8 +102,8 @@ class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
 class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     """Buckets whose chains are equal: servers by incarnation, the buckets as 64 bytes."""
 
-    members: tuple[int, ...]
-    filling: int | None
+    members: tuple[Number, ...]
+    filling: Number | None
     buckets: BucketMask
 
     def __post_init__(self) -> None:
@@ -100,15 +115,15 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A view (:class:`paceline.protocol.scheduler.View`). The scheduler sends it as a NOTICE when it is committed."""
 
-    epoch: int
+    epoch: Number
     members: tuple[MemberInfo, ...]
     version: Version = 0
     """The version of the chains; 0 while there are none."""
     groups: tuple[GroupInfo, ...] = ()
     """Which servers hold which buckets."""
-    last_incarnation: int = 0
+    last_incarnation: Number = 0
     """Who has none above this one, and is no member, is gone."""
-    term: int = 0
+    term: Number = 0
     """The scheduler that published it; each that takes over has a higher one."""
     is_partial: bool = False
     """Whether the workers were left out, as they are in what workers get."""
@@ -222,7 +237,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: str
     role: str
     endpoint: Endpoint | None = None
-    rank: int | None = None
+    rank: Annotated[int, msgspec.Meta(le=MAX_RANK)] | None = None
     extra: bool = False
     """Whether a server joins though all expected ones are there."""
     process: Process | None = None
@@ -259,23 +274,23 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
 class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What one node knows of the latest job. All nodes' together are what the scheduler knew, or counts no more."""
 
-    number: int
-    num_workers: int = 0
+    number: Number
+    num_workers: Rank = 0
     """Strided: how many workers the shards are dealt to."""
     done: tuple[tuple[int, int, bytes], ...] = ()
     """Epoch, file and a byte for each of its shards: 1 where it is done."""
-    ended: dict[int, int] = {}
+    ended: dict[int, NumShards] = {}
     """The numbers of shards that reading has shown, by file."""
     settled: dict[int, dict[str, float]] = {}
     """The counters of each worker (by incarnation) at the end of its last shard."""
-    lost: int = 0
+    lost: Number = 0
     """How many workers have died."""
     failed: tuple[str, str] | None = None
     working: bool = False
     """Whether this node is a worker that was given the job."""
     leases: tuple[Lease, ...] = ()
     """Those that this worker holds."""
-    last_lease: int = -1
+    last_lease: Annotated[int, msgspec.Meta(le=2**62)] = -1
     progress: dict[str, float] = {}
     """This worker's counters now."""
     posted: PostJob | None = None
@@ -294,8 +309,8 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     node: str
     role: Role
-    rank: Natural
-    incarnation: Natural
+    rank: Rank
+    incarnation: Number
     endpoint: Endpoint | None
     settings: Settings
     cluster: ClusterMap
@@ -343,12 +358,20 @@ class PostJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     description: bytes
-    files: tuple[int | None, ...]
-    epochs: int
-    assignment: str
+    files: tuple[NumShards | None, ...]
+    epochs: NumShards
+    assignment: Assignment
     done: tuple[DoneShards, ...] = ()
     """What is done already, as a snapshot says; and the counters of that."""
     progress: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        total = self.epochs * sum(1 + (size or 0) for size in self.files)
+        if total > MAX_SHARDS:
+            raise UsageError(
+                f"{len(self.files)} files in {self.epochs} epochs come to {total} shards: expected at most "
+                f"{MAX_SHARDS}; use larger shards, or fewer epochs"
+            )
 
 
 class GetJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -378,10 +401,10 @@ ALL_DONE: Final = -2
 class Lease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A shard of work; or, as its number, NOTHING_NOW (ask again with wait) or ALL_DONE."""
 
-    lease: int
+    lease: Annotated[int, msgspec.Meta(le=2**62)]
     epoch: int = 0
     file: int = 0
-    shard: int = 0
+    shard: Annotated[int, msgspec.Meta(le=MAX_SHARDS)] = 0
 
 
 class LeaseDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -397,7 +420,7 @@ class FileEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     job: int
     file: int
-    num_shards: int
+    num_shards: Annotated[int, msgspec.Meta(le=MAX_SHARDS)]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,12 +9,12 @@ import socket
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import psutil
 
-from paceline.errors import AddressError
+from paceline.errors import AddressError, UsageError
 
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on the other
@@ -30,10 +30,18 @@ class Address(msgspec.Struct, frozen=True):
     A name after ``@`` is in Linux's abstract namespace of sockets: there is no file, so none can be left behind.
     """
 
-    scheme: str
-    host: str = ""
-    port: int = 0
-    path: str = ""
+    scheme: Annotated[str, msgspec.Meta(pattern=r"^(tcp|unix|memory)\Z")]
+    host: Annotated[str, msgspec.Meta(pattern=r"^[^\s\0]*\Z")] = ""
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    path: Annotated[str, msgspec.Meta(pattern=r"^([/@][^\0]*)?\Z", max_length=4096)] = ""
+
+    def __post_init__(self) -> None:
+        try:
+            self.host.encode("idna")
+        except UnicodeError:
+            raise UsageError(
+                f"{self.host[:300]!r} is no name of a host: one of its labels is empty or too long"
+            ) from None
 
     @classmethod
     def parse(cls, text: str) -> Address:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from paceline.errors import ProtocolError, StaleEpochError
+from paceline.errors import ProtocolError, StaleEpochError, UsageError
 from paceline.protocol import BoundedDelay, Sequential
 from paceline.ps import SGD, messages
 from paceline.ps.messages import CALL, CLOCKS, PULL, PUSH, SYNCED, TICK, TICKS
+from paceline.ps.scheduler.processes import own_host
+from paceline.ps.scheduler.tables import Tables
 from paceline.transport import Hello
 
 from .harness import Cluster, floats, keys_of, random_keys
@@ -98,3 +101,48 @@ def test_a_server_does_not_tell_of_a_worker_that_is_far_ahead() -> None:
         with pytest.raises(ProtocolError, match="in iteration 2147483648, and others in 5"):
             channel.receive_frame(10)
         channel.close()
+
+
+REGISTER: dict[str, Any] = {"type": "Register", "node": "n", "role": "worker"}
+ADDRESS: dict[str, Any] = {"scheme": "tcp", "host": "127.0.0.1", "port": 1}
+JOB: dict[str, Any] = {"type": "PostJob", "description": b"", "files": [1], "epochs": 1, "assignment": "strided"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "host": "x" * 300}}},
+        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "host": "a..b"}}},
+        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "host": "a\0b"}}},
+        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "port": 1 << 40}}},
+        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "scheme": "smtp"}}},
+        {**REGISTER, "process": [own_host(), 1 << 40, 1]},
+        {**REGISTER, "rank": 1 << 40},
+        {**JOB, "files": [1 << 50]},
+        {**JOB, "files": [0], "epochs": 1 << 50},
+        {**JOB, "files": [1 << 20], "epochs": 1 << 20},
+        {**JOB, "files": [-1]},
+        {**JOB, "epochs": -1},
+        {**JOB, "assignment": "at random"},
+        {"type": "FileEnded", "job": 1, "file": 0, "num_shards": 1 << 50},
+    ],
+    ids=str,
+)
+def test_the_scheduler_refuses_what_would_end_or_occupy_it(message: dict[str, Any]) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        channel = cluster.transport.connect(cluster.scheduler_address, Hello(role="worker"))
+        channel.send_frame(CALL, request=1, meta=msgspec.msgpack.encode(message))
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            channel.receive_frame(10)
+        channel.close()
+        assert client.tables() == []
+
+
+def test_the_last_number_of_a_table() -> None:
+    tables = Tables()
+    spec = messages.TableSpec(name="t", kind="sparse", update={"kind": "SGD", "lr": 1.0}, initializer={"kind": "Zeros"})
+    tables.restore([messages.KnownTable(number=65535, declared=spec, spec=spec)])
+    assert tables.declare(spec) == 65535
+    with pytest.raises(UsageError, match="at most 65535 tables"):
+        tables.declare(msgspec.structs.replace(spec, name="another"))

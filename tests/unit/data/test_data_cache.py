@@ -15,6 +15,7 @@ import pytest
 
 from paceline.data import Batch, Dataset, open_dataset, open_spec
 from paceline.data import _text as text_reader
+from paceline.data._cache import _TRAILER, VERSION, ShardCache
 from paceline.errors import DataError, UsageError
 
 LINES = [b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)]
@@ -280,3 +281,22 @@ def test_a_cache_that_is_a_pipe(source: Path, folder: Path) -> None:
     path.unlink()
     os.mkfifo(path)
     assert_same(read(open_dataset(source, cache_dir=folder)), plain)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("blocks", [[1 << 63, 2, 4, 2, 1]]), ("blocks", [[0, 1 << 62, 4, 2, 1]]), ("bad", [[1, 2, 3, 4, 5]])],
+)
+def test_numbers_that_no_file_has(tmp_path: Path, part: str, value: Any) -> None:
+    source = tmp_path / "data"
+    source.write_text("x")
+    cache = ShardCache(tmp_path / "cache", {})
+    writer = cache.writer(str(source), 0)
+    writer.commit(1)
+    path = cache._path(str(source), 0)
+    data = path.read_bytes()
+    footer = {**json.loads(data[: -_TRAILER.size]), part: value}
+    text = json.dumps(footer).encode()
+    assert cache.load(str(source), 0) is not None
+    path.write_bytes(text + _TRAILER.pack(len(text), zlib.crc32(text), VERSION, b"PACELINE"))
+    assert cache.load(str(source), 0) is None

@@ -20,9 +20,9 @@ class Tables:
         """Return the number of a table, a new one if it is new. Raises TableMismatchError, and UsageError."""
         known = self._known.get(spec.name)
         if known is None:
-            if len(self._known) >= MAX_TABLES:
-                raise UsageError(f"a cluster has at most {MAX_TABLES} tables")
             number = 1 + max((table.number for table in self._known.values()), default=0)
+            if number > MAX_TABLES:
+                raise UsageError(f"a cluster has at most {MAX_TABLES} tables")
             known = self._known[spec.name] = KnownTable(number=number, declared=spec, spec=spec)
         if spec not in (known.declared, known.spec):
             raise TableMismatchError(

@@ -1,0 +1,274 @@
+"""What ranks say to one another under fire: the store where they meet, and the messages of their links."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Any
+
+import msgspec
+
+from paceline.collectives._faults import unpack_abort
+from paceline.collectives._frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, Kind, Scanner
+from paceline.collectives._network_store import LIMITS, _Kind, _Request, _Served
+from paceline.collectives._p2p_matching import Matching
+from paceline.collectives._p2p_pending import MESSAGE, MISMATCH, Receiving, pack
+from paceline.collectives._p2p_progress import READ
+from paceline.collectives._p2p_streams import Incoming, Outgoing, deliver
+from paceline.collectives._verdicts import Place, received, to_error, unexpected
+from paceline.collectives.calls import Call
+from paceline.collectives.node import NodeInfo
+from paceline.errors import PacelineError, ProtocolError
+from paceline.transport import Address, Endpoint, Hello, Listener, MemoryTransport
+
+from .listening import Attacker, Episode, FoundError, Line
+from .mutations import INTEGERS, TEXTS, UNREADABLE, Frame, tree_of
+
+STORE_KINDS = (*_Kind, 5, 77)
+
+
+class StoreEpisode(Episode):
+    """The store that rank 0 serves."""
+
+    name = "store"
+    weight = 10
+
+    async def begin(self) -> None:
+        transport = MemoryTransport("0123456789abcdef", direct=True, limits=LIMITS)
+        self.listener: Listener = await transport.serve(_Served(), Hello(role="rank"))
+        target = self.listener.endpoint
+        self.attackers = [
+            Attacker(self.random, self.mutator, transport, target, Hello(role="rank", rank=rank)) for rank in (1, 2)
+        ]
+        self.honest = Line(transport, target, Hello(role="rank", rank=3))
+        self.honest.ask(_Kind.SET, meta=msgspec.msgpack.encode(_Request("honest")), body=b"value")
+
+    def feed(self) -> int:
+        random = self.random
+        key = f"key {random.randrange(30)}"
+        kind = random.choice((_Kind.SET, _Kind.GET, _Kind.GET, _Kind.DELETE))
+        body = bytes(random.randrange(50)) if kind == _Kind.SET else b""
+        frame = Frame(kind, tree_of(_Request(key, random.random() < 0.5)), body)
+        return random.choice(self.attackers).attack(frame, STORE_KINDS)
+
+    def look(self) -> None:
+        _, _, value = self.honest.ask(_Kind.GET, meta=msgspec.msgpack.encode(_Request("honest")))
+        if value != b"value":
+            raise FoundError(f"an honest rank read {value!r} from the store")
+
+    async def end(self) -> None:
+        self.look()
+        await self.listener.close()
+
+    def sent(self) -> list[bytes]:
+        return [data for attacker in self.attackers for data in attacker.sent]
+
+
+CALL = Call("all_reduce", "float32", (4, 5), "sum")
+PLACE = Place("world", 0, CALL, 3)
+
+
+class HeadsEpisode(Episode):
+    """What a rank reads from a link once a call has failed, and what it makes of it."""
+
+    name = "heads"
+    weight = 26
+
+    async def begin(self) -> None:
+        self.scanner = Scanner()
+        self.last: list[bytes] = []
+
+    def feed(self) -> int:
+        data = self._stream()
+        self.last = [*self.last[-3:], data]
+        with contextlib.suppress(ProtocolError):
+            at = 0
+            while at < len(data):  # as it comes from a socket: in pieces
+                step = self.random.choice((len(data), len(data), 1, 40))
+                self.scanner.feed(data[at : at + step])
+                at += step
+            while self.scanner.frames:
+                self._take(self.scanner.frames.popleft())
+            if self.random.random() < 0.9:
+                return 1
+        self.scanner = Scanner(self.random.choice((0, 0, 5)))
+        return 1
+
+    def _take(self, frame: Any) -> None:
+        abort = unpack_abort(frame) if frame.header.kind == Kind.ABORT else unexpected(PLACE, 1, frame)
+        to_error(received(PLACE, abort), "world")
+
+    def _stream(self) -> bytes:
+        random = self.random
+        if random.random() < 0.1:
+            return self._node_info()
+        if random.random() < 0.5:
+            kind, sequence, nbytes = Kind.DATA, 3, 8
+            text = msgspec.msgpack.encode(CALL)
+            body = bytes(8)
+            if random.random() < 0.3:
+                return Heads(CALL, 3).head(8) + body
+        else:
+            abort = Abort(random.choice(("mismatch", "lost", "error")), "why", (1,), {0: CALL, 1: CALL}, 3)
+            kind, sequence, nbytes, text, body = Kind.ABORT, 3, 0, msgspec.msgpack.encode(abort), b""
+        tree = msgspec.msgpack.decode(text)
+        if random.random() < 0.7:
+            frame = Frame(0, tree)
+            self.mutator._alter_tree(frame)
+            text = frame.meta if isinstance(frame.meta, bytes) else msgspec.msgpack.encode(frame.meta)
+        if random.random() < 0.1:
+            text = random.choice(UNREADABLE)
+        values = [MAGIC, WIRE_VERSION, int(kind), len(text), sequence, CALL.signature, nbytes]
+        if random.random() < 0.3:
+            at, bits = random.choice(((0, 16), (1, 8), (2, 8), (3, 32), (4, 64), (5, 64), (6, 64)))
+            values[at] = random.choice(INTEGERS) & ((1 << bits) - 1)
+        stream = HEADER.pack(*values) + text + bytes(-len(text) % 16) + body
+        return stream[: random.randrange(len(stream))] if random.random() < 0.1 else stream
+
+    def _node_info(self) -> bytes:
+        """Read what describes a node, which comes from the store; return nothing to be fed."""
+        endpoint = Endpoint(Address.parse("tcp://127.0.0.1:5"), None, "host", "listener")
+        frame = Frame(0, tree_of(NodeInfo("id", endpoint, 7, "memory")))
+        self.mutator._alter_tree(frame)
+        data = frame.meta if isinstance(frame.meta, bytes) else msgspec.msgpack.encode(frame.meta)
+        with contextlib.suppress(PacelineError):
+            NodeInfo.decode(data)
+        return b""
+
+    def look(self) -> None:
+        scanner = Scanner()
+        scanner.feed(Heads(CALL, 3).head(0))
+        if unexpected(PLACE, 1, scanner.frames.popleft()).kind != "mismatch":
+            raise FoundError("a message is not read any more")
+
+    async def end(self) -> None:
+        self.look()
+
+    def sent(self) -> list[bytes]:
+        return self.last
+
+
+class _NoProgress:
+    """In place of the selector's loop: whoever sends calls the stream itself."""
+
+    def watch(self, watched: Any, events: int) -> None:
+        pass
+
+    def unwatch(self, watched: Any) -> None:
+        pass
+
+
+class PointToPointEpisode(Episode):
+    """Both ends of the streams that carry messages from rank to rank."""
+
+    name = "point-to-point"
+    weight = 26
+
+    async def begin(self) -> None:
+        self.matching = Matching(1 << 20)
+        self.last: list[bytes] = []
+        self.sockets: list[socket.socket] = []
+        self.incoming, self.theirs = self._incoming(1)
+        self.honest, self.honest_end = self._incoming(2)
+        self.outgoing: Outgoing | None = None
+        self.number = 0
+
+    def _incoming(self, source: int) -> tuple[Incoming, socket.socket]:
+        ours, theirs = self._pair()
+        return Incoming(source, 0, ours, self.matching, _NoProgress(), self._lost), theirs  # type: ignore[arg-type]
+
+    def _pair(self) -> tuple[socket.socket, socket.socket]:
+        pair = socket.socketpair()
+        for each in pair:
+            each.setblocking(False)
+        self.sockets += pair
+        return pair
+
+    def _lost(self, incoming: Incoming, error: Exception | None) -> None:
+        """Drop a connection, as the group does, and have another."""
+        if incoming is self.honest:
+            raise FoundError(f"an honest rank's connection was given up: {error}")
+        if incoming.message is not None:
+            self.matching.drop(incoming.message)
+        incoming.connected.close()
+        self.theirs.close()
+        self.incoming, self.theirs = self._incoming(1)
+
+    def feed(self) -> int:
+        random = self.random
+        if random.random() < 0.2:
+            self._complain()
+            return 1
+        data = self._message()
+        self.last = [*self.last[-3:], data]
+        with contextlib.suppress(OSError):
+            self.theirs.send(data)
+        self.incoming.ready(READ)
+        if random.random() < 0.3:
+            self._receive(random.choice((1, 1, None)), random.randrange(4), random.choice((0, 4, 40)), "what")
+            self.incoming.resume()
+        return 1
+
+    def _message(self) -> bytes:
+        random = self.random
+        size = random.choice((0, 4, 40))
+        values = [MESSAGE, random.randrange(4), self.number, size]
+        self.number += 1
+        if random.random() < 0.2:
+            at, bits = random.choice(((0, 8), (1, 64), (2, 64), (3, 64), (3, 64)))
+            values[at] = random.choice(INTEGERS) & ((1 << bits) - 1)
+        what = random.choice(("what", "what", "other", ""))
+        tag = values[1] - (1 << 64) if values[1] >= 1 << 63 else values[1]
+        data = pack(values[0], tag, values[2], values[3], what) + random.randbytes(size)
+        if random.random() < 0.05:
+            data = data[: random.randrange(1, len(data))]
+        if random.random() < 0.05:
+            altered = bytearray(data)
+            altered[random.randrange(min(len(altered), 72))] ^= 1 << random.randrange(8)
+            data = bytes(altered)
+        return data
+
+    def _receive(self, source: int | None, tag: int, size: int, what: str) -> bytearray:
+        buffer = bytearray(size)
+        receiving = Receiving(self, memoryview(buffer), source, tag, what)  # type: ignore[arg-type]
+        message = self.matching.post(receiving.posted)
+        if message is not None and message.is_complete:
+            deliver(message, 0, None)
+        elif message is not None:
+            receiving.message = message
+        return buffer
+
+    def _complain(self) -> None:
+        """Answer a sender with complaints that are none."""
+        random = self.random
+        if self.outgoing is None:
+            ours, self.complainer = self._pair()
+            self.outgoing = Outgoing(1, _NoProgress(), self._send_lost)  # type: ignore[arg-type]
+            self.outgoing.attach(ours)
+        text = random.choice(TEXTS).encode()
+        size = len(text) if random.random() < 0.7 else random.choice(INTEGERS) & ((1 << 64) - 1)
+        data = pack(random.choice((MISMATCH, MISMATCH, MESSAGE, 9)), 0, random.randrange(3), size, "") + text
+        with contextlib.suppress(OSError):
+            self.complainer.send(data if random.random() < 0.8 else data[: random.randrange(len(data))])
+        self.outgoing.ready(READ)
+        if len(self.outgoing._answer) > 1 << 14:
+            raise FoundError("a complaint is gathered without bound")
+
+    def _send_lost(self, outgoing: Outgoing, error: Exception | None) -> None:
+        self.outgoing = None
+
+    def look(self) -> None:
+        for source, what in ((2, "honest"),):
+            buffer = self._receive(source, 1 << 40, 16, what)
+            self.honest_end.send(pack(MESSAGE, 1 << 40, 0, 16, what) + b"0123456789abcdef")
+            self.honest.ready(READ)
+            if buffer != b"0123456789abcdef":
+                raise FoundError(f"an honest rank's message came as {bytes(buffer)!r}")
+
+    async def end(self) -> None:
+        self.look()
+        for each in self.sockets:
+            each.close()
+
+    def sent(self) -> list[bytes]:
+        return self.last

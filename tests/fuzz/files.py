@@ -1,0 +1,188 @@
+"""Models, snapshots and caches that are not what they say, with checksums that fit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.data._batch import Batch
+from paceline.data._cache import _TRAILER, ShardCache
+from paceline.errors import PacelineError
+from paceline.ps import SGD, Adagrad, Zeros, messages, read_model
+from paceline.ps.rules import to_fields
+from paceline.ps.saving import MANIFEST, save_model
+from paceline.ps.snapshot_files import (
+    FORMAT,
+    FORMAT_VERSION,
+    PartBuffer,
+    PartUse,
+    SnapshotManifest,
+    SnapshotTable,
+    _digest,
+    folder_name,
+    read_manifest,
+    read_part,
+    write_manifest,
+    write_part,
+)
+
+from .listening import Episode, FoundError
+from .mutations import Frame
+
+SPARSE = messages.TableSpec(
+    name="s", kind="sparse", dim=2, update=to_fields(Adagrad(lr=0.5)), initializer=to_fields(Zeros())
+)
+DENSE = messages.TableSpec(
+    name="d", kind="dense", size=10, update=to_fields(SGD(lr=0.5)), initializer=to_fields(Zeros())
+)
+
+
+class FilesEpisode(Episode):
+    """What a process reads that loads a model, resumes from a snapshot, or has a cache."""
+
+    name = "files"
+    weight = 1
+
+    async def begin(self) -> None:
+        self.last: list[bytes] = []
+        self._make_model()
+        self._make_snapshot()
+        self._make_cache()
+
+    def _make_model(self) -> None:
+        self.model = self.folder / "model"
+        keys = np.arange(3, dtype=np.uint64)
+        pieces: Any = [(SPARSE, [(keys, np.ones((3, 4), np.float32))]), (DENSE, [(keys, np.ones((3, 1), np.float32))])]
+        save_model(self.model, pieces, {"model": "lr"}, {"optimizer": b"\0" * 8})
+        self.manifest = json.loads((self.model / MANIFEST).read_bytes())
+        file = self.manifest["tables"][0]["parts"][0]["file"]
+        self.part = self.model / file
+        self.part_data = self.part.read_bytes()
+
+    def _make_snapshot(self) -> None:
+        self.snapshots = self.folder / "snapshots"
+        (self.snapshots / folder_name(1)).mkdir(parents=True)
+        gathered = PartBuffer(64)
+        gathered.begin(4)
+        for bucket in (3, 5):
+            gathered.add(bucket, np.arange(2, dtype=np.uint64), np.ones((2, 4), np.float32))
+        part = write_part(self.snapshots, f"{folder_name(1)}/s0-t1-00000.safetensors", "s", gathered)
+        table = SnapshotTable(spec=SPARSE, rows=4, num_buckets=512, uses=(PartUse(part=part, buckets=(3, 5)),))
+        manifest = SnapshotManifest(
+            format=FORMAT, version=FORMAT_VERSION, paceline="0", number=1, full=True, iteration=None, tables=(table,),
+            training={"model": "lr"},
+        )  # fmt: skip
+        write_manifest(self.snapshots, manifest)
+        self.snapshot_manifest = msgspec.to_builtins(manifest)
+
+    def _make_cache(self) -> None:
+        source = self.folder / "data.txt"
+        source.write_text("x")
+        self.source = str(source)
+        self.cache = ShardCache(self.folder / "cache", {"format": "libsvm"})
+        writer = self.cache.writer(self.source, 0)
+        for indptr in ([0, 2, 4], [0, 1, 4]):
+            writer.append(
+                Batch(np.ones(2, np.float32), np.array(indptr), np.arange(4, dtype=np.uint64), np.ones(4, np.float32))
+            )
+        writer.commit(1)
+        self.cache_path = self.cache._path(self.source, 0)
+        self.cache_data = self.cache_path.read_bytes()
+
+    def feed(self) -> int:
+        choice = self.random.random()
+        if choice < 0.4:
+            self._read_model()
+        elif choice < 0.7:
+            self._read_snapshot()
+        else:
+            self._read_cache()
+        return 1
+
+    def _altered(self, tree: Any) -> Any:
+        frame = Frame(0, json.loads(msgspec.json.encode(tree)))
+        for _ in range(self.random.randrange(3)):
+            if not isinstance(frame.meta, bytes):
+                self.mutator._alter_tree(frame)
+        return frame.meta
+
+    def _write(self, path: Path, tree: Any) -> None:
+        text = msgspec.json.encode(tree)
+        if self.random.random() < 0.05:
+            text = self.random.choice((text[: self.random.randrange(len(text))], b"[" * 100_000, b"", b"{}", b"\xff"))
+        self.last = [*self.last[-2:], text]
+        path.write_bytes(text)
+
+    def _bytes(self, data: bytes) -> bytes:
+        frame = Frame(0, b"", data)
+        self.mutator._alter_body(frame)
+        return frame.body
+
+    def _read_model(self) -> None:
+        manifest, data = self.manifest, self.part_data
+        if self.random.random() < 0.4:
+            data = self._bytes(data)
+            manifest = json.loads(json.dumps(manifest))
+            part = manifest["tables"][0]["parts"][0]
+            part["num_bytes"], part["sha256"] = len(data), hashlib.sha256(data).hexdigest()
+        else:
+            manifest = self._altered(manifest)
+        self._write(self.model / MANIFEST, manifest)
+        self.part.write_bytes(data)
+        with contextlib.suppress(PacelineError):
+            model = read_model(self.model)
+            for table in model.manifest.tables:
+                if table.spec.kind == "sparse" and table.spec.dim < 1 << 12:
+                    model.load_store(table.spec.name)
+                for keys, records in model.records(table):
+                    if records.shape != (len(keys), table.spec.record_words):
+                        raise FoundError(f"{records.shape} records for {len(keys)} keys of {table.spec}")
+
+    def _read_snapshot(self) -> None:
+        head = self._altered(self.snapshot_manifest)
+        if isinstance(head, dict):
+            with contextlib.suppress(ValueError, RecursionError, msgspec.MsgspecError):
+                head["sha256"] = _digest(msgspec.convert(json.loads(msgspec.json.encode(head)), SnapshotManifest))
+        self._write(self.snapshots / folder_name(1) / MANIFEST, head)
+        with contextlib.suppress(PacelineError):
+            for table in read_manifest(self.snapshots, 1).tables:
+                for use in table.uses:
+                    keys, records = read_part(self.snapshots, use.part)
+                    if records.shape != (len(keys), use.part.words):
+                        raise FoundError(f"{records.shape} records for {len(keys)} keys of {use.part}")
+
+    def _read_cache(self) -> None:
+        data = self.cache_data
+        if self.random.random() < 0.2:
+            data = self._bytes(data)
+        else:
+            length, _, version, magic = _TRAILER.unpack(data[-_TRAILER.size :])
+            body, footer = data[: -_TRAILER.size - length], data[-_TRAILER.size - length : -_TRAILER.size]
+            footer = msgspec.json.encode(self._altered(json.loads(footer)))
+            self.last = [*self.last[-2:], footer]
+            data = body + footer + _TRAILER.pack(len(footer), zlib.crc32(footer), version, magic)
+        self.cache_path.write_bytes(data)
+        shard = self.cache.load(self.source, 0)
+        for block in () if shard is None else shard.blocks:
+            sizes = len(block.labels) + 1, len(block.keys)
+            if (len(block.indptr), block.indptr[-1]) != sizes or (np.diff(block.indptr) < 0).any():
+                raise FoundError(f"a cached block leads beyond its keys: {block}")
+
+    def look(self) -> None:
+        """Nobody else reads these files."""
+
+    async def end(self) -> None:
+        (self.model / MANIFEST).write_text(json.dumps(self.manifest))
+        self.part.write_bytes(self.part_data)
+        if len(read_model(self.model).load_store("s")) != 3:
+            raise FoundError("a model that is whole was not read")
+
+    def sent(self) -> list[bytes]:
+        return self.last

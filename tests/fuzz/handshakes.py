@@ -1,0 +1,133 @@
+"""Both halves of the handshake under fire, by those that hold the token and those that do not."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+
+from paceline.errors import PacelineError, ProtocolError
+from paceline.transport import Address, Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer
+from paceline.transport.authentication import prove
+from paceline.transport.handshake import Greeting
+from paceline.transport.memory import MemoryChannel
+from paceline.transport.reception import Reception
+
+from .listening import Episode, FoundError, Line
+from .mutations import UNREADABLE, Frame
+
+TOKEN = "0123456789abcdef"
+WHERE = Address.parse("memory://x")
+
+
+class _Echo(Handler):
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        peer.send_frame(header.kind, request=header.request)
+
+
+class HandshakeEpisode(Episode):
+    """The two state machines, and a connection that is accepted."""
+
+    name = "handshake"
+    weight = 12
+
+    async def begin(self) -> None:
+        self.transport = MemoryTransport(TOKEN, direct=True)
+        self.listener: Listener = await self.transport.serve(_Echo(), Hello(role="server"))
+        self.honest = Line(self.transport, self.listener.endpoint, Hello(role="worker"))
+        self.last: list[bytes] = []
+
+    def feed(self) -> int:
+        choice = self.random.random()
+        token = TOKEN if self.random.random() < 0.9 else "another-token-of-16"
+        if choice < 0.4:
+            self._to_client(token)
+        elif choice < 0.8:
+            self._to_server(token)
+        else:
+            self._to_listener(token)
+        return 1
+
+    def _altered(self, meta: bytes) -> bytes:
+        """Return a message, most often altered."""
+        random = self.random
+        if random.random() < 0.1:
+            meta = random.choice(UNREADABLE)
+        elif random.random() < 0.8:
+            frame = Frame(0, msgspec.msgpack.decode(meta))
+            self.mutator._alter_tree(frame)
+            with contextlib.suppress(PacelineError, UnicodeDecodeError, msgspec.MsgspecError):
+                self._alter_inside(frame)
+            meta = frame.meta if isinstance(frame.meta, bytes) else msgspec.msgpack.encode(frame.meta)
+        self.last = [*self.last[-3:], meta]
+        return meta
+
+    def _alter_inside(self, frame: Frame) -> None:
+        """Alter what a proof covers, which is encoded in it."""
+        if isinstance(frame.meta, dict) and self.random.random() < 0.5:
+            for name in ("hello", "view"):
+                if isinstance(frame.meta.get(name), bytes) and frame.meta[name]:
+                    inner = Frame(0, msgspec.msgpack.decode(frame.meta[name]))
+                    self.mutator._alter_tree(inner)
+                    frame.meta[name] = msgspec.msgpack.encode(inner.meta)
+
+    def _prove_again(self, meta: bytes, label: str, *before: bytes) -> bytes:
+        """Have the proof cover what it comes with, as one does who holds the token."""
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError, MemoryError):
+            given = msgspec.msgpack.decode(meta)
+            given["proof"] = prove(TOKEN, label, *before, given["hello"], given["view"])
+            return msgspec.msgpack.encode(given)
+        return meta
+
+    def _to_client(self, token: str) -> None:
+        reception = Reception(token, Hello(role="server", extra={"a": 1}), "listener")
+        greeting = Greeting(WHERE, TOKEN, Hello(role="worker"), listener="")
+        with contextlib.suppress(PacelineError):
+            challenge = reception.challenge()
+            answer = greeting.answer(self._altered(challenge) if self.random.random() < 0.3 else challenge, b"")
+            reception.take(answer)
+            welcome = self._altered(reception.welcome(b""))
+            if self.random.random() < 0.7:
+                welcome = self._prove_again(welcome, "server", *reception._said)
+            greeting.finish(welcome)
+
+    def _to_server(self, token: str) -> None:
+        reception = Reception(TOKEN, Hello(role="server"), "listener")
+        greeting = Greeting(WHERE, token, Hello(role="worker", name="n", extra={"timeout_ms": 5}))
+        with contextlib.suppress(PacelineError):
+            reception.take(self._hello(reception, greeting))
+            reception.welcome(b"")
+            reception.identify()
+
+    def _hello(self, reception: Reception, greeting: Greeting) -> bytes:
+        hello = self._altered(greeting.answer(reception.challenge(), b""))
+        if self.random.random() < 0.7:
+            with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError, MemoryError):
+                nonce = msgspec.msgpack.decode(hello)["nonce"]
+                hello = self._prove_again(hello, "client", nonce, reception._nonce)
+        return hello
+
+    def _to_listener(self, token: str) -> None:
+        channel = MemoryChannel(WHERE, self.transport._limits, self.transport._find(self.listener.endpoint))
+        frame = channel.receive_frame(1.0)
+        greeting = Greeting(WHERE, token, Hello(role="worker"))
+        meta = self._altered(greeting.answer(frame.meta, b"memory"))
+        for each in self.mutator.vary(Frame(Kind.HELLO, meta), tuple(Kind)):
+            with contextlib.suppress(ProtocolError):
+                channel._pipe.receive(each.encode())
+        channel.close()
+
+    def look(self) -> None:
+        header, _, _ = self.honest.ask(99, request=7)
+        if header.request != 7:
+            raise FoundError("an honest client got another answer")
+        if self.listener.num_connections > 1:
+            raise FoundError(f"{self.listener.num_connections} connections are left of one")
+
+    async def end(self) -> None:
+        self.look()
+        await self.listener.close()
+
+    def sent(self) -> list[Any]:
+        return self.last

@@ -1,0 +1,237 @@
+"""A listener under fire, and who fires: all in one thread and one event loop, so that a seed tells all that happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import msgspec
+
+from paceline.transport import HEADER_BYTES, Header, Hello, Kind, MemoryTransport, frame_parts, padded, unpack_header
+from paceline.transport.memory import MemoryChannel
+
+from .mutations import Frame, Mutator
+
+_SHOWN_FRAMES = 6
+_SHOWN_BYTES = 200
+
+
+class FoundError(AssertionError):
+    """A listener did what none must."""
+
+
+class Line:
+    """A connection that says whatever bytes it is given; and what comes back on it, as frames."""
+
+    def __init__(self, transport: MemoryTransport, target: Any, hello: Hello) -> None:
+        channel = transport.connect(target, hello)
+        assert isinstance(channel, MemoryChannel)
+        self._channel = channel
+        self._got = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """Send bytes. Where the listener has no memory for what they announce, the connection is closed."""
+        try:
+            self._channel._pipe.receive(data)
+        except MemoryError:  # as asyncio does
+            self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has closed it."""
+        return not (self._channel._is_ended or self._channel._is_closed)
+
+    def close(self) -> None:
+        """Close it, in whatever frame it is."""
+        self._channel.close()
+
+    def answers(self) -> Iterator[tuple[Header, bytes, bytes]]:
+        """Yield what has come: header, meta and body."""
+        arrived, got = self._channel._arrived, self._got
+        while arrived:
+            got += arrived.popleft()
+        at = 0
+        while len(got) - at >= HEADER_BYTES:
+            header = unpack_header(got, at)
+            body_at = at + HEADER_BYTES + padded(header.meta_bytes)
+            end = body_at + padded(header.body_bytes)
+            if len(got) < end:
+                break
+            yield (
+                header,
+                bytes(got[at + HEADER_BYTES : at + HEADER_BYTES + header.meta_bytes]),
+                bytes(got[body_at : body_at + header.body_bytes]),
+            )
+            at = end
+        del got[:at]
+
+    def ask(self, kind: int, **fields: Any) -> tuple[Header, bytes, bytes]:
+        """Send a frame that is right; return its answer, which comes at once."""
+        self.send(b"".join(map(bytes, frame_parts(kind, **fields))))
+        answers = list(self.answers())
+        if len(answers) != 1 or answers[0][0].kind == Kind.ERROR:
+            raise FoundError(f"an honest frame of kind {kind} got {answers}, {'open' if self.is_open else 'closed'}")
+        return answers[0]
+
+
+class Attacker:
+    """One process that holds the token and sends anything, on one connection after another."""
+
+    def __init__(self, random: Random, mutator: Mutator, transport: MemoryTransport, target: Any, hello: Hello) -> None:
+        self._random = random
+        self._mutator = mutator
+        self._transport = transport
+        self._target = target
+        self._hello = hello
+        self._line: Line | None = None
+        self.sent: deque[bytes] = deque(maxlen=_SHOWN_FRAMES)
+        self.first: bytes = b""
+        """What goes out first on every connection."""
+
+    def attack(self, frame: Frame, kinds: Sequence[int]) -> int:
+        """Send what becomes of a frame; return how many frames that was."""
+        frames = self._mutator.vary(frame, kinds)
+        for each in frames:
+            line = self._line
+            if line is None or not line.is_open:
+                line = self._line = self._connect()
+            data = each.encode()
+            self.sent.append(data)
+            if not each.is_whole and self._random.random() < 0.3:
+                data = data[: self._random.randrange(len(data))]
+            line.send(data)
+            for header, meta, _ in line.answers():
+                check_answer(header, meta)
+            if not each.is_whole or self._random.random() < 0.002:
+                line.close()
+        return len(frames)
+
+    def close(self) -> None:
+        """Be gone."""
+        if self._line is not None:
+            self._line.close()
+
+    def _connect(self) -> Line:
+        line = Line(self._transport, self._target, self._alter_hello())
+        if self.first:
+            line.send(self.first)
+        return line
+
+    def _alter_hello(self) -> Hello:
+        if self._random.random() < 0.5:
+            return self._hello
+        values: list[dict[str, Any]] = [
+            {"extra": {"timeout_ms": "soon"}}, {"extra": {"timeout_ms": -1}}, {"extra": {"timeout_ms": 1 << 62}},
+            {"extra": {"timeout_ms": ""}}, {"rank": -1}, {"rank": 1 << 62}, {"name": "x" * 1000}, {"name": "\x1b[2J"},
+            {"extra": {str(n): n for n in range(50)}}, {"role": "observer"}, {"role": "a\n"}, {"incarnation": 0},
+            {"incarnation": -1}, {"incarnation": 1 << 62},
+        ]  # fmt: skip
+        return msgspec.structs.replace(self._hello, **self._random.choice(values))
+
+
+def check_answer(header: Header, meta: bytes) -> None:
+    """Raise FoundError for what tells of an internal error."""
+    if header.kind in (Kind.ERROR, Kind.REFUSED):
+        failure = msgspec.msgpack.decode(meta)
+        if failure["error"] == "InternalError":
+            raise FoundError(failure["message"])
+
+
+class Episode(ABC):
+    """One listener, from its beginning to its end, and those that are connected to it."""
+
+    name: ClassVar[str]
+    weight: ClassVar[int] = 1
+    """How many of all frames are for it, beside the others."""
+
+    def __init__(self, random: Random, folder: Path) -> None:
+        self.random = random
+        self.folder = folder
+        self.mutator = Mutator(random)
+        self.failures: list[BaseException] = []
+        """What would have ended the listener's process."""
+
+    @abstractmethod
+    async def begin(self) -> None:
+        """Start the listener and connect."""
+
+    @abstractmethod
+    def feed(self) -> int:
+        """Send a frame, or what becomes of one; return how many."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """See to those that are honest: they get what is theirs."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """End the listener."""
+
+    def sent(self) -> Sequence[bytes]:
+        """Return the last frames."""
+        return ()
+
+
+class _Watch(logging.Handler):
+    """Collects what the listener's process says of exceptions that nobody expected."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: list[BaseException | str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.found.append(record.exc_info[1])
+
+
+def play(kind: type[Episode], seed: str, num_frames: int, folder: Path) -> int:
+    """Play one episode of at least so many frames; return how many it had. Raises FoundError."""
+    episode = kind(Random(seed), folder)
+    watch = _Watch()
+    loggers = [logging.getLogger("paceline"), logging.getLogger("asyncio")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.addHandler(watch)
+        each.propagate = False
+        each.setLevel(logging.WARNING)
+    try:
+        return asyncio.run(_play(episode, watch, num_frames))
+    except Exception as error:
+        sent = "\n".join(f"  {data[:_SHOWN_BYTES]!r}" for data in episode.sent())
+        raise FoundError(f"{kind.name}: {type(error).__name__}: {error}\nlast frames:\n{sent}") from error
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.removeHandler(watch)
+            each.propagate = True
+            each.setLevel(level)
+
+
+async def _play(episode: Episode, watch: _Watch, num_frames: int) -> int:
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: watch.found.append(context.get("exception") or str(context["message"]))
+    )
+
+    def check() -> None:
+        for found in (*episode.failures, *watch.found):
+            raise found if isinstance(found, BaseException) else FoundError(found)
+
+    await episode.begin()
+    done = 0
+    try:
+        while done < num_frames:
+            done += episode.feed()
+            check()
+            if episode.random.random() < 0.03:
+                episode.look()
+                await asyncio.sleep(0)
+                check()
+    finally:
+        await episode.end()
+    check()
+    return done

@@ -1,0 +1,269 @@
+"""A scheduler under fire: one that leads a cluster, and one that is taking one over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from paceline.protocol import Accept, Eventual
+from paceline.protocol.buckets import to_bytes
+from paceline.ps import SGD, Scheduler, Zeros, messages, snapshot_messages
+from paceline.ps.messages import CALL, NOTICE, RESULT
+from paceline.ps.rules import to_fields
+from paceline.ps.scheduler.processes import own_process
+from paceline.transport import Address, Endpoint, Hello, Kind, Listener, MemoryTransport
+
+from .listening import Attacker, Episode, FoundError, Line
+from .mutations import Frame, tree_of
+
+KINDS = (CALL, CALL, CALL, NOTICE, NOTICE, RESULT, Kind.ERROR, Kind.HELLO, 16, 77)
+HONEST, OTHERS = 5000, 9000
+"""The first incarnations of honest members, and of others."""
+_ANSWERS: Any = msgspec.msgpack.Decoder()
+_decode_notice = messages.decode_notice
+
+
+def spec_of(name: str, lr: float = 1.0) -> messages.TableSpec:
+    """Return a sparse table."""
+    return messages.TableSpec(name=name, kind="sparse", update=to_fields(SGD(lr=lr)), initializer=to_fields(Zeros()))
+
+
+class Member:
+    """One that is honest: it prepares what it is told to, lives, and gets what it asks for."""
+
+    def __init__(self, line: Line, role: str, rank: int) -> None:
+        self._line = line
+        self._request = 0
+        self._welcome: messages.Welcome | None = None
+        self._results: dict[int, bytes] = {}
+        endpoint = Endpoint(Address.parse(f"memory://{role}-{rank}"))
+        register = messages.Register(node=f"honest-{role}-{rank}", role=role, endpoint=endpoint, rank=rank)
+        self._send(CALL, register, 1)
+
+    def hear(self) -> None:
+        """Take what has come."""
+        for header, meta, _ in self._line.answers():
+            if header.kind == RESULT:
+                self._results[header.request] = meta
+            elif header.kind == NOTICE:
+                notice = _decode_notice(meta)
+                if isinstance(notice, messages.PrepareMap):
+                    self._send(NOTICE, messages.Prepared(term=notice.map.term, epoch=notice.map.epoch))
+                elif isinstance(notice, messages.Expelled):
+                    raise FoundError(f"an honest member was expelled: {notice.reason}")
+            else:
+                raise FoundError(f"an honest member got {meta!r}")
+
+    def welcome(self) -> messages.Welcome:
+        """Return the answer to its registration."""
+        self.hear()
+        return msgspec.msgpack.decode(self._results[1], type=messages.Welcome)
+
+    def work(self) -> None:
+        """Declare a table again, and live."""
+        self._send(NOTICE, messages.Heartbeat())
+        number = self.ask(messages.DeclareTable(spec=spec_of("honest")))
+        specs = self.ask(messages.ListTables())
+        if number != 1 or specs[0]["name"] != "honest":
+            raise FoundError(f"an honest member's table is number {number}, and the first of {specs}")
+
+    def ask(self, message: msgspec.Struct) -> Any:
+        """Return the answer, which comes at once."""
+        self._request += 2
+        self._send(CALL, message, self._request)
+        self.hear()
+        if self._request not in self._results:
+            raise FoundError(f"an honest member got no answer to {message}")
+        return msgspec.msgpack.decode(self._results.pop(self._request))
+
+    def _send(self, kind: int, message: msgspec.Struct, request: int = 0) -> None:
+        self._line.send(Frame(kind, messages.encode(message), fields={"request": request}).encode())
+
+
+class SchedulerEpisode(Episode):
+    """One that leads a cluster."""
+
+    name = "scheduler"
+    weight = 5
+    replaces = False
+
+    async def begin(self) -> None:
+        self.transport = MemoryTransport("0123456789abcdef", direct=True)
+        self.scheduler = Scheduler(
+            num_servers=2, num_workers=2, consistency=Eventual(), stale=Accept(), replicas=1, replaces=self.replaces,
+            heartbeat_timeout_s=300.0, fail=self.failures.append,
+        )  # fmt: skip
+        self.listener: Listener = await self.transport.serve(self.scheduler, Hello(role="scheduler"))
+        self.members: list[Member] = []
+        self.attackers: list[Attacker] = []
+        if not self.replaces:
+            await self._form()
+        hello = Hello(role="worker", rank=3)
+        target = self.listener.endpoint
+        self.attackers = [Attacker(self.random, self.mutator, self.transport, target, hello) for _ in range(3)]
+        for attacker, role in zip(self.attackers, ("worker", "server", "worker"), strict=True):
+            attacker.first = Frame(
+                CALL, messages.encode(self._register(role, extra=role == "server")), fields={"request": 1}
+            ).encode()
+        self.attackers[2].first = b""  # no member
+        self.number = 0
+
+    async def _form(self) -> None:
+        self.scheduler.core.membership._next_incarnation = HONEST
+        target = self.listener.endpoint
+        for role, rank in (("server", 0), ("server", 1), ("worker", 0)):
+            self.members.append(Member(Line(self.transport, target, Hello(role=role, rank=rank)), role, rank))
+        for _ in range(6):
+            await asyncio.sleep(0.01)  # the worker is flushed
+            for member in self.members:
+                member.hear()
+        for member in self.members:
+            member.welcome()
+        self.members[0].work()
+        self.scheduler.core.membership._next_incarnation = OTHERS
+
+    def feed(self) -> int:
+        attacker = self.random.choice(self.attackers)
+        message, body = self.random.choice(_FRAMES)(self)
+        self.number += 1
+        kind = NOTICE if isinstance(message, _NOTICES) else CALL
+        fields = {"request": self.random.randrange(1, 50), "sequence": self.random.choice((0, self.number))}
+        return attacker.attack(Frame(kind, tree_of(message), body, fields), KINDS)
+
+    def look(self) -> None:
+        if self.scheduler.failure is not None:
+            return  # a member has said that there is another scheduler
+        for member in self.members:
+            member.hear()
+        for member in self.members:
+            member.work()
+
+    async def end(self) -> None:
+        self.look()
+        self.scheduler.close()
+        await self.listener.close()
+        await asyncio.sleep(0)
+
+    def sent(self) -> list[bytes]:
+        return [data for attacker in self.attackers for data in attacker.sent]
+
+    # Messages that are right.
+
+    def _register(self, role: str | None = None, *, extra: bool = False) -> messages.Register:
+        random = self.random
+        role = role or random.choice(("worker", "server", "observer"))
+        place = random.choice(("memory://x", "tcp://127.0.0.1:1", "unix://@x"))
+        return messages.Register(
+            node=f"{role}-{random.randrange(20)}", role=role, endpoint=Endpoint(Address.parse(place)),
+            rank=random.choice((None, None, random.randrange(3, 9))), extra=extra or role == "server",
+            process=random.choice((None, own_process())),
+        )  # fmt: skip
+
+    def register(self) -> Any:
+        return self._register()
+
+    def rejoin(self) -> Any:
+        random = self.random
+        role, rank = random.choice(("worker", "server", "server")), random.randrange(2)
+        settings = self.scheduler._settings
+        group = messages.GroupInfo((OTHERS + 1, OTHERS + 2), None, to_bytes((1 << 512) - 1))
+        members = tuple(
+            messages.MemberInfo(
+                node=f"server-{rank}", role="server", rank=rank, incarnation=OTHERS + 1 + rank,
+                endpoint=Endpoint(Address.parse("memory://y")), process=own_process(),
+            )
+            for rank in range(2)
+        )  # fmt: skip
+        lease = messages.Lease(lease=3, epoch=0, file=1, shard=1)
+        job = messages.JobMemory(
+            number=1, num_workers=2, done=((0, 0, b"\1\0\1"),), ended={1: 4}, settled={7: {"examples": 4.0}},
+            working=role == "worker", leases=(lease,), last_lease=4, progress={"job": 1.0, "examples": 3.0},
+            posted=random.choice((None, self.job()[0])), taken=((7, 1),),
+        )  # fmt: skip
+        known = messages.KnownTable(number=3, declared=spec_of("t"), spec=spec_of("t", 0.5))
+        return messages.Rejoin(
+            node=f"{role}-{rank}", role=role, rank=rank, incarnation=OTHERS + rank + (1 if role == "server" else 4),
+            endpoint=Endpoint(Address.parse("memory://y")),
+            settings=settings,
+            cluster=messages.ClusterMap(
+                epoch=3, term=random.choice((0, 0, 1)), members=members, version=2, groups=(group,),
+                last_incarnation=OTHERS + 5,
+            ),
+            is_leaving=random.random() < 0.2, process=own_process(), tables=(known,),
+            job=random.choice((None, job)),
+        )  # fmt: skip
+
+    def job(self) -> tuple[messages.PostJob, bytes]:
+        random = self.random
+        done = (snapshot_messages.DoneShards(epoch=0, file=0, shards=b"\x05"),)
+        return messages.PostJob(
+            description=b"work", files=random.choice(((3, None), (4, 2), (None,), ())), epochs=random.randrange(1, 3),
+            assignment=random.choice(("first-come", "strided")), done=random.choice(((), done)),
+            progress={"examples": 3.0},
+        ), b""  # fmt: skip
+
+    def simple(self) -> Any:
+        random = self.random
+        number = random.choice((1, 2, self.scheduler._jobs._last))
+        return random.choice(
+            (
+                lambda: messages.GetMap(), lambda: messages.GetSettings(), lambda: messages.Leave(),
+                lambda: messages.Heartbeat(progress={"job": 1.0, "x": 2.0}, unreachable=(OTHERS + 1,)),
+                lambda: messages.DeclareTable(spec=spec_of(f"t{random.randrange(5)}")),
+                lambda: messages.NoteUpdate(table="t1", update=to_fields(SGD(lr=0.5))),
+                lambda: messages.ListTables(), lambda: messages.GetJob(after=random.choice((0, number))),
+                lambda: messages.Drain(), lambda: messages.Prepared(term=1, epoch=random.randrange(9)),
+                lambda: messages.Filled(version=1, target=OTHERS + 1, buckets=to_bytes(7)),
+                lambda: messages.JobStatus(job=number), lambda: messages.TakeReports(job=number),
+                lambda: snapshot_messages.GetAccount(job=number),
+                lambda: messages.FileEnded(job=number, file=random.randrange(2), num_shards=3),
+                lambda: messages.JobFailed(job=number, error="DataError", message="bad"),
+            )
+        )()  # fmt: skip
+
+    def at_work(self) -> Any:
+        random = self.random
+        number = self.scheduler._jobs._last
+        return random.choice(
+            (
+                lambda: messages.TakeLease(job=number, wait=random.random() < 0.5),
+                lambda: messages.LeaseDone(
+                    job=number, lease=random.randrange(6), progress={"job": float(number), "x": 1.0}
+                ),
+                lambda: messages.Report(
+                    job=number, fields={"kind": random.choice(("predictions", "metrics")), "v": [1, 2.5]},
+                    number=random.randrange(9), settled=random.random() < 0.5,
+                ),
+            )
+        )()  # fmt: skip
+
+    def ending(self) -> Any:
+        return messages.EndCluster() if self.random.random() < 0.02 else messages.GetMap()
+
+
+_NOTICES = (messages.Heartbeat, messages.Drain, messages.Prepared, messages.Filled)
+
+
+def _bare(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, bytes]]:
+    return lambda episode: (build(episode), b"")
+
+
+_FRAMES: list[Callable[[Any], tuple[Any, bytes]]] = [
+    _bare(SchedulerEpisode.register),
+    _bare(SchedulerEpisode.rejoin),
+    SchedulerEpisode.job,
+    *[_bare(SchedulerEpisode.simple)] * 6,
+    *[_bare(SchedulerEpisode.at_work)] * 4,
+    _bare(SchedulerEpisode.ending),
+]
+
+
+class Recovering(SchedulerEpisode):
+    """One that takes a cluster over from those that come back."""
+
+    name = "scheduler-recovering"
+    weight = 3
+    replaces = True

@@ -1,0 +1,52 @@
+"""What ranks read that no rank writes: it is refused by the error that the group knows how to handle."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from paceline.collectives._faults import unpack_abort
+from paceline.collectives._frames import HEADER, MAGIC, WIRE_VERSION, Frame, Kind, unpack_header
+from paceline.collectives._network_store import _decode
+from paceline.collectives._p2p_pending import MISMATCH, pack
+from paceline.collectives._p2p_progress import READ
+from paceline.collectives._p2p_streams import Outgoing
+from paceline.collectives._verdicts import Place, unexpected
+from paceline.collectives.calls import Call
+from paceline.collectives.node import NodeInfo
+from paceline.errors import ProtocolError
+
+NO_TEXT = b"\x91\xa1\xff"  # a list of a text that is no UTF-8
+DEEP = b"\x91" * 100_000
+
+
+@pytest.mark.parametrize("data", [NO_TEXT, DEEP, b"\xdd\xff\xff\xff\xff"], ids=["no text", "deep", "huge count"])
+def test_text_that_is_none(data: bytes) -> None:
+    header = unpack_header(HEADER.pack(MAGIC, WIRE_VERSION, Kind.ABORT, len(data), 3, 0, 0))
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        unpack_abort(Frame(header, data))
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        NodeInfo.decode(data)
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        _decode(data)
+    abort = unexpected(Place("g", 0, Call("barrier"), 3), 1, Frame(header, data))
+    assert "what rank 1 sent during barrier(), call 3 of group 'g' cannot be read" in abort.message
+
+
+def test_a_complaint_without_end_is_not_gathered() -> None:
+    class NoProgress:
+        def watch(self, watched: Any, events: int) -> None:
+            pass
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        outgoing = Outgoing(1, NoProgress(), lambda outgoing, error: None)  # type: ignore[arg-type]
+        outgoing.attach(ours)
+        theirs.send(pack(MISMATCH, 0, 0, 1 << 40, ""))
+        for _ in range(100):
+            theirs.send(bytes(4096))
+            outgoing.ready(READ)
+            assert len(outgoing._answer) < 1 << 14
