@@ -43,6 +43,13 @@ OptionalMinReplicas = Annotated[
         "wait instead of being on fewer servers; default 0.",
     ),
 ]
+NonFinite = Annotated[
+    str | None,
+    typer.Option(
+        help="Pushes, writes and loads that would leave infinities or NaN in a table: refuse them, or let them in and "
+        "count; default refuse.",
+    ),
+]
 TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
 TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
 TLSCa = Annotated[Path | None, typer.Option("--tls-ca", help="Certificate that the others' are signed by (PEM).")]

@@ -50,6 +50,7 @@ def run(
         ),
     ] = None,
     min_replicas: options.OptionalMinReplicas = None,
+    non_finite: options.NonFinite = None,
     heartbeat_timeout: Annotated[
         float | None,
         typer.Option(
@@ -103,6 +104,7 @@ def run(
             stale=stale,
             replicas=replicas,
             min_replicas=min_replicas,
+            non_finite=non_finite,
             heartbeat_timeout_s=heartbeat_timeout,
             threads=threads,
             log_dir=log_dir,

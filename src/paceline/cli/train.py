@@ -43,6 +43,7 @@ def train(
     ] = None,
     replicas: options.OptionalReplicas = None,
     min_replicas: options.OptionalMinReplicas = None,
+    non_finite: options.NonFinite = None,
     update: Annotated[str, typer.Option(help="ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.")] = "ftrl",
     lr: Annotated[float | None, typer.Option(help="Learning rate (FTRL: alpha); default depends on --update.")] = None,
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
@@ -103,6 +104,7 @@ def train(
         "--stale": stale,
         "--replicas": replicas,
         "--min-replicas": min_replicas,
+        "--non-finite": non_finite,
         "--heartbeat-timeout": heartbeat_timeout,
     }
     plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots, save)
@@ -133,6 +135,7 @@ def train(
         stale=parse_stale_policy(stale or "accept"),
         replicas=replicas or 0,
         min_replicas=min_replicas or 0,
+        non_finite=non_finite or "refuse",
         auto_resume=auto_resume,
         scheduler=scheduler,
         token=None if scheduler is None else options.find_token(token_file),

@@ -36,11 +36,11 @@ KERNELS: tuple[Any, ...] = (
     index.buckets_of,
     index.erase,
     index.rehash,
-    sparse.all_finite,
     sparse.copy_records,
     sparse.count_absent,
     sparse.gather,
     sparse.is_crowded,
+    sparse.largest,
     sparse.push,
     sparse.read_records,
     sparse.write_records,
@@ -85,7 +85,7 @@ def _compile_sparse() -> None:
     assert sparse.is_crowded(directory, keys)
     sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
     sparse.read_records(directory, layout, keys, floats, np.zeros(1, np.uint8))
-    sparse.all_finite(floats)
+    sparse.largest(floats)
     index.erase(directory, layout, keys)
     index.bucket_keys(directory, layout, 0, keys, keys)
     index.buckets_of(keys, buckets)

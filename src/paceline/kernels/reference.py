@@ -190,9 +190,9 @@ def dense_pull(record: Floats, start: int, stop: int, out: Floats, at: int) -> N
     out[at : at + stop - start] = record[start:stop]
 
 
-def all_finite(array: Floats) -> bool:
-    """Return whether an array holds neither NaN nor Inf."""
-    return bool(np.isfinite(array).all())
+def largest(array: Floats) -> float:
+    """Return the greatest magnitude in an array: NaN if it holds NaN, else Inf if it holds Inf; 0 of nothing."""
+    return float(np.abs(array).max(initial=0))
 
 
 def dedup(keys: Keys, scratch: npt.NDArray[np.int32], unique: Keys, inverse: npt.NDArray[np.int32]) -> int:

@@ -48,6 +48,7 @@ class RunServers:
         share: Share | None,
         heartbeat_timeout_s: float,
         min_replicas: int = 0,
+        non_finite: str = "refuse",
         on_compile: Callable[[str], None] | None = None,
     ) -> None:
         self._num_workers = workers
@@ -70,6 +71,7 @@ class RunServers:
             stale=stale,
             replicas=replicas,
             min_replicas=min_replicas,
+            non_finite=non_finite,
             token=token,
             share=share,
             heartbeat_timeout_s=heartbeat_timeout_s,

@@ -64,6 +64,7 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             stale=parse_stale_policy(options["stale"]),
             replicas=options["replicas"],
             min_replicas=options["min_replicas"],
+            non_finite=options["non_finite"],
             heartbeat_timeout_s=options["heartbeat_timeout_s"],
             on_ready=announce,
             on_note=lambda text: print(f"paceline scheduler: {text}", file=sys.stderr, flush=True),

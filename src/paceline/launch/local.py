@@ -21,6 +21,7 @@ from typing import IO, Any
 from paceline.errors import AddressError, DeadlineError, PacelineError, PeerError, UsageError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
+from paceline.ps.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.authentication import check_token
 
@@ -63,7 +64,7 @@ class LocalCluster:
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
     A scheduler that dies is replaced by another one, which learns from the nodes what it knew.
     With `replicas` every row is on so many more servers, and a server that dies is replaced too. A push is acknowledged
-    when at least `min_replicas` of them have it.
+    when at least `min_replicas` of them have it. `non_finite` says what becomes of infinities and NaN.
     With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
     machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
     `on_replaced` is told the name and the exit status of every process that is replaced, in a thread, before the other
@@ -79,6 +80,7 @@ class LocalCluster:
         stale: StalePolicy | None = None,
         replicas: int = 0,
         min_replicas: int = 0,
+        non_finite: str = "refuse",
         heartbeat_timeout_s: float = 10.0,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
@@ -122,6 +124,7 @@ class LocalCluster:
                     "stale": str(stale),
                     "replicas": replicas,
                     "min_replicas": min_replicas,
+                    "non_finite": check_policy(non_finite),
                     "heartbeat_timeout_s": heartbeat_timeout_s,
                     "scratch": str(self.scratch),
                     "replaces": False,
@@ -403,6 +406,7 @@ def local_cluster(
     stale: StalePolicy | None = None,
     replicas: int = 0,
     min_replicas: int = 0,
+    non_finite: str = "refuse",
     heartbeat_timeout_s: float = 10.0,
     tls: TLS | None = None,
 ) -> LocalCluster:
@@ -412,7 +416,8 @@ def local_cluster(
     ``Eventual()``), with `stale` gradients treated as the policy says. Every row is on `replicas` servers more than
     one, and so many may die without loss. A push is acknowledged when at least `min_replicas` of them have it; while
     fewer are there it waits, and fails with ``DeadlineError`` after the client's time-out. A member that gives no sign
-    of life for `heartbeat_timeout_s` counts as dead.
+    of life for `heartbeat_timeout_s` counts as dead. What would leave infinities or NaN in a table fails with
+    ``NonFiniteError``; with ``non_finite="count"`` it is let in, and counted in the tables' statistics.
     """
     return LocalCluster(
         servers=servers,
@@ -421,6 +426,7 @@ def local_cluster(
         stale=stale,
         replicas=replicas,
         min_replicas=min_replicas,
+        non_finite=non_finite,
         heartbeat_timeout_s=heartbeat_timeout_s,
         tls=tls,
     )

@@ -59,6 +59,7 @@ class RunOptions:
     stale: str | None = None
     replicas: int | None = None
     min_replicas: int | None = None
+    non_finite: str | None = None
     heartbeat_timeout_s: float | None = None
     threads: int | None = None
     log_dir: Path | None = None
@@ -115,6 +116,7 @@ def run_script(options: RunOptions) -> int:
                         stale=stale,
                         replicas=choice.server_replicas,
                         min_replicas=options.min_replicas or 0,
+                        non_finite=options.non_finite or "refuse",
                         token=setup.token,
                         share=setup.share,
                         heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
@@ -192,6 +194,7 @@ def _check_no_servers(options: RunOptions, strategy: str) -> None:
     given = {
         "--stale": options.stale,
         "--min-replicas": options.min_replicas,
+        "--non-finite": options.non_finite,
         "--heartbeat-timeout": options.heartbeat_timeout_s,
     }
     for name, value in given.items():

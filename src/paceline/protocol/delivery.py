@@ -66,7 +66,7 @@ class Delivery:
         """
         if buckets is None:
             buckets = self._buckets
-        alien = buckets & ~self._buckets
+        alien = 0 if buckets == self._buckets else buckets & ~self._buckets
         if alien:
             raise StaleEpochError(
                 f"Push {sequence} of incarnation {incarnation} names bucket {next(buckets_in(alien))}, which this "

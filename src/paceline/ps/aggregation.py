@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,17 @@ Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16
 
 
+class Complete(NamedTuple):
+    """What was pushed in an iteration that is complete."""
+
+    tables: dict[int, list[Push]]
+    """The pushes by table."""
+    tops: dict[int, float]
+    """How large their sum can be, by table, before the factor."""
+    factor: float
+    """Of the sum."""
+
+
 class IterationBuffer:
     """What live workers have pushed for iterations that are not complete.
 
@@ -28,8 +40,8 @@ class IterationBuffer:
 
     def __init__(self, mean: bool) -> None:
         self._mean = mean
-        # iteration → worker → its rank, and its pushes with the number of their table
-        self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push]]]]] = {}
+        # iteration → worker → its rank, and its pushes with the number of their table and their greatest magnitude
+        self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push, float]]]]] = {}
         self._free: dict[int, list[Floats]] = {}  # arrays of the last iteration, by length
 
     def copy(self, selection: Selection, grads: Floats) -> Push:
@@ -41,9 +53,9 @@ class IterationBuffer:
         kept[:] = grads
         return selection.copy(), kept
 
-    def add(self, iteration: int, worker: int, rank: int, table: int, kept: Push) -> None:
-        """Keep a push of a worker, which nobody else changes, for an iteration."""
-        self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, kept))
+    def add(self, iteration: int, worker: int, rank: int, table: int, kept: Push, top: float) -> None:
+        """Keep a push of a worker, which nobody else changes, for an iteration; `top` is its greatest magnitude."""
+        self._pushes.setdefault(iteration, {}).setdefault(worker, (rank, []))[1].append((table, kept, top))
 
     def clear(self) -> None:
         """Drop all that workers have pushed."""
@@ -62,7 +74,7 @@ class IterationBuffer:
         """Keep of all pushes what is of these buckets; `parts` has the tables' parts by number."""
         for by_worker in self._pushes.values():
             for _, pushes in by_worker.values():
-                cut = [(table, parts[table].restrict(*push, buckets)) for table, push in pushes]
+                cut = [(table, parts[table].restrict(*push, buckets), top) for table, push, top in pushes]
                 pushes[:] = [each for each in cut if len(each[1][1])]
 
     def forget(self, worker: int, from_iteration: int) -> None:
@@ -71,14 +83,15 @@ class IterationBuffer:
             if iteration >= from_iteration:
                 pushes.pop(worker, None)
 
-    def complete(self, iteration: int, workers: Collection[int]) -> tuple[dict[int, list[Push]], float]:
-        """Take an iteration's pushes: per table those of `workers`, by rank; and the factor of their sum."""
+    def complete(self, iteration: int, workers: Collection[int]) -> Complete:
+        """Take an iteration's pushes: those of `workers`, by rank."""
         pushes = self._pushes.pop(iteration, {})
-        tables: dict[int, list[Push]] = {}
+        found = Complete({}, {}, 1.0 / len(workers) if self._mean and workers else 1.0)
         for worker in sorted(pushes.keys() & workers, key=lambda worker: (pushes[worker][0], worker)):
-            for table, push in pushes[worker][1]:
-                tables.setdefault(table, []).append(push)
-        return tables, 1.0 / len(workers) if self._mean and workers else 1.0
+            for table, push, top in pushes[worker][1]:
+                found.tables.setdefault(table, []).append(push)
+                found.tops[table] = found.tops.get(table, 0.0) + top
+        return found
 
 
 def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
@@ -90,11 +103,12 @@ def apply_sum(part: TablePart, pushes: Sequence[Push], factor: float) -> None:
 def sum_up(part: TablePart, pushes: Sequence[Push], factor: float) -> list[Push]:
     """Return what :func:`apply_sum` applies, as pushes of keys or ranges that have nothing in common."""
     found: list[Push] = []
-    for selection, grads in _alike(part, pushes):
-        total = grads[0]
-        for more in grads[1:]:
-            total = total + more
-        found.append((selection, total if factor == 1.0 else total * np.float32(factor)))
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks
+        for selection, grads in _alike(part, pushes):
+            total = grads[0]
+            for more in grads[1:]:
+                total = total + more
+            found.append((selection, total if factor == 1.0 else total * np.float32(factor)))
     return found
 
 

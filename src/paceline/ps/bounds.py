@@ -42,4 +42,5 @@ BucketMask: TypeAlias = Annotated[bytes, Meta(min_length=NUM_BYTES, max_length=N
 Role: TypeAlias = Annotated[str, Meta(pattern=r"^(server|worker|observer)\Z")]
 Assignment: TypeAlias = Annotated[str, Meta(pattern=r"^(first-come|strided)\Z")]
 Operation: TypeAlias = Annotated[str, Meta(pattern=r"^(push|write|erase)\Z")]
+NonFinitePolicy: TypeAlias = Annotated[str, Meta(pattern=r"^(refuse|count)\Z")]
 Sha256: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,7 @@ class DensePart(TablePart):
             self.check_bucket(bucket, keys)
         if whole:
             self._add(1 << bucket)
+            self.magnitudes.widen(records.reshape(len(keys), self.record_words))
             self._planes()[:, start:stop] = records.reshape(len(keys), self.record_words).T
         else:
             primary = self._primary
@@ -235,6 +236,24 @@ class DensePart(TablePart):
                 dense_kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
                 at += length
 
+    def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
+        """See :meth:`TablePart.trial`."""
+        code = self.rule.code
+        if selection.keys is not None:
+            places, which = np.unique(self._places(selection), return_inverse=True)
+            record = np.ascontiguousarray(self._planes()[:, places])
+            dense_kernels.dense_push_at(code, record.reshape(-1), len(places), which, grads, self._parameters)
+            yield places.view(np.uint64), record.T
+            return
+        at = 0
+        for start, end in self._runs(selection):
+            for first in range(start, end, _BLOCK):
+                stop = min(first + _BLOCK, end)
+                record, length = self._planes()[:, first:stop].copy(), stop - first
+                dense_kernels.dense_push(code, record.reshape(-1), length, 0, length, grads, at, self._parameters)
+                yield np.arange(first, stop, dtype=np.uint64), record.T
+                at += length
+
     def _check_count(self, what: str, floats: Floats, expected: int) -> None:
         """Raise UsageError unless a kernel may go through so many."""
         if len(floats) != expected:
@@ -259,6 +278,7 @@ class DensePart(TablePart):
     def write_records(self, keys: Keys, records: Floats) -> None:
         """See :meth:`TablePart.write_records`."""
         self._check_records(keys, records)
+        self.magnitudes.widen(records.reshape(len(keys), self.record_words))
         self._planes()[:, self._positions(keys)] = records.reshape(len(keys), self.record_words).T
 
     def erase(self, keys: Keys) -> int:

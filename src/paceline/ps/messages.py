@@ -23,6 +23,7 @@ from paceline.ps.bounds import (
     BucketMask,
     Clock,
     Natural,
+    NonFinitePolicy,
     Number,
     NumShards,
     Operation,
@@ -229,6 +230,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How many servers may die without loss."""
     min_replicas: int = 0
     """How many servers besides the primary must have a push before it is acknowledged."""
+    non_finite: NonFinitePolicy = "refuse"
+    """What servers do about infinities and NaN that are no gradients (:mod:`paceline.ps.non_finite`)."""
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -582,6 +585,8 @@ class TableStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pushes: int
     pulls: int
     dropped: int
+    non_finite: int
+    """How many pushes, sums, writes and loads were refused for infinities or NaN, or let in with them."""
     staleness: tuple[int, ...]
     """How many gradients were applied (or dropped) at staleness 0, 1, …; the last also counts all above."""
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import NonFiniteError, UsageError
 from paceline.kernels.dedup import take_keys, take_rows
-from paceline.kernels.sparse import all_finite
-from paceline.protocol.buckets import Buckets
+from paceline.kernels.sparse import largest
+from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.ps.bucket_arrays import positions_in
+from paceline.ps.magnitudes import Magnitudes
 from paceline.ps.messages import TableSpec
 from paceline.ps.rules import INITIALIZERS, RULES, Initializer, UpdateRule, from_fields
 from paceline.ps.sparse_store import Floats, Keys
@@ -48,14 +50,16 @@ class Selection:
         return Selection(None if self.keys is None else self.keys.copy(), self.start, self.stop, self.buckets)
 
 
-def check_finite(grads: Floats, who: str, table: str) -> None:
-    """Raise NonFiniteError unless all gradients (flat) are finite; both ends of a push ask."""
-    if not all_finite(grads):
+def check_finite(grads: Floats, who: str, table: str) -> float:
+    """Return the greatest magnitude of gradients (flat); both ends of a push ask. Raises NonFiniteError."""
+    found = float(largest(grads))
+    if not found < math.inf:
         bad = grads[~np.isfinite(grads)][0]
         raise NonFiniteError(
             f"a push of {who} to table {table!r} holds {bad}; it was refused and the table is unchanged: look for a "
             "diverging loss or a division by zero in the gradient"
         )
+    return found
 
 
 class TablePart(ABC):
@@ -66,6 +70,8 @@ class TablePart(ABC):
         self.dim = spec.dim
         self.rule: UpdateRule = from_fields(RULES, spec.update)
         self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)
+        self.magnitudes = Magnitudes(self.rule, self.initializer, self.dim)
+        """How large its records can be. Who pushes tells them of the gradients first; the rest they are told here."""
         self._held: Buckets = 0
         self._primary: Buckets = 0
 
@@ -185,6 +191,16 @@ class TablePart(ABC):
         self.push(selection, total if factor == 1.0 else total * np.float32(factor))
 
     @abstractmethod
+    def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
+        """Yield keys (uint64 [n]) and records (float32 [n, record_words]), in blocks, as a push would leave them."""
+
+    def look_at_all(self) -> None:
+        """Find the magnitudes of the records there are."""
+        self.magnitudes.begin_anew()
+        for bucket in buckets_in(self.held):
+            self.magnitudes.widen(self.read_bucket(bucket)[1])
+
+    @abstractmethod
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
         """Return keys (uint64 [n]) and records (float32 [n, record_words]) of a bucket: a copy, in its own memory.
 
@@ -203,6 +219,7 @@ class TablePart(ABC):
         """Take other hyperparameters of the same rule."""
         rule.check_follows(self.rule, f"table {self.spec.name!r}")
         self.rule = rule
+        self.magnitudes.set_rule(rule)
         self.parameters[: len(rule.hyper)] = rule.hyper
 
     def _strangers(self, bucket: int) -> UsageError:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import ProtocolError, UsageError
+from paceline.kernels.sparse import largest
 from paceline.protocol.buckets import ALL, Buckets, from_bytes, to_bytes
-from paceline.ps.messages import PieceInfo, TableSpec
+from paceline.ps.messages import FORWARD, PieceInfo, TableSpec
 from paceline.ps.parts import Selection
 from paceline.ps.server_tables import ServerTables
 from paceline.ps.sparse_store import Floats
@@ -118,10 +119,13 @@ def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
     """Do to the tables of this server what a push says, for its keys in `buckets`."""
+    is_seen = push.header is None or push.header.kind != FORWARD  # by the primary, which is this server
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         if push.operation == PUSH:
             part.num_values(piece.selection)  # finds the places of keys, and that they are here
+            if not is_seen:
+                part.magnitudes.take_unseen(float(largest(piece.floats)))
             part.push(piece.selection, piece.floats)
         elif push.operation == WRITE:
             part.write_records(piece.selection.key_array(), piece.floats)

@@ -25,6 +25,7 @@ from paceline.ps.chain_links import ChainLinks
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.gatekeeper import Gatekeeper
 from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, PING, PONG, READY, STATE, STATE_TAKEN
+from paceline.ps.non_finite import NonFinite
 from paceline.ps.parts import Selection
 from paceline.ps.pushes import ChainPush, Piece, apply, check_bucket, check_push, pack, unpack
 from paceline.ps.server_tables import ServerTable, ServerTables
@@ -67,9 +68,11 @@ class Replicator:
         on_refused: Callable[[ChainPush], None],
         on_filled: Callable[[messages.Filled], None],
         may_report: Callable[[Buckets], bool],
+        non_finite: NonFinite,
         min_replicas: int = 0,
     ) -> None:
         self._tables = tables
+        self._non_finite = non_finite
         self._gatekeeper = gatekeeper
         self._fail = fail
         self._on_lead = on_lead
@@ -395,7 +398,9 @@ class Replicator:
                 table.part.load_bucket(bucket, _NO_KEYS, _NO_FLOATS.reshape(0, table.part.record_words))
             else:
                 keys = piece.selection.key_array()
-                table.part.load_bucket(bucket, keys, piece.floats.reshape(len(keys), -1))
+                records = piece.floats.reshape(len(keys), -1)
+                self._non_finite.taken(table, keys, records, f"what fills server {self._tables.rank}")
+                table.part.load_bucket(bucket, keys, records)
         state.peer.send_frame(STATE_TAKEN, request=state.number)
 
     def _take_clocks(self, info: messages.ClocksInfo) -> None:

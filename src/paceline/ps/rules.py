@@ -19,8 +19,10 @@ from paceline.ps.counted_rules import AdamW as AdamW
 from paceline.ps.counted_rules import NAdam as NAdam
 from paceline.ps.counted_rules import RAdam as RAdam
 from paceline.ps.counted_rules import Rprop as Rprop
-from paceline.ps.update_rule import TINY, check_bounds, check_flags
+from paceline.ps.update_rule import MAX_FLOAT32, TINY, check_bounds, check_flags
 from paceline.ps.update_rule import UpdateRule as UpdateRule
+
+_MOST_DEVIATIONS = 10.0  # what a normal number is made of has 53 bits, which reach to 8.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,11 @@ class Initializer(ABC):
     def arguments(self) -> tuple[float, float]:
         """The two numbers the kernel wants."""
 
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """No value is greater in magnitude."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Zeros(Initializer):
@@ -219,6 +226,11 @@ class Zeros(Initializer):
     def arguments(self) -> tuple[float, float]:
         """Nothing."""
         return (0.0, 0.0)
+
+    @property
+    def largest(self) -> float:
+        """0."""
+        return 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,6 +247,11 @@ class Constant(Initializer):
     def arguments(self) -> tuple[float, float]:
         """The value."""
         return (self.value, 0.0)
+
+    @property
+    def largest(self) -> float:
+        """The value's."""
+        return abs(self.value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,6 +271,11 @@ class Uniform(Initializer):
         """The bounds."""
         return (self.low, self.high)
 
+    @property
+    def largest(self) -> float:
+        """That of a bound."""
+        return max(abs(self.low), abs(self.high))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Normal(Initializer):
@@ -265,11 +287,18 @@ class Normal(Initializer):
 
     def __post_init__(self) -> None:
         check_bounds(self, mean=(-math.inf, math.inf), std=(0, math.inf))
+        if not self.largest <= MAX_FLOAT32:
+            raise UsageError(f"{self!r}: some values are beyond the greatest float32, {MAX_FLOAT32:g}")
 
     @property
     def arguments(self) -> tuple[float, float]:
         """Mean and standard deviation."""
         return (self.mean, self.std)
+
+    @property
+    def largest(self) -> float:
+        """No value is so many deviations from the mean."""
+        return abs(self.mean) + _MOST_DEVIATIONS * self.std
 
 
 RULES: dict[str, type[UpdateRule]] = {

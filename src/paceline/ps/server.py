@@ -9,19 +9,21 @@ are :mod:`paceline.protocol`'s; the tables and their kernels do the arithmetic.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from paceline.errors import PacelineError, PeerError, ProtocolError, StaleEpochError, UsageError
+from paceline.errors import NonFiniteError, PacelineError, PeerError, ProtocolError, StaleEpochError, UsageError
+from paceline.kernels.sparse import largest
 from paceline.protocol import Consistency, DelayCompensate, DropStale, StalePolicy
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.iterations import Iterations, Sum, Takeover
 from paceline.protocol.replication import AGGREGATE
 from paceline.ps import messages
-from paceline.ps.aggregation import Push, apply_sum, sum_up
+from paceline.ps.aggregation import Complete, Push, apply_sum, sum_up
 from paceline.ps.bounds import MAX_CLOCK
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.gatekeeper import Gatekeeper, HeldRead, name_of
@@ -44,6 +46,7 @@ from paceline.ps.messages import (
     TICKS,
     VALUES,
 )
+from paceline.ps.non_finite import REFUSE, NonFinite
 from paceline.ps.pushes import PUSH as PUSH_DOWN
 from paceline.ps.pushes import ChainPush, Piece, check_range, restrict
 from paceline.ps.replicator import Replicator
@@ -66,7 +69,9 @@ from paceline.transport import (
     padded,
 )
 
+_logger = logging.getLogger("paceline.ps")
 _VERSIONED = frozenset((PULL, PUSH, PUSH_PULL, TICK, SYNCED, FORWARD, STATE, READY, CLOCKS))
+_SAFE_SUM = 1e38  # of gradients, before the factor
 _HEADER_FLOATS = HEADER_BYTES // 4
 _MAX_ANSWER_BYTES = Limits().max_frame_bytes
 _DROPPED_KEPT = 256  # as many pushes as a client has in flight at most
@@ -80,7 +85,8 @@ class Server(Handler):
 
     Arguments: `consistency` and `stale`, the cluster's; `expected_workers`, how many must have joined before the first
     iteration can complete; `replicas`, how many servers may die without loss; `min_replicas`, how many must have a push
-    before it is acknowledged; `transport`, for connections to other servers, which a lone one does not need;
+    before it is acknowledged; `non_finite`, what becomes of infinities and NaN (:mod:`paceline.ps.non_finite`);
+    `transport`, for connections to other servers, which a lone one does not need;
     `on_filled`, which takes what the scheduler must hear, and does not raise; `fail`, called with an exception after
     which this server must not go on (:mod:`paceline.ps.fail_stop`). If it returns, the server tells nobody of that
     exception.
@@ -95,12 +101,14 @@ class Server(Handler):
         expected_workers: int = 1,
         replicas: int = 0,
         min_replicas: int = 0,
+        non_finite: str = REFUSE,
         transport: Transport | None = None,
         on_filled: Callable[[messages.Filled], None] = lambda filled: None,
     ) -> None:
         self._tables = ServerTables(0)
         self._on_failure = fail
         self._is_sure = True
+        self._non_finite = NonFinite(non_finite)
         self._gatekeeper = Gatekeeper(
             self._tables,
             consistency,
@@ -129,6 +137,7 @@ class Server(Handler):
             on_refused=self._push_refused,
             on_filled=on_filled,
             may_report=self._may_report,
+            non_finite=self._non_finite,
             min_replicas=min_replicas,
         )
         self._rules = self._replicator.rules
@@ -153,7 +162,7 @@ class Server(Handler):
             self._drop_beyond = stale.beyond
         if isinstance(stale, DelayCompensate):
             self._compensation = DelayCompensation(stale.strength)
-        control = ServerControl(self._tables, self._gatekeeper, self._replicator, self._traffic)
+        control = ServerControl(self._tables, self._gatekeeper, self._replicator, self._traffic, self._non_finite)
         self._snapshots = control.snapshots
         replicated = self._replicator.frame_received
         self._kinds: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
@@ -325,6 +334,7 @@ class Server(Handler):
         self._dropped.pop(worker, None)
         for table in self._tables.by_number.values():
             table.staleness.forget(worker)
+            table.refused.pop(worker, None)
         if self._compensation is not None:
             self._compensation.forget(worker)
 
@@ -432,7 +442,9 @@ class Server(Handler):
         """Apply what workers pushed in complete iterations, and send it down the chains."""
         assert self._buffer is not None
         for each in sums:
-            tables, factor = self._buffer.complete(each.iteration, each.workers)
+            complete = self._buffer.complete(each.iteration, each.workers)
+            self._refuse_sums(complete, each)
+            tables, factor = complete.tables, complete.factor
             if self._rules.has_successors or each.buckets != self._rules.primary:
                 pieces = self._sum_up(tables, factor, each.buckets)
                 self._replicator.push(ChainPush(PUSH_DOWN, AGGREGATE, each.iteration + 1, pieces), each.buckets)
@@ -447,6 +459,25 @@ class Server(Handler):
                 self._iterations.acknowledged(each.iteration)
             self._snapshots.iteration_completed(each.iteration)
         self._replicator.look()
+
+    def _refuse_sums(self, complete: Complete, each: Sum) -> None:
+        """Take the tables out of an iteration whose sums may not be applied; its workers will hear of it."""
+        for number, pushes in list(complete.tables.items()):
+            table = self._tables.by_number[number]
+            top = complete.tops[number]
+            if top < _SAFE_SUM and table.part.magnitudes.take(top * complete.factor):
+                continue
+            what = f"the sum of the gradients of iteration {each.iteration} on server {self.rank}"
+            try:
+                for selection, grads in sum_up(table.part, pushes, complete.factor):
+                    piece = restrict(self._tables, Piece(number, selection, grads), each.buckets)
+                    if piece is not None:
+                        top = float(largest(piece.floats))
+                        self._non_finite.check_push(table, piece.selection, piece.floats, top, what)
+            except NonFiniteError as error:
+                _logger.warning("%s", error)
+                table.refused.update(dict.fromkeys(each.workers, str(error)))
+                del complete.tables[number]
 
     def _sum_up(self, tables: Mapping[int, Sequence[Push]], factor: float, buckets: Buckets) -> list[Piece]:
         pieces = []
@@ -493,6 +524,8 @@ class Server(Handler):
     def _answer(
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
     ) -> None:
+        if table.refused and (refusal := table.refused.pop(peer.hello.incarnation, None)):
+            raise NonFiniteError(refusal)
         count = table.part.num_values(selection)
         size = HEADER_BYTES + padded(4 * count)
         reply = self._replies.get(peer)
@@ -522,30 +555,25 @@ class Server(Handler):
         table, flags, worker = self._tables.find(header.table), 0, peer.hello.incarnation
         whole, grads = self._split_push(table, header, body)
         selection = whole
-        check_finite(grads, name_of(peer), table.spec.name)
+        top = check_finite(grads, name_of(peer), table.spec.name)
         counts = worker in self._counted
         if counts:
             self._gatekeeper.check_leap(worker, header.clock)
         else:
             self._gatekeeper.check_member(peer)  # the filter has forgotten those that are gone
         if counts and self._iterations is not None:
-            self._keep_for_iteration(peer, header, table, selection, grads)
+            self._keep_for_iteration(peer, header, table, selection, grads, top)
         elif self._rules.has_successors or self._rules.short:
-            self._push_down(peer, header, table, selection, grads)
+            self._push_down(peer, header, table, selection, grads, top)
             return
         else:
-            table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
-            fresh = self._rules.admit(worker, header.sequence)
-            try:
-                if fresh and fresh != self._rules.primary:
-                    selection, grads = table.part.restrict(selection, grads, fresh)
-                if fresh:
-                    flags = self._apply(worker, header, table, selection, grads)
-                else:  # it was applied, or dropped, when it came first
-                    flags = self._flags_of_duplicate(worker, header)
-            except Exception as error:
-                self._fail(error)
-                raise
+            fresh = self._rules.missing(worker, header.sequence, self._rules.primary)
+            if fresh and fresh != self._rules.primary:
+                selection, grads = table.part.restrict(selection, grads, fresh)
+            if fresh:
+                flags = self._apply(peer, header, table, selection, grads, top)
+            else:  # it was applied, or dropped, when it came first
+                flags = self._flags_of_duplicate(worker, header)
         self._answer_push(peer, header, whole, self._tick_of(worker, header), flags)
 
     def _answer_push(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
@@ -566,17 +594,17 @@ class Server(Handler):
         return DROPPED if header.sequence in self._dropped.get(worker, ()) else 0
 
     def _keep_for_iteration(
-        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
     ) -> None:
         """Keep a new push for the end of its iteration."""
         assert self._buffer is not None
         buckets = table.part.buckets_of(selection) if self._replicas else self._rules.primary
         if buckets & ~self._rules.primary:
             raise self._stale()
-        self._keep(peer.hello.incarnation, header, table, self._buffer.copy(selection, grads), buckets)
+        self._keep(peer.hello.incarnation, header, table, self._buffer.copy(selection, grads), top, buckets)
 
     @must_succeed
-    def _keep(self, worker: int, header: Header, table: ServerTable, kept: Push, buckets: Buckets) -> None:
+    def _keep(self, worker: int, header: Header, table: ServerTable, kept: Push, top: float, buckets: Buckets) -> None:
         assert self._iterations is not None
         assert self._buffer is not None
         fresh = self._iterations.admit(worker, header.sequence, header.clock, buckets)
@@ -584,17 +612,23 @@ class Server(Handler):
             table.pushes += 1
             if fresh != buckets:
                 kept = table.part.restrict(*kept, fresh)
-            self._buffer.add(header.clock, worker, self._ranks[worker], header.table, kept)
+            self._buffer.add(header.clock, worker, self._ranks[worker], header.table, kept, top)
 
-    def _push_down(self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats) -> None:
+    def _push_down(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+    ) -> None:
         """Apply a push here, and answer it when the servers behind have it too."""
         worker, clock = peer.hello.incarnation, header.clock
         buckets = table.part.buckets_of(selection)
-        if worker in self._counted and self._rules.missing(worker, header.sequence, buckets):
-            dropped, grads = self._look_at_staleness(worker, header, table, selection, grads)
-            if dropped:
-                self._answer_push(peer, header, selection, self._tick_of(worker, header), DROPPED)
-                return
+        fresh = self._rules.missing(worker, header.sequence, buckets)
+        if fresh:
+            if worker in self._counted:
+                dropped, grads, top = self._look_at_staleness(worker, header, table, selection, grads, top)
+                if dropped:
+                    self._answer_push(peer, header, selection, self._tick_of(worker, header), DROPPED)
+                    return
+            new = (selection, grads) if fresh == buckets else table.part.restrict(selection, grads, fresh)
+            self._non_finite.check_push(table, *new, top, self._name(peer))
         table.pushes += 1
         flags = self._flags_of_duplicate(worker, header)
         pieces = [Piece(header.table, selection, grads)]
@@ -606,17 +640,21 @@ class Server(Handler):
         self._tick_of(worker, header)
 
     def _look_at_staleness(
-        self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats
-    ) -> tuple[bool, Floats]:
-        """Return whether a gradient is too stale, and what it is after compensation."""
+        self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+    ) -> tuple[bool, Floats, float]:
+        """Return whether a gradient is too stale, what it is after compensation, and its greatest magnitude."""
         staleness = table.staleness.observe(worker, header.clock)
         if self._drop_beyond is not None and staleness > self._drop_beyond:
             table.dropped += 1
             self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
-            return True, grads
+            return True, grads, top
         if self._compensation is not None and staleness:
             grads = self._compensation.compensate(worker, header.table, header.clock, table.part, selection, grads)
-        return False, grads
+            top = float(largest(grads))
+        return False, grads, top
+
+    def _name(self, peer: Peer) -> str:
+        return f"a push of {name_of(peer)} to server {self.rank}"
 
     def _split_push(self, table: ServerTable, header: Header, body: memoryview) -> tuple[Selection, Floats]:
         part, at = table.part, 16
@@ -632,16 +670,26 @@ class Server(Handler):
             )
         return selection, np.frombuffer(body, np.float32, offset=at)
 
-    def _apply(self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats) -> int:
+    def _apply(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+    ) -> int:
         """Apply a new push; return the flags of the answer."""
-        table.pushes += 1
+        worker, dropped = peer.hello.incarnation, False
         if worker in self._counted:
-            dropped, grads = self._look_at_staleness(worker, header, table, selection, grads)
-            if dropped:
-                return DROPPED
-        table.part.push(selection, grads)
-        table.staleness.applied(worker, header.clock)
-        return 0
+            dropped, grads, top = self._look_at_staleness(worker, header, table, selection, grads, top)
+        if not dropped:
+            self._non_finite.check_push(table, selection, grads, top, self._name(peer))
+            table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
+        table.pushes += 1
+        try:
+            self._rules.admit(worker, header.sequence)
+            if not dropped:
+                table.part.push(selection, grads)
+                table.staleness.applied(worker, header.clock)
+        except Exception as error:
+            self._fail(error)
+            raise
+        return DROPPED if dropped else 0
 
     def _tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         if peer.hello.incarnation in self._counted:

@@ -14,8 +14,9 @@ import psutil
 from paceline.errors import PacelineError, ProtocolError, StaleEpochError
 from paceline.protocol.buckets import Buckets
 from paceline.ps import messages
-from paceline.ps.gatekeeper import Gatekeeper
+from paceline.ps.gatekeeper import Gatekeeper, name_of
 from paceline.ps.messages import RESULT, TableStatistics
+from paceline.ps.non_finite import NonFinite
 from paceline.ps.parts import Selection
 from paceline.ps.pushes import ERASE, WRITE, ChainPush, Piece
 from paceline.ps.replicator import Replicator
@@ -58,11 +59,13 @@ class ServerControl:
         gatekeeper: Gatekeeper,
         replicator: Replicator,
         traffic: Traffic,
+        non_finite: NonFinite,
     ) -> None:
         self._tables = tables
         self._gatekeeper = gatekeeper
         self._replicator = replicator
         self._traffic = traffic
+        self._non_finite = non_finite
         self._calls: dict[type, Any] = {
             messages.CreateTable: self._create_table,
             messages.JoinClock: self._join_clock,
@@ -75,6 +78,7 @@ class ServerControl:
             tables,
             clock=lambda: max(gatekeeper.gate.clocks.values(), default=0),
             version=lambda: replicator.rules.version,
+            non_finite=non_finite,
         )
         for message, answer in self.snapshots.calls.items():
             self._calls[message] = lambda peer, request, body, answer=answer: answer(request)
@@ -123,7 +127,8 @@ class ServerControl:
         self, peer: Peer, header: Header, request: messages.WriteRecords | messages.Erase, body: memoryview
     ) -> None:
         """Write or erase records here and on the servers behind; the answer waits for them."""
-        part = self._tables.find(request.table).part
+        table = self._tables.find(request.table)
+        part = table.part
         if isinstance(request, messages.WriteRecords):
             operation, rows = WRITE, request.rows
             if len(body) != rows * (8 + 4 * part.record_words):
@@ -143,6 +148,9 @@ class ServerControl:
         self._check_led(buckets)
         floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
         if operation == WRITE:
+            keys = selection.key_array()
+            what = f"what {name_of(peer)} writes to server {self._tables.rank}"
+            self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), what)
             part.reserve(selection)
         push = ChainPush(
             operation,
@@ -171,6 +179,7 @@ class ServerControl:
                     pushes=table.pushes,
                     pulls=table.pulls,
                     dropped=table.dropped,
+                    non_finite=table.non_finite,
                     staleness=tuple(table.staleness.histogram),
                 )
                 for table in self._tables.by_number.values()

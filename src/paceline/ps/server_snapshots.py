@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.errors import ModelError, PacelineError, StaleEpochError, UsageError
 from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
+from paceline.ps.non_finite import NonFinite
 from paceline.ps.server_tables import ServerTables
 from paceline.ps.snapshot_files import PART_BYTES, PartBuffer, describe_failure, read_part, write_part
 from paceline.ps.snapshot_messages import (
@@ -224,8 +225,10 @@ class _Taking:
 class _Loading:
     """Buckets on their way from parts on the disk into a table."""
 
-    def __init__(self, tables: ServerTables, request: LoadParts) -> None:
-        self._part = tables.find(request.table).part
+    def __init__(self, tables: ServerTables, request: LoadParts, non_finite: NonFinite) -> None:
+        self._table = tables.find(request.table)
+        self._part = self._table.part
+        self._non_finite = non_finite
         self._directory = Path(request.directory)
         held = self._part.held  # as the primary server or as a replica
         wanted = [from_bytes(buckets) & held for buckets in request.buckets]
@@ -285,6 +288,7 @@ class _Loading:
             bucket, keys, records = self._ready.pop()
             try:
                 if self._part.held >> bucket & 1:  # or it has moved meanwhile, and will be loaded again
+                    self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
                     self._part.load_bucket(bucket, keys, records)
             except PacelineError as error:
                 self._fail(str(error) or type(error).__name__)
@@ -335,8 +339,11 @@ class ServerSnapshots:
     `clock` tells the highest clock of a worker, `version` that of the map of chains that the server goes by.
     """
 
-    def __init__(self, tables: ServerTables, clock: Callable[[], int], version: Callable[[], int]) -> None:
+    def __init__(
+        self, tables: ServerTables, clock: Callable[[], int], version: Callable[[], int], non_finite: NonFinite
+    ) -> None:
         self._tables = tables
+        self._non_finite = non_finite
         self._clock = clock
         self._version = version
         self._taking: _Taking | None = None
@@ -395,7 +402,7 @@ class ServerSnapshots:
             )
         if self._loading is not None and not self._loading.done:
             self._loading.give_up()
-        self._loading = _Loading(self._tables, request)
+        self._loading = _Loading(self._tables, request, self._non_finite)
 
     def load_state(self, request: GetLoadState) -> LoadState:
         """Return how far the loading is."""

@@ -14,13 +14,15 @@ from paceline.ps.tables import TablePart
 class ServerTable:
     """A table's part, and what happened to it here."""
 
-    __slots__ = ("declared", "dropped", "part", "pulls", "pushes", "spec", "staleness")
+    __slots__ = ("declared", "dropped", "non_finite", "part", "pulls", "pushes", "refused", "spec", "staleness")
 
     def __init__(self, spec: TableSpec, part: TablePart) -> None:
         self.declared = self.spec = spec  # which differ where hyperparameters were changed
         self.part = part
         self.staleness = StalenessRecord()
-        self.pushes = self.pulls = self.dropped = 0
+        self.pushes = self.pulls = self.dropped = self.non_finite = 0
+        self.refused: dict[int, str] = {}
+        """Why the sum of an iteration was refused, for each worker that was part of it and was not told yet."""
 
     def set_update(self, update: dict[str, Any]) -> None:
         """Take other hyperparameters of the same rule."""

@@ -90,7 +90,8 @@ class DelayCompensation:
         now = np.empty(len(grads), np.float32)
         part.pull(selection, now)
         change = np.where(np.isnan(then), np.float32(0), now - then)
-        return grads + self._strength * grads * grads * change
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks
+            return grads + self._strength * grads * grads * change
 
     def forget(self, worker: int) -> None:
         """Forget a worker that is gone."""

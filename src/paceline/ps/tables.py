@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,6 +14,8 @@ from paceline.ps.messages import TableSpec
 from paceline.ps.parts import Selection, TablePart, check_finite
 from paceline.ps.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs
 from paceline.ps.sparse_store import Floats, Keys, SparseStore
+
+_TRIAL_ROWS = 1 << 14
 
 __all__ = [
     "DensePart",
@@ -73,6 +77,7 @@ class SparsePart(TablePart):
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
         """See :meth:`TablePart.load_bucket`."""
         self.check_bucket(bucket, keys)
+        self.magnitudes.widen(records)
         self.store.load_bucket(bucket, keys, records)
         self._held |= 1 << bucket
 
@@ -105,12 +110,25 @@ class SparsePart(TablePart):
         """See :meth:`TablePart.push`."""
         self.store.push(selection.key_array(), grads)
 
+    def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
+        """See :meth:`TablePart.trial`."""
+        keys = selection.key_array()
+        for first in range(0, len(keys), _TRIAL_ROWS):
+            block = keys[first : first + _TRIAL_ROWS]
+            copy = SparseStore(dim=self.dim, rule=self.rule, initializer=self.initializer, seed=self.spec.seed)
+            copy.reserve(block)
+            records, are_there = self.store.read_records(block)
+            copy.write_records(block[are_there], records[are_there])
+            copy.push(block, grads[self.dim * first : self.dim * (first + len(block))])
+            yield block, copy.read_records(block)[0]
+
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
         """See :meth:`TablePart.read_bucket`."""
         return self.store.bucket(bucket)
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         """See :meth:`TablePart.write_records`."""
+        self.magnitudes.widen(records.reshape(len(keys), self.record_words))
         self.store.write_records(keys, records)
 
     def erase(self, keys: Keys) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from paceline.errors import UsageError
 
+MAX_FLOAT32 = 3.4028234e38  # kernels have float32
+
 
 def check_bounds(rule: object, **bounds: tuple[float, float]) -> None:
-    """Raise unless every named field is a finite number within its closed bounds."""
+    """Raise unless every named field is a finite number, as a float32 too, within its closed bounds."""
     for name, (low, high) in bounds.items():
         value = getattr(rule, name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= sys.float_info.max or not low <= value <= high:
+        if not is_number or not abs(value) <= MAX_FLOAT32 or not low <= value <= high:
             raise UsageError(
                 f"{type(rule).__name__}({name}={value!r}): expected a finite number from {low:g} to {high:g}"
             )

@@ -37,6 +37,7 @@ class ServerNode:
             expected_workers=cluster.num_workers,
             replicas=cluster.replicas,
             min_replicas=cluster.min_replicas,
+            non_finite=cluster.non_finite,
             transport=cluster.transport,
             on_filled=self._tell,
             fail=self._failed,
@@ -128,6 +129,7 @@ class Cluster:
         stale: StalePolicy | None = None,
         replicas: int = 0,
         min_replicas: int = 0,
+        non_finite: str = "refuse",
         expected_servers: int | None = None,
         heartbeat_timeout_s: float = 30.0,
         transport: Transport | None = None,
@@ -137,6 +139,7 @@ class Cluster:
         self.num_workers = workers
         self.replicas = replicas
         self.min_replicas = min_replicas
+        self.non_finite = non_finite
         self.transport = SocketTransport(TOKEN) if transport is None else transport
         self.failures: list[BaseException] = []
         """What ended the scheduler, as a process."""
@@ -147,6 +150,7 @@ class Cluster:
             stale=self.stale,
             replicas=replicas,
             min_replicas=min_replicas,
+            non_finite=non_finite,
             heartbeat_timeout_s=heartbeat_timeout_s,
             fail=self.failures.append,
         )

@@ -39,32 +39,39 @@ def test_pushes_come_by_rank_and_table() -> None:
     buffer = IterationBuffer(mean=False)
     for worker, rank in ((11, 2), (12, 0), (13, 1)):
         for table in (1, 2):
-            buffer.add(5, worker, rank, table, buffer.copy(keys(rank), floats(rank)))
-    buffer.add(6, 12, 0, 1, buffer.copy(keys(9), floats(9)))
-    tables, factor = buffer.complete(5, (13, 12, 11))
+            buffer.add(5, worker, rank, table, buffer.copy(keys(rank), floats(rank)), 1.0)
+    buffer.add(6, 12, 0, 1, buffer.copy(keys(9), floats(9)), 1.0)
+    tables, _, factor = buffer.complete(5, (13, 12, 11))
     assert factor == 1.0
     assert {table: [grads[0] for _, grads in pushes] for table, pushes in tables.items()} == {
         1: [0, 1, 2],
         2: [0, 1, 2],
     }
-    assert buffer.complete(5, (11, 12, 13)) == ({}, 1.0)
+    assert buffer.complete(5, (11, 12, 13)) == ({}, {}, 1.0)
     assert len(buffer.complete(6, (12,))[0][1]) == 1
+
+
+def test_how_large_a_sum_can_be_is_known() -> None:
+    buffer = IterationBuffer(mean=True)
+    for worker, table, top in ((11, 1, 3.0), (11, 1, 4.0), (12, 1, 5.0), (12, 2, 6.0), (13, 2, 7.0)):
+        buffer.add(0, worker, 0, table, buffer.copy(keys(1), floats(top)), top)
+    assert buffer.complete(0, (11, 12)).tops == {1: 12.0, 2: 6.0}  # those that did not tick do not count
 
 
 def test_only_those_who_ticked_count_and_the_mean_is_over_all_of_them() -> None:
     buffer = IterationBuffer(mean=True)
-    buffer.add(0, 11, 0, 1, buffer.copy(keys(1), floats(1)))
-    buffer.add(0, 12, 1, 1, buffer.copy(keys(1), floats(2)))
-    tables, factor = buffer.complete(0, (11, 13, 14, 15))  # 13 to 15 pushed nothing
+    buffer.add(0, 11, 0, 1, buffer.copy(keys(1), floats(1)), 1.0)
+    buffer.add(0, 12, 1, 1, buffer.copy(keys(1), floats(2)), 1.0)
+    tables, _, factor = buffer.complete(0, (11, 13, 14, 15))  # 13 to 15 pushed nothing
     assert [grads.tolist() for _, grads in tables[1]] == [[1.0]]
     assert factor == 0.25
-    assert buffer.complete(1, ()) == ({}, 1.0)
+    assert buffer.complete(1, ()) == ({}, {}, 1.0)
 
 
 def test_a_worker_that_is_gone_loses_what_it_did_not_finish() -> None:
     buffer = IterationBuffer(mean=False)
     for iteration in (3, 4, 5):
-        buffer.add(iteration, 11, 0, 1, buffer.copy(keys(1), floats(1)))
+        buffer.add(iteration, 11, 0, 1, buffer.copy(keys(1), floats(1)), 1.0)
     buffer.forget(11, 4)
     assert [len(buffer.complete(iteration, (11,))[0]) for iteration in (3, 4, 5)] == [1, 0, 0]
 
@@ -75,11 +82,11 @@ def test_of_buckets_that_are_others_now_nothing_is_kept(kind: str) -> None:
     buckets = part.buckets_of(keys(1))
     buffer = IterationBuffer(mean=False)
     for worker, numbers in ((11, range(6)), (12, (1,)), (13, (0, 2))):
-        buffer.add(4, worker, worker, 1, buffer.copy(keys(*numbers), floats(*numbers)))
+        buffer.add(4, worker, worker, 1, buffer.copy(keys(*numbers), floats(*numbers)), 1.0)
     if kind == "dense":
-        buffer.add(4, 11, 11, 1, buffer.copy(Selection(None, 0, 3, ALL), floats(7, 8, 9)))
+        buffer.add(4, 11, 11, 1, buffer.copy(Selection(None, 0, 3, ALL), floats(7, 8, 9)), 1.0)
     buffer.restrict({1: part}, buckets)
-    tables, _ = buffer.complete(4, (11, 12, 13))
+    tables, *_ = buffer.complete(4, (11, 12, 13))
     assert [grads.tolist() for _, grads in tables[1]] == ([[1], [8], [1]] if kind == "dense" else [[1], [1]])
     assert [part.keys_of(selection).tolist() for selection, _ in tables[1]] == [[1]] * len(tables[1])
 
@@ -87,7 +94,7 @@ def test_of_buckets_that_are_others_now_nothing_is_kept(kind: str) -> None:
 def test_what_is_kept_does_not_change_with_the_receive_buffer() -> None:
     buffer = IterationBuffer(mean=False)
     selection, grads = keys(1, 2), floats(1, 2)
-    buffer.add(0, 11, 0, 1, buffer.copy(selection, grads))
+    buffer.add(0, 11, 0, 1, buffer.copy(selection, grads), 1.0)
     assert selection.keys is not None
     selection.keys[:] = 7
     grads[:] = 7
@@ -172,12 +179,12 @@ def test_equal_ranges_of_other_buckets_are_summed_by_element() -> None:
 def test_memory_of_an_iteration_serves_the_next() -> None:
     buffer = IterationBuffer(mean=False)
     selection, grads = Selection(None, 0, 1 << 15), np.ones(1 << 15, np.float32)
-    buffer.add(0, 11, 0, 1, buffer.copy(selection, grads))
+    buffer.add(0, 11, 0, 1, buffer.copy(selection, grads), 1.0)
     first = buffer.complete(0, (11,))[0]
     kept = first[1][0][1]
-    buffer.add(1, 11, 0, 1, buffer.copy(selection, grads))  # before the first is done with
+    buffer.add(1, 11, 0, 1, buffer.copy(selection, grads), 1.0)  # before the first is done with
     buffer.recycle(first)
-    buffer.add(2, 11, 0, 1, buffer.copy(selection, 2 * grads))
+    buffer.add(2, 11, 0, 1, buffer.copy(selection, 2 * grads), 1.0)
     second = buffer.complete(1, (11,))[0][1][0][1]
     third = buffer.complete(2, (11,))[0][1][0][1]
     assert third is kept

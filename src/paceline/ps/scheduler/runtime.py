@@ -24,6 +24,7 @@ from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, ev
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, NOTICE
+from paceline.ps.non_finite import REFUSE, check_policy
 from paceline.ps.scheduler.jobs import Jobs
 from paceline.ps.scheduler.maps import ROLES, change_of, map_of, view_of
 from paceline.ps.scheduler.processes import ProcessWatch
@@ -40,7 +41,8 @@ class Scheduler(Handler):
 
     Arguments: how many servers and workers are expected (iterations begin when so many workers have joined; more may
     join later), the `consistency` and `stale` policy, how many `replicas` there are of every bucket, how many
-    of them (`min_replicas`) a push must have for its acknowledgement, and after how long a silent member counts as
+    of them (`min_replicas`) a push must have for its acknowledgement, what servers do about infinities and NaN
+    (`non_finite`), and after how long a silent member counts as
     dead.
 
     Members of a cluster whose scheduler died may come to it: it takes their cluster over. With `replaces` it knows that
@@ -60,6 +62,7 @@ class Scheduler(Handler):
         fail: Fail,
         replicas: int = 0,
         min_replicas: int = 0,
+        non_finite: str = REFUSE,
         heartbeat_timeout_s: float = 10.0,
         replaces: bool = False,
         accepts_minority: bool = False,
@@ -78,6 +81,7 @@ class Scheduler(Handler):
             num_workers=num_workers,
             replicas=replicas,
             min_replicas=min_replicas,
+            non_finite=check_policy(non_finite),
             cluster=secrets.token_hex(8),
         )
         self.core = SchedulerCore(
@@ -263,7 +267,7 @@ class Scheduler(Handler):
 
     def _has_settings(self, settings: messages.Settings) -> bool:
         """Return whether a cluster that may be taken over has the settings of this one; say so if not."""
-        for name in ("consistency", "stale", "num_servers", "num_workers", "replicas", "min_replicas"):
+        for name in ("consistency", "stale", "num_servers", "num_workers", "replicas", "min_replicas", "non_finite"):
             ours, theirs = getattr(self._settings, name), getattr(settings, name)
             if ours != theirs:
                 if settings.cluster not in self._other_clusters:

@@ -1,0 +1,207 @@
+"""Whether a push may overflow is told from bounds alone, and they are never too low."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from paceline.protocol import ALL, NUM_BUCKETS
+from paceline.ps.magnitudes import _GROWN, Bounds
+from paceline.ps.messages import TableSpec
+from paceline.ps.rules import (
+    ASGD,
+    FTRL,
+    RULES,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Constant,
+    Initializer,
+    Momentum,
+    NAdam,
+    Normal,
+    RAdam,
+    RMSprop,
+    Rprop,
+    UpdateRule,
+    Zeros,
+    to_fields,
+)
+from paceline.ps.tables import Selection, TablePart, make_part
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")  # without the JIT
+
+NUM_ROWS = 40
+SETTINGS: list[UpdateRule] = [
+    SGD(lr=0.1),
+    SGD(lr=3.0, weight_decay=0.5),
+    Momentum(lr=0.1, momentum=0.9, weight_decay=0.01),
+    Momentum(lr=1.0, momentum=0.99, nesterov=True),
+    Momentum(lr=0.1, momentum=0.5, dampening=0.5, maximize=True),
+    Adagrad(lr=0.1),
+    Adagrad(lr=0.1, lr_decay=0.1, maximize=True),
+    Adagrad(lr=2.0, eps=1e-3, initial_accumulator=0.5, weight_decay=0.1),
+    RMSprop(lr=0.01),
+    RMSprop(lr=1.0, alpha=0.5, weight_decay=0.1),
+    RMSprop(lr=0.1, momentum=0.9, weight_decay=0.01),
+    Adam(lr=0.01),
+    Adam(lr=0.1, amsgrad=True),
+    Adam(lr=0.1, betas=(0.5, 0.6), weight_decay=0.3),
+    AdamW(lr=0.1, weight_decay=0.1),
+    FTRL(),
+    FTRL(alpha=3.0, beta=0.1, l1=0.5, l2=0.25),
+]
+
+
+def part_of(rule: UpdateRule, kind: str, start: Initializer | None = None) -> TablePart:
+    fields = to_fields(Zeros() if start is None else start)
+    sizes = {"dim": 3} if kind == "sparse" else {"size": 3 * NUM_ROWS}
+    return make_part(TableSpec(name="w", kind=kind, update=to_fields(rule), initializer=fields, **sizes), ALL)
+
+
+def bounds_of(part: TablePart) -> Bounds:
+    return part.magnitudes._bounds
+
+
+def found_in(part: TablePart) -> Bounds:
+    """Return the magnitudes of all records."""
+    kept = part.magnitudes
+    part.magnitudes = type(kept)(part.rule, part.initializer, part.dim)
+    part.look_at_all()
+    found, part.magnitudes = bounds_of(part), kept
+    return found
+
+
+def rows_of(part: TablePart) -> dict[int, np.ndarray]:
+    """Return all records by key."""
+    rows: dict[int, np.ndarray] = {}
+    for bucket in range(NUM_BUCKETS):
+        keys, records = part.read_bucket(bucket)
+        rows |= dict(zip(keys.tolist(), records, strict=True))
+    return rows
+
+
+def push(part: TablePart, keys: Selection, grads: np.ndarray) -> bool:
+    """Push, if it is known that nothing overflows; return whether it is."""
+    is_safe = part.magnitudes.take(float(np.abs(grads).max()))
+    if is_safe:
+        part.push(keys, grads)
+    return is_safe
+
+
+def assert_bounded(part: TablePart) -> None:
+    for found, bound in zip(found_in(part), bounds_of(part), strict=True):
+        assert found <= bound * (1 + 1e-6), (found_in(part), bounds_of(part))
+
+
+def test_there_is_a_setting_of_every_rule_with_bounds() -> None:
+    assert {type(rule) for rule in SETTINGS} == set(_GROWN)
+    assert set(_GROWN) < set(RULES.values())
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+@pytest.mark.parametrize("rule", SETTINGS, ids=str)
+def test_no_record_exceeds_its_bounds(rule: UpdateRule, kind: str) -> None:
+    random = np.random.default_rng(7)
+    part = part_of(rule, kind, Normal(mean=0.5, std=0.1))
+    for number in range(400):
+        scale = 10.0 ** random.integers(-25, 4)
+        if number % 100 == 50:  # gradients of one sign, which add up
+            scale = 1e3
+        chosen = np.sort(random.choice(NUM_ROWS, 10, replace=False)).astype(np.uint64)
+        grads = np.abs(random.normal(0, scale, 10 * part.dim)).astype(np.float32)
+        grads *= 1.0 if number % 100 < 60 else random.choice([-1.0, 1.0], len(grads)).astype(np.float32)
+        assert push(part, Selection(chosen), grads), (number, bounds_of(part))
+        if number % 20 == 0:
+            assert_bounded(part)
+    assert_bounded(part)
+
+
+@pytest.mark.parametrize("rule", SETTINGS, ids=str)
+def test_bounds_stay_low_through_long_training(rule: UpdateRule) -> None:
+    magnitudes = part_of(rule, "sparse").magnitudes
+    decays = isinstance(rule, Momentum) and rule.weight_decay  # which is not seen to hold the velocity down
+    for number in range(3_000 if decays else 300_000):
+        assert magnitudes.take(1.0 + number % 7), number
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=1.0), Momentum(lr=1.0, momentum=1.0), FTRL(alpha=1.0)], ids=str)
+def test_what_was_not_looked_at_is_found_out(rule: UpdateRule) -> None:
+    part = part_of(rule, "sparse")
+    key, grads = Selection(np.zeros(1, np.uint64)), np.full(3, 1e36, np.float32)
+    while push(part, key, grads):
+        assert_bounded(part)
+    (_, after), *_ = part.trial(key, grads)
+    assert np.isfinite(after).all() or isinstance(rule, FTRL)  # long before anything overflows
+    part.magnitudes.take_unseen(1e38)
+    assert not part.magnitudes.take(0.0)
+    part.look_at_all()
+    assert_bounded(part)
+
+
+@pytest.mark.parametrize(
+    ("rule", "record"),
+    [
+        (Adagrad(lr=1.0), [0, -1]),
+        (RMSprop(lr=1.0), [0, math.nan]),
+        (Adam(lr=1.0), [0, 1, 0, 1]),
+        (Adam(lr=1.0), [0, 0, 0, -1]),
+        (FTRL(), [0, 0, -1]),
+        (SGD(lr=1.0), [math.nan]),
+        (SGD(lr=1.0), [-math.inf]),
+    ],
+    ids=str,
+)
+def test_after_a_record_that_no_push_makes_every_push_is_tried(rule: UpdateRule, record: list[float]) -> None:
+    part = part_of(rule, "dense")
+    part.write_records(np.array([5], np.uint64), np.array([record], np.float32))
+    assert not part.magnitudes.take(1.0)
+
+
+def test_weights_that_other_hyperparameters_formed() -> None:
+    part = part_of(FTRL(alpha=0.001), "sparse", Constant(value=2.0))
+    key = Selection(np.arange(5, dtype=np.uint64))
+    for alpha in (1.0, 1e-3, 50.0, 1.0):
+        for _ in range(20):
+            assert push(part, key, np.full(15, -3.0, np.float32))
+            assert_bounded(part)
+        part.set_update(FTRL(alpha=alpha, beta=0.5))
+
+
+@pytest.mark.parametrize("rule", [RMSprop(lr=0.1, centered=True), NAdam(lr=0.1), Rprop(lr=0.1)], ids=str)
+def test_pushes_of_other_rules_are_always_tried(rule: UpdateRule) -> None:
+    part = part_of(rule, "sparse")
+    for _ in range(3):
+        assert not part.magnitudes.take(1.0)
+        part.look_at_all()
+
+
+OTHERS = [NAdam(lr=0.1), RAdam(lr=0.1), ASGD(lr=0.1), Rprop(lr=0.1), Adadelta(), Adamax(lr=0.1)]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+@pytest.mark.parametrize("rule", [*SETTINGS, *OTHERS], ids=str)
+def test_a_trial_is_what_the_push_will_be(rule: UpdateRule, kind: str) -> None:
+    random = np.random.default_rng(3)
+    part = part_of(rule, kind)
+    part.push(Selection(np.arange(20, dtype=np.uint64)), random.normal(size=20 * part.dim).astype(np.float32))
+    selections = [Selection(np.array([3, 30, 7, 119 if kind == "dense" else 2**64 - 1], np.uint64))]
+    if kind == "dense":
+        selections += [Selection(None, 5, 100), Selection(np.array([4, 4, 1], np.uint64))]
+    for selection in selections:
+        grads = random.normal(size=part.num_values(selection)).astype(np.float32)
+        tried = {}
+        for keys, records in part.trial(selection, grads):
+            tried |= dict(zip(keys.tolist(), records, strict=True))
+        assert tried.keys() == set(part.keys_of(selection).tolist())
+        before = rows_of(part)
+        part.push(selection, grads)
+        there = rows_of(part)
+        assert any(before.get(key) is None or (before[key] != there[key]).any() for key in tried)
+        for key, record in tried.items():
+            assert record.tobytes() == there[key].tobytes()
