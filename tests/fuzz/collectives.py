@@ -12,7 +12,7 @@ from paceline.collectives._faults import unpack_abort
 from paceline.collectives._frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, Kind, Scanner
 from paceline.collectives._network_store import LIMITS, _Kind, _Request, _Served
 from paceline.collectives._p2p_matching import Matching
-from paceline.collectives._p2p_pending import MESSAGE, MISMATCH, Receiving, pack
+from paceline.collectives._p2p_pending import ABORT, MESSAGE, Receiving, pack
 from paceline.collectives._p2p_progress import READ
 from paceline.collectives._p2p_streams import Incoming, Outgoing, deliver
 from paceline.collectives._verdicts import Place, received, to_error, unexpected
@@ -171,11 +171,10 @@ class PointToPointEpisode(Episode):
         self.incoming, self.theirs = self._incoming(1)
         self.honest, self.honest_end = self._incoming(2)
         self.outgoing: Outgoing | None = None
-        self.number = 0
 
     def _incoming(self, source: int) -> tuple[Incoming, socket.socket]:
         ours, theirs = self._pair()
-        return Incoming(source, 0, ours, self.matching, _NoProgress(), self._lost), theirs  # type: ignore[arg-type]
+        return Incoming(source, 0, ours, self.matching, _NoProgress(), self), theirs  # type: ignore[arg-type]
 
     def _pair(self) -> tuple[socket.socket, socket.socket]:
         pair = socket.socketpair()
@@ -184,7 +183,16 @@ class PointToPointEpisode(Episode):
         self.sockets += pair
         return pair
 
-    def _lost(self, incoming: Incoming, error: Exception | None) -> None:
+    def told(self, abort: object) -> None:
+        """See :class:`Ends`: a group ends here. Have other connections."""
+        self.failed(None)
+        self.outgoing = None
+
+    def failed(self, error: Exception | None) -> None:
+        """See :meth:`told`."""
+        self.incoming_lost(self.incoming, error)
+
+    def incoming_lost(self, incoming: Incoming, error: Exception | None) -> None:
         """Drop a connection, as the group does, and have another."""
         if incoming is self.honest:
             raise FoundError(f"an honest rank's connection was given up: {error}")
@@ -212,14 +220,13 @@ class PointToPointEpisode(Episode):
     def _message(self) -> bytes:
         random = self.random
         size = random.choice((0, 4, 40))
-        values = [MESSAGE, random.randrange(4), self.number, size]
-        self.number += 1
+        values = [MESSAGE, random.randrange(4), size]
         if random.random() < 0.2:
-            at, bits = random.choice(((0, 8), (1, 64), (2, 64), (3, 64), (3, 64)))
+            at, bits = random.choice(((0, 8), (1, 64), (2, 64), (2, 64)))
             values[at] = random.choice(INTEGERS) & ((1 << bits) - 1)
         what = random.choice(("what", "what", "other", ""))
         tag = values[1] - (1 << 64) if values[1] >= 1 << 63 else values[1]
-        data = pack(values[0], tag, values[2], values[3], what) + random.randbytes(size)
+        data = pack(values[0], tag, values[2], what) + random.randbytes(size)
         if random.random() < 0.05:
             data = data[: random.randrange(1, len(data))]
         if random.random() < 0.05:
@@ -233,34 +240,32 @@ class PointToPointEpisode(Episode):
         receiving = Receiving(self, memoryview(buffer), source, tag, what)  # type: ignore[arg-type]
         message = self.matching.post(receiving.posted)
         if message is not None and message.is_complete:
-            deliver(message, 0, None)
-        elif message is not None:
-            receiving.message = message
+            deliver(message, 0, self)
         return buffer
 
     def _complain(self) -> None:
-        """Answer a sender with complaints that are none."""
+        """Answer a sender with last words that are none."""
         random = self.random
         if self.outgoing is None:
             ours, self.complainer = self._pair()
-            self.outgoing = Outgoing(1, _NoProgress(), self._send_lost)  # type: ignore[arg-type]
+            self.outgoing = Outgoing(1, _NoProgress(), self)  # type: ignore[arg-type]
             self.outgoing.attach(ours)
         text = random.choice(TEXTS).encode()
         size = len(text) if random.random() < 0.7 else random.choice(INTEGERS) & ((1 << 64) - 1)
-        data = pack(random.choice((MISMATCH, MISMATCH, MESSAGE, 9)), 0, random.randrange(3), size, "") + text
+        data = pack(random.choice((ABORT, ABORT, MESSAGE, 9)), 0, size, "") + text
         with contextlib.suppress(OSError):
             self.complainer.send(data if random.random() < 0.8 else data[: random.randrange(len(data))])
         self.outgoing.ready(READ)
-        if len(self.outgoing._answer) > 1 << 14:
-            raise FoundError("a complaint is gathered without bound")
+        if self.outgoing is not None and len(self.outgoing._answer) > 1 << 21:
+            raise FoundError("last words are gathered without bound")
 
-    def _send_lost(self, outgoing: Outgoing, error: Exception | None) -> None:
+    def outgoing_lost(self, outgoing: Outgoing, error: Exception | None) -> None:
         self.outgoing = None
 
     def look(self) -> None:
         for source, what in ((2, "honest"),):
             buffer = self._receive(source, 1 << 40, 16, what)
-            self.honest_end.send(pack(MESSAGE, 1 << 40, 0, 16, what) + b"0123456789abcdef")
+            self.honest_end.send(pack(MESSAGE, 1 << 40, 16, what) + b"0123456789abcdef")
             self.honest.ready(READ)
             if buffer != b"0123456789abcdef":
                 raise FoundError(f"an honest rank's message came as {bytes(buffer)!r}")

@@ -1,20 +1,23 @@
 """Who is to blame when a call does not finish in time: seldom the rank that is waited for, which may itself be waiting.
 
 All ranks are asked where they are. Guilty are those that do not answer; those that are in no collective and have not
-called this one; and if there are none, those that are behind.
+called this one; and if there are none, those that are behind. Of a message: those at the end of the chain of ranks that
+wait for one another's messages.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
 
+from paceline.collectives._frames import Abort
 from paceline.collectives.calls import Call, name_ranks
 
 _MAX_THREADS: Final = 64
+_SILENT: Final = "does not answer (its process is stopped or has died, or its host cannot be reached)"
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
@@ -25,7 +28,11 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     call: Call | None
     """The call it is in, if it is in one."""
     waiting_for: tuple[int, ...]
-    """The ranks it slept for last in this call; empty while it has everything it needs."""
+    """The ranks it slept for last in this call; empty while it has everything it needs. In no call: those whose
+    messages it awaits, or that it sends to.
+    """
+    given_up: Abort | None = None
+    """Why the group is over there, if it is."""
 
 
 Ask: TypeAlias = Callable[[int], Status | None]
@@ -62,11 +69,42 @@ class Search:
                 self._answers[rank] = status
 
 
-def find_culprits(answers: dict[int, Status | None], sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
+def given_up(answers: Mapping[int, Status | None]) -> Abort | None:
+    """Return why a rank has given up, if one of those that answer has."""
+    for status in answers.values():
+        if status is not None and status.given_up is not None:
+            return status.given_up
+    return None
+
+
+def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Sequence[int]) -> dict[int, str]:
+    """Return who keeps rank ``own`` waiting for a message, and what is said of each: who waits for whom is followed."""
+    seen = {own}
+    guilty: dict[int, str] = {}
+    left = list(waiting_for)
+    while left:
+        rank = left.pop()
+        if rank in seen:
+            continue
+        seen.add(rank)
+        status = answers.get(rank)
+        if status is None:
+            guilty[rank] = _SILENT
+        elif not status.waiting_for:
+            guilty[rank] = f"is in call {status.sequence}, {status.call}" if status.call else "is in no call"
+        else:
+            left += status.waiting_for
+    if guilty:
+        return dict(sorted(guilty.items()))
+    circle = sorted(seen - {own})  # all wait for one another
+    return {rank: f"waits for {name_ranks(answers[rank].waiting_for)}" for rank in circle}  # type: ignore[union-attr]
+
+
+def find_culprits(answers: Mapping[int, Status | None], sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
     """Return the guilty ranks, each with what is said of it, for one that waits in call ``sequence``."""
     silent = {rank: "does not answer" for rank, status in answers.items() if status is None}
     behind = {rank: status for rank, status in answers.items() if status is not None and status.sequence < sequence}
-    absent = {rank: status for rank, status in behind.items() if status.call is None}
+    absent = {rank: status for rank, status in behind.items() if status.call is None and not status.waiting_for}
     if silent or absent:
         return {rank: _tell(answers.get(rank), sequence) for rank in sorted({*silent, *absent})}
     # Behind, but in a call that they cannot finish: those who wait for another that is behind are not guilty of it.
@@ -78,8 +116,10 @@ def find_culprits(answers: dict[int, Status | None], sequence: int, waiting_for:
 
 def _tell(status: Status | None, sequence: int) -> str:
     if status is None:
-        return "does not answer (its process is stopped or has died, or its host cannot be reached)"
+        return _SILENT
     waits = f" and waits for {name_ranks(status.waiting_for)}" if status.waiting_for else ""
+    if status.call is None and waits and status.sequence < sequence:
+        return f"has not called it (it sends or receives a message{waits})"
     if status.call is not None and status.sequence < sequence:
         return f"has not called it (it is still in call {status.sequence}, {status.call}{waits})"
     if status.call is not None:

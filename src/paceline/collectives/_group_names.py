@@ -15,23 +15,23 @@ import time
 from collections.abc import Iterator
 
 from paceline.collectives.calls import name_ranks
-from paceline.collectives.store import PrefixStore, Store, exchange
-from paceline.errors import RankLostError
+from paceline.collectives.store import Look, PrefixStore, Store, exchange
+from paceline.errors import ConnectionLostError, DeadlineError, RankLostError
 
 
 class GroupNames:
     """The names of one rank's groups."""
 
-    def __init__(self, store: Store, rank: int, program: str) -> None:
-        """`rank`: of all of the program."""
-        self._store, self._rank, self._program = store, rank, program
+    def __init__(self, store: Store, rank: int, program: str, look: Look) -> None:
+        """`rank`: of all of the program; `look` raises :class:`EndedError` for those who have ended."""
+        self._store, self._rank, self._program, self._look = store, rank, program, look
         self._counts: dict[str, int] = {}
 
     @contextlib.contextmanager
     def next(self, ranks: tuple[int, ...], label: str, timeout_s: float) -> Iterator[str]:
         """Give the name of the next group of these ranks, which is to be made in the block.
 
-        Raises RankLostError that names those that do not come.
+        Raises RankLostError that names those that do not come, and EndedError for those that never will.
         """
         plain = f"{self._program}/{label}{','.join(map(str, ranks))}"
         number = self._counts[plain] = self._counts.get(plain, 0) + 1
@@ -44,15 +44,31 @@ class GroupNames:
             told.delete(f"number/rank {place}")
             deadline = time.monotonic() + timeout_s
             try:
-                numbers = exchange(told, place, len(ranks), b"%d" % number, deadline, what="number")
+                numbers = exchange(
+                    told,
+                    place,
+                    len(ranks),
+                    b"%d" % number,
+                    deadline,
+                    what="number",
+                    look=lambda missing: self._look([ranks[other] for other in missing]),
+                )
+            except EndedError:
+                raise
             except RankLostError as error:
                 raise absent(tuple(ranks[missing] for missing in error.ranks), plain) from None
             number = self._counts[plain] = max(map(int, numbers))
             yield f"{plain}#{number}"
+        except (ConnectionLostError, DeadlineError):
+            raise  # the store has gone
         except BaseException:
-            with contextlib.suppress(Exception):  # the store may have gone
+            with contextlib.suppress(Exception):
                 told.delete(f"number/rank {place}")
             raise
+
+
+class EndedError(RankLostError):
+    """Ranks, by their numbers in the world, have died or left, so that a group cannot be made."""
 
 
 def absent(ranks: tuple[int, ...], group: str) -> RankLostError:

@@ -58,8 +58,8 @@ class _Wanted(msgspec.Struct, frozen=True, array_like=True):
 
 
 _decode = reader(_Request, "a request to the store")
-_wanted_decoder = msgspec.msgpack.Decoder(_Wanted)
-_values_decoder = msgspec.msgpack.Decoder(list[bytes | None])
+_decode_wanted = reader(_Wanted, "a request to the store")
+_decode_values = reader(list[bytes | None], "an answer of the store")
 
 
 class _Collecting:
@@ -119,10 +119,7 @@ class _Served(Handler):
             self._forget(collecting)
 
     def _collect(self, peer: Peer, body: memoryview) -> None:
-        try:
-            wanted = _wanted_decoder.decode(body)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"got a request to the store that cannot be read: {error}") from None
+        wanted = _decode_wanted(body)
         missing = {key for key in wanted.keys if key not in self._values}
         collecting = _Collecting(peer, wanted.keys, missing)
         if not missing or not wanted.wait_s:
@@ -199,11 +196,24 @@ class StoreServer:
 class NetworkStore(Store):
     """A client of the store that rank 0 serves; at rank 0 it closes the server too."""
 
+    server_rank = 0
+
     def __init__(
-        self, address: Address, token: str, hello: Hello, *, timeout_s: float, server: StoreServer | None = None
+        self,
+        address: Address,
+        token: str,
+        hello: Hello,
+        *,
+        timeout_s: float,
+        server: StoreServer | None = None,
+        answer_s: float = _ANSWER_S,
     ) -> None:
-        """Connect. Raises what :meth:`Transport.connect` does."""
+        """Connect. Raises what :meth:`Transport.connect` does.
+
+        `answer_s`: how long an answer may take beyond the wait that it was asked for.
+        """
         self.address = address
+        self._answer_s = min(answer_s, _ANSWER_S)
         self._transport = SocketTransport(token, limits=LIMITS)
         self._hello = hello
         self._server = server
@@ -217,14 +227,14 @@ class NetworkStore(Store):
 
     def set(self, key: str, value: bytes) -> None:
         """See :meth:`Store.set`."""
-        self._call(_Kind.SET, _Request(key), value, _ANSWER_S)
+        self._call(_Kind.SET, _Request(key), value, self._answer_s)
 
     def get(self, key: str, deadline: float) -> bytes:
         """See :meth:`Store.get`."""
         start = time.monotonic()
         wait = deadline > start
         try:
-            kind, value = self._call(_Kind.GET, _Request(key, wait), b"", deadline - start if wait else _ANSWER_S)
+            kind, value = self._call(_Kind.GET, _Request(key, wait), b"", deadline - start if wait else self._answer_s)
         except DeadlineError:
             if not wait:
                 raise
@@ -238,14 +248,16 @@ class NetworkStore(Store):
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), _MAX_COLLECT_S)
             wanted = msgspec.msgpack.encode(_Wanted(tuple(keys), left))
-            _, answer = self._call(_Kind.COLLECT, _Request(), wanted, left + _ANSWER_S)
-            values = _values_decoder.decode(answer)
+            _, answer = self._call(_Kind.COLLECT, _Request(), wanted, left + self._answer_s)
+            values: list[bytes | None] = _decode_values(answer)
+            if len(values) != len(keys):
+                raise ProtocolError(f"got {len(values)} values of the store for {len(keys)} keys")
             if None not in values or time.monotonic() >= deadline:
                 return values
 
     def delete(self, key: str) -> None:
         """See :meth:`Store.delete`."""
-        self._call(_Kind.DELETE, _Request(key), b"", _ANSWER_S)
+        self._call(_Kind.DELETE, _Request(key), b"", self._answer_s)
 
     def close(self) -> None:
         """See :meth:`Store.close`. A call that waits in another thread raises GroupClosedError."""
@@ -287,7 +299,7 @@ class NetworkStore(Store):
                 self._busy.add(channel)
         if channel is not None:
             return channel
-        channel = self._transport.connect(self.address, self._hello, timeout_s=min(timeout_s, _ANSWER_S))
+        channel = self._transport.connect(self.address, self._hello, timeout_s=min(timeout_s, self._answer_s))
         with self._lock:
             self._busy.add(channel)
         self._raise_if_closed(channel)

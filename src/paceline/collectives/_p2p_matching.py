@@ -37,7 +37,6 @@ class Message:
     tag: int
     what: str
     nbytes: int
-    sequence: int
     payload: memoryview = field(default_factory=lambda: memoryview(b""))
     """Where it is kept until a receive asks for it; empty if one has from the first."""
     is_complete: bool = False
@@ -75,7 +74,7 @@ class Matching:
         """Give a message whose header has come to the receive that takes it; return whether there is one."""
         for posted in self._posted.get(message.tag, ()):
             if posted.source in (None, message.source):
-                self.withdraw(posted)
+                self._withdraw(posted)
                 message.receive = posted
                 return True
         return False
@@ -89,13 +88,9 @@ class Matching:
         kept = self._kept_bytes.get(message.source, 0)
         return kept + message.nbytes <= self._max_kept_bytes or bool(self.awaiting(message.source))
 
-    def keep(self, message: Message, *, again: bool = False) -> None:
-        """Keep a message for a receive to come; ``again``: the one that took it was given up, so it stays the first."""
-        kept = self._kept.setdefault(message.tag, deque())
-        if again:
-            kept.appendleft(message)
-        else:
-            kept.append(message)
+    def keep(self, message: Message) -> None:
+        """Keep a message for a receive to come."""
+        self._kept.setdefault(message.tag, deque()).append(message)
         self._kept_bytes[message.source] = self._kept_bytes.get(message.source, 0) + message.nbytes
 
     def drop(self, message: Message) -> None:
@@ -107,17 +102,17 @@ class Matching:
                 del self._kept[message.tag]
             self._kept_bytes[message.source] -= message.nbytes
 
-    def withdraw(self, posted: Posted) -> bool:
-        """Take a receive back; return whether it was still without a message."""
-        waiting = self._posted.get(posted.tag)
-        if waiting is None or posted not in waiting:
-            return False
+    def posted(self) -> list[Posted]:
+        """Return all receives that wait."""
+        return [posted for waiting in self._posted.values() for posted in waiting]
+
+    def awaiting(self, source: int) -> list[Posted]:
+        """Return the receives that a message of this rank may yet satisfy."""
+        return [posted for posted in self.posted() if posted.source in (None, source)]
+
+    def _withdraw(self, posted: Posted) -> None:
+        waiting = self._posted[posted.tag]
         waiting.remove(posted)
         self.num_posted -= 1
         if not waiting:
             del self._posted[posted.tag]
-        return True
-
-    def awaiting(self, source: int) -> list[Posted]:
-        """Return the receives that a message of this rank may yet satisfy."""
-        return [posted for waiting in self._posted.values() for posted in waiting if posted.source in (None, source)]

@@ -6,16 +6,21 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+import msgspec
+
+from paceline.collectives._frames import Abort
 from paceline.collectives._p2p_matching import Message, Posted
 from paceline.collectives._p2p_progress import Waitable
 from paceline.errors import CollectiveError, MismatchError, ProtocolError, UsageError
+from paceline.transport import read_meta
 
-HEADER: Final = struct.Struct("<2sBB4xqQQ40s")
-"""Magic, kind, length of ``what``, tag, number of the message on its connection, length in bytes, ``what``."""
+HEADER: Final = struct.Struct("<2sBB4xqQ40s")
+"""Magic, kind, length of ``what``, tag, length in bytes, ``what``."""
 MAGIC: Final = b"PM"
 MESSAGE: Final = 1
-MISMATCH: Final = 2
-"""From the receiver back: the message of this number is not what the receive expected; the text says why."""
+ABORT: Final = 2
+"""Either way, the last of its connection: the group is over; what follows the header says why (:class:`Abort`)."""
+MAX_ABORT_BYTES: Final = 1 << 20
 _WHAT_BYTES: Final = 40
 
 
@@ -49,9 +54,9 @@ class Pending(Waitable):
 
         Of a send: until the buffer may be written again, which does not mean that the message was received.
 
-        Raises RankLostError when the other rank is dead or ``timeout_s`` has passed (the operation is then given up:
-        a receive's buffer is written no more), MismatchError when the two sides differ in size or ``what``, and
-        GroupClosedError.
+        Raises RankLostError when the other rank is dead or ``timeout_s`` has passed, MismatchError when the two sides
+        differ in size or ``what``, what another rank's failure is told by, and GroupClosedError. All but the last end
+        the group: nothing else is sent or received, and no buffer is written any more.
         """
         if not self.finished:
             self._owner.wait(self, timeout_s)
@@ -85,14 +90,8 @@ class Sending(Pending):
         self.tag = tag
         self.what = what
         self.nbytes = buffer.nbytes
-        self.sequence = 0
-        self.parts: list[memoryview] = [buffer]
+        self.parts: list[memoryview] = [memoryview(pack(MESSAGE, tag, buffer.nbytes, what)), buffer]
         self.has_begun = False
-
-    def number(self, sequence: int) -> None:
-        """Give it its number on its connection, and so its header."""
-        self.sequence = sequence
-        self.parts.insert(0, memoryview(pack(MESSAGE, self.tag, sequence, self.nbytes, self.what)))
 
     def advance(self, sent: int) -> bool:
         """Take away what has gone; return whether all has."""
@@ -105,27 +104,42 @@ class Sending(Pending):
 
 
 class Receiving(Pending):
-    """A receive, with its place among those that wait."""
+    """A receive, as it waits for its message."""
 
     def __init__(self, owner: Waiting, buffer: memoryview, source: int | None, tag: int, what: str) -> None:
         super().__init__(owner)
         self.posted = Posted(buffer, source, tag, what, self)
-        self.message: Message | None = None
-        """What it takes, while the message is arriving."""
 
 
-def pack(kind: int, tag: int, sequence: int, nbytes: int, what: str) -> bytes:
+def pack(kind: int, tag: int, nbytes: int, what: str) -> bytes:
     """Return the header of a message."""
     text = what.encode()
-    return HEADER.pack(MAGIC, kind, len(text), tag, sequence, nbytes, text)
+    return HEADER.pack(MAGIC, kind, len(text), tag, nbytes, text)
 
 
-def unpack(header: Any) -> tuple[int, int, int, int, str]:
-    """Return kind, tag, sequence, nbytes and ``what``; raise ProtocolError if it is no header."""
-    magic, kind, length, tag, sequence, nbytes, text = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise ProtocolError(f"got bytes that are no message: they begin with {magic!r}, {MAGIC!r} was expected")
-    return kind, tag, sequence, nbytes, str(text[:length], "utf-8", "replace")
+def unpack(header: Any) -> tuple[int, int, int, str]:
+    """Return kind, tag, nbytes and ``what``; raise ProtocolError if it is no header, or announces too long a text."""
+    magic, kind, length, tag, nbytes, text = HEADER.unpack(header)
+    if magic != MAGIC or kind not in (MESSAGE, ABORT):
+        raise ProtocolError(
+            f"got bytes that are no message: they begin with {magic!r} and kind {kind}, {MAGIC!r} and kind {MESSAGE} "
+            f"or {ABORT} was expected"
+        )
+    if kind == ABORT and nbytes > MAX_ABORT_BYTES:
+        raise ProtocolError(f"got an ABORT of {nbytes} bytes, at most {MAX_ABORT_BYTES} may be")
+    return kind, tag, nbytes, str(text[:length], "utf-8", "replace")
+
+
+def pack_last(abort: Abort) -> bytes:
+    """Return the last message of a connection."""
+    text = msgspec.msgpack.encode(abort)
+    return pack(ABORT, 0, len(text), "") + text
+
+
+def unpack_last(text: Any) -> Abort:
+    """Read what follows the header of an ABORT; raise ProtocolError if it is something else."""
+    abort: Abort = read_meta(text, Abort, "an ABORT")
+    return abort
 
 
 def check(buffer: memoryview, tag: int, what: str, *, writable: bool = False) -> memoryview:

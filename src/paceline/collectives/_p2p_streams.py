@@ -7,44 +7,53 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
+from paceline.collectives._frames import Abort
 from paceline.collectives._p2p_matching import Matching, Message
-from paceline.collectives._p2p_pending import HEADER, MESSAGE, MISMATCH, Receiving, Sending, mismatch, pack, unpack
+from paceline.collectives._p2p_pending import ABORT, HEADER, Receiving, Sending, mismatch, unpack, unpack_last
 from paceline.collectives._p2p_progress import READ, WRITE, Progress, Watched
 from paceline.collectives.mesh import connection_closed
-from paceline.errors import MismatchError, PeerError, RankLostError
+from paceline.errors import CollectiveError, PeerError, ProtocolError, RankLostError
 from paceline.transport.client import shut
 from paceline.transport.receiving import allocate
 
 _AT_ONCE_BYTES = 1 << 22
 """How much one connection may move before the others have their turn."""
-_SCRATCH_BYTES = 1 << 18
-_MAX_COMPLAINT_BYTES = 2000
+
+
+class Ends(Protocol):
+    """Whom the two ends tell what has become of them."""
+
+    def told(self, abort: Abort) -> None:
+        """Take note that another rank has given up."""
+
+    def failed(self, error: CollectiveError) -> None:
+        """Take note that a message has failed, and everything with it."""
+
+    def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None:
+        """Take note that the connection has ended."""
+
+    def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
+        """Take note that the connection has ended."""
 
 
 class Incoming(Watched):
     """The receiver's end: each message into the buffer of the receive that takes it, without a copy in between."""
 
     def __init__(
-        self,
-        source: int,
-        rank: int,
-        connected: socket.socket,
-        matching: Matching,
-        progress: Progress,
-        lost: Callable[[Incoming, OSError | PeerError | None], None],
+        self, source: int, rank: int, connected: socket.socket, matching: Matching, progress: Progress, ends: Ends
     ) -> None:
         self.source = source
         self.connected = connected
         self._rank = rank
         self._matching = matching
         self._progress = progress
-        self._lost = lost
+        self._ends = ends
         self._header = bytearray(HEADER.size)
         self._into = memoryview(self._header)
-        self._to_skip = 0
         self._message: Message | None = None
+        self._last_words: memoryview | None = None
         self.is_paused = False
 
     @property
@@ -57,20 +66,18 @@ class Incoming(Watched):
         try:
             moved = 0
             while moved < _AT_ONCE_BYTES and not self.is_paused:
-                into = self._into
-                if self._to_skip and not into:
-                    into = memoryview(allocate(min(self._to_skip, _SCRATCH_BYTES)))
-                got = self.connected.recv_into(into)
+                got = self.connected.recv_into(self._into)
                 if not got:
-                    self._lost(self, None)
+                    self._ends.incoming_lost(self, None)
                     return
                 moved += got
-                if self._received(got):
+                self._into = self._into[got:]
+                if not self._into and self._received():
                     return  # most likely nothing has followed yet; the selector knows
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
-            self._lost(self, error)
+            self._ends.incoming_lost(self, error)
 
     def resume(self) -> None:
         """Look again whether the message that waits has a receive, or room; one was posted."""
@@ -79,30 +86,32 @@ class Incoming(Watched):
             try:
                 self._place()
             except PeerError as error:
-                self._lost(self, error)
+                self._ends.incoming_lost(self, error)
                 return
             if not self.is_paused:
                 self._progress.watch(self, READ)
-                if not (self._into or self._to_skip):
+                if not self._into:
                     self._complete()
 
-    def _received(self, got: int) -> bool:
-        """Take note of bytes; return whether a message is complete."""
-        if self._to_skip and not self._into:
-            self._to_skip -= got
-            if self._to_skip:
-                return False
-        else:
-            self._into = self._into[got:]
-            if self._into:
-                return False
+    def stop(self) -> None:
+        """Read no more."""
+        self.is_paused = True
+        self._progress.watch(self, 0)
+
+    def _received(self) -> bool:
+        """Take note that what was awaited has come; return whether a message is complete."""
+        if self._last_words is not None:
+            self.stop()
+            self._ends.told(unpack_last(self._last_words))
+            return True
         if self._message is None:
-            kind, tag, sequence, nbytes, what = unpack(self._header)
-            if kind != MESSAGE:
-                raise PeerError(f"got a message of the unknown kind {kind} from rank {self.source}")
-            self._message = Message(self.source, tag, what, nbytes, sequence)
+            kind, tag, nbytes, what = unpack(self._header)
+            if kind == ABORT:
+                self._into = self._last_words = memoryview(bytearray(nbytes))
+                return False
+            self._message = Message(self.source, tag, what, nbytes)
             self._place()
-            if self._into or self._to_skip or self.is_paused:
+            if self._into or self.is_paused:
                 return False
         self._complete()
         return True
@@ -117,19 +126,16 @@ class Incoming(Watched):
             assert posted is not None
             if posted.fits(message):
                 self._into = posted.buffer
-                assert isinstance(posted.owner, Receiving)
-                posted.owner.message = message
             else:
-                self._to_skip = message.nbytes
-                message.receive = None
-                refuse(message, mismatch(message, posted, self._rank), posted.owner, self.connected)
+                self.stop()
+                refuse(message, self._rank, self._ends)
+                return
         elif self._matching.has_room(message):
             message.payload = self._room_for(message)
             self._into = message.payload
             self._matching.keep(message)
         else:
-            self.is_paused = True
-            self._progress.watch(self, 0)
+            self.stop()
             return
         if not message.nbytes:
             self._into = memoryview(b"")
@@ -143,12 +149,6 @@ class Incoming(Watched):
                 "there is no memory for it"
             ) from None
 
-    def give_up(self, message: Message) -> None:
-        """Write no more into the buffer of a receive that takes the arriving message; skip its rest."""
-        if message is self._message and message.receive is not None and not message.payload:
-            self._to_skip, self._into = len(self._into), memoryview(b"")
-        message.receive = None
-
     def _complete(self) -> None:
         message = self._message
         assert message is not None
@@ -156,49 +156,42 @@ class Incoming(Watched):
         self._message = None
         self._into = memoryview(self._header)
         if message.receive is not None:
-            deliver(message, self._rank, self.connected)
+            deliver(message, self._rank, self._ends)
 
 
-def deliver(message: Message, rank: int, back: socket.socket | None) -> None:
+def deliver(message: Message, rank: int, ends: Ends) -> None:
     """Finish the receive that takes a complete message; what was kept of the message is copied to it."""
     posted = message.receive
     assert posted is not None
     assert isinstance(posted.owner, Receiving)
     if not posted.fits(message):
-        refuse(message, mismatch(message, posted, rank), posted.owner, back)
+        refuse(message, rank, ends)
         return
     if message.payload:
         posted.buffer[:] = message.payload
-    posted.owner.message = None
     posted.owner.finish(message.source)
 
 
-def refuse(message: Message, error: MismatchError, owner: object, back: socket.socket | None) -> None:
-    """Fail a receive with its mismatch, and tell the sender as far as the connection takes it at once."""
-    assert isinstance(owner, Receiving)
-    owner.fail(error)
-    if back is not None:
-        text = str(error).encode()[:_MAX_COMPLAINT_BYTES]
-        try:
-            back.send(pack(MISMATCH, message.tag, message.sequence, len(text), "") + text)
-        except OSError:
-            pass  # the sender has gone, or does not listen: the receiver knows
+def refuse(message: Message, rank: int, ends: Ends) -> None:
+    """Fail a receive with a message that is not what it expects."""
+    assert message.receive is not None
+    assert isinstance(message.receive.owner, Receiving)
+    error = mismatch(message, message.receive, rank)
+    message.receive.owner.fail(error)
+    ends.failed(error)
 
 
 class Outgoing(Watched):
     """The sender's end: messages in the order sent. It may be given messages before it is connected."""
 
-    def __init__(self, to: int, progress: Progress, lost: Callable[[Outgoing, OSError | None], None]) -> None:
+    def __init__(self, to: int, progress: Progress, ends: Ends) -> None:
         self.to = to
         self.connected: socket.socket
         self.is_connected = False
         self.error: RankLostError | None = None
-        self.complaint: MismatchError | None = None
-        """A mismatch that the receiver has told after the send was done."""
         self.queue: deque[Sending] = deque()
         self._progress = progress
-        self._lost = lost
-        self._num_sent = 0
+        self._ends = ends
         self._answer = bytearray()
 
     def attach(self, connected: socket.socket) -> None:
@@ -210,8 +203,6 @@ class Outgoing(Watched):
 
     def add(self, sending: Sending) -> None:
         """Send a message, at once if the connection takes it."""
-        sending.number(self._num_sent)
-        self._num_sent += 1
         self.queue.append(sending)
         if self.is_connected and len(self.queue) == 1:
             self.flush()
@@ -237,52 +228,46 @@ class Outgoing(Watched):
         except BlockingIOError:
             pass
         except OSError as error:
-            self._lost(self, error)
+            self._read()  # why, perhaps
+            if self.is_connected:
+                self._ends.outgoing_lost(self, error)
             return
         self._progress.watch(self, READ | WRITE if self.queue else READ)
 
-    def fail(self, error: RankLostError) -> None:
-        """Fail every message that has not gone, and all that will be sent."""
+    def fail(self, error: RankLostError) -> bool:
+        """Fail every message that has not gone, and all that will be sent; return whether there was any."""
         self.error = error
+        had_any = bool(self.queue)
         while self.queue:
             self.queue.popleft().fail(error)
+        self.disconnect()
+        return had_any
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one."""
         if self.is_connected:
             self.is_connected = False
             self._progress.unwatch(self)
             shut(self.connected)
 
     def _read(self) -> None:
+        """Take what comes back, which is nothing, or why the other rank gives up."""
         try:
-            got = self.connected.recv(1 << 12)
+            while got := self.connected.recv(1 << 16):
+                self._answer += got
+                if len(self._answer) >= HEADER.size:
+                    kind, _, nbytes, _ = unpack(self._answer[: HEADER.size])
+                    if kind != ABORT:
+                        raise ProtocolError(f"got a message from rank {self.to} on a connection to it")
+                    if len(self._answer) >= HEADER.size + nbytes:
+                        self._progress.watch(self, 0)
+                        self._ends.told(unpack_last(self._answer[HEADER.size :]))
+                        return
+            self._ends.outgoing_lost(self, None)
         except BlockingIOError:
-            return
-        except OSError as error:
-            self._lost(self, error)
-            return
-        if not got:
-            self._lost(self, None)
-            return
-        self._answer += got
-        try:
-            while len(self._answer) >= HEADER.size:
-                kind, _, sequence, nbytes, _ = unpack(self._answer[: HEADER.size])
-                if nbytes > _MAX_COMPLAINT_BYTES:
-                    raise PeerError(f"got a complaint of {nbytes} bytes")
-                if len(self._answer) < HEADER.size + nbytes:
-                    return
-                text = self._answer[HEADER.size : HEADER.size + nbytes].decode(errors="replace")
-                del self._answer[: HEADER.size + nbytes]
-                if kind == MISMATCH:
-                    self._complain(sequence, MismatchError(text))
-        except PeerError:
-            self._answer.clear()
-
-    def _complain(self, sequence: int, error: MismatchError) -> None:
-        for sending in self.queue:
-            if sending.sequence == sequence:
-                sending.fail(error)  # its bytes go on, for the receiver to skip
-                return
-        self.complaint = error
+            pass
+        except (OSError, PeerError) as error:
+            self._ends.outgoing_lost(self, error)
 
 
 def lost_connection(rank: int, error: OSError | PeerError | None) -> RankLostError:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paceline.collectives._culprits import Ask, Search, find_culprits
+from paceline.collectives._culprits import Ask, Search, find_culprits, given_up
+from paceline.collectives._frames import Abort
 from paceline.collectives._rounds import Round
 from paceline.collectives.calls import Call
 from paceline.collectives.links import Links
@@ -15,6 +16,8 @@ GIVE_UP_S: Final = 1.0
 """How long a failed rank stays, at most, to tell the others."""
 _MIN_ASKING_S: Final = 0.3
 _MAX_ASKING_S: Final = 1.5
+_NUDGE_S: Final = 0.25
+"""How soon a sleeping call hears that a message of its group has failed."""
 _FIRST_LOOK_S: Final = 2.0
 _ANSWER_S: Final = 1.2
 """Somewhat longer than a rank that does not answer is waited for."""
@@ -36,6 +39,14 @@ class Disagreement(Exception):  # noqa: N818
         self.calls = calls
 
 
+class GivenUp(Exception):  # noqa: N818
+    """The group is over: another rank has said why when asked, or this one has learnt it elsewhere."""
+
+    def __init__(self, abort: Abort) -> None:
+        super().__init__(abort)
+        self.abort = abort
+
+
 class Patience:
     """The waits of one call.
 
@@ -51,8 +62,9 @@ class Patience:
         tell: Callable[[tuple[int, ...]], None],
         call: Call,
         sequence: int,
+        interrupted: Callable[[], Abort | None] = lambda: None,
     ) -> None:
-        """``tell`` is told, before each wait, which ranks are waited for."""
+        """``tell`` is told, before each wait, which ranks are waited for; ``interrupted`` says why to wait no more."""
         self.timeout_s = timeout_s
         self._call = call
         self._sequence = sequence
@@ -65,16 +77,23 @@ class Patience:
         self._ask = ask
         self._links = links
         self._tell = tell
+        self._interrupted = interrupted
         self._search: Search | None = None
 
     def wake(self, open_: Round) -> float:
         """See :meth:`RoundLoop.finish`."""
         peers = [*open_.sending, *(peer for peer in open_.receiving if peer.wants_bytes)]
-        return self.wait_for(tuple(sorted({peer.rank for peer in peers})))
+        return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _NUDGE_S)
 
     def wait_for(self, ranks: tuple[int, ...]) -> float:
-        """Return until when (``time.monotonic``) these ranks may be waited for; raise TooLate when time is up."""
+        """Return until when (``time.monotonic``) these ranks may be waited for; raise TooLate when time is up.
+
+        Raises GivenUp and Disagreement too, as soon as it is known.
+        """
         self._tell(ranks)
+        abort = self._interrupted()
+        if abort is not None:
+            raise GivenUp(abort)
         now = time.monotonic()
         if now >= self._gives_up_at:
             self._compare(self._search)
@@ -104,8 +123,11 @@ class Patience:
         return Search(self._ask, [rank for rank in range(self._links.size) if rank != self._links.rank])
 
     def _compare(self, search: Search | None) -> None:
-        """Raise Disagreement if somebody is in another call of this number."""
+        """Raise GivenUp if somebody has, and Disagreement if somebody is in another call of this number."""
         answers = {} if search is None else search.answers()
+        abort = given_up(answers)
+        if abort is not None:
+            raise GivenUp(abort)
         calls = {
             rank: status.call for rank, status in answers.items() if status is not None and status.call is not None
         }

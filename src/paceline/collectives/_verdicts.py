@@ -17,6 +17,7 @@ from paceline.errors import CollectiveError, MismatchError, RankLostError
 from paceline.transport.decoding import UNREADABLE
 
 _REFUSES: Final = "the group refuses further work"
+_MAX_TEXT: Final = 100_000
 _SAME: Final = f"every rank must make the same calls in the same order with the same shapes and dtypes, and {_REFUSES}"
 
 
@@ -49,18 +50,22 @@ def failed(place: Place, error: BaseException) -> Abort:
     """This rank itself failed."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     text = f"rank {place.rank} failed during {place}, with {what}; {_REFUSES}"
-    return Abort("error", text[:100_000], (place.rank,), {}, place.sequence)
+    return Abort("error", text[:_MAX_TEXT], (place.rank,), {}, place.sequence)
 
 
 def of_error(place: Place, error: BaseException) -> Abort:
     """This rank gives up because of an error that others should hear of as it is, if it is one of a group's."""
-    if isinstance(error, RankLostError):
-        return Abort("lost", str(error), error.ranks, {}, place.sequence)
-    if isinstance(error, MismatchError):
-        return Abort("mismatch", str(error), (), {}, place.sequence)
     if isinstance(error, CollectiveError):
-        return Abort("error", str(error), (), {}, place.sequence)
+        return msgspec.structs.replace(abort_of(error), sequence=place.sequence)
     return failed(place, error)
+
+
+def abort_of(error: CollectiveError) -> Abort:
+    """Return what others should hear of an error that has all to say in its text."""
+    text = str(error)[:_MAX_TEXT]
+    if isinstance(error, RankLostError):
+        return Abort("lost", text, error.ranks, {}, -1)
+    return Abort("mismatch" if isinstance(error, MismatchError) else "error", text, (), {}, -1)
 
 
 def garbled(place: Place, rank: int, error: Exception) -> Abort:

@@ -15,7 +15,7 @@ from paceline.collectives._blocks import Blocks
 from paceline.collectives._culprits import Ask, Status
 from paceline.collectives._faults import find_abort, read_frame, spread, unpack_abort
 from paceline.collectives._frames import Abort, Heads, Kind
-from paceline.collectives._patience import GIVE_UP_S, Disagreement, Patience, TooLate
+from paceline.collectives._patience import GIVE_UP_S, Disagreement, GivenUp, Patience, TooLate
 from paceline.collectives._peers import LinkBroken, Peer, UnexpectedMessage
 from paceline.collectives._receiving import Combine, Scratch
 from paceline.collectives._round_loop import RoundLoop
@@ -24,7 +24,7 @@ from paceline.collectives._verdicts import Place
 from paceline.collectives.calls import Call
 from paceline.collectives.links import Links
 from paceline.collectives.schedules.base import Copy, Schedule
-from paceline.errors import GroupClosedError, ProtocolError, RankLostError
+from paceline.errors import CollectiveError, GroupClosedError, ProtocolError, RankLostError
 
 __all__ = ["Ask", "Blocks", "Combine", "Executor", "Status"]
 
@@ -50,6 +50,7 @@ class Executor:
         self._scratch = Scratch()
         self._status = Status(-1, None, ())
         self._failure = ""
+        self._interruption: CollectiveError | None = None
 
     def status(self) -> Status:
         """Return where this rank is. Any thread may call it."""
@@ -78,15 +79,19 @@ class Executor:
             raise GroupClosedError(f"group {self._group!r} refuses further work since a call failed: {self._failure}")
         self._status = Status(sequence, call, ())
         place = Place(self._group, self._links.rank, call, sequence)
-        patience = Patience(timeout_s, self._ask, self._links, self._wait_for, call, sequence)
+        patience = Patience(timeout_s, self._ask, self._links, self._wait_for, call, sequence, self._interrupted)
         try:
             self._run(schedule, blocks, Heads(call, sequence), combine, item_bytes, patience)
-        except (UnexpectedMessage, LinkBroken, _LostError, TooLate, Disagreement) as signal:
+        except (UnexpectedMessage, LinkBroken, _LostError, TooLate, Disagreement, GivenUp) as signal:
             self._fail(place, signal, patience)
         except BaseException as error:
             self._give_up(_verdicts.failed(place, error), (), time.monotonic() + GIVE_UP_S)
             raise
         self._status = Status(sequence, None, ())
+
+    def interrupt(self, error: CollectiveError) -> None:
+        """End the call that is under way in another thread, soon, with this error; any thread may call it."""
+        self._interruption = error
 
     def abort(self, call: Call, sequence: int, error: BaseException) -> None:
         """Give up a call outside :meth:`run`: the ranks linked to this one raise, as if it had failed in it."""
@@ -146,12 +151,14 @@ class Executor:
     def _fail(
         self,
         place: Place,
-        signal: UnexpectedMessage | LinkBroken | _LostError | TooLate | Disagreement,
+        signal: UnexpectedMessage | LinkBroken | _LostError | TooLate | Disagreement | GivenUp,
         patience: Patience,
     ) -> NoReturn:
         heard: Collection[int] = ()
         if isinstance(signal, TooLate):
             abort = _verdicts.late(place, patience.culprits(place.sequence, signal.ranks), patience.timeout_s)
+        elif isinstance(signal, GivenUp):
+            abort = _verdicts.received(place, signal.abort)
         elif isinstance(signal, Disagreement):
             abort = _verdicts.disagreement(place, signal.calls)
         elif isinstance(signal, _LostError):
@@ -187,6 +194,9 @@ class Executor:
             spread(abort, peers, has_come=heard, deadline=deadline)
         finally:
             self._links.close()
+
+    def _interrupted(self) -> Abort | None:
+        return None if self._interruption is None else _verdicts.abort_of(self._interruption)
 
     def _wait_for(self, ranks: tuple[int, ...]) -> None:
         if ranks != self._status.waiting_for:

@@ -262,10 +262,15 @@ class Grid:
             )
         # Until all is done the buffers belong to the tickets: they stay here if anything fails.
         tickets = self._under_way
-        for side, array in zip(sides, incoming, strict=True):
-            tickets.append(self.group.recv_async(_plain(array), side.neighbour, tag=side.receive_tag))
-        for side, array in zip(sides, outgoing, strict=True):
-            tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
+        try:
+            for side, array in zip(sides, incoming, strict=True):
+                tickets.append(self.group.recv_async(_plain(array), side.neighbour, tag=side.receive_tag))
+            for side, array in zip(sides, outgoing, strict=True):
+                tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
+        except GroupClosedError:
+            for ticket in tickets:  # whose errors say why
+                ticket.wait()
+            raise
         for ticket in tickets:
             ticket.wait()
         tickets.clear()

@@ -12,12 +12,13 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.collectives import _objects
+from paceline.collectives._group_names import EndedError
 from paceline.collectives._operations import Operations, Work
 from paceline.collectives.arrays import Memory, as_array
 from paceline.collectives.ticket import MessageTicket, Ticket, no_waiting_in_callbacks
 from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
 from paceline.collectives.world import Connections, World
-from paceline.errors import CollectiveError, GroupClosedError, UsageError
+from paceline.errors import CollectiveError, GroupClosedError, RankLostError, UsageError
 
 _ABORTED: Final = "it was aborted on this rank"
 _FORKED: Final = "it belongs to the parent of this forked process, which has to meet the other ranks by itself"
@@ -45,7 +46,7 @@ class Group:
         self._timeout_s = timeout.total_seconds()
         self.name = name
         self._world = world
-        self._connections = Connections(world, ranks, name, self._timeout_s)
+        self._connections = Connections(world, ranks, name, self._timeout_s, self._message_failed)
         self.rank = self._connections.rank
         """This process's number in the group."""
         self.size = self._connections.size
@@ -55,6 +56,9 @@ class Group:
         self._operations = Operations(self._connections, self._tuner, self._timeout_s)
         self._sequence = 0
         self._failure: str = ""
+        self._unheard: CollectiveError | None = None
+        """An error that no call has raised yet: the next one does."""
+        self._spreader: threading.Thread | None = None
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
         self._num_pending = 0
@@ -292,7 +296,10 @@ class Group:
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._queue.put(None)
+            spreader = self._spreader
         self._connections.close()
+        if spreader is not None:
+            spreader.join()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._world.leave(self)
@@ -328,6 +335,9 @@ class Group:
     # carrying out
 
     def _check_alive(self) -> None:
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None:
+            raise unheard
         if self._failure:
             raise GroupClosedError(f"group {self.name!r} refuses further work since {self._failure}")
 
@@ -341,11 +351,25 @@ class Group:
                 self._connections.at = (self._sequence, None)
                 return result
             except BaseException as error:
+                self._unheard = None
                 if self._failure == _ABORTED and isinstance(error, CollectiveError):
                     raise GroupClosedError(f"group {self.name!r} ended this call since {_ABORTED}") from error
                 self._failure = self._failure or f"a call failed: {error}"
                 self._connections.abort(error, self._sequence)
                 raise
+
+    def _message_failed(self, error: CollectiveError, is_heard: bool) -> None:
+        """Refuse further work, and end what is under way; see :class:`PointToPoint`."""
+        if not self._failure:
+            self._unheard = None if is_heard else error
+            self._failure = f"a message failed: {error}"
+            self._spreader = threading.Thread(target=self._spread, args=(error,), name="paceline-spreader", daemon=True)
+            self._spreader.start()
+
+    def _spread(self, error: CollectiveError) -> None:
+        self._connections.interrupt(error)
+        with self._lock:  # behind the call that this has ended
+            self._connections.abort(error, self._sequence)
 
     def _now(self, work: Work) -> Any:
         if self._thread is not None:
@@ -392,8 +416,23 @@ class Group:
         if world.rank not in world_ranks:
             return None
         timeout = timeout or self.timeout
-        with world.group_names.next(world_ranks, label, timeout.total_seconds()) as name:
-            return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
+        try:
+            with (
+                world.in_ranks("a part of " + repr(self.name)),
+                world.group_names.next(world_ranks, label, timeout.total_seconds()) as name,
+            ):
+                return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
+        except RankLostError as error:
+            # One that is late may come to the next attempt, except where all have agreed on it in a call.
+            if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
+                self._part_failed(error)
+            raise RankLostError(str(error), error.ranks) from error.__cause__
+
+    def _part_failed(self, error: RankLostError) -> None:
+        """Refuse further work, and tell the other ranks: some are lost without which nothing of this group works."""
+        with self._lock:
+            self._failure = self._failure or f"a part of it could not be made: {error}"
+            self._connections.abort(error, self._sequence)
 
 
 def _world_ranks(other: Group | Iterable[int]) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ def rendezvous(
         server = _serve(places, token, hello)
         try:
             reached = Address("tcp", _LOOPBACK if server.is_everywhere else server.address.host, server.address.port)
-            store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server)
+            store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s)
         except BaseException:
             server.close()
             raise
@@ -251,7 +251,8 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float)
         for place in places:
             left = start + timeout_s - time.monotonic()
             try:
-                store = NetworkStore(place, token, hello, timeout_s=max(min(left, attempt_s), 0.01))
+                connect_s = max(min(left, attempt_s), 0.01)
+                store = NetworkStore(place, token, hello, timeout_s=connect_s, answer_s=timeout_s)
             except (AddressError, ConnectionLostError, DeadlineError) as error:
                 failure = failure if isinstance(error, AddressError) and failure is not None else error
             except AuthenticationError as error:

@@ -10,8 +10,8 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 from paceline.collectives.calls import name_ranks
 from paceline.errors import AuthenticationError, DeadlineError, RankLostError, UsageError
@@ -24,6 +24,9 @@ _LOOK_S: Final = 3.0
 
 class Store(ABC):
     """A few small values under readable keys, seen by every rank. For several threads at once."""
+
+    server_rank: int | None = None
+    """The rank that serves it, if it is one that does: when it ends the store is lost."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
@@ -95,6 +98,7 @@ class PrefixStore(Store):
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
         self._prefix = f"{prefix}/"
+        self.server_rank = store.server_rank
 
     def set(self, key: str, value: bytes) -> None:
         """See :meth:`Store.set`."""
@@ -126,6 +130,7 @@ class SealedStore(Store):
     def __init__(self, store: Store, token: str) -> None:
         self._store = store
         self._token = token.encode()
+        self.server_rank = store.server_rank
 
     def set(self, key: str, value: bytes) -> None:
         """See :meth:`Store.set`."""
@@ -162,42 +167,52 @@ class SealedStore(Store):
         return hmac.digest(self._token, len(name).to_bytes(4, "big") + name + value, "sha256")
 
 
+Look: TypeAlias = Callable[[Sequence[int]], None]
+"""Is told from time to time whom a rank waits for, and raises what is to end the wait: some of them have ended."""
+
+
 def exchange(
-    store: Store,
-    rank: int,
-    size: int,
-    value: bytes,
-    deadline: float,
-    *,
-    what: str,
-    look: Callable[[Sequence[int]], None] | None = None,
+    store: Store, rank: int, size: int, value: bytes, deadline: float, *, what: str, look: Look | None = None
 ) -> list[bytes]:
     """Leave this rank's value, and return those of all ranks, in rank order.
 
     ``what`` says in words what the ranks come to; it is the key as well, so it must differ from exchange to exchange
-    of one store. ``look`` is told from time to time which ranks have not come, and raises what is to end the wait.
-    Raises RankLostError that names the ranks that did not come.
+    of one store. Raises RankLostError that names the ranks that did not come.
     """
     start = time.monotonic()
-    keys = [f"{what}/rank {other}" for other in range(size)]
-    store.set(keys[rank], value)
-    missing = [other for other in range(size) if other != rank]
-    looks_at = math.inf if look is None else start + _FIRST_LOOK_S
-    found: list[bytes | None] = []
-    while missing:
-        found = store.collect(keys, min(deadline, looks_at))
-        missing = [other for other, its in enumerate(found) if its is None]
-        if missing and time.monotonic() >= deadline:
-            waited = time.monotonic() - start
-            raise RankLostError(
-                f"{name_ranks(missing)} of {size} did not come to {what} within {round(waited, 2):g} s; check that "
-                "every rank was started, with the same rendezvous and world size, and that none has ended",
-                tuple(missing),
-            )
-        if missing and look is not None:
-            look(missing)
-            looks_at = time.monotonic() + _LOOK_S
-    return [value if other == rank or its is None else its for other, its in enumerate(found or [value])]
+    keys = {other: f"{what}/rank {other}" for other in range(size)}
+    store.set(keys.pop(rank), value)
+    found, missing = await_all(store, keys, deadline, look)
+    if missing:
+        waited = time.monotonic() - start
+        raise RankLostError(
+            f"{name_ranks(missing)} of {size} did not come to {what} within {round(waited, 2):g} s; check that every "
+            "rank was started, with the same rendezvous and world size, and that none has ended",
+            missing,
+        )
+    found[rank] = value
+    return [found[other] for other in range(size)]
+
+
+def await_all(
+    store: Store, keys: Mapping[int, str], deadline: float, look: Look | None
+) -> tuple[dict[int, bytes], tuple[int, ...]]:
+    """Wait for a key of each of some ranks; return the values, and the ranks whose keys are not set in time.
+
+    A rank whose key was seen and is gone again is among these only if nobody else is: it had come, and gave up.
+    """
+    seen: set[int] = set()
+    looks_at = math.inf if look is None else time.monotonic() + _FIRST_LOOK_S
+    while keys:
+        values = dict(zip(keys, store.collect(list(keys.values()), min(deadline, looks_at)), strict=True))
+        found = {rank: value for rank, value in values.items() if value is not None}
+        seen |= found.keys()
+        missing = tuple(keys.keys() - found.keys())
+        if not missing or look is None or time.monotonic() >= deadline:
+            return found, tuple(sorted(keys.keys() - seen)) or tuple(sorted(missing))
+        look(missing)
+        looks_at = time.monotonic() + _LOOK_S
+    return {}, ()
 
 
 def written_twice(key: str) -> UsageError:

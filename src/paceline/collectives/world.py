@@ -8,13 +8,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 from numba import config
 
-from paceline.collectives._group_names import GroupNames, absent
+from paceline.collectives import _verdicts
+from paceline.collectives._frames import Abort
+from paceline.collectives._group_names import EndedError, GroupNames, absent
 from paceline.collectives.calls import Call, name_ranks
 from paceline.collectives.engine import Order
 from paceline.collectives.executor import Executor, Status
@@ -25,13 +27,23 @@ from paceline.collectives.node import Node, NodeInfo
 from paceline.collectives.point_to_point import PointToPoint
 from paceline.collectives.segment import Segment, SegmentError
 from paceline.collectives.shared_memory import SharedMemory
-from paceline.collectives.store import PrefixStore, Store, exchange
+from paceline.collectives.store import PrefixStore, Store, await_all, exchange
 from paceline.collectives.watching import is_alive
-from paceline.errors import DeadlineError, GroupClosedError, MismatchError, RankLostError, UsageError
+from paceline.errors import (
+    AddressError,
+    CollectiveError,
+    ConnectionLostError,
+    DeadlineError,
+    GroupClosedError,
+    MismatchError,
+    RankLostError,
+    UsageError,
+)
 from paceline.kernels import steps
 from paceline.transport import read_meta
 
 _ASK_S = 1.0
+_MAX_LOOKED_AT = 16
 
 
 class Member(Protocol):
@@ -73,7 +85,7 @@ class World:
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
         self.store, self.rank, self.size, self.name = store, rank, size, name
-        self.group_names = GroupNames(store, rank, name)
+        self.group_names = GroupNames(store, rank, name, self.look_after)
         self._groups: set[Member] = set()
         self.is_closed = False
         self.node = Node(token, host=host)
@@ -100,6 +112,26 @@ class World:
             raise MismatchError(
                 f"the ranks disagree about the algorithm: {told}; set PACELINE_ALGORITHM alike on all ranks"
             )
+
+    def look_after(self, ranks: Sequence[int]) -> None:
+        """Raise EndedError if some of these ranks have died or left: nobody listens any more where they did."""
+        ended = tuple(rank for rank in ranks[:_MAX_LOOKED_AT] if not self.node.is_there(self.infos[rank]))
+        if ended:
+            raise EndedError(f"{name_ranks(ended)} died or left before a group was made of it", ended)
+
+    @contextlib.contextmanager
+    def in_ranks(self, what: str) -> Iterator[None]:
+        """Say of errors of the store which rank is lost with it."""
+        try:
+            yield
+        except (ConnectionLostError, AddressError, DeadlineError) as error:
+            server = self.store.server_rank
+            if server is None:
+                self.look_after(range(self.size))
+                raise CollectiveError(f"{what} could not be made: {error}") from error
+            raise EndedError(
+                f"rank {server} died, left or stopped before {what} was made: it serves the store ({error})", (server,)
+            ) from error
 
     def enter(self, group: Member) -> None:
         """Take note of a group, which is closed with the world."""
@@ -163,9 +195,20 @@ if hasattr(os, "register_at_fork"):
 class Connections:
     """How the ranks of one group reach one another; what is not needed is not made."""
 
-    def __init__(self, world: World, ranks: Sequence[int], name: str, timeout_s: float) -> None:
-        """`ranks`: their numbers in the world, in the order of the group; this process's is among them."""
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        name: str,
+        timeout_s: float,
+        on_failure: Callable[[CollectiveError, bool], None] | None = None,
+    ) -> None:
+        """`ranks`: their numbers in the world, in the order of the group; this process's is among them.
+
+        `on_failure`: see :class:`PointToPoint`.
+        """
         self.world, self.name = world, name
+        self._timeout_s, self._on_failure = timeout_s, on_failure
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(world.rank)
         self.size = len(self.ranks)
@@ -182,6 +225,7 @@ class Connections:
         self._point_to_point: PointToPoint | None = None
         self._making = threading.Lock()
         self._is_over = False
+        self._given_up: Abort | None = None
         deadline = time.monotonic() + timeout_s
         self.shared = self._share(deadline)
         try:
@@ -220,7 +264,15 @@ class Connections:
             with self._making:
                 self._check_open()
                 if self._point_to_point is None:
-                    self._point_to_point = PointToPoint(self.world.node, self._identity, self.rank, self.infos)
+                    self._point_to_point = PointToPoint(
+                        self.world.node,
+                        self._identity,
+                        self.rank,
+                        self.infos,
+                        connect_timeout_s=self._timeout_s,
+                        ask=self._ask,
+                        on_failure=self._on_failure,
+                    )
         return self._point_to_point
 
     def _check_open(self) -> None:
@@ -228,11 +280,31 @@ class Connections:
             raise GroupClosedError(f"group {self.name!r} was closed or aborted")
 
     def abort(self, error: BaseException, sequence: int) -> None:
-        """Make the other ranks, in this call or their next one, raise what this one raises."""
+        """Make the other ranks, in this call or their next one, raise what this one raises; in the thread of calls."""
+        if not isinstance(error, GroupClosedError):
+            told = self._told(error)
+            self._given_up = self._given_up or _verdicts.abort_of(told)
+            if self._point_to_point is not None:
+                self._point_to_point.fail(told)
         if self.shared is not None:
             self.shared.abort(error)
         if self._executor is not None:
             self._executor.abort(_GIVEN_UP, sequence, error)
+
+    def interrupt(self, error: CollectiveError) -> None:
+        """End the call that is under way in another thread, here and on the other ranks; :meth:`abort` follows."""
+        self._given_up = self._given_up or _verdicts.abort_of(error)
+        if self.shared is not None:
+            self.shared.abort(error)
+        if self._executor is not None:
+            self._executor.interrupt(error)
+
+    def _told(self, error: BaseException) -> CollectiveError:
+        """Return an error as the ranks hear of it that await or send messages."""
+        if isinstance(error, CollectiveError):
+            return error
+        place = _verdicts.Place(self.name, self.rank, self.at[1] or _GIVEN_UP, self.at[0])
+        return CollectiveError(_verdicts.failed(place, error).message)
 
     def cut(self) -> None:
         """End what is under way in other threads, here and on the other ranks, which are told that this one aborted."""
@@ -257,8 +329,10 @@ class Connections:
     # who is where
 
     def _status(self) -> bytes:
-        waiting_for = () if self._executor is None else self._executor.status().waiting_for
-        return msgspec.msgpack.encode(Status(*self.at, waiting_for))
+        waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for
+        if self.at[1] is None and self._point_to_point is not None:
+            waiting_for = self._point_to_point.awaited()
+        return msgspec.msgpack.encode(Status(*self.at, waiting_for, self._given_up))
 
     def _ask(self, rank: int) -> Status | None:
         answer = self.world.node.ask(self.infos[rank], self._identity, _ASK_S)
@@ -302,8 +376,10 @@ class Connections:
         )
         try:
             engine.find_out_about_peers(Order(_MEET, _MEET.signature, 0, max(deadline - time.monotonic(), 1.0)))
-        except BaseException:
+        except BaseException as error:
             engine.close()
+            if isinstance(error, RankLostError):
+                raise EndedError(str(error), tuple(self.ranks[rank] for rank in error.ranks)) from None
             raise
         return engine
 
@@ -319,10 +395,24 @@ class Connections:
     def _exchange(self, members: Sequence[int], value: bytes, deadline: float, what: str) -> list[bytes]:
         """Leave a value for these ranks of the group and return all of theirs."""
         store = PrefixStore(self._store, f"from rank {members[0]}")
+        own = members.index(self.rank)
         try:
-            return exchange(store, members.index(self.rank), len(members), value, deadline, what=what)
+            return exchange(
+                store,
+                own,
+                len(members),
+                value,
+                deadline,
+                what=what,
+                look=lambda missing: self._look_after([members[other] for other in missing]),
+            )
+        except EndedError:
+            raise
         except RankLostError as error:
             raise self._absent([members[number] for number in error.ranks]) from None
+
+    def _look_after(self, members: Sequence[int]) -> None:
+        self.world.look_after([self.ranks[rank] for rank in members])
 
     def _absent(self, members: Sequence[int]) -> RankLostError:
         """Return the error for ranks of the group, which are called by their numbers in the world."""
@@ -347,10 +437,10 @@ class Connections:
             return None, str(error)
 
     def _path_of(self, key: str, leader: int, deadline: float) -> str:
-        try:
-            return self._store.get(key, deadline).decode()
-        except DeadlineError:
-            raise self._absent([leader]) from None
+        found, missing = await_all(self._store, {leader: key}, deadline, self._look_after)
+        if missing:
+            raise self._absent(missing)
+        return found[leader].decode()
 
 
 _MEET = Call("meet")

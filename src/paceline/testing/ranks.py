@@ -98,6 +98,7 @@ class _StoreOfOneHost(Store):
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[int]) -> None:
         self._store, self._rank, self._hosts = store, rank, hosts
+        self.server_rank = store.server_rank
 
     def get(self, key: str, deadline: float) -> bytes:
         """See :meth:`Store.get`."""

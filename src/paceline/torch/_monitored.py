@@ -10,7 +10,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from paceline.collectives import Group
-from paceline.errors import CollectiveError, PeerError
+from paceline.errors import CollectiveError, DeadlineError, PeerError
 
 
 class MonitoredBarrier:
@@ -37,10 +37,13 @@ class MonitoredBarrier:
             left = timedelta(seconds=max(deadline - time.monotonic(), 1e-6))
             try:
                 self._group.recv_async(word, rank, tag=tag).wait(left)
-            except PeerError:
+            except DeadlineError:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
+            except PeerError as error:  # the group is over
+                missing += [lost for lost in getattr(error, "ranks", ()) or (rank,) if lost not in missing]
+                break
         if missing:
             told = ", ".join(map(str, missing))
             ms = int(timeout.total_seconds() * 1000)

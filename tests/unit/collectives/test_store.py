@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -142,7 +143,7 @@ def test_an_exchange_looks_from_time_to_time_whether_the_missing_live(
     store.set("here/rank 2", b"2")
     with pytest.raises(ZeroDivisionError):
         exchange(store, 0, 3, b"0", soon(), what="here", look=look)
-    assert looks == [[1]] * 3
+    assert looks == [(1,)] * 3
 
 
 def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,12 @@ def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: 
     ]
     requests: list[object] = []
     real = NetworkStore._call
-    monkeypatch.setattr(NetworkStore, "_call", lambda *given: (requests.append(given[1]), real(*given))[1])
+
+    def count(store: NetworkStore, *given: Any) -> Any:
+        requests.append(given[0])
+        return real(store, *given)
+
+    monkeypatch.setattr(NetworkStore, "_call", count)
     with ThreadPoolExecutor(size) as pool:
         values = [
             pool.submit(exchange, each, rank, size, b"%d" % rank, soon(), what="it")

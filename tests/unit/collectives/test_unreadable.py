@@ -10,7 +10,7 @@ import pytest
 from paceline.collectives._faults import unpack_abort
 from paceline.collectives._frames import HEADER, MAGIC, WIRE_VERSION, Frame, Kind, unpack_header
 from paceline.collectives._network_store import _decode
-from paceline.collectives._p2p_pending import MISMATCH, pack
+from paceline.collectives._p2p_pending import ABORT, pack
 from paceline.collectives._p2p_progress import READ
 from paceline.collectives._p2p_streams import Outgoing
 from paceline.collectives._verdicts import Place, unexpected
@@ -35,18 +35,21 @@ def test_text_that_is_none(data: bytes) -> None:
     assert "what rank 1 sent during barrier(), call 3 of group 'g' cannot be read" in abort.message
 
 
-def test_a_complaint_without_end_is_not_gathered() -> None:
+def test_last_words_without_end_are_not_gathered() -> None:
     class NoProgress:
         def watch(self, watched: Any, events: int) -> None:
             pass
 
+    class Ends:
+        def outgoing_lost(self, outgoing: Outgoing, error: Exception | None) -> None:
+            lost.append(str(error))
+
+    lost: list[str] = []
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        outgoing = Outgoing(1, NoProgress(), lambda outgoing, error: None)  # type: ignore[arg-type]
+        outgoing = Outgoing(1, NoProgress(), Ends())  # type: ignore[arg-type]
         outgoing.attach(ours)
-        theirs.send(pack(MISMATCH, 0, 0, 1 << 40, ""))
-        for _ in range(100):
-            theirs.send(bytes(4096))
-            outgoing.ready(READ)
-            assert len(outgoing._answer) < 1 << 14
+        theirs.send(pack(ABORT, 0, 1 << 40, ""))
+        outgoing.ready(READ)
+    assert lost == ["got an ABORT of 1099511627776 bytes, at most 1048576 may be"]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.collectives.mesh import Mesh
 from paceline.collectives.node import Node
@@ -56,7 +56,7 @@ def meshes(size: int, group: str = "all") -> Iterator[list[Mesh]]:
 
 
 @contextmanager
-def talkers(size: int, group: str = "all", **options: int) -> Iterator[list[PointToPoint]]:
+def talkers(size: int, group: str = "all", **options: Any) -> Iterator[list[PointToPoint]]:
     """Send and receive for a group of threads, closed at the end."""
     with nodes(size) as made:
         infos = [node.info for node in made]

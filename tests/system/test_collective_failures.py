@@ -1,0 +1,90 @@
+"""Every operation, on every path, when a rank dies, is stopped, stays away, raises, or calls something else.
+
+Each of the other ranks raises one error that names that rank, within the timeout; then its group refuses work.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .failing_ranks import OPERATIONS, TIMEOUT_S
+
+_PROGRAM = Path(__file__).with_name("failing_ranks.py")
+_LATE_S = 6.0
+"""How late the error may be on a machine that is busy."""
+_AT_ONCE = 13
+_PATHS: dict[str, dict[str, Any]] = {
+    "shared memory": {"size": 3, "hosts": None, "algorithm": None},
+    "network": {"size": 3, "hosts": [0, 1, 2], "algorithm": None},
+    "ring on one host": {"size": 3, "hosts": None, "algorithm": "ring"},
+    "hierarchical": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
+}
+_FAILURES = ("dies", "is stopped", "stays away", "raises", "calls another")
+_ALSO_OF_THE_FIRST = ("all_reduce", "gather", "send and recv", "recv in a chain", "split", "subgroup")
+"""Rank 0 serves the store, and leads a host."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[subprocess.Popen[str]]:
+    """Imports and compiles once, then forks."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _run(process: subprocess.Popen[str], cases: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for start in range(0, len(cases), _AT_ONCE):
+        process.stdin.write(json.dumps(cases[start : start + _AT_ONCE]) + "\n")
+        process.stdin.flush()
+        yield from json.loads(process.stdout.readline())
+
+
+def _complaints(case: dict[str, Any], answers: list[dict[str, Any]]) -> Iterator[str]:
+    """What is wrong with what the ranks saw, in words."""
+    victim, operation, failure = case["victim"], case["operation"], case["failure"]
+    told = f"{operation}, rank {victim} {failure}"
+    seen = {answer["rank"]: answer for answer in answers}
+    for rank in {*range(case["size"])} - {victim}:
+        its = seen.get(rank)
+        if its is None or not its["kind"]:
+            yield f"{told}: rank {rank} hung" if its is None else f"{told}: rank {rank}: {its['text']}"
+            continue
+        where = f"{told}: rank {rank} raised {its['kind']} {its['ranks']} after {its['after_s']:.1f} s: {its['text']}"
+        if failure == "calls another":
+            is_right = its["kind"] in ("MismatchError", "RankLostError") and "rank" in its["text"]
+        else:
+            is_right = its["kind"] == "RankLostError" and its["ranks"] == [victim] and f"rank {victim}" in its["text"]
+        if not is_right:
+            yield where
+        if its["after_s"] > TIMEOUT_S + _LATE_S:
+            yield f"too late: {where}"
+        may_try_again = operation == "subgroup" and failure not in ("dies", "raises")
+        if not may_try_again and not all("refuses further work" in refusal for refusal in its["refuses"]):
+            yield f"{where}; then {its['refuses']}"
+
+
+@pytest.mark.parametrize("failure", _FAILURES)
+@pytest.mark.parametrize("path", _PATHS)
+def test_every_rank_hears_who_failed(ranks: subprocess.Popen[str], path: str, failure: str) -> None:
+    cases = [
+        {**_PATHS[path], "operation": operation, "failure": failure, "victim": victim}
+        for operation in OPERATIONS
+        for victim in (_PATHS[path]["size"] - 1, *((0,) if operation in _ALSO_OF_THE_FIRST else ()))
+    ]
+    runs = zip(cases, _run(ranks, cases), strict=True)
+    complaints = [text for case, answers in runs for text in _complaints(case, answers)]
+    assert not complaints, "\n".join(complaints)
