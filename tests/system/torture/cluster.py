@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -72,7 +72,9 @@ class Node:
     risk_until: float = 0.0
     """Until when it may be declared dead, so that nothing may depend on it."""
     is_stopped: bool = False
-    has_ended: bool = False
+    started_at: float = field(default_factory=time.monotonic)
+    ended_at: float = 0.0
+    """When its end was noticed; 0: it was not."""
 
     @property
     def name(self) -> str:

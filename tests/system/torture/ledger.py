@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 import paceline
-from paceline.kernels.reference import update_record
+from paceline.kernels.rules import NUM_PARAMETERS
+from paceline.kernels.rules_reference import update_record
 
 MOST_WORKERS = 48
 MOST_PUSHES = 5_000
@@ -132,8 +133,8 @@ def truths(rule: paceline.UpdateRule) -> Floats:
     """Return what so many gradients make of a zero, its sign turned; it rises."""
     if isinstance(rule, paceline.SGD):
         return np.arange(MOST_WORKERS * MOST_PUSHES, dtype=np.float32)
-    record, one = np.zeros(4, np.float32), np.ones(1, np.float32)
-    hyper = np.zeros(8, np.float64)
+    record, one = np.zeros(1 + rule.num_states + rule.has_count, np.float32), np.ones(1, np.float32)
+    hyper = np.zeros(NUM_PARAMETERS, np.float64)
     hyper[: len(rule.hyper)] = rule.hyper
     found = np.zeros(MOST_PUSHES + 1, np.float32)
     for push in range(1, MOST_PUSHES + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import PacelineError
+from paceline.protocol.buckets import count, from_bytes
 
 from .audit import differences, read_all, wrong_values
 from .cluster import TIMEOUT_S, Cluster, Node, Settings
@@ -22,6 +24,7 @@ _START_S = 60.0
 _HEAL_S = 60.0
 _HANG_S = TIMEOUT_S + 10.0
 _ITERATIONS_PER_S = 40
+_NOBODY = "nobody listens there"
 _ENDANGERED_S = 15.0  # after that one that was in danger has heard that it is declared dead, or never will
 
 
@@ -43,6 +46,7 @@ class Run:
         self._say = say
         self._chance = random.Random(settings.seed)
         self._violations: list[str] = []
+        self._seen = (0, 0)
         self._began = time.monotonic()
         self.cluster = Cluster(settings, self._chance)
         self._faults = Faults(self.cluster, self._chance)
@@ -79,8 +83,10 @@ class Run:
             self.cluster.network.heal()
         if not self._wait(self._is_healed, _HEAL_S, "not every bucket had its replicas again"):
             return
+        self._say("every bucket has its replicas")
         self.cluster.ledger.stop[0] = 1
         if self._wait(lambda: not self.cluster.of_role("worker"), _HANG_S + 60.0, "a worker did not end"):
+            self._say("the workers have ended")
             self._check_tables()
 
     def _torment(self) -> bool:
@@ -104,11 +110,17 @@ class Run:
         return self._chance.choice([self._chance.uniform(0.0, 0.5), self._chance.uniform(0.5, 3.0)])
 
     def _look(self) -> None:
-        """End what is to end, and see that nothing has ended that may not, and that nothing hangs."""
+        """End what is to end, and see that nothing has ended that may not, that nothing is lost and nothing hangs."""
         self._faults.end_some()
+        found = self.cluster.map()
+        if (found.term, found.version) != self._seen:
+            self._seen = found.term, found.version
+            self._say(f"  map {found.term}.{found.version}: {self._chains()}")
+            if found.num_lost:
+                self._violate(f"{found.num_lost} buckets are lost")
         for node in self.cluster.nodes:
-            if not node.has_ended and not node.is_alive():
-                node.has_ended = True
+            if not node.ended_at and not node.is_alive():
+                node.ended_at = time.monotonic()
                 self._check_end(node)
         since = self.cluster.ledger.board[:, BUSY_SINCE].copy()
         late = np.flatnonzero((since > 0) & (time.monotonic() * 1000 - since > _HANG_S * 1000))
@@ -123,7 +135,9 @@ class Run:
         in_danger = node.doomed or time.monotonic() < node.risk_until + _ENDANGERED_S
         if node.role == "worker":
             self.cluster.ledger.board[node.number, BUSY_SINCE] = 0
-        if status == WRONG and node.role == "worker":
+        if node.role == "server" and not in_danger and _NOBODY in node.tail() and self._scheduler_was_dead(node):
+            self.cluster.start_server(joins=True)  # as whoever started it would do
+        elif status == WRONG and node.role == "worker":
             self._violate(f"{node.name}: {node.tail()}")
         elif not in_danger and not (node.role == "worker" and status == 0):
             self._violate(f"{node.name} ended with status {status}: {node.tail()}")
@@ -134,6 +148,11 @@ class Run:
             self.cluster.start_server(joins=True)
         elif status == FAILED:
             self._say(f"{node.name}: {node.tail()}")
+
+    def _scheduler_was_dead(self, node: Node) -> bool:
+        """Whether a process ended so soon after its start that it may have found no scheduler."""
+        deaths = [other.ended_at for other in self.cluster.nodes if other.role == "scheduler" and other.ended_at]
+        return any(died < node.ended_at and died > node.started_at - _START_S for died in deaths)
 
     def _is_healed(self) -> bool:
         servers = [node for node in self.cluster.of_role("server") if not node.doomed]
@@ -153,11 +172,20 @@ class Run:
         return True
 
     def _describe(self) -> str:
-        found = self.cluster.map()
-        groups = sorted({(group.members, group.filling) for group in found.groups}, key=str)
-        members = {number: node.name for number, node in self.cluster.members().items()}
         clocks = self.cluster.ledger.board[:, [STATE, CLOCK]][: self._settings.workers + 4].tolist()
-        return f"view {found.epoch}, version {found.version}: servers {members}, chains {groups}; workers {clocks}"
+        return f"chains {self._chains()}; states and clocks of workers {clocks}"
+
+    def _chains(self) -> str:
+        """Return how many buckets have how many servers, and how many of them are on their way to another one."""
+        having: Counter[int] = Counter()
+        num_filling = 0
+        for group in self.cluster.map().groups:
+            size = count(from_bytes(group.buckets))
+            having[len(group.members)] += size
+            num_filling += size if group.filling is not None else 0
+        servers = ", ".join(f"{number}" for number in sorted(node.number for node in self.cluster.members().values()))
+        told = ", ".join(f"{number} on {servers}" for servers, number in sorted(having.items()))
+        return f"buckets {told}; {num_filling} on their way; servers {servers}"
 
     # When the faults are over.
 
@@ -170,6 +198,7 @@ class Run:
                 self._violate(wrong)
         if self._violations or not self._settings.replicas:
             return
+        self._say("every value is right")
         before = read_all(client)
         for victims in self._rounds():
             names = ", ".join(victim.name for victim in victims)

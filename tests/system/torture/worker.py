@@ -48,6 +48,7 @@ WRONG, FAILED = 3, 4
 OPERATION = struct.Struct("<dd")
 """When an operation began (monotonic), and how long it took: one for each in the file of operations."""
 _MOST_PENDING = 6
+_PAUSE_S = 0.005  # between iterations, so that processes have room to answer on a small machine
 _STEPS = 7.0
 """Lockstep: what a rank adds to a key in an iteration is at most so many times its rank plus one."""
 
@@ -100,6 +101,7 @@ class Worker:
             if self._chance.random() < 0.2:
                 self._grow()
             self._tick()
+            time.sleep(_PAUSE_S)
             if self._part.visits:
                 self._read_all()
                 break
@@ -252,7 +254,7 @@ def lockstep(part: Part, client: paceline.Client, ledger: Ledger) -> None:
             mine[OPERATIONS] += 1
             mine[CLOCK] = iteration + 1
             operations.write(OPERATION.pack(began, time.monotonic() - began))
-            time.sleep(0.005)
+            time.sleep(_PAUSE_S)
 
 
 def lockstep_sum(iteration: int, ranks: int) -> float:
