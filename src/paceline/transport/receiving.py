@@ -1,9 +1,10 @@
 """The receiving side of an event loop: bytes are received where they will be read, and frames are handed out as
 views.
 
-One buffer per connection takes small frames, many per system call when they are pipelined. A frame that does
-not fit is received in place into a large buffer from a pool that all connections of an event loop share, so that
-only its first part is copied and idle connections hold little memory.
+Bytes are received into a buffer that takes small frames, many per system call when they are pipelined. A frame that
+does not fit is received in place into a large one, so that only its first part is copied. Both come from a pool that
+all connections of an event loop share, and go back to it when there is nothing left in them: an idle connection holds
+none, and one that has proved nothing a small one at most.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from paceline.transport.sealing import TAG_BYTES, Seal, not_sealed
 BUFFER_BYTES = 1 << 18
 _KEPT_BYTES = 1 << 26
 _NUM_KEPT = 2
+_NUM_BUFFERS_KEPT = 16
 _EMPTY = memoryview(b"")
+_IGNORED = memoryview(bytearray(1 << 12))  # what comes after the end
 
 Deliver = Callable[[Header, memoryview, memoryview], None]
 
@@ -43,15 +46,25 @@ def allocate(size: int) -> memoryview:
 
 
 class BufferPool:
-    """Large buffers, reused: fresh pages cost as much as the copy that fills them."""
+    """Buffers, reused: fresh pages cost as much as the copy that fills them."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
+        self._free_buffers: list[memoryview] = []
 
     @classmethod
     def of_running_loop(cls) -> BufferPool:
         """Return the pool that the connections of this thread's event loop share."""
         return _pools.setdefault(asyncio.get_running_loop(), cls())
+
+    def take_buffer(self) -> memoryview:
+        """Return a buffer of ``BUFFER_BYTES`` bytes, the one that was used last."""
+        return self._free_buffers.pop() if self._free_buffers else allocate(BUFFER_BYTES)
+
+    def give_buffer(self, buffer: memoryview) -> None:
+        """Take such a buffer back; one of another size is let go, and so is one of too many."""
+        if len(buffer) == BUFFER_BYTES and len(self._free_buffers) < _NUM_BUFFERS_KEPT:
+            self._free_buffers.append(buffer)
 
     def take(self, size: int) -> memoryview:
         """Return a buffer of at least ``size`` bytes."""
@@ -86,7 +99,8 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._seal: Seal | None = None
         self._tag_bytes = 0  # behind every frame
         self._pool = pool
-        self._buffer = allocate(BUFFER_BYTES)
+        self._is_greeted = False
+        self._buffer: memoryview | None = None  # while there is something in it
         self._start = 0  # the first byte of the first frame that is not yet delivered
         self._end = 0  # behind the last byte received
         self._large: memoryview | None = None
@@ -113,6 +127,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._tag_bytes = 0 if seal is None else TAG_BYTES
         self._max_frame_bytes = limits.max_frame_bytes
         self._first_kind = first_kind
+        self._is_greeted = True
         self.deliver = deliver
 
     @property
@@ -124,6 +139,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         """Ignore all that has been or will be received, and free the memory it lies in."""
         self._stopped = True
         self.deliver = self._ignore
+        self._buffer = None  # not given back: a frame in it may be in use, by whoever stops
         if self._large is not None:
             self._pool.give(self._large)
             self._large = None
@@ -133,7 +149,9 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         if self._large is not None:
             return self._large[self._end : self._large_bytes]
         if self._stopped:
-            return self._buffer
+            return _IGNORED
+        if self._buffer is None:
+            self._buffer = self._pool.take_buffer() if self._is_greeted else allocate(self._max_frame_bytes)
         return self._buffer[self._end :] if self._end else self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -149,6 +167,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 self._deliver_large()
             return
         buffer = self._buffer
+        assert buffer is not None
         start = self._start
         stop = 0
         while end - start >= HEADER_BYTES:
@@ -188,20 +207,24 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             self._hash(self._seal, buffer[start:end], stop - start)
         if start == end:
             self._start = self._end = 0
+            self._buffer = None
+            self._pool.give_buffer(buffer)
         else:
-            self._make_room(stop - start)
+            self._make_room(buffer, stop - start)
 
-    def _make_room(self, frame_bytes: int) -> None:
+    def _make_room(self, buffer: memoryview, frame_bytes: int) -> None:
         """See to it that the rest of the frame, of which the first part was received, has where to go."""
         start, end = self._start, self._end
         have = end - start
-        if have >= HEADER_BYTES and frame_bytes > BUFFER_BYTES:
+        if have >= HEADER_BYTES and frame_bytes > len(buffer):
             self._large = self._pool.take(frame_bytes)
             self._large_bytes = frame_bytes
-            self._large_header = Header._make(HEADER.unpack_from(self._buffer, start))
-            self._large[:have] = self._buffer[start:end]
-        elif have < HEADER_BYTES or start + frame_bytes > BUFFER_BYTES:
-            self._buffer[:have] = self._buffer[start:end]
+            self._large_header = Header._make(HEADER.unpack_from(buffer, start))
+            self._large[:have] = buffer[start:end]
+            self._buffer = None
+            self._pool.give_buffer(buffer)
+        elif have < HEADER_BYTES or start + frame_bytes > len(buffer):
+            buffer[:have] = buffer[start:end]
         else:
             return
         self._start, self._end = 0, have

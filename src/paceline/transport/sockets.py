@@ -38,10 +38,12 @@ class SocketTransport(Transport):
         always_sealed: bool = False,
     ) -> None:
         """``send_timeout_s``: how long a client waits for a server that takes nothing of what is sent.
-        ``always_sealed``: tag the frames of connections made here even where nobody can be in between.
+        ``always_sealed``: tag the frames of connections made here even where nobody can be in between. The files of
+        ``tls`` are read here, and by :meth:`serve`, but for no connection. Raises UsageError if they cannot be used.
         """
         self._token = check_token(token)
         self._tls = tls
+        self._client_context = tls.client_context() if tls is not None else None
         self._limits = limits or Limits()
         self._handshake_timeout_s = handshake_timeout_s
         self._send_timeout_s = send_timeout_s
@@ -65,7 +67,7 @@ class SocketTransport(Transport):
         return [Address.parse(target) if isinstance(target, str) else target]
 
     def _context(self, address: Address) -> ssl.SSLContext | None:
-        return self._tls.client_context() if self._tls is not None and address.scheme == "tcp" else None
+        return self._client_context if address.scheme == "tcp" else None
 
     def _connect(self, address: Address, listener: str, hello: Hello, timeout_s: float) -> Channel:
         context = self._context(address)

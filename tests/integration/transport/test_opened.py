@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -476,3 +478,19 @@ def test_a_server_that_serves_and_opens_with_one_handler(either: Transport) -> N
             await each.close()
 
     asyncio.run(run())
+
+
+def test_tls_files_are_read_once(certificates: dict[str, TLS], tmp_path: Path) -> None:
+    assert certificates["ours"].cert is not None
+    assert certificates["ours"].ca is not None
+    tls = TLS(cert=tmp_path / "cert.pem", ca=tmp_path / "ca.pem")
+    shutil.copy(certificates["ours"].cert, tmp_path / "cert.pem")
+    shutil.copy(certificates["ours"].ca, tmp_path / "ca.pem")
+    transport = SocketTransport(TOKEN, tls=tls)
+    with serve_in_thread(EchoHandler(), transport) as served:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        open_and_close(transport, str(served.endpoint.tcp))
+        connect_and_close(transport, str(served.endpoint.tcp))
+    with pytest.raises(UsageError, match=r"ca\.pem"):
+        SocketTransport(TOKEN, tls=tls)

@@ -13,11 +13,12 @@ from paceline.transport.sealing import Seal
 class Collector(FrameReceiver):
     """Keeps what it gets."""
 
-    def __init__(self, seal: Seal | None = None) -> None:
-        super().__init__(Limits(), BufferPool())
+    def __init__(self, seal: Seal | None = None, *, pool: BufferPool | None = None, is_greeted: bool = True) -> None:
+        super().__init__(Limits(), pool or BufferPool())
         self.got: list[tuple[int, bytes, bytes]] = []
         self.failures: list[Exception] = []
-        self.allow_application(Limits(), self.keep, seal=seal)
+        if is_greeted:
+            self.allow_application(Limits(), self.keep, seal=seal)
 
     def keep(self, header: Header, meta: memoryview, body: memoryview) -> None:
         for part in (meta, body):
@@ -84,3 +85,33 @@ def test_the_pool_reuses_and_lets_go() -> None:
     huge = pool.take((1 << 26) + 1)
     pool.give(huge)
     assert pool.take((1 << 26) + 1) is not huge
+
+
+def test_an_idle_connection_holds_no_buffer() -> None:
+    """Of many connections of a loop, those within a frame have one each, and all others none."""
+    pool = BufferPool()
+    connections = [Collector(pool=pool) for _ in range(100)]
+    small, large = join(frame_parts(20, body=bytes(1000))), join(frame_parts(20, body=bytes(2 * BUFFER_BYTES)))
+    addresses = set()
+    for each in connections:
+        addresses.add(np.frombuffer(each.get_buffer(-1), np.uint8).ctypes.data)
+        each.feed(small + large + small)
+        assert len(each.got) == 3
+    assert len(addresses) == 1
+    for each in connections[:10]:
+        each.feed(small[:100])
+    buffers = [each.get_buffer(-1) for each in connections[:10]]
+    assert len({np.frombuffer(each, np.uint8).ctypes.data for each in buffers}) == 10
+    for each in connections[:10]:
+        each.feed(small[100:])
+        assert len(each.got) == 4
+
+
+def test_who_has_proved_nothing_has_a_small_buffer() -> None:
+    stranger = Collector(is_greeted=False)
+    assert len(stranger.get_buffer(-1)) == Limits().max_handshake_bytes
+    stranger.allow_application(Limits(), stranger.keep)
+    body = bytes(range(256)) * 100
+    stranger.feed(join(frame_parts(20, body=body)) * 2)
+    assert [each[2] for each in stranger.got] == [body, body]
+    assert len(stranger.get_buffer(-1)) == BUFFER_BYTES
