@@ -9,7 +9,7 @@
 >>> strategy.name
 'one-device'
 
-Importing this also registers ``paceline`` as a backend of ``torch.distributed``:
+``paceline`` is also a backend of ``torch.distributed``, whose name torch knows where Paceline is installed:
 
 >>> import torch.distributed as dist
 >>> dist.init_process_group("paceline", rank=0, world_size=1, store=dist.HashStore())
@@ -29,7 +29,8 @@ try:
 except ImportError as error:
     raise ImportError("paceline.torch needs PyTorch, which is not installed: pip install 'paceline[torch]'") from error
 
-from paceline.torch._registration import BACKEND, register
+from paceline.autoload import BACKEND, register
+from paceline.torch._compiling import keep_out_of_graphs
 from paceline.torch.embeddings import Embedding, EmbeddingBag
 from paceline.torch.process_group import PacelineProcessGroup
 from paceline.torch.strategies import (
@@ -60,3 +61,4 @@ __all__ = [
 ]
 
 register()
+keep_out_of_graphs()

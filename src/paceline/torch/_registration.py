@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch._C._distributed_c10d import Store as CStore
 
@@ -21,17 +20,10 @@ from paceline.torch._errors import Terms, in_torch_terms
 from paceline.torch._store import TorchStore
 from paceline.torch.process_group import PacelineProcessGroup
 
-BACKEND: Final = "paceline"
 _LOOPBACK: Final = "127.0.0.1"
 
 
-def register() -> None:
-    """Make the backend known to ``torch.distributed``; for all devices, of which CPU and CUDA are supported."""
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
+def create(options: Any) -> PacelineProcessGroup:
     """Meet the other ranks of a group, in the store of ``init_process_group``."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     global_ranks = tuple(options.global_ranks_in_group)  # none of them for the group of all

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 import paceline
+from paceline.errors import UsageError
 from paceline.protocol import Sequential
 from paceline.torch.strategies import strategy
 
@@ -33,6 +34,7 @@ ONE_PROCESS: list[tuple[str, dict[str, Any]]] = [
     ("mirrored", {"replicas": 5}),
     ("central-storage", {"replicas": 2}),
 ]
+COMPILED = ["before eager", "after eager", "after aot_eager"]
 SEVERAL = ["all-reduce", "parameter-server, 1 server", "parameter-server, 2 servers"]
 
 
@@ -52,17 +54,25 @@ def train(
     make_optimizer: Callable[[Iterator[nn.Parameter]], Optimizer],
     rank: int = 0,
     size: int = 1,
+    compiled: str = "",
     **options: Any,
 ) -> torch.Tensor:
-    """Return all parameters after training on this rank's share of each batch: the same loop under every strategy."""
+    """Return all parameters after training on this rank's share of each batch: the same loop under every strategy.
+
+    `compiled` is ``before`` or ``after``, with what the model is compiled by before or after it is prepared.
+    """
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 64), nn.Tanh(), nn.Linear(64, 5)
     )
+    when, _, backend = compiled.partition(" ")
     generator = torch.Generator().manual_seed(2)
     with strategy(name, device="cpu", **options) as chosen:
         assert chosen.world_size == size
-        prepared, optimizer = chosen.prepare(model, make_optimizer(model.parameters()))
+        given: Any = torch.compile(model, backend=backend) if when == "before" else model
+        prepared, optimizer = chosen.prepare(given, make_optimizer(model.parameters()))
+        if when == "after":
+            prepared = torch.compile(prepared, backend=backend)
         for _ in range(STEPS):
             x = torch.randn(SIZE * ROWS, 1, 8, 8, generator=generator).chunk(size)[rank]
             y = torch.randint(0, 5, (SIZE * ROWS,), generator=generator).chunk(size)[rank]
@@ -136,6 +146,27 @@ def test_every_strategy_gives_the_result_of_one_device(
     assert max(distances.values()) < 1e-5, distances
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.xdist_group("equal_results")
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_a_compiled_model_gives_the_result_of_an_eager_one(
+    compiled: str, ranks_results: list[dict[str, list[float]]]
+) -> None:
+    expected = train("one-device", momentum)
+    found = {"one device": train("one-device", momentum, compiled=compiled)}
+    for name, options in ONE_PROCESS[1:]:
+        if compiled.startswith("after"):
+            found[name] = train(name, momentum, compiled=compiled, **options)
+        else:
+            with pytest.raises(UsageError, match=r"prepare\(\) the model first, then compile it"):
+                train(name, momentum, compiled=compiled, **options)
+    for rank, results in enumerate(ranks_results):
+        for name in SEVERAL:
+            found[f"{name}, rank {rank}"] = torch.tensor(results[f"{name}, {compiled}"])
+    distances = {name: float((values - expected).abs().max()) for name, values in found.items()}
+    assert max(distances.values()) < 1e-5, distances
+
+
 def main(folder: Path, clusters: dict[str, str]) -> None:
     """Be one rank: train under the strategies with several processes, and write the values of each."""
     torch.set_num_threads(1)
@@ -148,6 +179,10 @@ def main(folder: Path, clusters: dict[str, str]) -> None:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(results))  # each meets in its own part of the store
             values = train(name.split(",")[0], make_optimizer, rank, SIZE)
             results[f"{name}, {make_optimizer.__name__}"] = values.tolist()
+        for compiled in COMPILED:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(results))
+            values = train(name.split(",")[0], momentum, rank, SIZE, compiled)
+            results[f"{name}, {compiled}"] = values.tolist()
     (folder / f"rank{rank}").write_text(json.dumps(results))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -206,6 +208,81 @@ def test_hooks_autocast_accumulation_and_clipping() -> None:
     norm = strategy.clip_grad_norm_(1.0)
     assert norm > 1
     assert abs(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]) - 1) < 1e-4
+
+
+class Heated(nn.Module):
+    """A model with something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+        self.temperature = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x) / self.temperature
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.body(x))
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_the_prepared_model_is_the_users(kind: type[Mirrored]) -> None:
+    module = Heated()
+    before = (list(module.state_dict()), [name for name, _ in module.named_modules()], repr(module))
+    strategy = kind(replicas=2, device="cpu")
+    prepared, _ = strategy.prepare(module, momentum(module.parameters()))
+    assert isinstance(prepared, Heated)
+    assert before == (list(prepared.state_dict()), [name for name, _ in prepared.named_modules()], repr(prepared))
+    assert prepared.temperature == 2.0
+    assert not hasattr(prepared, "pressure")
+    x = torch.rand(6, 4)
+    assert torch.allclose(prepared.encode(x), 2 * prepared(x))
+    prepared.temperature = 4.0
+    assert torch.allclose(prepared.encode(x), 4 * prepared(x))
+    strategy.close()
+    assert type(prepared) is Heated
+    assert torch.allclose(prepared.encode(x), 4 * prepared(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_the_prepared_model_computes_by_itself(copied: Callable[[nn.Module], nn.Module]) -> None:
+    module = Heated()
+    with Mirrored(replicas=2, device="cpu") as strategy:
+        prepared, _ = strategy.prepare(module, momentum(module.parameters()))
+        other, x = copied(prepared), torch.rand(6, 4)
+        assert type(other) is Heated
+        assert torch.equal(other(x), prepared(x))
+        with torch.no_grad():
+            other.get_parameter("body.weight").zero_()
+        assert module.body.weight.any()
+
+
+def test_a_forward_of_the_models_own_and_hooks_on_the_whole_batch() -> None:
+    module = Heated()
+    rows: list[int] = []
+    with Mirrored(replicas=2, device="cpu") as strategy:
+        module.forward = module.encode  # type: ignore[method-assign]
+        prepared, _ = strategy.prepare(module, momentum(module.parameters()))
+        module.register_forward_hook(lambda m, args, out: rows.append(len(out)))
+        module.body.register_forward_hook(lambda m, args, out: rows.append(len(out)))
+        x = torch.rand(6, 4)
+        assert torch.allclose(prepared(x), torch.tanh(functional.linear(x, module.body.weight, module.body.bias)))
+    assert rows == [3, 3, 6]
+    assert "forward" in vars(module)
+
+
+def test_a_module_compiled_in_place_has_its_gradients() -> None:
+    """Compiled code has the module's own parameters; the replicas do without it."""
+    module = Heated()
+    module.body.compile(backend="eager")
+    with CopyingMirrored(replicas=2, device="cpu") as strategy:
+        prepared, _ = strategy.prepare(module, momentum(module.parameters()))
+        x = torch.rand(6, 4)
+        prepared(x).sum().backward()
+        found = module.body.weight.grad
+    module.zero_grad()
+    module(x).sum().backward()
+    torch.testing.assert_close(found, module.body.weight.grad)
 
 
 def test_loader_is_whole_and_a_small_batch_uses_fewer_replicas() -> None:

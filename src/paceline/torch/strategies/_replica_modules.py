@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copyreg
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -10,10 +11,59 @@ import torch
 from torch import nn
 
 _MISSING = object()
+_NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
+
+
+class TakenOver:
+    """A module whose forward is `forward` from now on, until :meth:`release`; in all else it is what it was.
+
+    Its class becomes a subclass of the one that it had, under the same name. Copies and pickles of it are of the class
+    that it had, and compute by themselves.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.module = module
+        self.plain: type[nn.Module] = type(module)
+        self.own_forward = vars(module).pop("forward", None)
+        """The module's own forward, if it has one apart from its class's."""
+        module.__class__ = _subclass(self.plain, forward)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward does."""
+        if self.own_forward is not None:
+            return self.own_forward(*args, **kwargs)
+        return self.plain.forward(self.module, *args, **kwargs)
+
+    def release(self) -> None:
+        """Give the module its forward back. Idempotent."""
+        self.module.__class__ = self.plain
+        if self.own_forward is not None:
+            vars(self.module)["forward"] = self.own_forward
+
+
+def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    class Replicated(plain):  # type: ignore[valid-type, misc]
+        __doc__ = plain.__doc__
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            reduced = super().__reduce_ex__(protocol)
+            if isinstance(reduced, str):
+                return reduced
+            make, arguments, *rest = reduced
+            if make is _NEW_OBJECT and arguments == (Replicated,):  # pickle compares its class with the object's
+                return (copyreg._reconstructor, (plain, object, None), *rest)  # type: ignore[attr-defined]
+            return (make, tuple(plain if each is Replicated else each for each in arguments), *rest)
+
+    Replicated.__name__, Replicated.__qualname__ = plain.__name__, plain.__qualname__
+    Replicated.__module__ = plain.__module__
+    return Replicated
 
 
 class ReplicaModule:
-    """A replica of `module`, made as ``torch.nn.DataParallel`` makes it, save that its parameters are parameters too.
+    """A replica of a module, made as ``torch.nn.DataParallel`` makes it, save that its parameters are parameters too.
 
     Module for module it is a shallow copy: what the original has, hooks and attributes, the copy has at this moment.
     `values` are its parameters' by the identity of the original's. Its buffers are the original's own
@@ -21,15 +71,20 @@ class ReplicaModule:
     """
 
     def __init__(
-        self, module: nn.Module, values: Mapping[int, torch.Tensor], device: torch.device, *, shares_buffers: bool
+        self, taken: TakenOver, values: Mapping[int, torch.Tensor], device: torch.device, *, shares_buffers: bool
     ) -> None:
+        module = taken.module
         copies: dict[int, nn.Module] = {}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         for original in module.modules():
             copy = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
             copies[id(original)] = copy
+            copy._compiled_call_impl = None  # compiled code has the original's parameters
             self._pairs.append((original, copy))
         self.module = copies[id(module)]
+        self.module.__class__ = taken.plain
+        if taken.own_forward is not None:
+            vars(self.module)["forward"] = taken.own_forward
         self.parameters: dict[int, nn.Parameter] = {}
         """Its parameters, by the identity of the original's."""
         buffers: dict[int, torch.Tensor] = {}

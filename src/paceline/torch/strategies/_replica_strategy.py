@@ -50,7 +50,7 @@ class ReplicaStrategy(Strategy):
         self._replicas: Replicas | None = None
 
     def close(self) -> None:
-        """End the replicas' threads. Idempotent."""
+        """Let the model compute by itself, and end the replicas' threads. Idempotent."""
         if self._replicas is not None:
             self._replicas.close()
         super().close()
@@ -59,7 +59,7 @@ class ReplicaStrategy(Strategy):
         if self.embedder is not None:
             self.embedder.step_with(optimizer)
         self._replicas = Replicas(model, self.devices, self._replica_values(optimizer))
-        return self._replicas, optimizer
+        return model, optimizer
 
     @abstractmethod
     def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:

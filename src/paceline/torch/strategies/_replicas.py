@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.errors import UsageError
-from paceline.torch.strategies._replica_modules import ReplicaModule
+from paceline.torch.strategies._replica_modules import ReplicaModule, TakenOver
 from paceline.torch.strategies._replica_threads import ReplicaThreads
 from paceline.torch.strategies._splitting import check_outputs, gather, num_rows, scatter, split
 
@@ -37,9 +37,11 @@ class ReplicaValues(ABC):
         """Return the values of `parameter` for a replica, on its device, without a graph."""
 
 
-class Replicas(nn.Module):
-    """The model that a strategy with replicas gives to the loop: computes what `module` does, on several devices.
+class Replicas:
+    """What computes a model's forward in the model's place, on several devices; the model itself stays what it is.
 
+    The model's own hooks see the whole batch, those of the modules in it a replica's part. Compiled code of modules in
+    it is not used: it has the model's own parameters.
     Every tensor among the arguments is split along dimension 0 as ``torch.chunk`` does, and the outputs are joined
     again on the first device; numbers, such as losses computed inside the model, as a vector with one of each replica.
     Of the state that a forward leaves on its modules (buffers such as BatchNorm's statistics, attributes), that of
@@ -48,15 +50,20 @@ class Replicas(nn.Module):
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], values: ReplicaValues) -> None:
-        super().__init__()
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
             raise UsageError(
                 "there are no replicas of a TorchScript module: prepare() the module that it was made from"
+            )
+        if any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
+            raise UsageError(
+                "there are no replicas of what torch.compile() returns, which computes with its own parameters only: "
+                "prepare() the model first, then compile it"
             )
         self.module = module
         self.devices = tuple(devices)
         self._values = values
         self._threads = ReplicaThreads(self.devices)
+        self._taken = TakenOver(module, self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module for the whole batch.
@@ -67,7 +74,7 @@ class Replicas(nn.Module):
         leaves, structure = tree_flatten((args, kwargs))
         parts = split(leaves, len(self.devices))
         if len(parts) == 1 and self._values.is_shared(0):
-            output, structure = tree_flatten(self.module(*args, **kwargs))
+            output, structure = tree_flatten(self._taken.compute(*args, **kwargs))
             check_outputs([output], [num_rows(parts[0])])
             return tree_unflatten([leaf.reshape(1) if _is_number(leaf) else leaf for leaf in output], structure)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -81,7 +88,8 @@ class Replicas(nn.Module):
         return run.restore(joined)
 
     def close(self) -> None:
-        """End the replicas' threads. Idempotent."""
+        """Let the model compute by itself again, and end the replicas' threads. Idempotent."""
+        self._taken.release()
         self._threads.close()
 
 
@@ -117,7 +125,7 @@ class _Pass:
                 starts.append(part[i])
             self._starts[replica] += starts
             args, kwargs = tree_unflatten(part, structure)
-            return tree_flatten(replicas[replica].module(*args, **kwargs))
+            return tree_flatten(replicas[replica].module.forward(*args, **kwargs))  # hooks: of the whole
 
         self._starts = [[replica.parameters.get(id(parameter)) for parameter in self._trained] for replica in replicas]
         outputs = owner._threads.run(compute, count, grad=bool(self._trained or self._sources))
@@ -191,7 +199,7 @@ class _Pass:
         owner = self._owner
         values = {id(p): owner._values.fetch(replica, p) for p in owner.module.parameters()}
         shares_buffers = replica == 0 and owner._values.is_shared(0)
-        return ReplicaModule(owner.module, values, owner.devices[replica], shares_buffers=shares_buffers)
+        return ReplicaModule(owner._taken, values, owner.devices[replica], shares_buffers=shares_buffers)
 
 
 class _Replicated(torch.autograd.Function):

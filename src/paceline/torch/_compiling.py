@@ -1,0 +1,61 @@
+"""What ``torch.compile`` is to make of this package: nothing. Its frames run as they are, between compiled graphs.
+
+Communication has effects that a graph cannot hold, and Dynamo, which may begin with any frame that runs while a
+compiled model does, takes a process group for an object without attributes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+_RULES: Final = "torch._dynamo.trace_rules"
+
+
+def keep_out_of_graphs() -> None:
+    """Have Dynamo skip this package's files: now, or as soon as it is imported, which takes a second or more."""
+    rules = sys.modules.get(_RULES)
+    if rules is not None:
+        _skip(rules)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _skip(rules: Any) -> None:
+    rules.add("paceline")
+
+
+class _Finder(MetaPathFinder):
+    """Finds the module with Dynamo's rules, once."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _RULES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    """Adds to the rules when they are there."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _skip(module)
