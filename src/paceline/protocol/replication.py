@@ -408,6 +408,11 @@ class Replication:
         return len(self._pending)
 
     @property
+    def waiting(self) -> set[object]:
+        """The tokens of pushes that wait: for the servers behind, or for replicas enough."""
+        return {push.token for push in self._pending} | {push.token for push in self._withheld}
+
+    @property
     def inherited(self) -> int | None:
         """The first sum that came from a primary before this one, and that the servers behind do not all have yet.
 

@@ -44,6 +44,12 @@ class IterationBuffer:
         self._pushes: dict[int, dict[int, tuple[int, list[tuple[int, Push, float]]]]] = {}
         self._free: dict[int, list[Floats]] = {}  # arrays of the last iteration, by length
 
+    @property
+    def num_bytes(self) -> int:
+        """How much memory the gradients take."""
+        workers = (pushes for by_worker in self._pushes.values() for _, pushes in by_worker.values())
+        return sum(push[1].nbytes for pushes in workers for _, push, _ in pushes)
+
     def copy(self, selection: Selection, grads: Floats) -> Push:
         """Return a copy of a push that may be kept: all the memory that it needs until its iteration is complete."""
         free = self._free.get(len(grads))

@@ -53,6 +53,12 @@ class ChainPush:
         """Copy the pieces out of the buffer that they were received in, which will be used again."""
         self.pieces = [Piece(piece.table, piece.selection.copy(), piece.floats.copy()) for piece in self.pieces]
 
+    @property
+    def num_bytes(self) -> int:
+        """How much memory its pieces take."""
+        keys = sum(piece.selection.keys.nbytes for piece in self.pieces if piece.selection.keys is not None)
+        return keys + sum(piece.floats.nbytes for piece in self.pieces)
+
     def part(self, tables: ServerTables, buckets: Buckets) -> Sequence[Piece]:
         """Return the pieces of what falls into buckets."""
         if not self.buckets & ~buckets:

@@ -119,6 +119,11 @@ class Replicator:
         return len(self._withheld)
 
     @property
+    def num_waiting_bytes(self) -> int:
+        """How much memory the pushes take that wait for the servers behind, or for replicas enough."""
+        return sum(token.num_bytes for token in self.rules.waiting if isinstance(token, ChainPush))
+
+    @property
     def shortage(self) -> str:
         """In words, a bucket of this primary with too few replicas to acknowledge anything; empty if there is none."""
         return self._withheld.shortage(self.rules, self.rules.primary)

@@ -24,6 +24,7 @@ from paceline.protocol.iterations import Iterations, Sum, Takeover
 from paceline.protocol.replication import AGGREGATE
 from paceline.ps import messages
 from paceline.ps.aggregation import Complete, Push, apply_sum, sum_up
+from paceline.ps.back_pressure import BackPressure
 from paceline.ps.bounds import MAX_CLOCK
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.gatekeeper import Gatekeeper, HeldRead, name_of
@@ -145,6 +146,7 @@ class Server(Handler):
         self._takeover = Takeover()  # where there are no iterations
         self._is_eventual = consistency.tau is None
         self._traffic = Traffic()
+        self._pressure = BackPressure(self._count_held, self._count_ahead, self._is_ahead)
         self._on_map: set[int] = set()
         self._epoch = -1
         self._version = 0
@@ -219,6 +221,7 @@ class Server(Handler):
         """See :meth:`Handler.disconnected`. A cut is not a death: who is dead, the scheduler says."""
         self._replies.pop(peer, None)
         self._traffic.disconnected(peer)
+        self._pressure.disconnected(peer)
         self._gatekeeper.disconnected(peer)
         self._replicator.disconnected(peer)
         if self._early or self._before_clocks:
@@ -255,22 +258,37 @@ class Server(Handler):
     def _is_timely(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
         """Return whether a frame is to be handled now; keep it if it is early. Raises StaleEpochError if it is late."""
         if not self._has_joined:
-            self._early.append((peer, header, bytes(meta), bytearray(body)))
+            self._keep_frame(self._early, peer, header, meta, body)
             return False
         if self._awaits_clocks and header.kind in (TICK, SYNCED, CALL) and peer.hello.role == "worker":
-            self._before_clocks.append((peer, header, bytes(meta), bytearray(body)))
+            self._keep_frame(self._before_clocks, peer, header, meta, body)
             return False
         if header.clock > MAX_CLOCK:
             raise ProtocolError(f"a frame of iteration {header.clock}: they go to {MAX_CLOCK}")
         if header.epoch != self._version and header.kind in _VERSIONED:
             if header.epoch > self._version:
-                self._early.append((peer, header, bytes(meta), bytearray(body)))
+                self._keep_frame(self._early, peer, header, meta, body)
                 return False
             if header.kind in (PULL, PUSH, PUSH_PULL, TICK):
                 raise self._stale()
             if header.kind == SYNCED:  # what was sent before it was refused: it comes again by this map
                 return False
         return True
+
+    def _keep_frame(self, frames: list[_Frame], peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        frames.append((peer, header, bytes(meta), bytearray(body)))
+        self._pressure.note(peer, len(meta) + len(body))
+
+    def _count_held(self) -> int:
+        early = sum(len(meta) + len(body) for _, _, meta, body in (*self._early, *self._before_clocks))
+        return early + self._replicator.num_waiting_bytes
+
+    def _count_ahead(self) -> int:
+        return 0 if self._buffer is None else self._buffer.num_bytes
+
+    def _is_ahead(self, peer: Peer) -> bool:
+        gate = self._gatekeeper.gate
+        return gate.clocks.get(peer.hello.incarnation, 0) > gate.minimum
 
     @must_succeed
     def members_changed(self, cluster: messages.ClusterMap) -> None:
@@ -298,6 +316,7 @@ class Server(Handler):
             if not self._rules.is_in_chain:
                 self._forget_workers()
             early, self._early = self._early, []
+            self._pressure.resume_all()
             self._receive_again(early)
 
     def _forget_workers(self) -> None:
@@ -341,6 +360,7 @@ class Server(Handler):
     def close(self) -> None:
         """Stop the timer and a snapshot that is being taken, and close the connections to other servers."""
         self._gatekeeper.close()
+        self._pressure.close()
         self._snapshots.close()
         self._replicator.close()
 
@@ -405,6 +425,7 @@ class Server(Handler):
             self._iterations = Iterations(self._rules, first_clock)
         self._has_clocks, self._awaits_clocks, self._is_settled = True, False, True
         frames, self._before_clocks = self._before_clocks, []
+        self._pressure.resume_all()
         asyncio.get_running_loop().call_soon(self._receive_again, frames)
 
     # Iterations (sequential consistency).
@@ -602,6 +623,7 @@ class Server(Handler):
         if buckets & ~self._rules.primary:
             raise self._stale()
         self._keep(peer.hello.incarnation, header, table, self._buffer.copy(selection, grads), top, buckets)
+        self._pressure.note(peer, grads.nbytes)
 
     @must_succeed
     def _keep(self, worker: int, header: Header, table: ServerTable, kept: Push, top: float, buckets: Buckets) -> None:
@@ -636,6 +658,7 @@ class Server(Handler):
         push.own()
         table.part.reserve(selection)
         self._replicator.push(push, buckets)
+        self._pressure.note(peer, push.num_bytes)
         table.staleness.applied(worker, clock)
         self._tick_of(worker, header)
 

@@ -89,6 +89,17 @@ class Peer(ABC):
         """
 
     @abstractmethod
+    def pause_receiving(self) -> None:
+        """Take no more from the peer until :meth:`resume_receiving`: what it sends waits there. Idempotent.
+
+        Frames of which a part is here may still come. The peer's end is not noticed either. In memory nothing waits.
+        """
+
+    @abstractmethod
+    def resume_receiving(self) -> None:
+        """Take on from the peer. Idempotent."""
+
+    @abstractmethod
     def close(self) -> None:
         """Close the connection after what was sent has gone out; ``disconnected`` follows. Idempotent.
 

@@ -112,6 +112,14 @@ class FaultyPeer(Peer):
         """See :attr:`Peer.write_backlog_bytes`; what is delayed counts."""
         return sum(held.size for held in self._held) + self._inner.write_backlog_bytes
 
+    def pause_receiving(self) -> None:
+        """See :meth:`Peer.pause_receiving`."""
+        self._inner.pause_receiving()
+
+    def resume_receiving(self) -> None:
+        """See :meth:`Peer.resume_receiving`."""
+        self._inner.resume_receiving()
+
     def close(self) -> None:
         """See :meth:`Peer.close`."""
         self._in_turn(self._inner.close)

@@ -53,6 +53,7 @@ class TransportPeer(Peer):
         self._is_paused = False
         self._is_closing = False
         self._reads = True
+        self._is_held = False  # its reading, by whoever handles its frames
         self._is_opened = is_opened
         self._seal = seal
         self._chunk_bytes = CHUNK_BYTES if seal is None else PIECE_BYTES
@@ -139,6 +140,26 @@ class TransportPeer(Peer):
         """See :attr:`Peer.write_backlog_bytes`."""
         return self._waiting_bytes + self._transport.get_write_buffer_size()
 
+    def pause_receiving(self) -> None:
+        """See :meth:`Peer.pause_receiving`."""
+        self._is_held = True
+        self._read_or_not()
+
+    def resume_receiving(self) -> None:
+        """See :meth:`Peer.resume_receiving`."""
+        self._is_held = False
+        self._read_or_not()
+
+    def _read_or_not(self) -> None:
+        is_full = self._waiting_bytes > (self._max_backlog_bytes if self._reads else self._max_backlog_bytes // 2)
+        reads = not self._is_held and (self._is_opened or not is_full)
+        if reads != self._reads and not self._transport.is_closing():
+            self._reads = reads
+            if reads:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
     def close(self) -> None:
         """See :meth:`Peer.close`."""
         if not self._is_closing:
@@ -179,9 +200,7 @@ class TransportPeer(Peer):
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         self._drain()
-        if self._waiting_bytes > self._max_backlog_bytes and self._reads and not self._is_opened:
-            self._reads = False
-            self._transport.pause_reading()
+        self._read_or_not()
 
     def _drain(self) -> None:
         while self._waiting and not self._is_paused:
@@ -198,6 +217,5 @@ class TransportPeer(Peer):
             self._write(data)
         if self._is_closing and not self._waiting:
             self._transport.close()
-        elif not self._reads and 2 * self._waiting_bytes <= self._max_backlog_bytes:
-            self._reads = True
-            self._transport.resume_reading()
+        elif not self._reads:
+            self._read_or_not()

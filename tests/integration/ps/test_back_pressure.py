@@ -1,0 +1,121 @@
+"""A slow server, worker or scheduler does not fill a server's memory: who sends too much is not read for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.protocol import Consistency, Eventual, Sequential
+from paceline.ps import SGD, Client
+from paceline.ps.bucket_arrays import buckets_of_keys
+
+from .harness import PATIENCE_S, Cluster, Keys, ServerNode, in_threads, wait_until
+
+BUDGET = 1 << 20
+DIM = 4096
+NUM_PUSHES = 400
+RECEIVED_BYTES = 1 << 19  # may be in the receiving buffer when reading stops
+
+
+@contextmanager
+def stopped(node: ServerNode) -> Iterator[None]:
+    """Let a server do nothing at all, as if by SIGSTOP."""
+    assert node.served is not None
+    go_on, begun = threading.Event(), threading.Event()
+
+    def block() -> None:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+
+    node.served.loop.call_soon_threadsafe(block)
+    assert begun.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def key_of(client: Client, rank: int) -> Keys:
+    """Return a key whose primary is the server of that rank."""
+    keys = np.arange(1000, dtype=np.uint64).reshape(-1, 1)
+    return next(key for key in keys if client.owners[buckets_of_keys(key).bit_length() - 1] == rank)
+
+
+def most_held(node: ServerNode, done: Any) -> int:
+    """Return how many bytes a server holds at most until `done` is true."""
+    most = 0
+
+    def look() -> bool:
+        nonlocal most
+        most = max(most, node.call(lambda: node.server._count_held() + node.server._count_ahead()))
+        return bool(done())
+
+    wait_until(look)
+    return most
+
+
+def test_a_replica_that_reads_nothing_does_not_fill_its_primary() -> None:
+    with Cluster(servers=2, workers=2, replicas=1) as cluster:
+        pusher, reader = cluster.connect_all(timeout_s=60.0)
+        first = cluster.nodes[0]
+        first.server._pressure.max_bytes = BUDGET
+        tables = [client.sparse_table("w", dim=DIM, update=SGD(lr=1.0)) for client in (pusher, reader)]
+        key = key_of(pusher, 0)
+        tables[0].push(key, np.ones((1, DIM), np.float32)).wait()
+        grads = np.ones((1, DIM), np.float32)
+        thread = threading.Thread(target=lambda: [tables[0].push(key, grads) for _ in range(NUM_PUSHES)])
+        with stopped(cluster.nodes[1]):
+            thread.start()
+            most = most_held(first, lambda: first.server._pressure.num_paused == 1)
+            assert not np.isnan(tables[1].pull(key)).any()  # others are served
+            assert BUDGET < most <= BUDGET + RECEIVED_BYTES
+        thread.join(PATIENCE_S)
+        pusher.flush()
+        assert (tables[0].pull(key) == -(NUM_PUSHES + 1)).all()
+        assert most_held(first, lambda: first.server._pressure.num_paused == 0) <= BUDGET + RECEIVED_BYTES
+
+
+def test_a_worker_that_is_ahead_waits_for_the_others_and_they_do_not() -> None:
+    with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
+        clients = cluster.connect_all(timeout_s=60.0)
+        node = cluster.nodes[0]
+        node.server._pressure.max_bytes = BUDGET
+        tables = [client.sparse_table("w", dim=DIM, update=SGD(lr=1.0)) for client in clients]
+        grads = np.ones((1, DIM), np.float32)
+
+        def run(rank: int) -> None:
+            for _ in range(NUM_PUSHES):
+                tables[rank].push([5], grads, tick=True)
+
+        ahead = threading.Thread(target=lambda: run(0))
+        ahead.start()
+        most = most_held(node, lambda: node.server._pressure.num_paused == 1)
+        assert BUDGET < most <= BUDGET + RECEIVED_BYTES
+        run(1)
+        ahead.join(PATIENCE_S)
+        assert not ahead.is_alive()
+        assert in_threads(*[lambda table=table: float(table.pull([5])[0, 0]) for table in tables]) == [
+            -2.0 * NUM_PUSHES,
+            -2.0 * NUM_PUSHES,
+        ]
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+def test_a_replica_that_is_declared_dead_sets_its_primary_free(consistency: Consistency) -> None:
+    with Cluster(servers=2, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
+        client = cluster.connect(timeout_s=60.0)
+        first, second = cluster.nodes
+        first.server._pressure.max_bytes = BUDGET
+        table = client.sparse_table("w", dim=DIM, update=SGD(lr=1.0))
+        key, grads = key_of(client, 0), np.ones((1, DIM), np.float32)
+        table.push(key, grads, tick=True).wait()
+        with stopped(second):
+            for _ in range(NUM_PUSHES):
+                table.push(key, grads, tick=True)
+            assert (table.pull(key) == -(NUM_PUSHES + 1)).all()
+            second.link.close()
