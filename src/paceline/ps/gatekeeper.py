@@ -203,7 +203,12 @@ class Gatekeeper:
         return True
 
     def check_member(self, peer: Peer) -> None:
-        """Raise PeerError if a process has left or is dead."""
+        """Raise PeerError if a process has left or is dead, or never was one: sums of iterations go by number 0."""
+        if peer.hello.incarnation < 1:
+            raise PeerError(
+                f"{name_of(peer)} is no member of the cluster (incarnation {peer.hello.incarnation}): server "
+                f"{self._tables.rank} takes nothing from it; connect to the scheduler first"
+            )
         if peer.hello.incarnation in self._gone:
             raise self._not_a_member(peer)
 

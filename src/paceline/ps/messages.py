@@ -7,12 +7,15 @@ or by an ERROR frame of the transport. A NOTICE is a control message that wants 
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from paceline.errors import ProtocolError, UsageError
-from paceline.protocol.buckets import count, from_bytes
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import ALL, count, from_bytes
 from paceline.protocol.chains import ChainGroup
 from paceline.ps import snapshot_messages
 from paceline.ps.bounds import (
@@ -113,6 +116,13 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
             raise UsageError(f"a chain of servers {chain} has one of them twice")
 
 
+def _check_groups(groups: tuple[GroupInfo, ...]) -> None:
+    """Raise UsageError unless each bucket is in exactly one of some groups; there may be no groups."""
+    sets = [from_bytes(group.buckets) for group in groups]
+    if groups and (sum(map(count, sets)) != NUM_BUCKETS or functools.reduce(operator.or_, sets) != ALL):
+        raise UsageError(f"a map of {len(groups)} groups of chains does not name each of {NUM_BUCKETS} buckets once")
+
+
 class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A view (:class:`paceline.protocol.scheduler.View`). The scheduler sends it as a NOTICE when it is committed."""
 
@@ -130,6 +140,9 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the workers were left out, as they are in what workers get."""
     num_waiting: int = 0
     """While the cluster is forming: how many of its servers have come."""
+
+    def __post_init__(self) -> None:
+        _check_groups(self.groups)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -168,6 +181,9 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     gone: tuple[int, ...] = ()
     groups: tuple[GroupInfo, ...] | None = None
     """None: as before."""
+
+    def __post_init__(self) -> None:
+        _check_groups(self.groups or ())
 
     def apply(self, base: ClusterMap) -> ClusterMap:
         """Return the map that this makes of `base`. Raises ProtocolError if it is of another one."""

@@ -60,6 +60,7 @@ class _Taking:
         self._num_writing = 0
         self._stands_still = False
         self._directory = Path(request.directory)
+        self._prefix = f"s{tables.rank}-r{request.round}"
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-snapshot")
         parts = [tables.find(number).part for number in request.tables]
@@ -88,10 +89,7 @@ class _Taking:
         todo = []
         for number in self._request.tables:
             part = watch(self._tables.find(number))
-            if strange := mine & ~part.held:
-                self._fail(f"bucket {next(buckets_in(strange))} does not lie on it (any more)")
-                return
-            rest = mine
+            rest = mine & part.held
             for earlier in self._request.whole:
                 if kept := part.unchanged_since(earlier) & rest:
                     self.kept.append(KeptBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
@@ -132,14 +130,17 @@ class _Taking:
         number, bucket = self._todo.pop()
         start = time.perf_counter()
         try:
-            gathered.add(bucket, *self._copy(number, bucket))
+            copy = self._copy(number, bucket)
+            if copy is not None:
+                gathered.add(bucket, *copy)
         except (UsageError, MemoryError) as error:
             self._fail(str(error) or "no memory for a copy of a bucket")
             return
         # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
         self._loop.call_later(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02), self._step)
 
-    def _copy(self, number: int, bucket: int) -> tuple[Keys, Floats]:
+    def _copy(self, number: int, bucket: int) -> tuple[Keys, Floats] | None:
+        """Return a bucket; None if it has moved to another server."""
         moment = self._moments.get(number)
         if moment is not None:
             keys, records = moment.read(bucket)
@@ -148,7 +149,7 @@ class _Taking:
             return keys, records
         part = watch(self._tables.find(number))
         if not part.held >> bucket & 1:
-            raise UsageError(f"bucket {bucket} does not lie on it any more")
+            return None
         keys, records = part.part.read_bucket(bucket)
         part.note_written(self.number, 1 << bucket)
         return keys, records
@@ -160,7 +161,7 @@ class _Taking:
 
     def _write(self, gathered: PartBuffer) -> None:
         name = self._tables.find(self._table).part.spec.name
-        file = f"{self._request.folder}/s{self._tables.rank}-t{self._table}-{self._num_parts:05d}.safetensors"
+        file = f"{self._request.folder}/{self._prefix}-t{self._table}-{self._num_parts:05d}.safetensors"
         self._num_parts += 1
         self._num_writing += 1
         future = self._pool.submit(write_part, self._directory, file, name, gathered)
@@ -209,7 +210,7 @@ class _Taking:
 
     def _remove(self) -> None:
         # If it is not dropped the folder stays, or another server would have none, and tell of that.
-        folder, names = self._directory / self._request.folder, f"s{self._tables.rank}-t*.safetensors"
+        folder, names = self._directory / self._request.folder, f"{self._prefix}-t*.safetensors"
         pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-snapshot")
         pool.submit(_remove_files, folder, names, self._is_dropped)
         pool.shutdown(wait=False)

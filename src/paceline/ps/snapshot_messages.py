@@ -79,6 +79,7 @@ def shards_in(done: Iterable[DoneShards]) -> Iterator[tuple[int, int, int]]:
 class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Write your buckets to `folder` of `directory`, beside serving. Answered by SnapshotBegun.
 
+    One that is not (any more) on this server is left out: its coordinator asks whoever leads it then, in another round.
     A bucket that has not changed since snapshot n, one of `whole`, is not written again. With `boundary` (sequential
     consistency) what is written is the state after so many iterations.
     """
@@ -91,6 +92,8 @@ class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The set of buckets that are this server's to write."""
     whole: tuple[Natural, ...] = ()
     boundary: Clock | None = None
+    round: Natural = 0
+    """Which one it is of this snapshot: files of different rounds have different names."""
 
 
 class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):

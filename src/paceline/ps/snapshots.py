@@ -12,12 +12,16 @@ as it was at some moment while the snapshot was taken.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import operator
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ModelError, PeerError, UsageError
+from paceline.errors import ConnectionLostError, ModelError, PeerError, StaleEpochError, UsageError
 from paceline.protocol import NUM_BUCKETS, Sequential
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, count, from_bytes, to_bytes
 from paceline.ps.client import Client
@@ -53,6 +57,9 @@ from paceline.ps.snapshot_messages import (
 FULL_EVERY = 10
 """Every so many snapshots one does not refer to earlier ones."""
 _MARGINS = (2, 16, 256, 4096)  # iterations: how far ahead a boundary is chosen, should it be too late at some server
+_PATIENCE_S = 120.0
+"""How long a snapshot may take in whose course buckets move."""
+_MAX_ROUNDS = 64
 
 
 # The directory.
@@ -125,12 +132,8 @@ def shares_of(client: Client) -> Iterator[tuple[ServerConnection, Buckets]]:
     yield from zip(client.connections, client.routes.leads, strict=True)
 
 
-def _placing(client: Client) -> list[tuple[int, Buckets]]:
-    return [(connection.incarnation, buckets) for connection, buckets in shares_of(client)]
-
-
 class _Under:
-    """A snapshot that is being taken."""
+    """A snapshot that is being taken, in rounds: what moved or was lost in one is taken in the next."""
 
     def __init__(
         self, number: int, full: bool, tables: list[tuple[int, TableSpec]], account: JobAccount | None,
@@ -142,13 +145,19 @@ class _Under:
         self.account = account
         self.training = training
         self.iteration: int | None = None
-        self.placing: list[tuple[int, Buckets]] = []
+        self.round = -1
+        self.version = 0
+        """Of the map by which servers were asked last."""
+        self.begun_s = time.monotonic()
         self.waits: list[ServerConnection] = []
         self.states: list[SnapshotState] = []
 
 
 class SnapshotTaker:
     """Has a cluster's servers write snapshots to a directory that they all see, one at a time.
+
+    Buckets may move, servers die, join and leave meanwhile: what is missing then is taken from those that lead it by
+    the newest map. Under sequential consistency, where that would be of another iteration, all is taken again.
 
     No call waits for more than the servers' next pause between requests. All raise SnapshotWriteError for a snapshot
     that does not come about, of which nothing is left then; what is wrong with the cluster is raised as ever.
@@ -188,59 +197,60 @@ class SnapshotTaker:
         if isinstance(client.consistency, Sequential):
             self._begin_ahead(self._under)
         else:
-            for begun in self._ask_all(self._under, None):
-                assert begun.begun
-        return number
+            self._ask(self._under, ALL, None)
+        return self._under.number
 
     def _begin_ahead(self, under: _Under) -> None:
         """Have it taken at the end of an iteration that is still ahead on every server."""
         clock = 0
         for margin in (0, *_MARGINS):
-            answers = self._ask_all(under, clock + margin)
+            answers = self._ask(under, ALL, clock + margin)
             if all(answer.begun for answer in answers):
                 under.iteration = clock + margin
                 return
             clock = max(answer.clock for answer in answers)
         raise self._failed("iterations end quicker than servers can be told of one")
 
-    def _ask_all(self, under: _Under, boundary: int | None) -> list[SnapshotBegun]:
-        whole = () if under.full else tuple(self._whole)
+    def _ask(self, under: _Under, wanted: Buckets, boundary: int | None) -> list[SnapshotBegun]:
+        """Have the servers write what they lead of some buckets, in another round."""
+        whole = () if under.full or under.states else tuple(self._whole)
         under.waits = []
-        under.placing = _placing(self._client)
+        under.round += 1
         answers = []
         with self._client.lock:
-            for connection, buckets in shares_of(self._client):
+            shares = list(shares_of(self._client))
+            under.version = self._client.routes.version
+            for connection, buckets in shares:
+                if not buckets & wanted:
+                    continue
                 request = TakeSnapshot(
                     number=under.number,
                     directory=str(self.directory),
                     folder=folder_name(under.number),
                     tables=tuple(number for number, _ in under.tables),
-                    buckets=to_bytes(buckets),
+                    buckets=to_bytes(buckets & wanted),
                     whole=whole,
                     boundary=boundary,
+                    round=under.round,
                 )
-                answers.append(connection.call(request, SnapshotBegun)[0])
-                under.waits.append(connection)
+                with contextlib.suppress(StaleEpochError, ConnectionLostError):  # what it leads is missing then
+                    answers.append(connection.call(request, SnapshotBegun)[0])
+                    under.waits.append(connection)
         return answers
 
     def poll(self) -> SnapshotManifest | None:
         """Return the snapshot that is being taken if it is there now, else None."""
         under = self._under
         assert under is not None
-        client = self._client
-        with client.lock:
-            if under.placing != _placing(client):
-                raise self._failed("buckets have moved to other servers meanwhile")
-            for connection in list(under.waits):
-                state = connection.call(GetSnapshotState(number=under.number), SnapshotState)[0]
-                if state.error:
-                    raise self._failed(f"server {connection.rank}: {state.error}")
-                if state.done:
-                    under.states.append(state)
-                    under.waits.remove(connection)
+        self._hear(under)
         if under.waits:
             return None
-        manifest = self._assemble(under)
+        tables = {spec.name: self._gather(under, number, spec) for number, spec in under.tables}
+        missing = ALL & ~functools.reduce(operator.and_, (covered for _, covered in tables.values()), ALL)
+        if missing:
+            self._take_again(under, missing)
+            return None
+        manifest = self._assemble(under, {name: uses for name, (uses, _) in tables.items()})
         try:
             self._folder.commit(manifest)
         except OSError as error:
@@ -249,6 +259,48 @@ class SnapshotTaker:
         self._whole = [manifest.number] if under.full else [*self._whole, manifest.number]
         self._under = None
         return manifest
+
+    def _hear(self, under: _Under) -> None:
+        """Ask the servers that are not through how far they are."""
+        client = self._client
+        with client.lock:
+            connections = client.connections
+            client.check_there(ALL)
+            for connection in list(under.waits):
+                if connection not in connections:
+                    under.waits.remove(connection)
+                    continue
+                try:
+                    state = connection.call(GetSnapshotState(number=under.number), SnapshotState)[0]
+                except (StaleEpochError, ConnectionLostError):  # it is gone, and what it wrote is not known
+                    under.waits.remove(connection)
+                    continue
+                if state.error:
+                    raise self._failed(f"server {connection.rank}: {state.error}")
+                if state.done:
+                    under.states.append(state)
+                    under.waits.remove(connection)
+
+    def _take_again(self, under: _Under, missing: Buckets) -> None:
+        """Have buckets that have moved taken by those that lead them now, once it is known who does."""
+        if time.monotonic() - under.begun_s > _PATIENCE_S or under.round >= _MAX_ROUNDS:
+            raise self._failed(f"{count(missing)} buckets went on moving to other servers")
+        if self._client.routes.version == under.version:
+            return  # the map by which they have moved is on its way
+        if under.iteration is None:
+            self._ask(under, missing, None)
+            return
+        begun_s, round_before = under.begun_s, under.round
+        self.give_up()
+        again = self._under = _Under(
+            self._folder.next_number(), under.full, under.tables, under.account, under.training
+        )
+        again.begun_s, again.round = begun_s, round_before
+        try:
+            self._folder.make(again.number)
+        except OSError as error:
+            raise self._failed(describe_failure(self.directory, error)) from None
+        self._begin_ahead(again)
 
     def give_up(self) -> None:
         """Take none after all, if one is being taken."""
@@ -276,22 +328,32 @@ class SnapshotTaker:
         self.give_up()
         return SnapshotWriteError(f"snapshot {number} was not taken: {reason}")
 
-    def _assemble(self, under: _Under) -> SnapshotManifest:
+    def _gather(
+        self, under: _Under, number: int, spec: TableSpec
+    ) -> tuple[list[tuple[SnapshotPart, Buckets]], Buckets]:
+        """Return what there is of a table by now: parts and the buckets to use of each; and all these buckets."""
+        covered = 0
+        used: dict[str, tuple[SnapshotPart, Buckets]] = {}
+        found: list[tuple[SnapshotPart, Buckets]] = []
+        for state in under.states:
+            found += [(part, bucket_set(part.buckets)) for part in state.parts if part.table == spec.name]
+            for kept in state.kept:
+                if kept.table == number and self._newest is not None:  # which uses the same part: nothing has changed
+                    found += _parts_of(self._newest, spec.name, kept.number, from_bytes(kept.buckets))
+        for part, buckets in found:
+            fresh = buckets & ~covered  # a bucket that was taken by two servers, of one of them
+            if fresh:
+                used[part.file] = part, used.get(part.file, (part, 0))[1] | fresh
+                covered |= fresh
+        return list(used.values()), covered
+
+    def _assemble(self, under: _Under, uses: dict[str, list[tuple[SnapshotPart, Buckets]]]) -> SnapshotManifest:
         from paceline.version import __version__
 
-        used: dict[str, dict[str, tuple[SnapshotPart, Buckets]]] = {spec.name: {} for _, spec in under.tables}
-        names = {number: spec.name for number, spec in under.tables}
-        for state in under.states:
-            for part in state.parts:
+        for part, _ in itertools.chain.from_iterable(uses.values()):
+            if part.file.startswith(f"{folder_name(under.number)}/"):
                 self._check_seen(part)
-                used[part.table][part.file] = part, bucket_set(part.buckets)
-            for kept in state.kept:
-                name = names[kept.table]
-                assert self._newest is not None  # which uses the same part: nothing has changed since
-                for part, buckets in _parts_of(self._newest, name, kept.number, from_bytes(kept.buckets)):
-                    known = used[name].get(part.file, (part, 0))[1]
-                    used[name][part.file] = part, known | buckets
-        tables = tuple(self._make_table(spec, list(used[spec.name].values())) for _, spec in under.tables)
+        tables = tuple(_make_table(spec, uses[spec.name]) for _, spec in under.tables)
         return SnapshotManifest(
             format=FORMAT,
             version=FORMAT_VERSION,
@@ -315,18 +377,11 @@ class SnapshotTaker:
                 "must share that directory"
             )
 
-    def _make_table(self, spec: TableSpec, parts: list[tuple[SnapshotPart, Buckets]]) -> SnapshotTable:
-        covered = 0
-        rows = 0
-        for part, buckets in parts:
-            if covered & buckets:
-                raise self._failed(f"table {spec.name!r} has buckets that two servers wrote: they moved meanwhile")
-            covered |= buckets
-            rows += sum(n for bucket, n in zip(part.buckets, part.rows, strict=True) if buckets >> bucket & 1)
-        if covered != ALL:
-            raise self._failed(f"{count(ALL & ~covered)} buckets of table {spec.name!r} were written by no server")
-        uses = tuple(PartUse(part=part, buckets=tuple(buckets_in(buckets))) for part, buckets in parts)
-        return SnapshotTable(spec=spec, rows=rows, num_buckets=NUM_BUCKETS, uses=uses)
+
+def _make_table(spec: TableSpec, parts: list[tuple[SnapshotPart, Buckets]]) -> SnapshotTable:
+    rows = sum(n for part, buckets in parts for b, n in zip(part.buckets, part.rows, strict=True) if buckets >> b & 1)
+    uses = tuple(PartUse(part=part, buckets=tuple(buckets_in(buckets))) for part, buckets in parts)
+    return SnapshotTable(spec=spec, rows=rows, num_buckets=NUM_BUCKETS, uses=uses)
 
 
 def _parts_of(

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.errors import ProtocolError, StaleEpochError, UsageError
+from paceline.errors import PeerError, ProtocolError, StaleEpochError, UsageError
 from paceline.protocol import BoundedDelay, Sequential
 from paceline.ps import SGD, messages
 from paceline.ps.messages import CALL, CLOCKS, PULL, PUSH, SYNCED, TICK, TICKS
@@ -57,6 +57,28 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
         channel.close()
         table.push(keys, ones, tick=True).wait()
         assert (table.pull(keys) == -1).all()
+
+
+@pytest.mark.parametrize("incarnation", [0, -1])
+def test_a_process_that_is_no_member_pushes_nothing(incarnation: int) -> None:
+    """The sums of iterations go by incarnation 0: what it pushed would pass for them, and they for repeated."""
+    with Cluster(servers=2, replicas=1, consistency=Sequential()) as cluster:
+        client = cluster.connect()
+        table = client.dense_table("d", size=1000, update=SGD(lr=1.0))
+        served = cluster.nodes[0].served
+        assert served is not None
+        channel = cluster.transport.connect(served.endpoint, Hello(role="worker", incarnation=incarnation))
+        for bucket in range(500):
+            body = (keys_of(bucket), floats(1))
+            channel.send_frame(PUSH, request=2, epoch=1, sequence=100, table=table.number, body=body)
+            with pytest.raises(PeerError):
+                channel.receive_frame(10)
+        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        with pytest.raises(PeerError, match="is no member of the cluster"):
+            channel.receive_frame(10)
+        channel.close()
+        table.push(np.ones(1000, np.float32), tick=True).wait()
+        assert (table.pull() == -1).all()
 
 
 def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
