@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -20,15 +20,17 @@ from paceline.ps.messages import TableSpec
 from paceline.ps.sparse_store import Floats, Keys
 
 
-def read_records(client: Client, spec: TableSpec) -> Iterator[tuple[Keys, Floats]]:
-    """Yield a table's keys (uint64 [n]) and records (float32 [n, words]) by buckets that hold something.
+def read_records(
+    client: Client, spec: TableSpec, buckets: Iterable[int] = range(NUM_BUCKETS)
+) -> Iterator[tuple[Keys, Floats]]:
+    """Yield a table's keys (uint64 [n]) and records (float32 [n, words]) by those of `buckets` that hold something.
 
     A record is the values of a key, then the state of the table's update rule. What workers push meanwhile may or may
     not be part of it.
     """
     handle = client.open_table(spec)
     client.flush()
-    for bucket in range(NUM_BUCKETS):
+    for bucket in buckets:
         with client.lock:
             rows, body = client.retry(partial(_read_bucket, client, handle.number, bucket))
         if len(body) != rows * (8 + 4 * spec.record_words):

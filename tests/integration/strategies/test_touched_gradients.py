@@ -195,7 +195,7 @@ def test_a_change_of_a_rank_s_own_gradients_is_refused(cluster: LocalCluster) ->
         with ParameterServer() as strategy, contextlib.ExitStack() as held:
             model, optimizer = strategy.prepare(*make())
             held.enter_context(strategy.no_sync())
-            with pytest.raises(UsageError, match=r"this rank's own, for every backward\(\) was within no_sync\(\)"):
+            with pytest.raises(UsageError, match=r"this rank's own, for no backward\(\) outside no_sync\(\)"):
                 train((model, optimizer), clip_norm, rank)
 
     run(check)
@@ -231,5 +231,58 @@ def test_a_copy_of_a_model_is_watched_no_more(cluster: LocalCluster) -> None:
             copies = [copy.deepcopy(model), copy.copy(model)]
             assert {type(each) for each in copies[0].parameters()} == {nn.Parameter}
         assert {type(each) for each in model.parameters()} == {nn.Parameter}
+
+    run(check)
+
+
+def test_ranks_that_write_different_values_are_told(cluster: LocalCluster) -> None:
+    def check(rank: int) -> None:
+        with ParameterServer() as strategy:
+            model, optimizer = strategy.prepare(*make())
+            with torch.no_grad():
+                model[2].weight.fill_(float(rank))
+            with pytest.raises(UsageError, match=r"'2.weight' was written to after prepare\(\), and rank 1 has other"):
+                train((model, optimizer), lambda *_: None, rank)
+
+    run(check)
+
+
+def test_parameters_are_written_before_the_first_step_under_bounded_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with paceline.local_cluster(workers=2, consistency=BoundedDelay(tau=1)) as cluster:
+        _join(cluster, monkeypatch)
+
+        def check(rank: int) -> None:
+            with ParameterServer() as strategy:
+                model, optimizer = strategy.prepare(*make())
+                nn.init.constant_(model[2].bias, 100.0)
+                train((model, optimizer), lambda *_: None, rank)
+                assert model[2].bias.item() > 1.0
+                nn.init.zeros_(model[2].bias)
+                with pytest.raises(
+                    UsageError, match=rf"rank {rank}: parameter '2.bias' was written .* bounded:1 others'"
+                ):
+                    train((model, optimizer), lambda *_: None, rank)
+
+        run(check)
+
+
+def test_whatever_is_done_with_a_parameter_waits_for_its_values(cluster: LocalCluster) -> None:
+    """References of the program's own too, in lists, and to a version that counts as changed."""
+
+    def check(rank: int) -> None:
+        with ParameterServer() as strategy:
+            model, optimizer = strategy.prepare(*make())
+            kept = list(model.parameters())
+            mean = [each.detach().clone() for each in kept]
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                inputs = INPUTS[step, rank]
+                torch.autograd.backward(model(inputs).square().mean())
+                versions = [each._version for each in kept]
+                optimizer.step()
+                torch._foreach_lerp_(mean, kept, 1.0)
+                assert all(each._version > version for each, version in zip(kept, versions, strict=True))
+                for one, each in zip(mean, model.state_dict().values(), strict=True):
+                    assert torch.equal(one, each)
 
     run(check)

@@ -8,7 +8,7 @@ parameters, or a part of a large one.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.ps import Client, DenseTable, UpdateRule, read_records, write_records
+from paceline.ps.ranges import bucket_width
 from paceline.torch.strategies._ranks import Ranks
-from paceline.torch.strategies._watched import GradientWatch, gradient_of
+from paceline.torch.strategies._watched import GradientWatch, ValueWatch, gradient_of, memory_of
 from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch
 
 Floats = npt.NDArray[np.float32]
@@ -31,19 +32,6 @@ _WRITTEN_AT_ONCE = 1 << 21  # elements
 class Slot:
     """Where a parameter lies: elements [start, start + size) of the table of its group."""
 
-    __slots__ = (
-        "address",
-        "buckets",
-        "gradient",
-        "group",
-        "name",
-        "num_backward",
-        "number",
-        "parameter",
-        "size",
-        "start",
-    )
-
     def __init__(self, parameter: nn.Parameter, name: str, number: int, group: int, start: int) -> None:
         self.parameter = parameter
         self.name = name
@@ -51,10 +39,12 @@ class Slot:
         self.group = group
         self.start = start
         self.size = parameter.numel()
-        self.address = (parameter.data_ptr(), parameter.shape, parameter.dtype)
+        self.kind = (parameter.shape, parameter.dtype, parameter.device)
         self.buckets: list[Bucket] = []
         self.num_backward = 0  # how often backward has reached it in this iteration
         self.gradient = GradientWatch(parameter)
+        self.values = ValueWatch(parameter)
+        self.wait_for_values: Callable[[], None] = _wait_for_nothing
 
     @property
     def grad(self) -> Tensor | None:
@@ -62,18 +52,21 @@ class Slot:
         return gradient_of(self.parameter)
 
     def check_unchanged(self, rank: int) -> None:
-        """Raise UsageError if the parameter's memory, shape or dtype is another than at the start."""
+        """Raise UsageError if the parameter's shape, dtype or device is another than at the start."""
         parameter = self.parameter
-        if (parameter.data_ptr(), parameter.shape, parameter.dtype) != self.address:
+        if (parameter.shape, parameter.dtype, parameter.device) != self.kind:
             raise UsageError(
-                f"rank {rank}: parameter {self.name!r} was replaced after prepare(): it was "
-                f"{_describe(*self.address[1:])} and is {_describe(parameter.shape, parameter.dtype)}, perhaps "
-                "elsewhere in memory; make such changes before"
+                f"rank {rank}: parameter {self.name!r} was replaced after prepare(): it was {_describe(*self.kind)} "
+                f"and is {_describe(parameter.shape, parameter.dtype, parameter.device)}; make such changes before"
             )
 
 
-def _describe(shape: Any, dtype: Any) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+def _wait_for_nothing() -> None:
+    pass
+
+
+def _describe(shape: Any, dtype: Any, device: Any) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
 
 
 class Bucket:
@@ -205,8 +198,18 @@ class DenseTables:
                     self._write_slot(slot, table, planes)
         self._ranks.barrier()
 
+    def assign(self, slots: Iterable[Slot]) -> None:
+        """Write the values of `slots`; the optimizer's state stays. One rank calls it while nobody's pushes apply."""
+        for slot in slots:
+            table = self.tables[slot.group]
+            assert table is not None
+            planes = np.empty((num_planes(self.rules[slot.group]), slot.size), np.float32)
+            if len(planes):
+                planes = self._read(table, slot.start, slot.start + slot.size)[1:]
+            self._write_slot(slot, table, planes)
+
     def _write_slot(self, slot: Slot, table: DenseTable, planes: Floats) -> None:
-        values = slot.parameter.detach().to("cpu", torch.float32).reshape(-1).numpy()
+        values = memory_of(slot.parameter).to("cpu", torch.float32).reshape(-1).numpy()
         for first in range(0, slot.size, _WRITTEN_AT_ONCE):
             part = slice(first, min(first + _WRITTEN_AT_ONCE, slot.size))
             keys = np.arange(slot.start + part.start, slot.start + part.stop, dtype=np.uint64)
@@ -214,12 +217,16 @@ class DenseTables:
 
     def read_all(self, table: DenseTable) -> Floats:
         """Return a table's values and state planes, float32 [1 + num_planes, size]."""
+        return self._read(table, 0, table.size)
+
+    def _read(self, table: DenseTable, start: int, stop: int) -> Floats:
         words = 1 + num_planes(self.rules[self.tables.index(table)])
+        width = bucket_width(table.size)
         planes = np.empty((words, table.size), np.float32)
-        for keys, records in read_records(self._client, table.spec):
+        for keys, records in read_records(self._client, table.spec, range(start // width, -(-stop // width))):
             if len(keys):
                 planes[:, int(keys[0]) : int(keys[-1]) + 1] = records.T
-        return planes
+        return planes[:, start:stop]
 
     def read_state(self) -> dict[int, dict[str, Any]]:
         """Return the state of every parameter as torch's optimizer keeps it, by the parameter's number."""

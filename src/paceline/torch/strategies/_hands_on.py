@@ -22,6 +22,7 @@ from paceline.torch.strategies._watched import set_gradient
 
 _CALM_STEPS = 3  # without an access to gradients, before they are sent early
 _NEVER = -(1 << 30)  # so many that it stays below whatever is added
+_LOOP = "is in backward(), or past the loop"
 _AT_ONCE = 1 << 20  # elements
 
 
@@ -48,7 +49,7 @@ class HandsOn:
     @property
     def averages(self) -> bool:
         """Whether ``backward()`` ends with gradients averaged over the ranks."""
-        return self._joins and not (self.is_early or self._is_uneven or self._some_left)
+        return self._joins and not self.is_early and self.all_take_part
 
     @property
     def state(self) -> list[Any]:
@@ -60,6 +61,11 @@ class HandsOn:
         self.is_early = self.is_early and all(is_early for (is_early,) in states)
         self._is_uneven = is_uneven
         self._some_left = False
+
+    @property
+    def all_take_part(self) -> bool:
+        """Whether all ranks are known to take part in every iteration."""
+        return not (self._is_uneven or self._some_left)
 
     @property
     def _refuses(self) -> bool:
@@ -98,7 +104,8 @@ class HandsOn:
         assert group is not None
         if any(slot.gradient.was_changed for slot in self._slots):  # by a hook behind that of the strategy
             self._num_calm = _NEVER
-        told = self._ranks.exchange([True, self._num_calm, bytes(slot.grad is not None for slot in self._slots)])
+        has_gradient = bytes(slot.grad is not None for slot in self._slots)
+        told = self._ranks.exchange_as(_LOOP, [True, self._num_calm, has_gradient])
         if not all(is_in for is_in, _, _ in told):
             self._some_left = True
             return
@@ -115,7 +122,7 @@ class HandsOn:
     def meet(self) -> None:
         """Wait until no rank averages any more: before all do anything else together, and some may be in the loop."""
         if self._joins and not self.is_early and not self._is_uneven:
-            while any(is_in for is_in, _, _ in self._ranks.exchange([False, 0, b""])):
+            while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass
 
     def end(self) -> None:
@@ -135,14 +142,14 @@ class HandsOn:
                 "and had been sent during backward(), for the steps before did not touch gradients: make the strategy "
                 "with ParameterServer(overlap=False), or do so from the first step on"
             )
-        if self._is_uneven or self._some_left:
+        if not self.all_take_part:
             return text + (
                 "and is not that of the whole batch, for the ranks have unequal numbers of batches: give the ranks "
                 "equally many, or change the loss instead"
             )
         return text + (
-            "and is this rank's own, for every backward() was within no_sync(): have the last one outside, or use "
-            "strategy.accumulate(is_last)"
+            "and is this rank's own, for no backward() outside no_sync() has left it: have the last one outside, or "
+            "use strategy.accumulate(is_last)"
         )
 
     def begin(self) -> None:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+import torch
+
 from paceline.errors import PacelineError, UsageError
 from paceline.ps import Client, Ticket
 from paceline.torch.strategies._dense_tables import Bucket, DenseTables
@@ -102,7 +104,8 @@ class PushPull:
                 return
             if self._failure is None:
                 try:
-                    job()
+                    with torch._C.DisableTorchFunctionSubclass():  # parameters wait for what is done here
+                        job()
                 except BaseException as error:
                     self._fail(error)
 

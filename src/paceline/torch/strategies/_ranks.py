@@ -81,6 +81,17 @@ class Ranks:
         """Return every rank's `value` (what msgpack can hold), by rank."""
         return [value] if self.group is None else self.group.all_gather_objects(value)
 
+    def exchange_as(self, doing: str, value: Any) -> list[Any]:
+        """Do as :meth:`exchange` where ranks may be at different places of the program: `doing` says where.
+
+        Raises UsageError on every rank if they are.
+        """
+        told = self.exchange([doing, value])
+        for rank, (theirs, _) in enumerate(told):
+            if theirs != told[0][0]:
+                raise UsageError(f"rank {rank} {theirs}, and rank 0 {told[0][0]}: have every rank do the same")
+        return [value for _, value in told]
+
     def agree(self, value: Any, describe: Callable[[int, Any, Any], str]) -> None:
         """Raise UsageError on every rank unless all have the same `value`.
 

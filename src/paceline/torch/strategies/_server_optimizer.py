@@ -14,17 +14,23 @@ from paceline.errors import UsageError
 class ServerOptimizer(Optimizer):
     """Stands for the user's optimizer: has its parameter groups, hooks and schedulers, and another step.
 
-    The state (momentum and the like) lies on the servers: ``state_dict()`` has the hyperparameters alone, and
-    ``strategy.save`` both.
+    The state (momentum and the like) lies on the servers: ``state_dict()`` reads it there.
     """
 
     _step_supports_amp_scaling = False  # GradScaler divides the gradients itself, whatever a fused optimizer could do
 
     # Optimizer.__init__ is not called: what is not defined here, attributes included, is the user's optimizer's.
 
-    def __init__(self, inner: Optimizer, step: Callable[[], None], load: Callable[[dict[int, Any]], None]) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        step: Callable[[], None],
+        read: Callable[[], dict[int, dict[str, Any]]],
+        load: Callable[[dict[int, Any]], None],
+    ) -> None:
         self.inner = inner
         self._step = step
+        self._read = read
         self._load = load
 
     def __getattr__(self, name: str) -> Any:
@@ -49,13 +55,24 @@ class ServerOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hyperparameters as torch does; the state of the parameters is on the servers."""
-        return self.inner.state_dict()
+        """Return hyperparameters and state as torch does; one rank may call it by itself."""
+        return {**self.inner.state_dict(), "state": self._read()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state that torch's optimizer has saved, to the servers; every rank calls it."""
         self.inner.load_state_dict({**state_dict, "state": {}})
         self._load(state_dict["state"])
+
+    @property
+    def state(self) -> Any:
+        """Raise UsageError: it is on the servers, and what is written here would not count."""
+        raise UsageError(
+            "optimizer.state is on the servers: read it by optimizer.state_dict(), and set it by load_state_dict()"
+        )
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.state  # noqa: B018
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UsageError: what lies on the servers is settled by prepare()."""

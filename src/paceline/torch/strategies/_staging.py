@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.torch.strategies._dense_tables import Bucket, Slot
+from paceline.torch.strategies._watched import memory_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -95,7 +96,7 @@ class Staging:
         """Return where a bucket's values are to be received."""
         slot = bucket.slots[0]
         if self._is_direct(bucket):
-            array: Floats = slot.parameter.detach().view(-1).numpy()
+            array: Floats = memory_of(slot.parameter).view(-1).numpy()
             return array[bucket.start - slot.start : bucket.stop - slot.start]
         if bucket in self._copied:
             self._copied[bucket].synchronize()
@@ -117,7 +118,7 @@ class Staging:
         buffer = self._buffer(bucket)
         with torch.no_grad():
             for slot, source, target in _pieces(bucket):
-                values = slot.parameter.detach()
+                values = memory_of(slot.parameter)
                 if values.is_contiguous():
                     values.view(-1)[source].copy_(buffer[target], non_blocking=self._is_cuda)
                 else:

@@ -1,4 +1,4 @@
-"""Parameters that note what the program does to their gradients, between ``backward()`` and ``optimizer.step()``.
+"""Parameters that note what the program does to their gradients and values, and wait for values on their way.
 
 A tensor counts its versions, but not what is done through ``.data``, nor what some operations do (``GradScaler``'s).
 All of these begin with an access to an attribute of the parameter, and that is what its class notes here.
@@ -17,23 +17,55 @@ if TYPE_CHECKING:
 
 _SLOT = "_paceline_slot"
 _grad: Any = torch._C.TensorBase.grad
+_data: Any = torch._C.TensorBase.data
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient, unnoted."""
-    found: Tensor | None = _grad.__get__(parameter)
+    """Return a parameter's gradient, unnoted, and without a wait for its values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor | None = _grad.__get__(parameter)
     return found
 
 
 def set_gradient(parameter: nn.Parameter, grad: Tensor | None) -> None:
-    """Set a parameter's gradient, unnoted."""
-    _grad.__set__(parameter, grad)
+    """Set a parameter's gradient, unnoted, and without a wait for its values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(parameter, grad)
+
+
+def memory_of(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's memory as a tensor: what is written there counts as no new version of the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor = _data.__get__(parameter)
+    return found
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that tells its slot of accesses to its gradient. Copies and pickles are parameters as they were."""
+    """A parameter that tells its slot of accesses to its gradient and its memory.
+
+    Copies and pickles are parameters as they were.
+    """
 
     plain: type[nn.Parameter]
+    arriving: type[WatchedParameter]
+    """The same while values are on their way: whatever is done with it waits for them."""
+
+    @property
+    def data(self) -> Tensor:
+        """The memory, as of any tensor."""
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.wait_for_values()
+            slot.values.show()
+        return memory_of(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.wait_for_values()
+            slot.values.replace()
+        _data.__set__(self, value)
 
     @property
     def grad(self) -> Tensor | None:
@@ -47,12 +79,16 @@ class WatchedParameter(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         slot: Slot | None = self.__dict__.get(_SLOT)
         if slot is not None:
-            slot.gradient.replace()
+            slot.gradient.replace(value)
         set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self.plain(self.data, self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -72,7 +108,28 @@ def _watched(plain: type[nn.Parameter]) -> type[WatchedParameter]:
     bases = (WatchedParameter,) if plain is nn.Parameter else (WatchedParameter, plain)
     kind: Any = type(plain)
     made: type[WatchedParameter] = kind(plain.__name__, bases, {"plain": plain, "__module__": plain.__module__})
+    waiting = {"__torch_function__": classmethod(_wait_and_call), "__module__": plain.__module__}
+    made.arriving = kind(plain.__name__, (made,), waiting)
     return made
+
+
+def _wait_and_call(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    _wait_for(args)
+    _wait_for(kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **(kwargs or {}))
+
+
+def _wait_for(value: Any) -> None:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            _wait_for(each)
+    elif isinstance(value, dict):
+        _wait_for(list(value.values()))
+    elif isinstance(value, WatchedParameter):
+        slot: Slot | None = value.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.wait_for_values()
 
 
 def watch(slot: Slot) -> None:
@@ -87,6 +144,52 @@ def unwatch(slot: Slot) -> None:
     parameter: Any = slot.parameter
     if parameter.__dict__.pop(_SLOT, None) is not None:
         parameter.__class__ = parameter.plain
+
+
+def depart(slot: Slot) -> None:
+    """Have whatever is done with a parameter wait for its values, until :func:`arrive`."""
+    parameter: Any = slot.parameter
+    parameter.__class__ = parameter.arriving
+
+
+def arrive(slot: Slot) -> None:
+    """Know that a parameter has its values."""
+    parameter: Any = slot.parameter
+    if type(parameter) is getattr(parameter, "arriving", None):
+        parameter.__class__ = type(parameter).__base__
+
+
+class ValueWatch:
+    """Whether the program has written into a parameter since its values came from the servers."""
+
+    __slots__ = ("_parameter", "_shown", "_version", "_was_replaced")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the values of now, or those on their way, for what the servers have."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._version = self._parameter._version
+        self._shown: Tensor | None = None
+        self._was_replaced = False
+
+    def show(self) -> None:
+        """Note that the program gets the memory, into which it can write uncounted: keep a copy."""
+        if self._shown is None:
+            self._shown = memory_of(self._parameter).clone()
+
+    def replace(self) -> None:
+        """Note that the program gives the parameter other memory."""
+        self._was_replaced = True
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the parameter is known to have other values than the servers."""
+        if self._was_replaced or self._parameter._version != self._version:
+            return True
+        return self._shown is not None and not _is_same(self._shown, memory_of(self._parameter))
 
 
 class GradientWatch:
@@ -120,10 +223,13 @@ class GradientWatch:
             grad = gradient_of(self._parameter)
             self._shown = None if grad is None else grad.detach().clone()
 
-    def replace(self) -> None:
-        """Note that the program sets another gradient."""
+    def replace(self, grad: Tensor | None) -> None:
+        """Note that the program sets another gradient, before the step or in place of a backward."""
         if self._is_open:
             self.was_replaced = True
+        elif grad is not None:
+            self._version = grad._version
+            self._is_open = True
 
     @property
     def was_changed(self) -> bool:

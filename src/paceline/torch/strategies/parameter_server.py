@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -36,7 +37,8 @@ from paceline.torch.strategies._replica import raise_for_replaced
 from paceline.torch.strategies._server_optimizer import ServerOptimizer
 from paceline.torch.strategies._staging import Staging
 from paceline.torch.strategies._waiting import make_wait
-from paceline.torch.strategies._watched import unwatch, watch
+from paceline.torch.strategies._watched import arrive, depart, unwatch, watch
+from paceline.torch.strategies._writing_back import check_may_write, write_back
 from paceline.torch.strategies.base import Strategy
 
 _NAMED = 5
@@ -48,9 +50,9 @@ class ParameterServer(Strategy):
     Every parameter that the optimizer has lies on the servers as float32, in a table per parameter group, updated by
     the rule that does as the optimizer does. ``backward()`` sends gradients in buckets of `bucket_mb` MiB as they come
     (a large parameter from its own memory), ``optimizer.step()`` the rest; then the values come back, the first layers'
-    first, and forward waits for just those that it has reached. Any other access to ``module.weight``,
-    ``parameters()`` or ``state_dict()`` waits too; references to parameters that a program keeps elsewhere do not.
-    Values change on the servers alone: what a program writes into parameters after :meth:`prepare` is overwritten.
+    first, and forward waits for just those that it has reached, as does whatever else is done with a parameter. What
+    the program writes into parameters (clamping, initializing, loading) is on the servers before the next step, under
+    sequential consistency; elsewhere it may do so before the first step only. Every rank must write the same.
 
     Buffers (the statistics of BatchNorm, say) are rank 0's at the start, each rank's own in training, and rank 0's in a
     checkpoint. Ranks may have different numbers of batches: one that has run out is waited for no more until its next
@@ -144,7 +146,7 @@ class ParameterServer(Strategy):
         self._tables = DenseTables(self.client, self._ranks, optimizer, groups, "dense")
         if self._slots:
             self._start(model, optimizer)
-        return model, ServerOptimizer(optimizer, self._step, self._scatter_optimizer_state)
+        return model, ServerOptimizer(optimizer, self._step, self._read_optimizer_state, self._scatter_optimizer_state)
 
     def _start(self, model: nn.Module, optimizer: Optimizer) -> None:
         assert self._tables is not None
@@ -153,6 +155,7 @@ class ParameterServer(Strategy):
         for slot in self._slots:
             optimizer.state.pop(slot.parameter, None)  # it is the servers' now
             watch(slot)
+            slot.wait_for_values = functools.partial(self._wait_for, slot.parameter)
             self._undo.append(functools.partial(unwatch, slot))
             handle = slot.parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
             self._undo.append(handle.remove)
@@ -161,8 +164,7 @@ class ParameterServer(Strategy):
         staging = Staging(self.device, 1.0 / self.world_size if adds_up else 1.0)
         self._push_pull = PushPull(self.client, self._tables, staging, self.rank)
         self._undo.append(make_wait(model, self._wait_for))
-        self._push_pull.pull(self._buckets)
-        self._wait_all()
+        self._pull_all()
 
     def _row_tables(self) -> RowTables:
         return ServerTables(self.client)
@@ -192,6 +194,7 @@ class ParameterServer(Strategy):
         # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
         # for exactly this iteration; elsewhere for what arrives from now on.
         self._wait_all()
+        self._write_back()
         if self.is_main:
             self._tables.follow_rules()
         if self.embedder is not None:
@@ -203,6 +206,7 @@ class ParameterServer(Strategy):
                 if not bucket.was_pushed:
                     self._push_pull.push(bucket)
             self._push_pull.end_iteration(self._buckets)
+            self._depart()
         if self.embedder is not None:
             self.embedder.ticked()
         self._tables.num_steps += 1
@@ -283,17 +287,16 @@ class ParameterServer(Strategy):
         if self._is_sequential or self._is_uneven is None:
             self._meet()
             hands_on = [] if self._hands_on is None else self._hands_on.state
-            told = self._ranks.exchange([num_batches, has_retired, hands_on])
+            told = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, hands_on])
             counts = [count for count, _, _ in told]
             self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
             if self._hands_on is not None:
                 self._hands_on.begin_epoch([state for _, _, state in told], is_uneven=self._is_uneven)
             any_retired = any(retired for _, retired, _ in told)
+            self._write_back(all_are_here=True)
         if has_retired:
             self.client.join()
-            if self._push_pull is not None:  # the others have trained on
-                self._push_pull.pull(self._buckets)
-                self._wait_all()
+            self._pull_all()  # the others have trained on
         if any_retired and self._is_sequential:
             self.barrier()
         self._num_epochs = number = self._num_epochs + 1
@@ -310,7 +313,7 @@ class ParameterServer(Strategy):
         if self.world_size == 1 or self._has_retired or push_pull is None:
             return
         with contextlib.suppress(PacelineError):  # nobody could catch it here; the next call to the servers raises it
-            if any(slot.num_backward for slot in self._slots):
+            if any(slot.num_backward for slot in self._slots) and not self._find_written():
                 push_pull.pull(self._buckets)  # comes after the pushes that are under way
             self._wait_all()
             self.client.retire()
@@ -342,18 +345,58 @@ class ParameterServer(Strategy):
     # Values that are on their way.
 
     def _wait_for(self, parameter: nn.Parameter) -> None:
-        push_pull = self._push_pull
-        if push_pull is None or (push_pull.is_current and self.device.type == "cpu"):
-            return
         slot = self._of_parameter.get(parameter)
-        if slot is not None:
+        if slot is None:
+            return
+        push_pull = self._push_pull
+        if push_pull is not None and not (push_pull.is_current and self.device.type == "cpu"):
             for bucket in slot.buckets:
                 push_pull.wait(bucket)
+        arrive(slot)
 
     def _wait_all(self) -> None:
+        for slot in self._slots:
+            self._wait_for(slot.parameter)
+
+    def _pull_all(self) -> None:
+        """Take the servers' values for the parameters'."""
         if self._push_pull is not None:
-            for bucket in self._buckets:
-                self._push_pull.wait(bucket)
+            self._push_pull.pull(self._buckets)
+            self._wait_all()
+            for slot in self._slots:
+                slot.values.settle()
+
+    def _depart(self) -> None:
+        """Know that new values are on their way to the parameters, which counts as a change of them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([slot.parameter for slot in self._slots])
+        for slot in self._slots:
+            slot.values.settle()
+        if _is_compiling_code():  # it reads parameters without a word
+            self._wait_all()
+        else:
+            for slot in self._slots:
+                depart(slot)
+
+    # What the program writes.
+
+    def _find_written(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.values.was_written]
+
+    def _write_back(self, *, all_are_here: bool = False) -> None:
+        """Give the servers what the program has written into parameters.
+
+        Under sequential consistency rank 0's values are there before anything of this iteration is applied, for it has
+        not ticked. Elsewhere others' steps come at any time, so that only the first iteration can begin with it.
+        """
+        written = self._find_written()
+        if not written or self._tables is None or self._hands_on is None:
+            return
+        all_take_part = all_are_here or self._hands_on.all_take_part
+        check_may_write(written[0], self._ranks, self._tables, self.client.consistency, all_take_part=all_take_part)
+        write_back(written, self._ranks, self._tables)
+        if all_are_here or not self._is_sequential:
+            self._ranks.barrier()
 
     # Keeping.
 
@@ -365,21 +408,26 @@ class ParameterServer(Strategy):
     def _gather_values(self) -> None:
         if self._push_pull is not None:
             self._wait_all()
+            self._meet()
+            self._write_back(all_are_here=True)
             self.barrier()  # every rank's last push is acknowledged, and so is in what is read now
-            self._push_pull.pull(self._buckets)
-            self._wait_all()
+            self._pull_all()
 
     def _scatter_values(self) -> None:
         if self._push_pull is not None:
             assert self._tables is not None
             self._tables.write(None)
-            self._push_pull.pull(self._buckets)
-            self._wait_all()
+            self._pull_all()
+
+    def _read_optimizer_state(self) -> dict[int, dict[str, Any]]:
+        """Return the state on the servers; any rank may call it by itself."""
+        self._wait_all()
+        return {} if self._tables is None else self._tables.read_state()
 
     def _gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
         self._wait_all()
         self.barrier()
-        return self._tables.read_state() if self._tables is not None and self.is_main else {}
+        return self._read_optimizer_state() if self.is_main else {}
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
         if self._push_pull is not None:
@@ -389,6 +437,7 @@ class ParameterServer(Strategy):
             if self.is_main:
                 self._tables.follow_rules()
             self._tables.write(state)
+            self._pull_all()
 
     # The end.
 
@@ -415,3 +464,9 @@ class ParameterServer(Strategy):
                 super().close()
             finally:
                 self.client.close()
+
+
+def _is_compiling_code() -> bool:
+    """Whether ``torch.compile`` has compiled anything here."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

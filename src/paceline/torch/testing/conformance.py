@@ -1,0 +1,154 @@
+"""Every idiom of :mod:`paceline.torch.testing.idioms` under every strategy, beside one device: the table of the docs.
+
+Two processes serve all strategies that have several, with one cluster of parameter servers, which the caller starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from paceline.errors import UsageError
+from paceline.torch.strategies import strategy
+from paceline.torch.testing.idioms import IDIOMS, Trial
+
+ONE_PROCESS: dict[str, dict[str, Any]] = {"mirrored": {"replicas": 2}, "central-storage": {"replicas": 2}}
+SEVERAL: dict[str, dict[str, Any]] = {"parameter-server": {}}
+STRATEGIES = (*ONE_PROCESS, *SEVERAL)
+TOLERANCE = 1e-5
+_SIZE = 2
+_PATIENCE = timedelta(minutes=5)
+
+Outcome = dict[str, Any]
+"""``values`` that an idiom returned, or the sentence by which it was ``refused``, or what else it ``raised``."""
+
+
+def run_idiom(name: str, idiom: str, options: dict[str, Any]) -> Outcome:
+    """Carry out an idiom under the strategy `name`, on this rank."""
+    try:
+        with strategy(name, device="cpu", **options) as chosen:
+            return {"values": [value.tolist() for value in IDIOMS[idiom](Trial(chosen))]}
+    except UsageError as error:
+        return {"refused": str(error)}
+    except Exception:
+        return {"raised": traceback.format_exc()}
+
+
+def run_ranks(
+    scheduler: str, token: str, strategies: Iterable[str] = SEVERAL, idioms: Iterable[str] = IDIOMS
+) -> dict[str, list[Outcome]]:
+    """Carry out idioms under the strategies that have several processes; return what came of each on every rank.
+
+    `scheduler` and `token` are of a cluster for 2 workers, sequential. The keys are ``strategy: idiom``. Raises
+    TimeoutExpired if that takes 5 minutes.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        surroundings = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
+            "PACELINE_SCHEDULER": scheduler,
+            "PACELINE_TOKEN": token,
+            "WORLD_SIZE": str(_SIZE),
+            "LOCAL_WORLD_SIZE": str(_SIZE),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "idioms",
+        }
+        told = json.dumps([list(strategies), list(idioms)])
+        command = [sys.executable, "-m", "paceline.torch.testing.conformance", str(folder), told]
+        ranks = [
+            subprocess.Popen(command, env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(_SIZE)
+        ]
+        try:
+            codes = [rank.wait(_PATIENCE.total_seconds()) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(codes):
+            raise RuntimeError(f"the ranks ended with {codes}: what they said is on standard error")
+        found = [json.loads((folder / f"rank {rank}").read_text()) for rank in range(_SIZE)]
+    return {key: [each[key] for each in found] for key in found[0]}
+
+
+def run_all(scheduler: str, token: str, idioms: Iterable[str] = IDIOMS) -> dict[str, dict[str, str]]:
+    """Return the table's cells, by idiom and strategy: ``equal``, ``refused: SENTENCE``, or what went wrong.
+
+    Arguments as of :func:`run_ranks`.
+    """
+    idioms = list(idioms)
+    outcomes = run_ranks(scheduler, token, idioms=idioms)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads inside an operator wait for one another where the cores are busy
+    try:
+        for name, options in ONE_PROCESS.items():
+            outcomes.update({f"{name}: {idiom}": [run_idiom(name, idiom, options)] for idiom in idioms})
+        expected = {idiom: run_idiom("one-device", idiom, {}) for idiom in idioms}
+    finally:
+        torch.set_num_threads(before)
+    return {
+        idiom: {name: _judge(expected[idiom], outcomes[f"{name}: {idiom}"]) for name in STRATEGIES} for idiom in idioms
+    }
+
+
+def _judge(expected: Outcome, found: list[Outcome]) -> str:
+    for outcome in [expected, *found]:
+        if "raised" in outcome:
+            return f"raised: {outcome['raised']}"
+    refusals = [outcome["refused"] for outcome in found if "refused" in outcome]
+    if refusals:
+        return f"refused: {re.sub(r'^rank [0-9]+: ', '', refusals[0])}"
+    distance = max(
+        float((torch.tensor(a, dtype=torch.float64) - torch.tensor(b, dtype=torch.float64)).abs().max())
+        for outcome in found
+        for a, b in zip(expected["values"], outcome["values"], strict=True)
+    )
+    return "equal" if distance <= TOLERANCE else f"differs by {distance:.2g}"
+
+
+def as_table(cells: dict[str, dict[str, str]]) -> str:
+    """Return the cells as a table of Markdown, each refusal by a number, and the sentences below it."""
+    sentences: list[str] = []
+    lines = [f"| idiom | {' | '.join(f'`{name}`' for name in STRATEGIES)} |", "|---|" + "---|" * len(STRATEGIES)]
+    for idiom, row in cells.items():
+        shown = []
+        for name in STRATEGIES:
+            kind, _, sentence = row[name].partition(": ")
+            if kind == "refused":
+                if sentence not in sentences:
+                    sentences.append(sentence)
+                shown.append(f"refused ({sentences.index(sentence) + 1})")
+            else:
+                shown.append(row[name].splitlines()[-1])
+        lines.append(f"| {idiom} | {' | '.join(shown)} |")
+    return "\n".join([*lines, "", *(f"{number}. {sentence}." for number, sentence in enumerate(sentences, 1))])
+
+
+def _be_rank(folder: Path, strategies: list[str], idioms: list[str]) -> None:
+    torch.set_num_threads(1)
+    outcomes: dict[str, Outcome] = {}
+    for name in strategies:
+        for idiom in idioms:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(outcomes))  # its own part of the store
+            options = {"timeout": timedelta(seconds=20), **SEVERAL[name]}
+            outcomes[f"{name}: {idiom}"] = run_idiom(name, idiom, options)
+    (folder / f"rank {os.environ['RANK']}").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    _be_rank(Path(sys.argv[1]), *json.loads(sys.argv[2]))

@@ -1,0 +1,28 @@
+"""Every idiom of the conformance suite has the result of one device under every strategy, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import paceline
+from paceline.protocol import Sequential
+from paceline.torch.testing import STRATEGIES, run_all
+
+
+@pytest.fixture(scope="module")
+def cells() -> dict[str, dict[str, str]]:
+    with paceline.local_cluster(workers=2, consistency=Sequential(aggregate="mean")) as cluster:
+        return run_all(str(cluster.scheduler), cluster.token)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("idioms")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_idiom_is_as_on_one_device_or_refused_with_a_sentence(
+    name: str, cells: dict[str, dict[str, str]]
+) -> None:
+    wrong = {idiom: row[name] for idiom, row in cells.items() if not row[name].startswith(("equal", "refused: "))}
+    assert not wrong
+    assert sum(row[name] == "equal" for row in cells.values()) > 0.8 * len(cells)
