@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -26,3 +28,14 @@ def test_every_idiom_is_as_on_one_device_or_refused_with_a_sentence(
     wrong = {idiom: row[name] for idiom, row in cells.items() if not row[name].startswith(("equal", "refused: "))}
     assert not wrong
     assert sum(row[name] == "equal" for row in cells.values()) > 0.8 * len(cells)
+
+
+@pytest.mark.xdist_group("idioms")
+def test_the_table_of_the_docs_says_what_is(cells: dict[str, dict[str, str]]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "idioms.md").read_text()
+    told = {}
+    for line in page.splitlines():
+        if line.startswith("| ") and not line.startswith("| idiom"):
+            idiom, *kinds = line.strip("| ").split(" | ")
+            told[idiom] = [kind.partition(" ")[0] for kind in kinds]
+    assert told == {idiom: [cell.partition(":")[0] for cell in row.values()] for idiom, row in cells.items()}

@@ -38,7 +38,7 @@ class HandsOn:
         self._joins = joins and ranks.group is not None
         self._num_calm = 0 if overlaps else _NEVER
         self._becomes_early = False
-        self._is_queued = False
+        self._backward = -1  # the number that torch gives to the one whose end is awaited
         self.is_early = False
         """Whether gradients are sent while backward runs."""
         self.was_averaged = False
@@ -87,13 +87,10 @@ class HandsOn:
                     "strategy.accumulate(), or make the strategy with overlap=False"
                 )
             self._num_calm = _NEVER
-        if self.averages and not self._is_queued:
-            self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-
-    def _backward_ended(self) -> None:
-        self._is_queued = False
-        self.average()
+        backward = torch._C._current_graph_task_id()
+        if self.averages and backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
     def average(self) -> None:
         """Make the gradients their mean over all ranks, on each; the servers' mean of equal ones changes nothing.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,18 +12,38 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.torch.strategies._ranks import Ranks
+from paceline.torch.strategies._reached import Reached, mean_of_closure
 
 
 class Replica(DistributedDataParallel):
     """DistributedDataParallel that looks like the model it wraps: attributes and state dict are the model's.
 
-    Without gradients (evaluation) the model is called alone: a rank may do so as often as it likes.
+    Without gradients (evaluation) the model is called alone: a rank may do so as often as it likes. A ``requires_grad``
+    that the program changes counts from the next forward on.
     """
+
+    def __init__(self, module: nn.Module, *, reached: Reached | None = None, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._options = options
+        self._reached = reached
+        self._prepared = {name: each for name, each in module.named_parameters() if each.numel()}
+        self._trained = self._find_trained()
+        if reached is not None:
+            reached.watch(self._trained)
+
+    def _find_trained(self) -> list[nn.Parameter]:
+        return [each for each in self._prepared.values() if each.requires_grad]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Call the model; what gradients come of it are averaged."""
         if not torch.is_grad_enabled():
             return self.module(*inputs, **options)
+        if self._reached is not None:
+            trained = self._find_trained()
+            if len(trained) != len(self._trained) or any(map(operator.is_not, trained, self._trained)):
+                self._wrap_again()
+            self._reached.forward(syncs=bool(self.require_backward_grad_sync))
         try:
             return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -30,6 +51,19 @@ class Replica(DistributedDataParallel):
                 raise
             text = describe_unused(torch.distributed.get_rank(), list(without_gradient(self.module)))
         raise UsageError(text)
+
+    def _wrap_again(self) -> None:
+        """Have other parameters averaged than before; every rank does so at once."""
+        syncs, hooks = self.require_backward_grad_sync, self._comm_hooks
+        module, reached, options, prepared = self.module, self._reached, self._options, self._prepared
+        DistributedDataParallel.__init__(self, module, **options, init_sync=False)
+        self.require_backward_grad_sync = syncs
+        for hook, state in hooks:
+            self.register_comm_hook(state, hook)
+        self._options, self._reached, self._prepared = options, reached, prepared
+        self._trained = self._find_trained()
+        assert reached is not None
+        reached.watch(self._trained)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -56,21 +90,31 @@ def without_gradient(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def raise_for_unused(model: nn.Module, optimizer: Optimizer, rank: int, leave: Callable[[], None]) -> None:
-    """Have every ``optimizer.step()`` raise UsageError if a parameter has no gradient: reduction would wait for it.
+def check_steps(model: nn.Module, optimizer: Optimizer, reached: Reached, ranks: Ranks, *, may_be_unused: bool) -> None:
+    """Have every ``optimizer.step()`` raise UsageError if gradients are missing that reduction waits for.
 
-    `leave` is called before: the other ranks, which do wait, learn by it that this one will not come.
+    The ranks' group is closed before: the other ranks, which do wait, learn by it that this one will not come. A
+    closure returns the mean loss of all ranks.
     """
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad and each.numel()}
+    trained = {name: each for name, each in model.named_parameters() if each.numel()}
 
-    def check(*_: Any) -> None:
+    def check(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        closure = options.get("closure", args[1] if args[1:] else None)
+        if closure is not None:
+            assert ranks.group is not None
+            return args[:1], {**options, "closure": mean_of_closure(ranks.group, closure)}
+        reached.check()
+        if may_be_unused:
+            return None
         for parameter in trained.values():
-            if parameter.grad is None and parameter.requires_grad:
-                leave()
-                raise_for_replaced(model, trained, rank)
-                raise UsageError(describe_unused(rank, list(without_gradient(model))))
+            if parameter.requires_grad and parameter.grad is None and not reached.has_reached(parameter):
+                ranks.close()
+                raise_for_replaced(model, trained, ranks.rank)
+                raise UsageError(describe_unused(ranks.rank, list(without_gradient(model))))
+        return None
 
     optimizer.register_step_pre_hook(check)
+    optimizer.register_step_post_hook(lambda *_: reached.stepped())
 
 
 def raise_for_replaced(model: nn.Module, prepared: Mapping[str, nn.Parameter], rank: int) -> None:

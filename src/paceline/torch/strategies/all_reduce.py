@@ -19,7 +19,8 @@ from paceline.errors import UsageError
 from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.strategies._compression import check_compression, compress
 from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT, Ranks
-from paceline.torch.strategies._replica import Replica, raise_for_unused
+from paceline.torch.strategies._reached import Reached
+from paceline.torch.strategies._replica import Replica, check_steps
 from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
 from paceline.torch.strategies.sync_batch_norm import with_sync_batch_norm
 
@@ -98,17 +99,22 @@ class AllReduce(Strategy):
         if not any(named_parameters(model)):
             self._broadcast_values(model)
             return model, optimizer
-        self._replica = self._wrap(model)
-        if optimizer is not None and not (self._find_unused_parameters or self._static_graph):
-            raise_for_unused(model, optimizer, self.rank, self._ranks.close)
+        reached = None
+        if self._ranks.group is not None:
+            reached = Reached(self.rank, self._ranks.group)
+            if optimizer is not None:
+                may_be_unused = self._find_unused_parameters or self._static_graph
+                check_steps(model, optimizer, reached, self._ranks, may_be_unused=may_be_unused)
+        self._replica = self._wrap(model, reached)
         return self._replica, optimizer
 
-    def _wrap(self, model: nn.Module) -> Replica:
+    def _wrap(self, model: nn.Module, reached: Reached | None) -> Replica:
         anchors = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if anchors:
             Replica._set_params_and_buffers_to_ignore_for_model(model, anchors)  # type: ignore[no-untyped-call]
         replica = Replica(
             model,
+            reached=reached,
             bucket_cap_mb=self._bucket_mb,
             find_unused_parameters=self._find_unused_parameters,
             static_graph=self._static_graph,

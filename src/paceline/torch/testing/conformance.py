@@ -25,7 +25,7 @@ from paceline.torch.strategies import strategy
 from paceline.torch.testing.idioms import IDIOMS, Trial
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {"mirrored": {"replicas": 2}, "central-storage": {"replicas": 2}}
-SEVERAL: dict[str, dict[str, Any]] = {"parameter-server": {}}
+SEVERAL: dict[str, dict[str, Any]] = {"all-reduce": {}, "parameter-server": {}}
 STRATEGIES = (*ONE_PROCESS, *SEVERAL)
 TOLERANCE = 1e-5
 _SIZE = 2

@@ -1,0 +1,117 @@
+"""Which parameters backward has reached since the last step, and whether their gradients are those of all ranks.
+
+DistributedDataParallel averages in the first backward after a forward, and says nothing about another one, or about
+gradients that come in another way. What it leaves out is averaged here, or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.collectives import Group
+from paceline.errors import UsageError
+
+_AT_ONCE = 1 << 20  # elements
+
+
+class Reached:
+    """Watches the parameters of a model that DistributedDataParallel wraps, in one process of several."""
+
+    def __init__(self, rank: int, group: Group) -> None:
+        self._rank = rank
+        self._group = group
+        self._parameters: list[nn.Parameter] = []
+        self._hooks: list[Any] = []
+        self._since_step: set[nn.Parameter] = set()
+        self._is_averaged = False  # by DistributedDataParallel, in the next backward
+        self._is_held = False
+        self._backward = -1  # the number that torch gives to the one whose end is awaited
+
+    def watch(self, parameters: list[nn.Parameter]) -> None:
+        """Watch `parameters` from now on, and no others."""
+        self.close()
+        self._parameters = parameters
+        for each in parameters:
+            self._hooks.append(each.register_post_accumulate_grad_hook(self._reach))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Watch nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def forward(self, *, syncs: bool) -> None:
+        """Know that a forward has begun, whose backward averages gradients, or (in ``no_sync``) holds them."""
+        self._is_averaged, self._is_held = syncs, not syncs
+
+    def has_reached(self, parameter: nn.Parameter) -> bool:
+        """Whether backward has left a gradient in a parameter since the last step."""
+        return parameter in self._since_step
+
+    def check(self) -> None:
+        """Raise UsageError if there are gradients that no backward has left."""
+        if not self._since_step and any(each.grad is not None for each in self._parameters):
+            raise UsageError(
+                f"rank {self._rank}: step() takes gradients that backward() has not left, so that they are this rank's "
+                "own: call backward() on the loss instead of setting them by hand"
+            )
+
+    def stepped(self) -> None:
+        """Know that the optimizer has made its step."""
+        self._since_step.clear()
+
+    def _reach(self, parameter: nn.Parameter) -> None:
+        self._since_step.add(parameter)
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        if not self._is_averaged and not self._is_held:
+            average_gradients(self._group, self._parameters)
+        self._is_averaged = False
+
+
+@torch.no_grad()
+def average_gradients(group: Group, parameters: list[nn.Parameter]) -> None:
+    """Make gradients their mean over all ranks, on each; those that are on some ranks count as zero on the others."""
+    flags = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32)
+    are_there = group.all_reduce(flags, "max").tolist()
+    chunk: list[nn.Parameter] = []
+    for parameter in (each for each, is_there in zip(parameters, are_there, strict=True) if is_there):
+        if chunk and sum(each.numel() for each in chunk) + parameter.numel() > _AT_ONCE:
+            _average(group, chunk)
+            chunk = []
+        chunk.append(parameter)
+    if chunk:
+        _average(group, chunk)
+
+
+def _average(group: Group, parameters: list[nn.Parameter]) -> None:
+    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+    dense = [each if each.layout is torch.strided else each.to_dense() for each in grads]
+    flat = torch.cat([each.detach().to("cpu", torch.float32).reshape(-1) for each in dense])
+    group.all_reduce(flat, "mean", out=flat)
+    parts = torch.split(flat, [each.numel() for each in parameters])
+    for parameter, grad, part in zip(parameters, dense, parts, strict=True):
+        grad.copy_(part.view(grad.shape))
+        parameter.grad = grad
+
+
+def mean_of_closure(group: Group, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a closure that returns the mean loss over all ranks: optimizers that compare losses do so alike."""
+
+    def compute() -> Any:
+        loss = closure()
+        if loss is None:
+            return None
+        wide = torch.as_tensor(loss).detach().to("cpu", torch.float64, copy=True)
+        mean = group.all_reduce(wide, "mean")
+        return mean.to(loss.device, loss.dtype) if isinstance(loss, Tensor) else type(loss)(mean.item())
+
+    return compute
