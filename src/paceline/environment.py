@@ -31,6 +31,12 @@ class Environment:
     """``PACELINE_SCHEDULER``: the scheduler's address, as ``tcp://host:port``."""
     token: str | None = None
     """``PACELINE_TOKEN``: the cluster's token."""
+    tls_cert: Path | None = None
+    """``PACELINE_TLS_CERT``: this process's certificate (PEM); with one of these three, TLS is on."""
+    tls_key: Path | None = None
+    """``PACELINE_TLS_KEY``: the key of the certificate."""
+    tls_ca: Path | None = None
+    """``PACELINE_TLS_CA``: the certificate that the others' are signed by."""
     cache_dir: Path | None = None
     """``PACELINE_CACHE_DIR``: where compiled kernels and prepared data are kept between runs."""
     runtime_dir: Path | None = None
@@ -80,6 +86,9 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         role=found.get("PACELINE_ROLE") or None,
         scheduler=found.get("PACELINE_SCHEDULER") or None,
         token=found.get("PACELINE_TOKEN") or None,
+        tls_cert=_path(found, "PACELINE_TLS_CERT"),
+        tls_key=_path(found, "PACELINE_TLS_KEY"),
+        tls_ca=_path(found, "PACELINE_TLS_CA"),
         cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
         runtime_dir=Path(runtime_dir) if runtime_dir else None,
         rank=rank,
@@ -95,6 +104,10 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         strategy=found.get("PACELINE_STRATEGY") or None,
         replicas=_integer(found, "PACELINE_REPLICAS"),
     )
+
+
+def _path(found: Mapping[str, str], name: str) -> Path | None:
+    return Path(found[name]) if found.get(name) else None
 
 
 def _integer(found: Mapping[str, str], name: str) -> int | None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from .running import MARK, Commands, Running, our_processes, wait_until
+from .test_roles import make_certificates
 
 _TELL = """
 import json, os, sys
@@ -194,6 +195,20 @@ def test_a_server_strategy_gives_the_ranks_their_servers(paceline: Commands, tmp
     finished = paceline.succeed(*command, script(tmp_path, _CONNECT))
     expected = "sequential:mean [-1.5, -1.5, -1.5, -1.5]"
     assert sorted(finished.out.splitlines()) == [f"[rank {rank}] {expected}" for rank in range(2)]
+
+
+def test_tls_is_for_servers_and_ranks(paceline: Commands, tmp_path: Path) -> None:
+    good, _ = (make_certificates(tmp_path)(name) for name in ("good", "bad"))
+    command = ["run", "--nproc-per-node", "2", "--strategy", "parameter-server"]
+    ran = paceline.succeed(*command, *good, script(tmp_path, _CONNECT))
+    assert len(ran.out.splitlines()) == 2
+    stranger = ["import os", "os.environ['PACELINE_TLS_CA'] = 'bad-ca.pem'", _CONNECT]
+    failed = paceline.run(*command, *good, script(tmp_path, "\n".join(stranger)))
+    assert failed.status == 1
+    assert "no TLS connection" in failed.err
+    missing = paceline.run(*command, "--tls-cert", "none.pem", "script.py")
+    assert (missing.status, len(missing.err.splitlines())) == (2, 1), missing
+    assert "none.pem" in missing.err
 
 
 def test_a_lost_server_is_named(paceline: Commands, tmp_path: Path) -> None:

@@ -86,9 +86,7 @@ def find_token(file: Path | None, *, create: bool = False) -> str:
 
 def find_tls(cert: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
     """Return the TLS settings, None if no option is given."""
-    if cert is None and key is None and ca is None:
-        return None
-    return TLS(cert=cert, key=key, ca=ca)
+    return TLS.of_files(cert, key, ca)
 
 
 def split_names(text: str | None) -> tuple[str, ...]:

@@ -79,6 +79,9 @@ def run(
     ] = None,
     job: Annotated[str | None, typer.Option(help="--cluster: what this process is: server or worker.")] = None,
     index: Annotated[int | None, typer.Option(help="--cluster: which of that job, from 0.")] = None,
+    tls_cert: options.TLSCert = None,
+    tls_key: options.TLSKey = None,
+    tls_ca: options.TLSCa = None,
 ) -> None:
     """Run a PyTorch script under a strategy: on processes of this machine, or of several.
 
@@ -111,6 +114,7 @@ def run(
             cluster=cluster,
             job=job,
             index=index,
+            tls=options.find_tls(tls_cert, tls_key, tls_ca),
         )
     )
     raise typer.Exit(status)

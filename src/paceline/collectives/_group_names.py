@@ -5,7 +5,8 @@ did not come, is further on than that one. So the ranks tell one another their n
 
 What a rank has told stays in the store until it tells the next number; only a rank that has failed takes it back. So
 what others find is of the present attempt, or of an earlier one that succeeded for that rank: then they were all in
-it, and are further on themselves. Hence all find the same highest number.
+it, and are further on themselves. Hence all find the same highest number. A rank may also be further on than those
+that still look for its number: so it tells on which ones it has agreed before, and they take theirs of these.
 """
 
 from __future__ import annotations
@@ -13,10 +14,28 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Final
+
+import msgspec
 
 from paceline.collectives.calls import name_ranks
 from paceline.collectives.store import Look, PrefixStore, Store, exchange
 from paceline.errors import ConnectionLostError, DeadlineError, RankLostError
+from paceline.transport import read_meta
+
+_NUM_AGREED: Final = 64
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others."""
+
+    number: int
+    agreed: list[int]
+    """The last of the numbers that it has agreed on with all of them."""
+
+    def number_for(self, number: int) -> int:
+        """Return its number in the attempt in which another rank's is ``number``."""
+        return next((before for before in self.agreed if before >= number), self.number)
 
 
 class GroupNames:
@@ -26,6 +45,7 @@ class GroupNames:
         """`rank`: of all of the program; `look` raises :class:`EndedError` for those who have ended."""
         self._store, self._rank, self._program, self._look = store, rank, program, look
         self._counts: dict[str, int] = {}
+        self._agreed: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
     def next(self, ranks: tuple[int, ...], label: str, timeout_s: float) -> Iterator[str]:
@@ -40,6 +60,8 @@ class GroupNames:
             return
         told = PrefixStore(self._store, f"number of {plain}")
         place = ranks.index(self._rank)
+        agreed = self._agreed.setdefault(plain, [])
+        own = msgspec.msgpack.encode(_Told(number, agreed[-_NUM_AGREED:]))
         try:
             told.delete(f"number/rank {place}")
             deadline = time.monotonic() + timeout_s
@@ -48,7 +70,7 @@ class GroupNames:
                     told,
                     place,
                     len(ranks),
-                    b"%d" % number,
+                    own,
                     deadline,
                     what="number",
                     look=lambda missing: self._look([ranks[other] for other in missing]),
@@ -57,7 +79,9 @@ class GroupNames:
                 raise
             except RankLostError as error:
                 raise absent(tuple(ranks[missing] for missing in error.ranks), plain) from None
-            number = self._counts[plain] = max(map(int, numbers))
+            others = [read_meta(value, _Told, "the number of a group") for value in numbers]
+            number = self._counts[plain] = max(other.number_for(number) for other in others)
+            agreed.append(number)
             yield f"{plain}#{number}"
         except (ConnectionLostError, DeadlineError):
             raise  # the store has gone

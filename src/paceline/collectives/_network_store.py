@@ -25,6 +25,7 @@ from paceline.transport.base import Channel, Handler, Listener, Peer
 from paceline.transport.decoding import reader
 from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Limits
 from paceline.transport.sockets import SocketTransport
+from paceline.transport.tls import TLS
 
 LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
 _LINGER_S = 2.0
@@ -148,11 +149,11 @@ class _Served(Handler):
 class StoreServer:
     """The store itself, served at one address until :meth:`close`. Raises AddressError if it cannot be had."""
 
-    def __init__(self, address: Address, token: str, hello: Hello) -> None:
+    def __init__(self, address: Address, token: str, hello: Hello, tls: TLS | None = None) -> None:
         self._ready: Future[Listener] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._transport = SocketTransport(token, limits=LIMITS)
+        self._transport = SocketTransport(token, tls=tls, limits=LIMITS)
         self._thread = threading.Thread(
             target=self._run, args=(address, hello), name="paceline-store-server", daemon=True
         )
@@ -207,6 +208,7 @@ class NetworkStore(Store):
         timeout_s: float,
         server: StoreServer | None = None,
         answer_s: float = _ANSWER_S,
+        tls: TLS | None = None,
     ) -> None:
         """Connect. Raises what :meth:`Transport.connect` does.
 
@@ -214,7 +216,7 @@ class NetworkStore(Store):
         """
         self.address = address
         self._answer_s = min(answer_s, _ANSWER_S)
-        self._transport = SocketTransport(token, limits=LIMITS)
+        self._transport = SocketTransport(token, tls=tls, limits=LIMITS)
         self._hello = hello
         self._server = server
         self._lock = threading.Lock()

@@ -31,6 +31,7 @@ from paceline.errors import (
     PacelineError,
     PeerError,
 )
+from paceline.transport import TLS
 from paceline.transport.addresses import (
     Address,
     Endpoint,
@@ -110,9 +111,15 @@ def memory_domain() -> str:
 class Node:
     """Listens from construction to :meth:`close`. For several threads at once, but not for a forked child."""
 
-    def __init__(self, token: str, *, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of ``host`` and on a Unix socket. Raises AddressError."""
+    def __init__(self, token: str, *, host: str = "127.0.0.1", tls: TLS | None = None) -> None:
+        """Listen on a free port of ``host`` and on a Unix socket. Raises AddressError.
+
+        With ``tls`` it is spoken on all connections but those of Unix sockets. Raises UsageError for a bad file.
+        """
         self._token = check_token(token)
+        self._server_context = None if tls is None else tls.server_context()
+        self._client_context = None if tls is None else tls.client_context()
+        self._certificate = b"" if tls is None else tls.certificate()
         listening = bind_tcp(Address("tcp", host, 0))
         unix: Address | None = None
         if has_unix_sockets():
@@ -260,12 +267,16 @@ class Node:
             raise DeadlineError(f"there was no time left to connect to {info.endpoint}")
         address = info.endpoint.best()
         try:
-            return connect_stream(address, self._token, hello, left, listener=info.id)[0]
+            return self._stream(address, hello, left, info)
         except AddressError:
             if address == info.endpoint.tcp:
                 raise
         left = max(deadline - time.monotonic(), 1e-3)
-        return connect_stream(info.endpoint.tcp, self._token, hello, left, listener=info.id)[0]
+        return self._stream(info.endpoint.tcp, hello, left, info)
+
+    def _stream(self, address: Address, hello: Hello, timeout_s: float, info: NodeInfo) -> socket.socket:
+        context = self._client_context if address.scheme == "tcp" else None
+        return connect_stream(address, self._token, hello, timeout_s, listener=info.id, context=context)[0]
 
     # the acceptor's thread, and the greeters'
 
@@ -323,11 +334,21 @@ class Node:
         try:
             connected.setblocking(True)
             mine = Hello(role="node", name=self.info.id)
-            hello = welcome_stream(connected, self._token, mine, _HANDSHAKE_S, expect, listener=self.info.id)
+            stream, hello = welcome_stream(
+                connected,
+                self._token,
+                mine,
+                _HANDSHAKE_S,
+                expect,
+                listener=self.info.id,
+                context=None if connected.family == getattr(socket, "AF_UNIX", None) else self._server_context,
+                certificate=self._certificate,
+            )
             if hello.role == "ask":
-                self._answer(connected, _group_of(hello))
+                self._answer(stream, _group_of(hello))
+                stream.close()
             else:
-                handed = ready(connected)
+                handed = ready(stream)
         except (PacelineError, OSError) as error:
             _logger.debug("a connection was refused: %s", error)
         except Exception:
@@ -336,9 +357,12 @@ class Node:
             with self._changed:
                 self._greeting.discard(connected)
                 self._strangers.leave(connected)
-                if handed is None or hello is None or self._is_closed:
-                    handed = None
+                if handed is not connected:
                     connected.close()
+                if handed is None or hello is None or self._is_closed:
+                    if handed is not None:
+                        handed.close()
+                    handed = None
                 elif not expected:
                     taker = self._takers.get((_group_of(hello), hello.role))
                     if taker is not None:  # it has come in the meantime

@@ -33,6 +33,7 @@ from paceline.errors import (
 )
 from paceline.transport.addresses import Address, announced_host
 from paceline.transport.authentication import Hello, make_token
+from paceline.transport.tls import TLS
 
 _NUM_AGENT_PORTS = 8
 _ATTEMPT_S = 5.0
@@ -72,6 +73,7 @@ def rendezvous(
     timeout_s: float = 300.0,
     *,
     told: Environment | None = None,
+    tls: TLS | None = None,
 ) -> Meeting:
     """Find the store of this program; what is not given is taken from the environment (``told``).
 
@@ -96,15 +98,16 @@ def rendezvous(
     )
     hello = Hello(role="rank", rank=rank, extra={"world_size": world_size, "run": told.run_id or ""})
     if rank == 0:
-        server = _serve(places, token, hello)
+        server = _serve(places, token, hello, tls)
         try:
-            reached = Address("tcp", _LOOPBACK if server.is_everywhere else server.address.host, server.address.port)
-            store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s)
+            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)  # which the certificate names
+            reached = Address("tcp", everywhere if server.is_everywhere else server.address.host, server.address.port)
+            store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s, tls=tls)
         except BaseException:
             server.close()
             raise
     else:
-        store = _find(places, token, hello, timeout_s)
+        store = _find(places, token, hello, timeout_s, tls)
     try:
         _check_in(store, rank, world_size)
     except BaseException:
@@ -190,10 +193,10 @@ def _places(address: str | None, world_size: int, told: Environment) -> list[Add
 class _Server(StoreServer):
     """The server, and whether it listens on every address of this machine."""
 
-    def __init__(self, place: Address, token: str, hello: Hello) -> None:
+    def __init__(self, place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
         # An address that is not this machine's own, or is so for itself only: the others come by another way.
         self.is_everywhere = not is_loopback(place.host) and not _is_own(place.host)
-        super().__init__(Address("tcp", "0.0.0.0", place.port) if self.is_everywhere else place, token, hello)
+        super().__init__(Address("tcp", "0.0.0.0", place.port) if self.is_everywhere else place, token, hello, tls)
 
 
 def _is_own(host: str) -> bool:
@@ -206,10 +209,10 @@ def _is_own(host: str) -> bool:
         return False
 
 
-def _serve(places: Sequence[Address], token: str, hello: Hello) -> _Server:
+def _serve(places: Sequence[Address], token: str, hello: Hello, tls: TLS | None) -> _Server:
     for place in places:
         try:
-            return _Server(place, token, hello)
+            return _Server(place, token, hello, tls)
         except AddressError as error:
             if not _is_in_use(error):
                 raise AddressError(f"rank 0 cannot serve the rendezvous: {error}") from None
@@ -218,17 +221,17 @@ def _serve(places: Sequence[Address], token: str, hello: Hello) -> _Server:
             f"rank 0 cannot serve the rendezvous: torchrun's agent has MASTER_PORT, and all of the ports "
             f"{places[0].port} to {places[-1].port} of {places[0].host} are in use; give torchrun another --master-port"
         )
-    _look_for_another_program(places[0], token, hello)
+    _look_for_another_program(places[0], token, hello, tls)
     raise AddressError(
         f"rank 0 cannot serve the rendezvous at {places[0].netloc}: the port is in use by another program; choose "
         "another MASTER_PORT, the same on every rank"
     )
 
 
-def _look_for_another_program(place: Address, token: str, hello: Hello) -> None:
+def _look_for_another_program(place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
     """Raise UsageError if it is a rendezvous of ours that is served where rank 0 would."""
     try:
-        other = NetworkStore(place, token, hello, timeout_s=1.0)
+        other = NetworkStore(place, token, hello, timeout_s=1.0, tls=tls)
     except (PeerError, AddressError):
         return
     try:
@@ -242,7 +245,7 @@ def _is_in_use(error: BaseException) -> bool:
     return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
 
 
-def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float) -> NetworkStore:
+def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float, tls: TLS | None) -> NetworkStore:
     """Connect to the store, once it is there."""
     start = time.monotonic()
     failure: Exception | None = None
@@ -252,7 +255,7 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float)
             left = start + timeout_s - time.monotonic()
             try:
                 connect_s = max(min(left, attempt_s), 0.01)
-                store = NetworkStore(place, token, hello, timeout_s=connect_s, answer_s=timeout_s)
+                store = NetworkStore(place, token, hello, timeout_s=connect_s, answer_s=timeout_s, tls=tls)
             except (AddressError, ConnectionLostError, DeadlineError) as error:
                 failure = failure if isinstance(error, AddressError) and failure is not None else error
             except AuthenticationError as error:

@@ -10,6 +10,7 @@ from paceline.collectives.store import Store
 from paceline.collectives.tuner import check_algorithm
 from paceline.collectives.world import World
 from paceline.environment import environment
+from paceline.transport import TLS
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -22,19 +23,22 @@ def init(
     token: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     algorithm: str | None = None,
+    tls: TLS | None = None,
 ) -> Group:
     """Meet the other ranks of this program and return the group of all.
 
     What is not given comes from the environment, as PyTorch's launchers set it: ``RANK``, ``WORLD_SIZE``,
     ``MASTER_ADDR``, ``MASTER_PORT`` (`address` is ``host:port``); also ``PACELINE_TOKEN``, the secret that all ranks
     share (needed between hosts), and ``PACELINE_ALGORITHM``. `timeout` bounds the meeting, and every later call.
+    With `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``), whatever goes over TCP is encrypted.
 
     Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (nobody is
     there), RankLostError (some ranks did not come) or MismatchError (ranks demand different algorithms).
     """
     told = environment()
     check_algorithm(algorithm or told.algorithm)
-    meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=told)
+    tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=told, tls=tls)
     try:
         return join(
             meeting.store,
@@ -42,6 +46,7 @@ def init(
             meeting.world_size,
             token=meeting.token,
             host=meeting.host,
+            tls=tls,
             timeout=timeout,
             algorithm=algorithm or told.algorithm,
         )
@@ -57,6 +62,7 @@ def join(
     *,
     token: str,
     host: str = "127.0.0.1",
+    tls: TLS | None = None,
     name: str = "world",
     timeout: timedelta = DEFAULT_TIMEOUT,
     algorithm: str | None = None,
@@ -64,7 +70,9 @@ def join(
     """Meet the other ranks in a store that all of them have, and return the group of all."""
     check_algorithm(algorithm)
     timeout_s = timeout.total_seconds()
-    world = World(store, rank, size, token=token, host=host, name=name, timeout_s=timeout_s, algorithm=algorithm)
+    world = World(
+        store, rank, size, token=token, host=host, tls=tls, name=name, timeout_s=timeout_s, algorithm=algorithm
+    )
     try:
         group = Group(world, range(size), name, timeout=timeout, algorithm=algorithm)
     except BaseException:

@@ -40,7 +40,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.kernels import steps
-from paceline.transport import read_meta
+from paceline.transport import TLS, read_meta
 
 _ASK_S = 1.0
 _MAX_LOOKED_AT = 16
@@ -74,6 +74,7 @@ class World:
         *,
         token: str,
         host: str = "127.0.0.1",
+        tls: TLS | None = None,
         name: str,
         timeout_s: float,
         algorithm: str | None = None,
@@ -88,7 +89,7 @@ class World:
         self.group_names = GroupNames(store, rank, name, self.look_after)
         self._groups: set[Member] = set()
         self.is_closed = False
-        self.node = Node(token, host=host)
+        self.node = Node(token, host=host, tls=tls)
         try:
             own = msgspec.structs.replace(self.node.info, algorithm=algorithm or "").encode()
             told = exchange(store, rank, size, own, time.monotonic() + timeout_s, what="the rendezvous")

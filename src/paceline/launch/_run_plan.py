@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.launch._run_cluster_file import ClusterFile
 from paceline.protocol import StrategyChoice
+from paceline.transport import TLS
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
@@ -17,6 +19,7 @@ DEFAULT_PORT = 29500
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _OURS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "PACELINE_TLS_CERT", "PACELINE_TLS_KEY", "PACELINE_TLS_CA",
     "PACELINE_ROLE", "PACELINE_SCHEDULER", "PACELINE_TOKEN", "PACELINE_STRATEGY", "PACELINE_REPLICAS",
 )  # fmt: skip
 
@@ -104,6 +107,7 @@ def plan_ranks(
     scheduler: str | None,
     threads: int | None,
     cores: int,
+    tls: TLS | None = None,
 ) -> list[RankPlan]:
     """Return what each rank of this launcher is told.
 
@@ -125,6 +129,9 @@ def plan_ranks(
         told["PACELINE_REPLICAS"] = str(choice.replicas)
     if scheduler is not None:
         told["PACELINE_SCHEDULER"] = scheduler
+    if tls is not None:  # a script may go to another folder
+        files = {"CERT": tls.cert, "KEY": tls.key, "CA": tls.ca}
+        told |= {f"PACELINE_TLS_{name}": os.path.abspath(file) for name, file in files.items() if file is not None}
     if threads is not None:
         told["OMP_NUM_THREADS"] = str(threads)
     elif layout.local_world_size > 1 and not inherited.get("OMP_NUM_THREADS"):

@@ -21,7 +21,7 @@ from paceline.launch.local import LocalCluster, Share, describe_status
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import SchedulerLink, make_node_name, messages
 from paceline.ps.routes import MapWatch
-from paceline.transport import Hello
+from paceline.transport import TLS, Hello
 
 _LEAVING_S = 2.0
 """How long a server that was declared dead may take to end by itself; one that is stopped never does."""
@@ -49,6 +49,7 @@ class RunServers:
         heartbeat_timeout_s: float,
         min_replicas: int = 0,
         non_finite: str = "refuse",
+        tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
     ) -> None:
         self._num_workers = workers
@@ -73,6 +74,7 @@ class RunServers:
             min_replicas=min_replicas,
             non_finite=non_finite,
             token=token,
+            tls=tls,
             share=share,
             heartbeat_timeout_s=heartbeat_timeout_s,
             on_compile=on_compile,

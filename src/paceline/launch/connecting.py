@@ -21,9 +21,10 @@ def connect(
 ) -> Client:
     """Join the cluster whose scheduler listens at ``host:port``; close the client, or use it as a context manager.
 
-    Without `scheduler` and `token` they are taken from PACELINE_SCHEDULER and PACELINE_TOKEN. An `observer` reads and
-    writes outside the iterations; a worker takes the next free rank, or `rank`. Raises UsageError if it is not said
-    where the cluster is, AddressError if nobody listens there, AuthenticationError for a wrong token.
+    Without `scheduler` and `token` they are taken from PACELINE_SCHEDULER and PACELINE_TOKEN; without `tls` it is taken
+    from PACELINE_TLS_CERT, PACELINE_TLS_KEY and PACELINE_TLS_CA. An `observer` reads and writes outside the iterations;
+    a worker takes the next free rank, or `rank`. Raises UsageError if it is not said where the cluster is, AddressError
+    if nobody listens there, AuthenticationError for a wrong token.
     """
     told = environment()
     scheduler, token = scheduler or told.scheduler, token or told.token
@@ -31,5 +32,6 @@ def connect(
         raise UsageError(
             "which cluster? pass its scheduler's address and its token, or set PACELINE_SCHEDULER and PACELINE_TOKEN"
         )
+    tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
     prepare_kernels()
     return Client(SocketTransport(token, tls=tls), scheduler, observer=observer, rank=rank, timeout_s=timeout_s)

@@ -32,7 +32,7 @@ from paceline.launch._run_streams import Screen, check_log_dir
 from paceline.launch.local import Share, wait_cluster
 from paceline.launch.roles import check_replicas, check_stale_policy
 from paceline.protocol import Accept, StrategyChoice, choose_strategy, parse_stale_policy
-from paceline.transport import Address, SocketTransport, make_token
+from paceline.transport import TLS, Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
 from paceline.transport.authentication import MAKE_TOKEN, check_token
 
@@ -66,6 +66,8 @@ class RunOptions:
     cluster: Path | None = None
     job: str | None = None
     index: int | None = None
+    tls: TLS | None = None
+    """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class _Setup:
     """The ranks here; None for a process of the static cluster that is a server."""
     choice: StrategyChoice
     token: str
+    tls: TLS | None
     num_ranks: int
     """Of all machines."""
     share: Share | None
@@ -106,7 +109,7 @@ def run_script(options: RunOptions) -> int:
         if choice.consistency is not None:
             if setup.share is not None and not setup.share.runs_scheduler and not setup.share.servers:
                 scheduler = f"tcp://{setup.share.scheduler}"
-                wait_cluster(SocketTransport(setup.token), scheduler, _PATIENCE_S)
+                wait_cluster(SocketTransport(setup.token, tls=setup.tls), scheduler, _PATIENCE_S)
             else:
                 servers = stack.enter_context(
                     RunServers(
@@ -118,6 +121,7 @@ def run_script(options: RunOptions) -> int:
                         min_replicas=options.min_replicas or 0,
                         non_finite=options.non_finite or "refuse",
                         token=setup.token,
+                        tls=setup.tls,
                         share=setup.share,
                         heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
                     )
@@ -144,6 +148,7 @@ def _run_ranks(
         setup.choice,
         os.environ,
         token=setup.token,
+        tls=setup.tls,
         scheduler=scheduler,
         threads=options.threads,
         cores=find_cores(),
@@ -228,6 +233,7 @@ def _check_module(name: str) -> None:
 
 
 def _plan_node(options: RunOptions) -> _Setup:
+    tls = _find_tls(options)
     for name, value in (("--job", options.job), ("--index", options.index)):
         if value is not None:
             raise UsageError(f"{name} {value} belongs to --cluster FILE, which is not given")
@@ -253,7 +259,7 @@ def _plan_node(options: RunOptions) -> _Setup:
     if nnodes == 1:
         token = environment().token
         token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
-        return _Setup(layout=layout, choice=choice, token=token, num_ranks=layout.world_size, share=None)
+        return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=None)
     token = _need_token(f"the ranks of {nnodes} nodes")
     share = None
     if choice.consistency is not None:
@@ -270,10 +276,11 @@ def _plan_node(options: RunOptions) -> _Setup:
             bind=bind.netloc,
             patience_s=_PATIENCE_S,
         )
-    return _Setup(layout=layout, choice=choice, token=token, num_ranks=layout.world_size, share=share)
+    return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=share)
 
 
 def _plan_cluster(options: RunOptions) -> _Setup:
+    tls = _find_tls(options)
     assert options.cluster is not None
     for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers"):
         if getattr(options, name) is not None:
@@ -297,7 +304,7 @@ def _plan_cluster(options: RunOptions) -> _Setup:
     share = None
     if num_servers:
         share = _share_of(cluster, job, index, str(options.cluster))
-    return _Setup(layout=layout, choice=choice, token=token, num_ranks=len(cluster.workers), share=share)
+    return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=len(cluster.workers), share=share)
 
 
 def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
@@ -320,6 +327,16 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
 def _bindable(place: Address) -> Address:
     """Return what to bind for an address that others reach this machine by: a host's own name may be its loopback."""
     return Address("tcp", own_host(place.host), place.port)
+
+
+def _find_tls(options: RunOptions) -> TLS | None:
+    """Return what is asked for, or what the environment says. Raises UsageError if it cannot be used."""
+    told = environment()
+    tls = options.tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    if tls is not None:
+        tls.server_context()
+        tls.client_context()
+    return tls
 
 
 def _need_token(who: str) -> str:

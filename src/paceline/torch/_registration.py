@@ -19,6 +19,7 @@ from paceline.errors import DeadlineError, RankLostError
 from paceline.torch._errors import Terms, in_torch_terms
 from paceline.torch._store import TorchStore
 from paceline.torch.process_group import PacelineProcessGroup
+from paceline.transport import TLS
 
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -64,6 +65,7 @@ def join_through(
         size,
         token=token,
         host=_LOOPBACK if is_loopback(place) else own_host(place),
+        tls=TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca),
         name=f"torch {name}",
         timeout=timeout,
         algorithm=told.algorithm,

@@ -7,18 +7,21 @@ reads a byte more than the handshake's, so that what follows on the socket is th
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Callable
 
 from paceline.errors import AuthenticationError, PacelineError, ProtocolError
 from paceline.transport.addresses import Address
 from paceline.transport.authentication import Hello
-from paceline.transport.binding import socket_binding
+from paceline.transport.binding import certificate_binding, socket_binding
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Kind, Limits
 from paceline.transport.handshake import greet
 from paceline.transport.reception import Reception
+from paceline.transport.tls_channel import TLSChannel, wrap_tls
+from paceline.transport.tls_stream import plain_end
 from paceline.transport.unix_sockets import check_user
 
 _HANDSHAKE_BYTES = Limits().max_handshake_bytes
@@ -26,19 +29,30 @@ _LIMITS = Limits(max_frame_bytes=_HANDSHAKE_BYTES, max_meta_bytes=_HANDSHAKE_BYT
 
 
 def connect_stream(
-    address: Address, token: str, hello: Hello, timeout_s: float, *, listener: str = ""
+    address: Address,
+    token: str,
+    hello: Hello,
+    timeout_s: float,
+    *,
+    listener: str = "",
+    context: ssl.SSLContext | None = None,
 ) -> tuple[socket.socket, Hello]:
     """Connect and prove who we are; return the socket, in blocking mode, and what the other end said of itself.
 
-    ``listener`` is the id of the one that is wanted, if it is known.
+    ``listener`` is the id of the one that is wanted, if it is known; with a ``context``, TLS is spoken on the way.
 
     Raises what :meth:`Transport.connect` does. Unix sockets get large buffers, TCP keeps the system's own.
     """
     connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
     check_user(connected, address)
-    channel = PlainChannel(connected, address, _LIMITS, timeout_s)
-    greet(channel, token, hello, timeout_s, listener=listener)
-    return connected, channel.peer
+    if context is None:
+        channel = PlainChannel(connected, address, _LIMITS, timeout_s)
+        greet(channel, token, hello, timeout_s, listener=listener)
+        return connected, channel.peer
+    wrapped = wrap_tls(connected, context, address, timeout_s)
+    encrypted = TLSChannel(wrapped, address, _LIMITS, timeout_s)
+    greet(encrypted, token, hello, timeout_s, listener=listener)
+    return plain_end(wrapped), encrypted.peer
 
 
 def welcome_stream(
@@ -49,23 +63,46 @@ def welcome_stream(
     expect: Callable[[Hello], None] | None = None,
     *,
     listener: str = "",
-) -> Hello:
-    """Do the server's half of the handshake on an accepted socket; return what the client said of itself.
+    context: ssl.SSLContext | None = None,
+    certificate: bytes = b"",
+) -> tuple[socket.socket, Hello]:
+    """Do the server's half of the handshake on an accepted socket; return it, and what the client said of itself.
+
+    With a ``context`` and its ``certificate`` (DER) TLS is spoken on the way, and another socket is returned.
 
     ``expect`` is called with it before the client is told that it is welcome. On failure the client is told why, the
     socket is closed, and a PacelineError raised. ``timeout_s`` bounds each of the handshake's two waits.
     """
     name = connected.getpeername() if connected.family != getattr(socket, "AF_UNIX", None) else ()
     address = Address("tcp", name[0], name[1]) if name else Address("unix", path="/")
-    channel = PlainChannel(connected, address, _LIMITS, timeout_s)
+    channel: StreamChannel = PlainChannel(connected, address, _LIMITS, timeout_s)
+    wrapped: ssl.SSLSocket | None = None
     try:
-        reception = Reception(token, hello, listener)
-        return _welcome(channel, reception, socket_binding(connected, connecting=False), timeout_s, expect)
+        binding = b""
+        if context is None:
+            binding = socket_binding(connected, connecting=False)
+        else:
+            wrapped = _accept_tls(connected, context, address, timeout_s)
+            channel = TLSChannel(wrapped, address, _LIMITS, timeout_s)
+            binding = certificate_binding(certificate)
+        theirs = _welcome(channel, Reception(token, hello, listener), binding, timeout_s, expect)
+        return connected if wrapped is None else plain_end(wrapped), theirs
     except BaseException as error:
         if isinstance(error, PacelineError):
             _refuse(channel, error)
         channel.close()
         raise
+
+
+def _accept_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
+    """Return the server's end of TLS, on a descriptor of its own: who has the socket can still end it."""
+    own = connected.dup()
+    own.settimeout(timeout_s)
+    try:
+        return context.wrap_socket(own, server_side=True)
+    except OSError as error:
+        own.close()
+        raise AuthenticationError(f"no TLS connection with a client at {address}: {error}") from None
 
 
 def _welcome(

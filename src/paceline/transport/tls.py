@@ -23,6 +23,13 @@ class TLS:
     ca: str | PathLike[str] | None = None
     """The authorities to trust. With them a server asks clients for a certificate too (mutual TLS)."""
 
+    @classmethod
+    def of_files(
+        cls, cert: str | PathLike[str] | None, key: str | PathLike[str] | None, ca: str | PathLike[str] | None
+    ) -> TLS | None:
+        """Return the TLS of these files, ``None`` if none is given."""
+        return None if cert is None and key is None and ca is None else cls(cert=cert, key=key, ca=ca)
+
     def server_context(self) -> ssl.SSLContext:
         """Return the context of a listening node; raise UsageError if a file is missing or no certificate."""
         if self.cert is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.collectives._group_names import GroupNames
 from paceline.collectives._network_store import NetworkStore, StoreServer
 from paceline.collectives.store import MemoryStore, PrefixStore, SealedStore, Store, exchange
 from paceline.errors import AuthenticationError, DeadlineError, GroupClosedError, RankLostError, UsageError
@@ -203,3 +204,27 @@ def test_the_owner_lets_others_finish() -> None:
     other.close()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
+
+
+def test_a_rank_that_is_late_to_look_finds_the_numbers_of_its_own_groups() -> None:
+    """The other one has made its second group, of the same ranks, before this one has looked for the first."""
+    store = MemoryStore()
+    is_made = threading.Event()
+
+    class Late(PrefixStore):
+        def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+            assert is_made.wait(PATIENCE_S)
+            return super().collect(keys, deadline)
+
+    def make(rank: int) -> list[str]:
+        names = GroupNames(Late(store, "all") if rank else PrefixStore(store, "all"), rank, "all", lambda _: None)
+        made = []
+        for _ in range(3):
+            with names.next((0, 1), "", PATIENCE_S) as name:
+                made.append(name)
+        is_made.set()
+        return made
+
+    with ThreadPoolExecutor(2) as pool:
+        made = [each.result(2 * PATIENCE_S) for each in [pool.submit(make, rank) for rank in range(2)]]
+    assert made == [["all/0,1#1", "all/0,1#2", "all/0,1#3"]] * 2

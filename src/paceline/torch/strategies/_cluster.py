@@ -8,7 +8,7 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.protocol import Consistency
 from paceline.ps import Client
-from paceline.transport import SocketTransport
+from paceline.transport import TLS, SocketTransport
 
 _TIMEOUT = timedelta(minutes=1)
 
@@ -25,7 +25,8 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
             f"rank {rank}: strategy {name} keeps parameters on servers, and the environment names none ({missing} is "
             f"not set): start the program with `paceline run --strategy {name} --servers 1 SCRIPT`"
         )
-    return Client(SocketTransport(told.token), told.scheduler, rank=rank, timeout_s=timeout.total_seconds())
+    tls = TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    return Client(SocketTransport(told.token, tls=tls), told.scheduler, rank=rank, timeout_s=timeout.total_seconds())
 
 
 def check_cluster(

@@ -1,0 +1,97 @@
+"""A TLS connection as a plain socket, for those who move bytes with calls that TLS does not have.
+
+What is written to the socket comes out encrypted, and the other way round; a thread in between moves it. That costs two
+wake-ups each way, and nobody beyond needs to know of TLS.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+import time
+from typing import Final
+
+_CHUNK_BYTES: Final = 1 << 18
+_LINGER_S: Final = 2.0
+"""How long a connection that was closed here may take to let go what was written before."""
+
+
+def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
+    """Return a socket whose bytes go through a TLS connection, which belongs to it from now on."""
+    ours, theirs = socket.socketpair()
+    pump = _Pump(encrypted, theirs)
+    threading.Thread(target=pump.run, name="paceline-tls", daemon=True).start()
+    return ours
+
+
+class _Way:
+    """The bytes that go one way."""
+
+    def __init__(self, source: socket.socket, target: socket.socket) -> None:
+        self._source, self._target = source, target
+        self._buffer = memoryview(bytearray(_CHUNK_BYTES))
+        self.held = self._buffer[:0]
+        self.has_ended = False
+        """Whether all has gone that there was, and the target knows."""
+        self._is_open = True
+
+    def advance(self) -> bool:
+        """Move what can be moved without waiting; return whether anything was."""
+        if self.has_ended:
+            return False
+        try:
+            if not self.held and self._is_open:
+                got = self._source.recv_into(self._buffer)
+                self.held, self._is_open = self._buffer[:got], got > 0
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError:
+            self._is_open = False
+        try:
+            if self.held:
+                self.held = self.held[self._target.send(self.held) :]
+                return True
+            # The base class's: a TLS socket's own would end its other way too.
+            socket.socket.shutdown(self._target, socket.SHUT_WR)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError:  # nobody takes it any more
+            self.held = self._buffer[:0]
+        self.has_ended = True
+        return True
+
+
+class _Pump:
+    """Moves bytes both ways until both have ended, or the plain end is closed."""
+
+    def __init__(self, encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
+        self._encrypted, self._plain = encrypted, plain
+        self._out, self._in = _Way(plain, encrypted), _Way(encrypted, plain)
+        for each in (encrypted, plain):
+            each.setblocking(False)
+
+    def run(self) -> None:
+        """Do it."""
+        closed_at: float | None = None
+        with self._encrypted, self._plain:
+            poll = select.poll()
+            while not (self._out.has_ended and self._in.has_ended):
+                if self._out.advance() | self._in.advance():
+                    continue
+                left_s = None if closed_at is None else closed_at + _LINGER_S - time.monotonic()
+                if left_s is not None and (left_s <= 0 or self._out.has_ended):
+                    return
+                poll.register(self._encrypted, self._awaited(self._in, self._out))
+                poll.register(self._plain, 0 if closed_at else self._awaited(self._out, self._in))
+                if closed_at is not None:
+                    poll.unregister(self._plain)  # it would say so again and again
+                events = dict(poll.poll(None if left_s is None else left_s * 1e3))
+                if closed_at is None and events.get(self._plain.fileno(), 0) & select.POLLHUP:
+                    closed_at = time.monotonic()
+
+    @staticmethod
+    def _awaited(reading: _Way, writing: _Way) -> int:
+        reads = 0 if reading.held or reading.has_ended else select.POLLIN
+        return reads | (select.POLLOUT if writing.held else 0)

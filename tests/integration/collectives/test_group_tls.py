@@ -1,0 +1,147 @@
+"""Ranks of several hosts speak TLS: all works, nothing goes in the clear, wrong certificates are one sentence."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trustme
+
+from paceline.collectives import Group
+from paceline.collectives.node import Node
+from paceline.collectives.rendezvous import rendezvous
+from paceline.environment import Environment
+from paceline.errors import AuthenticationError, PacelineError, RankLostError, UsageError
+from paceline.testing import COLLECTIVE_CHECKS, nothing_left, run_ranks
+from paceline.transport import TLS, client
+
+TOKEN = "a token for tests"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TLS]:
+    folder: Path = tmp_path_factory.mktemp("tls")
+    found = {}
+    for name in ("ours", "foreign"):
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(str(folder / f"{name}-ca.pem"))
+        issued = authority.issue_cert("127.0.0.1")
+        issued.private_key_and_cert_chain_pem.write_to_path(str(folder / f"{name}.pem"))
+        found[name] = TLS(cert=folder / f"{name}.pem", ca=folder / f"{name}-ca.pem")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    with nothing_left():
+        yield
+
+
+@pytest.mark.parametrize("check", ["check_programs", "check_send_receive", "check_subgroups", "check_threads"])
+def test_everything_works(certificates: dict[str, TLS], check: str) -> None:
+    run_ranks(3, COLLECTIVE_CHECKS[check], hosts=[0, 0, 1], tls=certificates["ours"])
+
+
+def test_nothing_goes_in_the_clear(certificates: dict[str, TLS], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks write to their TCP connections has neither their data nor their calls in it."""
+    real = client.open_socket
+
+    def relayed(address: Any, timeout_s: float, **options: Any) -> socket.socket:
+        connected = real(address, timeout_s, **options)
+        if address.scheme == "unix":
+            return connected
+        ours, theirs = socket.socketpair()
+        for one, other in ((theirs, connected), (connected, theirs)):
+            threading.Thread(target=_copy, args=(one, other, seen), daemon=True).start()
+        return ours
+
+    seen: list[bytes] = []
+    monkeypatch.setattr("paceline.transport.streams.open_socket", relayed)
+    secret = b"the secret of a gradient" * 100
+
+    def talk(group: Group) -> None:
+        given = np.frombuffer(secret, np.uint8).copy()
+        group.all_gather(given)
+        group.send(given, 1 - group.rank)
+        group.recv(given, 1 - group.rank)
+
+    run_ranks(2, talk, hosts=[0, 1], tls=certificates["ours"])
+    told = b"".join(seen)
+    assert len(told) > 4 * len(secret)
+    assert secret[:12] not in told
+    assert b"all_gather" not in told
+
+
+def _copy(one: socket.socket, other: socket.socket, seen: list[bytes]) -> None:
+    try:
+        while data := one.recv(1 << 16):
+            seen.append(data)
+            other.sendall(data)
+        other.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+    finally:
+        time.sleep(0.1)
+        one.close()
+
+
+def test_a_rank_that_leaves_is_named(certificates: dict[str, TLS]) -> None:
+    def call(group: Group) -> None:
+        group.all_reduce(np.ones(3))
+        if group.rank == 1:
+            return
+        with pytest.raises(RankLostError) as lost:
+            group.recv(np.ones(3), 1)
+        assert lost.value.ranks == (1,)
+
+    run_ranks(2, call, hosts=[0, 1], tls=certificates["ours"])
+
+
+def test_a_foreign_certificate_is_refused_in_one_sentence(certificates: dict[str, TLS]) -> None:
+    ours, foreign = Node(TOKEN, tls=certificates["ours"]), Node(TOKEN, tls=certificates["foreign"])
+    try:
+        for one, other in ((ours, foreign), (foreign, ours)):
+            info = _only_tcp(other)
+            with pytest.raises(AuthenticationError, match=r"no TLS connection .* certificate .*--tls-ca") as refused:
+                one.connect(info, "group", 0, "p2p", time.monotonic() + 10)
+            assert "\n" not in str(refused.value)
+    finally:
+        ours.close()
+        foreign.close()
+
+
+def _only_tcp(node: Node) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(node.info, endpoint=msgspec.structs.replace(node.info.endpoint, unix=None))
+
+
+def test_ranks_meet_by_tls(certificates: dict[str, TLS]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def meet(rank: int, tls: TLS) -> Any:
+        return rendezvous(rank, 3, place, TOKEN, 10.0, told=Environment(), tls=tls)
+
+    with ThreadPoolExecutor(2) as pool:
+        meetings = [pool.submit(meet, rank, certificates["ours"]) for rank in range(2)]
+        first, second = (each.result() for each in meetings)
+        first.store.set("key", b"value")
+        assert second.store.get("key", time.monotonic() + 10) == b"value"
+        with pytest.raises(PacelineError, match="certificate"):
+            meet(2, certificates["foreign"])
+        second.close()
+        first.close()
+
+
+def test_a_node_needs_a_certificate(certificates: dict[str, TLS]) -> None:
+    with pytest.raises(UsageError, match="a server needs a certificate for TLS"):
+        Node(TOKEN, tls=TLS(ca=certificates["ours"].ca))
