@@ -32,6 +32,7 @@ from paceline.ps.bounds import Clock, TableNumber
 from paceline.ps.connection import Pending, ServerConnection
 from paceline.ps.copies import Copies
 from paceline.ps.dense_table import DenseTable
+from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import TICK, TICKS, TableSpec
 from paceline.ps.resending import send_again
 from paceline.ps.routes import MapWatch, Routes, no_routes
@@ -74,7 +75,8 @@ class Client:
     ) -> None:
         role = "observer" if observer else "worker"
         self.role = role
-        self._lock = threading.RLock()
+        self._lock: threading.RLock | NoLock = threading.RLock()
+        own(self)
         self._connections: list[ServerConnection] = []
         self._tables: dict[str, SparseTable | DenseTable] = {}
         self._specs: dict[int, TableSpec] = {}
@@ -355,7 +357,9 @@ class Client:
             connection.abort()
 
     def close(self) -> None:
-        """Finish what is in flight and leave the cluster. Idempotent."""
+        """Finish what is in flight and leave the cluster. Idempotent; nothing in a forked child."""
+        if isinstance(self._lock, NoLock):
+            return
         self._is_closing = True
         try:
             with self._lock:
@@ -379,6 +383,10 @@ class Client:
                 settling = self._settling
             if settling is not None and settling is not threading.current_thread():
                 settling.join(10.0)
+
+    def disown(self) -> None:
+        """Leave everything to the parent of this process, which has been forked."""
+        self._lock = NoLock()
 
     def __enter__(self) -> Client:
         """Return itself; it is closed at the end of the block.
@@ -406,7 +414,7 @@ class Client:
     # For the tables.
 
     @property
-    def lock(self) -> threading.RLock:
+    def lock(self) -> threading.RLock | NoLock:
         """Held while a request is made or awaited."""
         return self._lock
 

@@ -121,7 +121,7 @@ class FakeLink:
         self.publish = on_map
         self.first: messages.ClusterMap = FIRST[0]
 
-    def register(self, request: messages.Register) -> messages.Welcome:
+    def register(self, request: messages.Register, timeout_s: float | None = None) -> messages.Welcome:
         """Welcome everybody."""
         self.publish(self.first)
         return messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, cluster=self.first)

@@ -31,6 +31,7 @@ from paceline.errors import (
 from paceline.protocol.scheduler import KnownViews
 from paceline.ps import messages
 from paceline.ps.account import Memory
+from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
 from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
 from paceline.ps.scheduler.processes import own_process
@@ -83,7 +84,7 @@ class SchedulerLink:
         self._tables = tables
         self._unreachable = unreachable
         self._memory = Memory()
-        self._send_lock = threading.Lock()
+        self._send_lock: threading.Lock | NoLock = threading.Lock()
         self._outgoing = Outgoing()
         self._is_connected = True
         self._is_leaving = False
@@ -97,6 +98,7 @@ class SchedulerLink:
         self._map_changed = threading.Condition()
         self._maps: KnownViews[ClusterMap] = KnownViews()
         self._thread = threading.Thread(target=self._run, name="paceline-scheduler-link", daemon=True)
+        own(self)
         self._thread.start()
 
     def call(
@@ -190,6 +192,10 @@ class SchedulerLink:
             self._registration = None
             raise
         return welcome
+
+    def disown(self) -> None:
+        """Leave everything to the parent of this process, which has been forked."""
+        self._send_lock, self._closing = NoLock(), True
 
     def close(self) -> None:
         """Leave in good order and end the thread. Idempotent."""

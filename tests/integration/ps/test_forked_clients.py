@@ -1,0 +1,73 @@
+"""A client is of one process: a forked child that uses it gets an error, and does not harm it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.ps import SGD
+
+from .harness import Cluster, floats, keys_of
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+def in_child(function: Callable[[], Any]) -> str:
+    """Return what a function raises in a forked process, as text; empty if it returns."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = ""
+        try:
+            function()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = pipe.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on() -> None:
+    with Cluster() as cluster:
+        client = cluster.connect(rank=0)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        ticket = table.push(keys_of(1), floats(1))
+        client.lock.acquire()  # type: ignore[attr-defined]  # another thread's, as the child would see it
+        uses: list[Callable[[], Any]] = [
+            lambda: table.push(keys_of(1), floats(1)),
+            lambda: table.pull(keys_of(1)),
+            client.tick,
+            client.flush,
+            client.tables,
+            lambda: client.sparse_table("w2", update=SGD(lr=1.0)),
+            ticket.wait,
+        ]
+        found = [in_child(use) for use in uses]
+        client.lock.release()  # type: ignore[attr-defined]
+        assert [each.partition(" was made before process")[0] for each in found] == ["UsageError: this client"] * 7
+        assert in_child(client.close) == ""
+        ticket.wait()
+        assert table.pull(keys_of(1)) == -1
+        assert len(client.tables()) == 1
+        assert cluster.num_counted() == 1  # the child did not leave in its name
+
+
+def test_an_inherited_client_leaves_when_its_own_process_does() -> None:
+    with Cluster() as cluster:
+        client = cluster.connect(rank=0)
+        assert in_child(lambda: client.__exit__(None, None, None)).startswith("UsageError")
+        client.flush()
+        client.close()
+        with pytest.raises(UsageError, match="closed"):
+            client.flush()
