@@ -38,6 +38,7 @@ KERNELS: tuple[Any, ...] = (
     index.rehash,
     sparse.copy_records,
     sparse.count_absent,
+    sparse.digest_records,
     sparse.gather,
     sparse.is_crowded,
     sparse.largest,
@@ -86,6 +87,7 @@ def _compile_sparse() -> None:
     sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
     sparse.read_records(directory, layout, keys, floats, np.zeros(1, np.uint8))
     sparse.largest(floats)
+    sparse.digest_records(keys, floats.view(np.uint32).reshape(1, 1))
     index.erase(directory, layout, keys)
     index.bucket_keys(directory, layout, 0, keys, keys)
     index.buckets_of(keys, buckets)

@@ -36,6 +36,8 @@ from .memory import float_pointer, prefetch, store_u32
 from .rules import FTRL, INITIAL_A, INITIAL_B, SGD, start_state, update_record
 
 _U0 = np.uint64(0)
+_DIGEST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_DIGEST_SHIFT = np.uint64(32)
 _KEY = np.uint64(8)
 _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
@@ -306,3 +308,19 @@ def largest(array):  # type: ignore[no-untyped-def]
         top = max(top, bits[i] & np.uint32(0x7FFFFFFF))
     found[0] = top
     return found.view(np.float32)[0]
+
+
+@njit(cache=True, nogil=True)
+def digest_records(keys, words):  # type: ignore[no-untyped-def]
+    """Return a hash (uint64) of rows: `keys` (uint64 [n]) and the bits of their records (uint32 [n, w]), in any order.
+
+    Two sets of rows that differ have the same one by chance of some 2^-64 only.
+    """
+    total = _U0
+    for i in range(words.shape[0]):
+        hashed = mix(keys[i] + _DIGEST_FACTOR)
+        for j in range(words.shape[1]):
+            hashed = (hashed ^ np.uint64(words[i, j])) * _DIGEST_FACTOR
+            hashed ^= hashed >> _DIGEST_SHIFT
+        total += mix(hashed + _DIGEST_FACTOR)
+    return total

@@ -398,6 +398,24 @@ class Replication:
                 return next(buckets_in(short & buckets)), num_replicas
         return None
 
+    def checkable(self, target: int) -> int:
+        """Return the buckets of which `target` has what this server has, behind all that was sent to it so far."""
+        return self._behind.get(target, 0) & ~self._fills.get(target, 0) if target in self._up else 0
+
+    def is_comparable(self, source: int, version: int, bucket: int) -> bool:
+        """Return whether this server has of a bucket what `source` had when it sent this by the map of `version`.
+
+        It may have more where it was ahead of that one: then it is still handing it up.
+        """
+        from_it = self._before.get(source, 0) & self._filter.buckets & ~self._filling
+        if version != self._version or not from_it >> bucket & 1:
+            return False
+        return not any(push.is_left and push.buckets >> bucket & 1 for push in self._pending)
+
+    def applied_to(self, bucket: int) -> tuple[tuple[int, int], ...]:
+        """Return the last push of each incarnation that counts as applied to a bucket."""
+        return tuple((incarnation, last) for incarnation, last, _ in self._filter.export(1 << bucket))
+
     def give_up(self, token: object) -> None:
         """Withhold the answer to this push no longer: its sender was told that its time is over."""
         self._withheld = {push: None for push in self._withheld if push.token is not token}

@@ -28,6 +28,8 @@ _MAX_NUMBER: Final = 1 << 62
 """Of what is counted on from what a peer says: there is room above it."""
 
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
+Word: TypeAlias = Annotated[int, Meta(ge=0)]
+"""A hash of 64 bits."""
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
 """An incarnation, or the number of a view, a term, a job or a lease."""
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]

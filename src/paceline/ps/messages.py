@@ -34,6 +34,7 @@ from paceline.ps.bounds import (
     Role,
     TableNumber,
     Version,
+    Word,
 )
 from paceline.ps.snapshot_messages import DoneShards
 from paceline.ps.snapshot_messages import GetAccount as GetAccount
@@ -65,6 +66,8 @@ READY: Final = 37
 """Behind all that a member of a chain has forwarded to its primary: that was all. epoch is the map's version."""
 CLOCKS: Final = 36
 """What a server that is being filled has to know of the tables and workers: meta is a :class:`ClocksInfo`."""
+CHECK: Final = 40
+"""What a bucket is here, behind all that was forwarded; meta is a :class:`CheckInfo`. No answer."""
 PING: Final = 38
 """Are you there? Answered by PONG, of any version of the map."""
 PONG: Final = 39
@@ -616,6 +619,12 @@ class ServerStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     resident_bytes: int
     held: int
     """Requests that wait now, at the gate or for a replica."""
+    num_compared: int
+    """Buckets that were compared with those of the servers before this one, as often as they were."""
+    num_unordered: int
+    """Buckets of which the same pushes were applied in another order than there, with another result."""
+    differences: tuple[str, ...]
+    """What is not as it is there, in a line for each bucket and table; see :mod:`paceline.ps.replica_checks`."""
 
 
 # Between servers.
@@ -647,6 +656,8 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     """A bucket: its filter, and a piece per table, whose floats are whole records."""
 
     bucket: Bucket
+    order: Word
+    """The order in which pushes were applied to it, hashed (:mod:`paceline.ps.replica_checks`)."""
     filter: tuple[tuple[Natural, Natural, BucketMask], ...]
     pieces: tuple[PieceInfo, ...]
 
@@ -654,6 +665,17 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
         tables = {piece.table for piece in self.pieces}
         if len(tables) != len(self.pieces) or any(piece.range is not None for piece in self.pieces):
             raise UsageError("a bucket is one piece of each table, with its keys")
+
+
+class CheckInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a bucket is on a server, for the one behind it to compare: see :mod:`paceline.ps.replica_checks`."""
+
+    bucket: Bucket
+    order: Word
+    applied: tuple[tuple[Natural, Natural], ...]
+    """The last push of each incarnation."""
+    tables: tuple[tuple[TableNumber, Natural, Word], ...]
+    """How many rows each has there, and their digest."""
 
 
 class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -684,5 +706,6 @@ decode_to_server = reader(ToServer, "a control message")
 decode_notice = reader(FromScheduler, "a notice")
 decode_forward = reader(ForwardInfo, "a push from a server")
 decode_state = reader(StateInfo, "a bucket from a server")
+decode_check = reader(CheckInfo, "a comparison from a server")
 decode_clocks = reader(ClocksInfo, "clocks from a server")
 """They raise ProtocolError for what cannot be read, or is beyond its bounds."""

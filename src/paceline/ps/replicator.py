@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,16 +19,17 @@ import numpy as np
 
 from paceline.errors import PeerError, ProtocolError
 from paceline.protocol import replication
-from paceline.protocol.buckets import Buckets, from_bytes, to_bytes
+from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
 from paceline.protocol.replication import Replication
 from paceline.ps import messages
 from paceline.ps.chain_links import ChainLinks
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.gatekeeper import Gatekeeper
-from paceline.ps.messages import CLOCKS, FORWARD, FORWARDED, PING, PONG, READY, STATE, STATE_TAKEN
+from paceline.ps.messages import CHECK, CLOCKS, FORWARD, FORWARDED, PING, PONG, READY, STATE, STATE_TAKEN
 from paceline.ps.non_finite import NonFinite
 from paceline.ps.parts import Selection
 from paceline.ps.pushes import ChainPush, Piece, apply, check_bucket, check_push, pack, unpack
+from paceline.ps.replica_checks import ReplicaChecks
 from paceline.ps.server_tables import ServerTable, ServerTables
 from paceline.ps.tables import make_part
 from paceline.ps.withheld import WithheldPushes
@@ -40,11 +42,12 @@ _logger = logging.getLogger("paceline.ps")
 class _State:
     """A bucket that came whole."""
 
-    __slots__ = ("number", "peer", "pieces")
+    __slots__ = ("number", "order", "peer", "pieces")
 
-    def __init__(self, peer: Peer, number: int, pieces: list[Piece]) -> None:
+    def __init__(self, peer: Peer, number: int, order: int, pieces: list[Piece]) -> None:
         self.peer = peer
         self.number = number
+        self.order = order
         self.pieces = pieces
 
 
@@ -94,6 +97,8 @@ class Replicator:
         self._sequences = itertools.count(1)
         self._fills: set[int] = set()  # servers to which a bucket will be sent soon
         self._states: dict[int, float] = {}  # servers to which one is on its way → since when
+        self._check: asyncio.TimerHandle | None = None
+        self.checks = ReplicaChecks(tables)
         self.rules = Replication(0)
 
     def joined(self, hello: Hello, heartbeat_s: float) -> None:
@@ -102,6 +107,7 @@ class Replicator:
         self.rules = Replication(hello.incarnation, self._min_replicas)
         if self._links is not None:
             self._links.watch(heartbeat_s)
+            self._check_later(self.checks.pause_s(None))
 
     @property
     def incarnation(self) -> int:
@@ -131,6 +137,8 @@ class Replicator:
     def close(self) -> None:
         """Close the connections to other servers."""
         self._withheld.close()
+        if self._check is not None:
+            self._check.cancel()
         if self._links is not None:
             self._links.close()
 
@@ -170,7 +178,9 @@ class Replicator:
         for instruction in instructions:
             match instruction:
                 case replication.Apply(token, buckets):
-                    apply(self._tables, _as_push(token), buckets)
+                    push = _as_push(token)
+                    self.checks.orders.applied(push.incarnation, push.sequence, buckets)
+                    apply(self._tables, push, buckets)
                 case replication.Forward(token, target, number, buckets):
                     self._forward(_as_push(token), target, number, buckets)
                 case replication.Acknowledge(token):
@@ -185,6 +195,7 @@ class Replicator:
                     assert isinstance(token, _State)
                     self._load(token, bucket)
                 case replication.Drop(buckets):
+                    self.checks.drop(buckets)
                     for table in self._tables.by_number.values():
                         table.part.drop(buckets)
                 case replication.Hold(buckets):
@@ -329,7 +340,7 @@ class Replicator:
                 pieces.append(Piece(table_number, Selection(keys), records.reshape(-1)))
         infos, body = pack(pieces)
         entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
-        info = messages.StateInfo(bucket, entries, infos)
+        info = messages.StateInfo(bucket, self.checks.orders.of(bucket), entries, infos)
         peer.send_frame(STATE, request=number, epoch=self.rules.version, meta=messages.encode(info), body=body)
 
     def _state_taken(self, target: int, number: int) -> None:
@@ -339,6 +350,34 @@ class Replicator:
         if target not in self._fills:
             self._fills.add(target)
             asyncio.get_running_loop().call_later(_FILL_PAUSE * took, self._pump, target)
+
+    # Comparing.
+
+    def _check_later(self, pause_s: float) -> None:
+        self._check = asyncio.get_running_loop().call_later(pause_s, self._check_next)
+
+    @must_succeed
+    def _check_next(self) -> None:
+        """Have the next bucket compared, and in a while the one after."""
+        took_s = None
+        found = self.checks.next(self.rules, self._endpoints)
+        if found is not None:
+            began = time.perf_counter()
+            self._send_check(*found)
+            took_s = time.perf_counter() - began
+        self._check_later(self.checks.pause_s(took_s))
+
+    def check_all(self) -> int:
+        """Have every bucket compared now; return how many."""
+        found = [(target, bucket) for target in self._endpoints for bucket in buckets_in(self.rules.checkable(target))]
+        return sum(self._send_check(target, bucket) for target, bucket in found)
+
+    def _send_check(self, target: int, bucket: int) -> bool:
+        peer = self._peer(target)
+        if peer is not None:
+            info = self.checks.describe(self.rules, bucket)
+            peer.send_frame(CHECK, epoch=self.rules.version, meta=messages.encode(info))
+        return peer is not None
 
     # From other servers.
 
@@ -365,6 +404,9 @@ class Replicator:
         elif self._sources[source] is peer:
             if header.kind == FORWARD:
                 self._take_forward(peer, header, messages.decode_forward(meta), body)
+            elif header.kind == CHECK:
+                info = messages.decode_check(meta)
+                self.checks.compare(self.rules, source, peer.hello.rank, header.epoch, info)
             else:
                 self._take_state(peer, header, messages.decode_state(meta), body)
 
@@ -387,7 +429,7 @@ class Replicator:
 
     def _take_state(self, peer: Peer, header: Header, info: messages.StateInfo, body: memoryview) -> None:
         state = tuple((incarnation, sequence, from_bytes(mask)) for incarnation, sequence, mask in info.filter)
-        token = _State(peer, header.request, list(unpack(info.pieces, body)))
+        token = _State(peer, header.request, info.order, list(unpack(info.pieces, body)))
         check_bucket(self._tables, info.bucket, token.pieces)
         self._carry_out(replication.StateReceived(token, peer.hello.incarnation, header.epoch, info.bucket, state))
 
@@ -396,6 +438,7 @@ class Replicator:
         self._obey(self.rules.handle(event))
 
     def _load(self, state: _State, bucket: int) -> None:
+        self.checks.load(bucket, state.order)
         pieces = {piece.table: piece for piece in state.pieces}
         for number, table in self._tables.by_number.items():
             piece = pieces.get(number)
@@ -414,9 +457,21 @@ class Replicator:
             if table is None:
                 table = self._add_table(number, declared)
             if table.spec != spec:
-                table.set_update(spec.update)
+                self._set_update(number, spec.update)
         if not self.rules.primary:
             self._gatekeeper.take_clocks(info)
+
+    def set_update(self, number: int, update: dict[str, Any]) -> None:
+        """Take other hyperparameters of a table's rule, and tell the servers behind. Raises UsageError, as it does."""
+        self._set_update(number, update)
+        self.tables_changed()
+
+    def _set_update(self, number: int, update: dict[str, Any]) -> None:
+        table = self._tables.find(number)
+        before = table.spec
+        table.set_update(update)
+        if table.spec != before:  # a push before is not one behind
+            self.checks.orders.applied(number, zlib.crc32(messages.encode(update)), self.rules.held)
 
     @must_succeed
     def _add_table(self, number: int, spec: messages.TableSpec) -> ServerTable:

@@ -31,6 +31,7 @@ from paceline.ps.gatekeeper import Gatekeeper, HeldRead, name_of
 from paceline.ps.messages import (
     ACK,
     CALL,
+    CHECK,
     CLOCKS,
     DROPPED,
     FORWARD,
@@ -71,7 +72,7 @@ from paceline.transport import (
 )
 
 _logger = logging.getLogger("paceline.ps")
-_VERSIONED = frozenset((PULL, PUSH, PUSH_PULL, TICK, SYNCED, FORWARD, STATE, READY, CLOCKS))
+_VERSIONED = frozenset((PULL, PUSH, PUSH_PULL, TICK, SYNCED, FORWARD, STATE, READY, CLOCKS, CHECK))
 _SAFE_SUM = 1e38  # of gradients, before the factor
 _HEADER_FLOATS = HEADER_BYTES // 4
 _MAX_ANSWER_BYTES = Limits().max_frame_bytes
@@ -170,7 +171,7 @@ class Server(Handler):
         self._kinds: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
             PULL: self._pull, PUSH: self._push, PUSH_PULL: self._push, TICK: self._tick, CALL: control.call,
             SYNCED: self._synced, READY: self._ready, FORWARD: replicated, STATE: replicated, CLOCKS: replicated,
-            PING: replicated,
+            CHECK: replicated, PING: replicated,
         }  # fmt: skip
 
     @property

@@ -164,8 +164,7 @@ class ServerControl:
         self._replicator.push(push, buckets)
 
     def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
-        self._tables.find(request.table).set_update(request.update)
-        self._replicator.tables_changed()
+        self._replicator.set_update(request.table, request.update)
 
     def _get_statistics(
         self, peer: Peer, request: messages.GetStatistics, body: memoryview
@@ -188,4 +187,7 @@ class ServerControl:
             bytes_out=bytes_out,
             resident_bytes=psutil.Process().memory_info().rss,
             held=self._gatekeeper.num_held + self._replicator.num_withheld,
+            num_compared=self._replicator.checks.num_compared,
+            num_unordered=self._replicator.checks.num_unordered,
+            differences=self._replicator.checks.differences,
         )

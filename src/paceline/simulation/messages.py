@@ -283,6 +283,17 @@ class ForwardOk(Frame):
 
 
 @dataclass(slots=True)
+class Check(Frame):
+    """What a bucket is on a server, for the one behind it to compare."""
+
+    version: int
+    bucket: int
+    applied: tuple[tuple[int, int], ...]
+    value: int
+    marks: dict[int, int]
+
+
+@dataclass(slots=True)
 class State(Frame):
     """A bucket, whole."""
 

@@ -41,6 +41,7 @@ from paceline.protocol.scheduler import View
 from paceline.protocol.shards import Granted
 from paceline.simulation.messages import (
     Answer,
+    Check,
     Clocks,
     Filled,
     FinishGate,
@@ -133,6 +134,7 @@ class Server(Node):
             StateOk: self._on_state_ok,
             ReadyFrame: self._on_ready,
             Clocks: self._on_clocks,
+            Check: self._on_check,
             Ping: self._on_ping,
             Pong: self._on_pong,
         }
@@ -398,10 +400,34 @@ class Server(Node):
     def unreachable(self) -> tuple[int, ...]:
         """See :class:`Node`."""
         found = self._silence.look(self._links)
-        for link in self._links.values():
+        for target, link in self._links.items():
             if link is not None:
                 link.send(self, Ping())
+                self._check(target, link)
         return found
+
+    def _check(self, target: int, link: Connection) -> None:
+        """Have the server behind compare the buckets."""
+        for bucket in buckets_in(self.replication.checkable(target)):
+            data, applied = self.data[bucket], self.replication.applied_to(bucket)
+            link.send(self, Check(self.replication.version, bucket, applied, data.value, dict(data.marks)))
+
+    def _on_check(self, connection: Connection, frame: Check) -> None:
+        # One of a newer map is let go: the pushes before it wait in the replication, and would come behind it.
+        if not self.replication.is_comparable(connection.owner, frame.version, frame.bucket):
+            return
+        self.cluster.fired["compared"] += 1
+        data = self.data[frame.bucket]
+        if self.replication.applied_to(frame.bucket) != frame.applied:
+            raise Violation(
+                f"{self.name} counts {self.replication.applied_to(frame.bucket)} as applied to bucket {frame.bucket}, "
+                f"the server before it {frame.applied} (replicas are equal)"
+            )
+        if (data.value, data.marks) != (frame.value, frame.marks):
+            raise Violation(
+                f"{self.name} has {data.marks} in bucket {frame.bucket}, the server before it {frame.marks} (replicas "
+                "are equal)"
+            )
 
     def _on_ping(self, connection: Connection, _: Ping) -> None:
         connection.send(self, Pong())

@@ -212,6 +212,21 @@ class Cluster:
         """How many workers take part in the iterations, as the servers see it."""
         return max(len(node.server._counted) for node in self.nodes)
 
+    def compare_replicas(self) -> int:
+        """Have all servers compare their buckets with those before them in the chains; return how many they were.
+
+        Raises AssertionError with what differs. Buckets that got the same pushes in another order do not.
+        """
+        nodes = [node for node in self.nodes if node.served is not None and not node.failures]
+        checks = [node.server._replicator.checks for node in nodes]
+        compared, received = sum(each.num_compared for each in checks), sum(each.num_received for each in checks)
+        expected = received + sum(node.call(node.server._replicator.check_all) for node in nodes)
+        wait_until(lambda: sum(each.num_received for each in checks) >= expected)
+        differences = [line for each in checks for line in each.differences]
+        if differences:
+            raise AssertionError("\n".join(differences))
+        return sum(each.num_compared for each in checks) - compared
+
     def stop_scheduler(self) -> None:
         """Let the scheduler be gone."""
         self._scheduler_stack.close()

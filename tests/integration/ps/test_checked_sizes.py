@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import ALL, to_bytes
 from paceline.ps import SGD, Adagrad, Client, messages
-from paceline.ps.messages import ACK, CLOCKS, FORWARD, RESULT, STATE, VALUES, TableSpec
+from paceline.ps.messages import ACK, CHECK, CLOCKS, FORWARD, RESULT, STATE, VALUES, TableSpec
 from paceline.ps.rules import Zeros, to_fields
 from paceline.testing import serve_in_thread
 from paceline.transport import Channel, Handler, Header, Hello, Kind, Peer
@@ -163,7 +163,21 @@ def test_buckets_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) ->
             (0, [], [[99, 2, 8]], few + ones, "no table number 99"),
         ]
         for bucket, known, pieces, body, message in wrong:
-            refused(channel, STATE, [bucket, known, pieces], body, message)
+            refused(channel, STATE, [bucket, 0, known, pieces], body, message)
+        assert not caplog.records
+
+
+def test_comparisons_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) -> None:
+    with between_servers() as (_, channel, _, _):
+        wrong: list[Any] = [
+            [512, 0, [], []],
+            [0, -1, [], []],
+            [0, 0, [[-1, 0]], []],
+            [0, 0, [], [[0, 1, 1]]],
+            [0, 0, []],
+        ]
+        for meta in wrong:
+            refused(channel, CHECK, meta, b"", "cannot be read")
         assert not caplog.records
 
 

@@ -1,0 +1,144 @@
+"""Servers that compare what they have with the servers before them, and tell where it is not the same."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.ps import FTRL, SGD, Adam, Client, DenseTable, SparseTable, UpdateRule
+from paceline.ps.dense_part import DensePart
+
+from .harness import Cluster, ServerNode, in_threads, wait_until
+from .test_replication import is_whole
+
+KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+CASES = [
+    (Eventual(), Adam(lr=0.1)),
+    (Eventual(), FTRL(alpha=0.1)),
+    (BoundedDelay(tau=1), SGD(lr=1.0)),
+    (Sequential(), Adam(lr=0.1)),
+]
+
+
+def tables_of(client: Client, rule: UpdateRule, size: int = 3000) -> tuple[SparseTable, DenseTable]:
+    return client.sparse_table("sparse", dim=2, update=rule), client.dense_table("dense", size=size, update=rule)
+
+
+def work(client: Client, rule: UpdateRule, iterations: int) -> None:
+    sparse, dense = tables_of(client, rule)
+    random = np.random.default_rng(client.rank)
+    for _ in range(iterations):
+        keys = random.choice(KEYS, 100, replace=False)
+        sparse.push(keys, random.standard_normal((100, 2), np.float32))
+        dense.push(random.standard_normal(3000, np.float32), tick=True)
+    client.flush()
+
+
+@pytest.mark.parametrize(("consistency", "rule"), CASES, ids=str)
+def test_replicas_are_equal_to_the_bit_while_pushes_are_under_way(consistency: Consistency, rule: UpdateRule) -> None:
+    with Cluster(servers=3, workers=2, replicas=2, consistency=consistency) as cluster:
+        clients = cluster.connect_all()
+        for client in clients:
+            tables_of(client, rule)
+
+        def compare() -> None:
+            for _ in range(3):
+                assert cluster.compare_replicas() >= 2 * 512
+
+        in_threads(*(lambda each=each: work(each, rule, 40) for each in clients), compare)
+        assert cluster.compare_replicas() >= 2 * 512
+        statistics = clients[0].statistics()
+        assert sum(each.num_compared for each in statistics) >= 4 * 2 * 512
+        assert {(each.differences, each.num_unordered) for each in statistics} == {((), 0)}
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+def test_no_alarm_while_servers_come_and_go(consistency: Consistency) -> None:
+    with Cluster(servers=3, workers=2, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
+        clients, observer = cluster.connect_all(), cluster.connect(observer=True)
+        done = threading.Event()
+
+        def push(client: Client) -> None:
+            while not done.wait(0.01):
+                work(client, Adam(lr=0.1), 2)
+            client.retire()
+
+        def move() -> None:
+            try:
+                cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
+                wait_whole(4)
+                cluster.nodes.pop(0).stop()
+                wait_whole(3)
+            finally:
+                done.set()
+
+        def wait_whole(num_servers: int) -> None:
+            while not is_whole(observer, num_servers, 1):
+                for node in cluster.nodes:
+                    node.call(node.server._replicator.check_all)
+                done.wait(0.3)
+
+        in_threads(*(lambda each=each: push(each) for each in clients), move)
+        assert cluster.compare_replicas() > 0
+
+
+def test_a_push_that_is_not_applied_on_a_replica_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster(servers=2, workers=1, replicas=1) as cluster:
+        client = cluster.connect()
+        sparse, dense = tables_of(client, Adam(lr=0.1))
+        part: Any = cluster.nodes[1].server._tables.by_number[2].part
+        original, part.push = part.push, lambda selection, grads: None
+        dense.push(np.ones(3000, np.float32)).wait()
+        part.push = original
+        sparse.push(KEYS, np.ones((300, 2), np.float32)).wait()
+        with caplog.at_level(logging.ERROR, "paceline.ps"), pytest.raises(AssertionError):
+            cluster.compare_replicas()
+        first, second = (each.differences for each in client.statistics())
+        assert len(first) + len(second) == 500  # buckets with elements
+        expected = (
+            r"bucket \d+ of server 1 is not what it is on server 0, which it replicates: its rows in table 'dense' "
+        )
+        assert all(re.match(expected, line) for line in second)
+        logged = {record.message for record in caplog.records}
+        assert len(logged & {*first}) == len(logged & {*second}) == 8
+
+
+def test_a_push_that_never_came_is_told() -> None:
+    with Cluster(servers=2, workers=1, replicas=1) as cluster:
+        client = cluster.connect()
+        sparse, _ = tables_of(client, SGD(lr=1.0))
+        replica = cluster.nodes[1]
+        rules: Any = replica.server._rules
+        original = rules._filter.admit
+        rules._filter.admit = lambda *arguments: 0
+        sparse.push(KEYS, np.ones((300, 2), np.float32)).wait()
+        rules._filter.admit = original
+        with pytest.raises(AssertionError, match="counts as applied on one of them only"):
+            cluster.compare_replicas()
+
+
+def test_a_bucket_sent_as_a_view_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent to a server being filled changed on its way, and a push was in it twice."""
+    read = DensePart.read_bucket
+    with Cluster(servers=1, workers=1, replicas=1) as cluster, ExitStack() as stack:
+        client = cluster.connect()
+        _, dense = tables_of(client, SGD(lr=1.0))
+        dense.push(np.ones(3000, np.float32)).wait()
+
+        def with_a_push_more(part: DensePart, bucket: int) -> Any:
+            keys, records = read(part, bucket)
+            return keys, records + (bucket == 7)
+
+        monkeypatch.setattr(DensePart, "read_bucket", with_a_push_more)
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
+        wait_until(lambda: is_whole(client, 2, 1))
+        monkeypatch.undo()
+        with pytest.raises(AssertionError, match="bucket 7 of server 1 is not what it is on server 0"):
+            cluster.compare_replicas()

@@ -1,0 +1,120 @@
+"""What servers tell one another of their buckets: the same for the same rows and pushes, another for any other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from paceline.kernels.sparse import digest_records
+from paceline.protocol import ALL, ChainGroup, bucket_set
+from paceline.protocol.replication import Change, Forwarded, LinkUp, Push, Replication
+from paceline.ps.replica_checks import BucketOrders, ReplicaChecks
+from paceline.ps.server_tables import ServerTables
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+
+WORDS = st.integers(0, 2**32 - 1)
+ROWS = st.dictionaries(st.integers(0, 2**64 - 1), st.tuples(WORDS, WORDS), max_size=20)
+PUSHES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.sets(st.integers(0, 511), min_size=1)), max_size=8)
+
+
+def digest(rows: dict[int, tuple[int, int]]) -> int:
+    words = np.array(list(rows.values()), np.uint32).reshape(len(rows), 2)
+    return int(digest_records(np.array(list(rows), np.uint64), words))
+
+
+@settings(deadline=None)
+@given(rows=ROWS, other=ROWS, random=st.randoms())
+def test_a_digest_is_of_the_rows_in_whatever_order(
+    rows: dict[int, tuple[int, int]], other: dict[int, tuple[int, int]], random: np.random.Generator
+) -> None:
+    keys = list(rows)
+    random.shuffle(keys)
+    assert digest({key: rows[key] for key in keys}) == digest(rows)
+    assume(rows != other)
+    assert digest(other) != digest(rows)
+
+
+@settings(deadline=None)
+@given(rows=ROWS.filter(bool), bit=st.integers(0, 63), data=st.data())
+def test_a_digest_depends_on_every_bit(rows: dict[int, tuple[int, int]], bit: int, data: st.DataObject) -> None:
+    key = data.draw(st.sampled_from(sorted(rows)))
+    first, second = rows[key]
+    changed = (first ^ 1 << bit, second) if bit < 32 else (first, second ^ 1 << bit - 32)
+    assert digest({**rows, key: changed}) != digest(rows)
+
+
+@given(pushes=PUSHES)
+def test_each_bucket_has_the_order_of_its_own_pushes(pushes: list[tuple[int, int, set[int]]]) -> None:
+    orders, alone = BucketOrders(), BucketOrders()
+    for incarnation, sequence, buckets in pushes:
+        orders.applied(incarnation, sequence, bucket_set(buckets))
+        if 7 in buckets:
+            alone.applied(incarnation, sequence, ALL)
+    assert orders.of(7) == alone.of(300)
+
+
+def test_another_order_is_another_number() -> None:
+    one, other = BucketOrders(), BucketOrders()
+    for orders, sequence in ((one, (0, 1)), (other, (1, 0))):
+        for worker in sequence:
+            orders.applied(worker, 3, ALL)
+    assert one.of(0) != other.of(0)
+    one.drop(ALL)
+    assert one.of(0) == BucketOrders().of(0)
+    one.take(0, other.of(0))
+    assert one.of(0) == other.of(0)
+
+
+def test_a_bucket_is_compared_where_one_server_has_what_the_other_had() -> None:
+    first, second = Replication(1), Replication(2)
+    groups = (ChainGroup((1, 2), None, ALL),)
+    for each in (first, second):
+        each.handle(Change(1, groups))
+    assert first.checkable(2) == 0  # there is no connection to it
+    first.handle(LinkUp(2))
+    assert first.checkable(2) == ALL
+    assert second.checkable(1) == 0
+    assert second.is_comparable(1, 1, 5)
+    assert not second.is_comparable(1, 0, 5)
+    assert not first.is_comparable(2, 1, 5)
+    first.handle(Push("a", 9, 4, 1, 1 << 5))
+    assert first.applied_to(5) == ((9, 4),)
+    second.handle(Forwarded("a", 1, 9, 4, 1, 1 << 5))
+    assert second.applied_to(5) == ((9, 4),)
+
+
+def test_a_server_that_still_hands_up_what_it_has_more_is_not_compared() -> None:
+    first, second = Replication(1), Replication(2)
+    for each in (first, second):
+        each.handle(Change(1, (ChainGroup((2, 1), None, ALL),)))
+    second.handle(Push("a", 9, 4, 1, 1 << 5))
+    for each in (first, second):
+        each.handle(Change(2, (ChainGroup((1, 2), None, ALL),)))
+    assert not second.is_comparable(1, 2, 5)
+    assert second.is_comparable(1, 2, 6)
+
+
+def test_a_server_being_filled_is_not_compared() -> None:
+    first, second = Replication(1), Replication(2)
+    first.handle(Change(1, (ChainGroup((1,), None, ALL),)))
+    for each in (first, second):
+        each.handle(Change(2, (ChainGroup((1,), 2, ALL),)))
+    first.handle(LinkUp(2))
+    assert first.checkable(2) == 0
+    assert not second.is_comparable(1, 2, 5)
+
+
+def test_a_round_takes_a_minute_or_its_share_of_the_time() -> None:
+    rules = Replication(1)
+    rules.handle(Change(1, (ChainGroup((1, 2), None, ALL),)))
+    checks = ReplicaChecks(ServerTables(0))
+    assert checks.next(rules, [2]) is None
+    assert 0 < checks.pause_s(None) <= 10
+    rules.handle(LinkUp(2))
+    found = [checks.next(rules, [2]) for _ in range(512)]
+    assert {each and each[1] for each in found} == set(range(512))
+    assert 512 * checks.pause_s(0.0) < 60
+    assert checks.pause_s(1.0) >= 25
