@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -54,13 +55,15 @@ def _alone() -> Iterator[Strategy]:
         os.environ.update(kept)
 
 
-def _train(strategy: Strategy, name: str, rows: int, num_rows: int) -> tuple[Tensor, ...]:
+def _train(strategy: Strategy, name: str, rows: int, num_rows: int, *, is_compiled: bool = False) -> tuple[Tensor, ...]:
     """Train two epochs with a scheduler; return the dense part's parameters, and the rows of all keys."""
     model = _Clicks(name)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     loader = DataLoader(_data(num_rows), rows)
     prepared, optimizer, batches, scheduler = strategy.prepare(model, optimizer, loader, scheduler)
+    if is_compiled:
+        prepared = torch.compile(prepared, backend="eager")
     for _ in range(2):
         for keys, targets in batches:
             optimizer.zero_grad()
@@ -81,6 +84,17 @@ def check_as_one_device(rank: int, size: int) -> None:
         expected = _train(strategy, "equal", _ROWS * size, num_rows)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def check_compiled_after(rank: int, size: int) -> None:
+    """A compiled model gives what an eager one does."""
+    num_rows = _STEPS * size * _ROWS
+    with Hybrid(seed=5) as strategy, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own look
+        found = _train(strategy, "compiled", _ROWS, num_rows, is_compiled=True)
+    with _alone() as alone:
+        expected = _train(alone, "compiled", _ROWS * size, num_rows)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def check_unequal_numbers_of_batches(rank: int, size: int) -> None:
