@@ -35,6 +35,7 @@ KERNELS: tuple[Any, ...] = (
     index.bucket_words,
     index.buckets_of,
     index.erase,
+    index.is_run_too_long,
     index.rehash,
     sparse.copy_records,
     sparse.count_absent,
@@ -73,7 +74,8 @@ def _compile_sparse() -> None:
     directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
     directory[index.LINES : index.ROWS : 2] = line
     directory[index.LINES + 1 : index.ROWS : 2] = 1
-    directory[index.TAIL :] = index.TAIL_LINES
+    directory[index.TAIL : index.SALT] = index.TAIL_LINES
+    directory[index.SALT :] = index.FIRST_SALT
     layout = np.zeros(index.LAYOUT_WORDS, np.int64)
     layout[[index.ENTRY_WORDS, index.SLOTS, index.INLINE, index.DIM, index.ROW_WORDS]] = 3, 5, 1, 1, 1
     parameters = np.zeros(NUM_PARAMETERS, np.float64)

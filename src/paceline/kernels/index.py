@@ -1,7 +1,8 @@
 """The hash index of a sparse table: uint64 key → row, in fixed buckets that grow one at a time.
 
 Layout. A key's mixed hash picks one of 512 *buckets* by its top 9 bits (the same bucket that placement moves
-between servers). A bucket is an array of 64-byte *lines*; bits 23..54 of the hash pick the home line. A line
+between servers). A bucket is an array of 64-byte *lines*; of the other bits times the bucket's *salt*, the upper 32
+pick the home line. A line
 holds as many *entries* as fit; an entry is ``key (2 words) | payload``. A narrow row is the payload itself
 (*inline*: one cache miss for a look-up); of a wide row the payload is its slot number in the bucket's row
 array (*indirect*). Entries fill a line from its front; a full line overflows into the next one. There is no
@@ -10,6 +11,12 @@ the first.
 
 Spare lines start at ``TAIL_LINES`` and double where a run of full lines reaches their end: no keys, crafted
 ones included, can make a bucket that no growth can hold.
+
+Keys may be crafted: the hash can be inverted, so that thousands have one home line, and each search would go through
+all of them. Every bucket begins with the salt ``FIRST_SALT``, by which bits 23..54 pick the line: so tables that are
+filled alike lie alike in memory. Where an entry would lie more than ``MAX_RUN`` lines behind its home, which no other
+keys bring about, the bucket gets a random odd salt (multiply-shift, Dietzfelbinger et al., J. Algorithms 1997: any two
+keys share one of n lines with a chance of at most 2/n), and is filled anew.
 
 Growth is per bucket, to 1.25 times, at sizes that differ from bucket to bucket, so a table of any size pays
 for it in small pieces: at 10^7 rows one growth copies 20,000 rows.
@@ -40,7 +47,11 @@ LIMIT = 4 * NUM_BUCKETS  # entries at which it must grow
 USED = 5 * NUM_BUCKETS  # row slots ever used (indirect)
 FREE = 6 * NUM_BUCKETS  # 1 + first free slot, 0 for none; a free slot's first word chains on (indirect)
 TAIL = 7 * NUM_BUCKETS  # spare lines behind the home lines
-DIRECTORY_WORDS = 8 * NUM_BUCKETS
+SALT = 8 * NUM_BUCKETS  # odd, or FIRST_SALT
+DIRECTORY_WORDS = 9 * NUM_BUCKETS
+
+FIRST_SALT = 1 << 9
+MAX_RUN = 64  # lines: 1.5 million random keys never came to it, in four layouts
 
 # Fields of the layout, an int64 array.
 ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED = range(8)
@@ -50,9 +61,7 @@ _U0, _U1 = np.uint64(0), np.uint64(1)
 _LINE = np.uint64(LINE_BYTES)
 _KEY = np.uint64(8)
 _WORD = np.uint64(4)
-_LOW32 = np.uint64(0xFFFFFFFF)
 _BUCKET_SHIFT = np.uint64(55)
-_LINE_SHIFT = np.uint64(23)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -69,8 +78,9 @@ def mix(key):  # type: ignore[no-untyped-def]
 def home_line(directory, key):  # type: ignore[no-untyped-def]
     """Return the address of the line where the search for `key` starts."""
     hashed = mix(key)
-    at = np.int64(hashed >> _BUCKET_SHIFT) * 2
-    return directory[at] + ((((hashed >> _LINE_SHIFT) & _LOW32) * directory[at + 1]) >> _S32) * _LINE
+    bucket = np.int64(hashed >> _BUCKET_SHIFT)
+    at = bucket * 2
+    return directory[at] + ((((hashed * directory[SALT + bucket]) >> _S32) * directory[at + 1]) >> _S32) * _LINE
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -125,8 +135,8 @@ def find_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-unt
 def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-untyped-def]
     """Write `key`, known to be absent, into the first empty entry from `line` on; return its address.
 
-    Returns 0, and writes nothing, when the bucket must grow first: more rows if it is at its limit, else more
-    tail.
+    Returns 0, and writes nothing, when the bucket must change first: more rows if it is at its limit, another salt if
+    the run of full lines from `line` on is too long, else more tail.
     """
     bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
     if directory[COUNT + bucket] >= directory[LIMIT + bucket]:
@@ -140,9 +150,10 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
     # The last tail line's last entry stays empty: it is what ends every search.
     last_line = base + (directory[2 * bucket + 1] + directory[TAIL + bucket] - _U1) * _LINE
     last = np.uint64(slots - 1) * entry_bytes
+    furthest = line + np.uint64(MAX_RUN) * _LINE
     while load_u64(line + last) != _U0:
         line += _LINE
-    if line == last_line:
+    if line == last_line or line > furthest:
         return _U0
     entry = line
     while load_u64(entry) != _U0:
@@ -150,6 +161,18 @@ def place_entry(directory, line, key, entry_bytes, slots):  # type: ignore[no-un
     store_u64(entry, key)
     directory[COUNT + bucket] += _U1
     return entry
+
+
+@njit(cache=True, nogil=True)
+def is_run_too_long(directory, key, layout):  # type: ignore[no-untyped-def]
+    """Return whether the full lines from the home line of `key` on are more than there may be."""
+    line = home_line(directory, key)
+    last = np.uint64(layout[SLOTS] - 1) * np.uint64(layout[ENTRY_WORDS]) * _WORD
+    num_lines = 0
+    while num_lines <= MAX_RUN and load_u64(line + last) != _U0:
+        line += _LINE
+        num_lines += 1
+    return num_lines > MAX_RUN
 
 
 @njit(cache=True, nogil=True)
@@ -180,7 +203,7 @@ def row_of_entry(directory, entry, key, layout):  # type: ignore[no-untyped-def]
 def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[no-untyped-def]
     """Copy a bucket's entries from its `num_old` old lines, with tail, to the empty ones of `new_directory`.
 
-    Returns False when the new lines' tail overflows (try again with more).
+    Returns False when the new lines' tail overflows (try again with more), or a run of them gets too long.
     """
     entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD

@@ -6,6 +6,8 @@ workers or iterations. Not safe for several threads at once.
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,6 +39,10 @@ def _aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
     memory = np.zeros(num_bytes + index.LINE_BYTES, np.uint8)
     address = memory.ctypes.data
     return memory, address + -address % index.LINE_BYTES
+
+
+def _new_salt() -> int:
+    return secrets.randbits(64) | 1
 
 
 def _check_size(what: str, rows: Floats, count: int, width: int) -> None:
@@ -109,7 +115,8 @@ class SparseStore:
         self._rows: list[Pages | None] = [None] * index.NUM_BUCKETS
         self._directory[index.LINES : index.ROWS : 2] = self._nowhere
         self._directory[index.LINES + 1 : index.ROWS : 2] = 1
-        self._directory[index.TAIL :] = index.TAIL_LINES
+        self._directory[index.TAIL : index.SALT] = index.TAIL_LINES
+        self._directory[index.SALT :] = index.FIRST_SALT
         self._grown = np.zeros_like(self._directory)  # where a growing bucket's new lines are filled
 
     def __len__(self) -> int:
@@ -159,7 +166,7 @@ class SparseStore:
             done = sparse.push(self._directory, self._layout, self.parameters, keys, flat, done)
             if done == len(keys):
                 return
-            self._grow(self._bucket_of(keys[done]))
+            self._grow(keys[done])
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         """Set whole rows, state included: `records` is float32 [n, row_words]."""
@@ -169,7 +176,7 @@ class SparseStore:
             done = sparse.write_records(self._directory, self._layout, self.parameters, keys, flat, done)
             if done == len(keys):
                 return
-            self._grow(self._bucket_of(keys[done]))
+            self._grow(keys[done])
 
     def read_records(self, keys: Keys) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """Return whole rows, state included (float32 [n, row_words]), and which exist; others are undefined."""
@@ -193,6 +200,7 @@ class SparseStore:
         directory = self._directory
         directory[2 * bucket], directory[2 * bucket + 1] = self._nowhere, 1
         directory[index.TAIL + bucket] = index.TAIL_LINES
+        directory[index.SALT + bucket] = index.FIRST_SALT
         for section in (index.ROWS, index.COUNT, index.LIMIT, index.USED, index.FREE):
             directory[section + bucket] = 0
         self._lines[bucket] = self._nothing
@@ -228,31 +236,37 @@ class SparseStore:
         index.buckets_of(np.array([key], np.uint64), out)
         return int(out[0])
 
-    def _grow(self, bucket: int) -> None:
-        """Give one bucket room for more rows, or more tail where its tail is what is full.
+    def _grow(self, key: np.uint64) -> None:
+        """Give the bucket of a key room for more rows; or more tail, or another salt, where that is what it needs.
 
         Nothing changes if memory runs out on the way.
         """
-        directory = self._directory
+        directory, bucket = self._directory, self._bucket_of(key)
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
         tail = int(directory[index.TAIL + bucket])
         if count >= limit:
             self._resize(bucket, self._next_limit(bucket, count), tail)
+        elif index.is_run_too_long(directory, key, self._layout):
+            self._resize(bucket, limit, tail, salt=_new_salt())
         else:
             self._resize(bucket, limit, 2 * tail)
 
     def _next_limit(self, bucket: int, count: int) -> int:
         return _next_limit(bucket, count, _GROWTH if self._inline else _WIDE_GROWTH)
 
-    def _resize(self, bucket: int, limit: int, tail: int) -> None:
-        """Move one bucket to lines for `limit` rows with a tail of `tail` lines, or of more if it overflows."""
+    def _resize(self, bucket: int, limit: int, tail: int, salt: int = 0) -> None:
+        """Move one bucket to lines for `limit` rows with a tail of `tail` lines, or of more if it overflows.
+
+        Its salt stays, unless there is another one, or one is needed.
+        """
         directory, grown = self._directory, self._grown
         num_lines = int(directory[2 * bucket + 1])
         num_old = num_lines + int(directory[index.TAIL + bucket])
         if limit != directory[index.LIMIT + bucket]:
             num_lines = int(limit / (self._slots * self._fill)) + 1
             self._grow_rows(bucket, limit)
-        while True:
+        grown[index.SALT + bucket] = salt or directory[index.SALT + bucket]
+        for attempt in itertools.count():
             memory, address = _aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
             grown[2 * bucket] = address + _HEADER_LINES * index.LINE_BYTES
             grown[2 * bucket + 1] = num_lines
@@ -262,7 +276,9 @@ class SparseStore:
             if index.rehash(directory[2 * bucket], num_old, self._layout, bucket, grown):
                 break
             tail *= 2
-        for at in (2 * bucket, 2 * bucket + 1, index.TAIL + bucket, index.LIMIT + bucket):
+            if attempt:  # more tail alone does not help
+                grown[index.SALT + bucket] = _new_salt()
+        for at in (2 * bucket, 2 * bucket + 1, *(each + bucket for each in (index.TAIL, index.LIMIT, index.SALT))):
             directory[at] = grown[at]
         self._lines[bucket] = memory
 

@@ -320,3 +320,54 @@ def test_arrays_of_the_wrong_size_are_refused() -> None:
     with pytest.raises(UsageError, match="one behind the other"):
         store.pull(keys, np.zeros((4, 3), np.float32).T)
     assert len(store) == 0
+
+
+def crafted_keys(count: int, bucket: int = 5) -> Keys:
+    """Keys that the hash, which everybody can invert, puts into one line of one bucket."""
+    hashes = np.uint64((bucket << 55) | (12345 << 23)) + np.arange(count, dtype=np.uint64)
+    return np.asarray(reference.unmix(hashes))
+
+
+@pytest.mark.parametrize("dim", [1, 2, 8])
+def test_crafted_keys_cost_no_more_than_others(dim: int) -> None:
+    """Were they all in one line, a look-up would go through all of them: 40,000 keys took seconds."""
+    keys = crafted_keys(20_000)
+    store = SparseStore(dim=dim, rule=SGD(lr=1.0))
+    store.push(keys, np.ones(dim * len(keys), np.float32))
+    assert store._directory[index.SALT + 5] != index.FIRST_SALT
+    assert (np.delete(store._directory[index.SALT :], 5) == index.FIRST_SALT).all()
+    lines = np.array([index.home_line(store._directory, key) for key in keys])
+    assert np.unique(lines, return_counts=True)[1].max() < 100
+    assert not any(index.is_run_too_long(store._directory, key, store._layout) for key in keys[::50])
+    out = np.empty(dim * len(keys), np.float32)
+    store.pull(keys, out)
+    assert (out == -1).all()
+    assert store.erase(keys[::2]) == 10_000
+    store.pull(keys, out)
+    assert (out.reshape(-1, dim)[::2] == 0).all()
+    assert (out.reshape(-1, dim)[1::2] == -1).all()
+
+
+def test_a_bucket_of_crafted_keys_moves_and_comes_back() -> None:
+    keys = crafted_keys(5_000)
+    store, other = SparseStore(dim=1), SparseStore(dim=1)
+    store.push(keys, np.arange(len(keys), dtype=np.float32))
+    moved, records = store.bucket(5)
+    other.load_bucket(5, moved, records)
+    again, values = other.bucket(5)
+    assert dict(zip(again.tolist(), values[:, 0].tolist(), strict=True)) == dict(
+        zip(moved.tolist(), records[:, 0].tolist(), strict=True)
+    )
+    store.drop_bucket(5)
+    assert store._directory[index.SALT + 5] == index.FIRST_SALT
+
+
+def test_tables_that_are_filled_alike_lie_alike() -> None:
+    """A salt is taken only where crafted keys make it necessary: saved models are the same on every run."""
+    keys = np.random.default_rng(1).integers(0, 2**64, 300_000, np.uint64)
+    stores = [SparseStore(dim=1) for _ in range(2)]
+    for store in stores:
+        store.push(keys, np.ones(len(keys), np.float32))
+        assert (store._directory[index.SALT :] == index.FIRST_SALT).all()
+    for bucket in range(0, 512, 50):
+        assert np.array_equal(stores[0].bucket(bucket)[0], stores[1].bucket(bucket)[0])
