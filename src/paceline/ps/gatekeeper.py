@@ -92,6 +92,8 @@ class Gatekeeper:
         """What was pushed for iterations that are not complete; None unless consistency is sequential."""
         if isinstance(consistency, Sequential):
             self.buffer = IterationBuffer(consistency.aggregate == "mean")
+        self.named: Collection[int] = ()
+        """The workers that are members by the newest map: nobody else joins."""
         self._gone: set[int] = set()  # incarnations that left or are dead: they never come back
         self._held: set[HeldRead] = set()
         self._unsafe: list[HeldRead] = []  # of them, those whose gate is open
@@ -154,6 +156,7 @@ class Gatekeeper:
         if worker not in self.gate.clocks:
             if not counts:
                 return
+            self._check_named(peer)
             self.ranks[worker] = rank
             self.counted.add(worker)
             self._obey(self.gate.handle(clocks.Join(worker, clock)))
@@ -170,6 +173,7 @@ class Gatekeeper:
         Raises as `check_member` and `check_leap`.
         """
         self.check_member(peer)
+        self._check_named(peer)
         worker = peer.hello.incarnation
         self.check_leap(worker, clock)
         self.ranks[worker] = rank
@@ -225,6 +229,10 @@ class Gatekeeper:
                 f"a worker (incarnation {worker}) went from iteration {known} to {clock} at once: at most {_MAX_LEAP} "
                 "iterations can be under way"
             )
+
+    def _check_named(self, peer: Peer) -> None:
+        if peer.hello.incarnation not in self.named:
+            raise self._not_a_member(peer)
 
     def _not_a_member(self, peer: Peer) -> PeerError:
         return PeerError(

@@ -74,6 +74,7 @@ from paceline.transport import (
 _logger = logging.getLogger("paceline.ps")
 _VERSIONED = frozenset((PULL, PUSH, PUSH_PULL, TICK, SYNCED, FORWARD, STATE, READY, CLOCKS, CHECK))
 _SAFE_SUM = 1e38  # of gradients, before the factor
+_OF_MEMBERS = frozenset((TICK, SYNCED, CALL))
 _HEADER_FLOATS = HEADER_BYTES // 4
 _MAX_ANSWER_BYTES = Limits().max_frame_bytes
 _DROPPED_KEPT = 256  # as many pushes as a client has in flight at most
@@ -155,6 +156,8 @@ class Server(Handler):
         self._is_settled = False  # joined, and not waiting for clocks
         self._map_before: messages.ClusterMap | None = None  # one that came before the welcome
         self._early: list[_Frame] = []  # those of a map that is not here yet
+        self._unnamed: list[_Frame] = []  # words of workers that are newer than the map that is here
+        self._last_incarnation = 0
         self._awaits_clocks = self._has_clocks = False
         self._before_clocks: list[_Frame] = []  # workers' words to a server that does not know them yet
         self._replies: dict[Peer, np.ndarray[Any, np.dtype[np.float32]]] = {}
@@ -225,7 +228,8 @@ class Server(Handler):
         self._pressure.disconnected(peer)
         self._gatekeeper.disconnected(peer)
         self._replicator.disconnected(peer)
-        if self._early or self._before_clocks:
+        if self._kept_frames():
+            self._unnamed = [frame for frame in self._unnamed if frame[0] is not peer]
             self._early = [frame for frame in self._early if frame[0] is not peer]
             self._before_clocks = [frame for frame in self._before_clocks if frame[0] is not peer]
 
@@ -239,6 +243,7 @@ class Server(Handler):
                 )
             is_ordinary = header.epoch == self._version or header.kind not in _VERSIONED
             is_ordinary &= self._is_settled and header.clock <= MAX_CLOCK
+            is_ordinary &= peer.hello.incarnation <= self._last_incarnation
             if is_ordinary or self._is_timely(peer, header, meta, body):
                 handle(peer, header, meta, body)
         except PacelineError:
@@ -261,7 +266,11 @@ class Server(Handler):
         if not self._has_joined:
             self._keep_frame(self._early, peer, header, meta, body)
             return False
-        if self._awaits_clocks and header.kind in (TICK, SYNCED, CALL) and peer.hello.role == "worker":
+        is_word = header.kind in _OF_MEMBERS and peer.hello.role == "worker"
+        if is_word and peer.hello.incarnation > self._last_incarnation:  # nobody joins whom no map names
+            self._keep_frame(self._unnamed, peer, header, meta, body)
+            return False
+        if is_word and self._awaits_clocks:
             self._keep_frame(self._before_clocks, peer, header, meta, body)
             return False
         if header.clock > MAX_CLOCK:
@@ -280,8 +289,11 @@ class Server(Handler):
         frames.append((peer, header, bytes(meta), bytearray(body)))
         self._pressure.note(peer, len(meta) + len(body))
 
+    def _kept_frames(self) -> tuple[_Frame, ...]:
+        return (*self._early, *self._unnamed, *self._before_clocks)
+
     def _count_held(self) -> int:
-        early = sum(len(meta) + len(body) for _, _, meta, body in (*self._early, *self._before_clocks))
+        early = sum(len(meta) + len(body) for _, _, meta, body in self._kept_frames())
         return early + self._replicator.num_waiting_bytes
 
     def _count_ahead(self) -> int:
@@ -300,12 +312,14 @@ class Server(Handler):
         if cluster.epoch < self._epoch:
             return  # overtaken by a newer one: a newcomer that is not on it has not left
         self._epoch = cluster.epoch
+        self._last_incarnation = max(self._last_incarnation, cluster.last_incarnation)
         there = {member.incarnation for member in cluster.members}
         # Who joined and died between two maps was on neither.
         counted = {worker for worker in self._counted if worker <= cluster.last_incarnation}
         for gone in (self._on_map | counted) - there:
             self.worker_left(gone)
         self._on_map = {member.incarnation for member in cluster.members if member.role == "worker"}
+        self._gatekeeper.named = self._on_map
         if cluster.version > self._version:
             first, self._version = self._version == 0, cluster.version
             # Who is not there from the beginning has to hear from the server that fills it where the workers are.
@@ -319,6 +333,8 @@ class Server(Handler):
             early, self._early = self._early, []
             self._pressure.resume_all()
             self._receive_again(early)
+        unnamed, self._unnamed = self._unnamed, []
+        self._receive_again(unnamed)
 
     def _forget_workers(self) -> None:
         """Forget where the workers are: they do not come here while this server is in no chain."""

@@ -1,0 +1,54 @@
+"""Connections in the name of nobody whom the map names: they take no part in the iterations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.errors import PeerError
+from paceline.protocol import BoundedDelay, Consistency, Sequential
+from paceline.ps import SGD, messages
+from paceline.ps.messages import CALL, SYNCED
+from paceline.transport import Channel, Hello
+
+from .harness import PATIENCE_S, Cluster, wait_until
+
+KEYS = np.arange(10, dtype=np.uint64)
+ONES = -np.ones((10, 1), np.float32)
+
+
+def connect(cluster: Cluster, incarnation: int) -> Channel:
+    served = cluster.nodes[0].served
+    assert served is not None
+    hello = Hello(role="worker", rank=7, incarnation=incarnation)
+    return cluster.transport.connect(served.endpoint.best(), hello, timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("consistency", [BoundedDelay(tau=1), Sequential()], ids=str)
+def test_who_is_on_no_map_holds_nobody(consistency: Consistency) -> None:
+    """A clock that joined in a name that no map ever has stood still, and all workers waited for it."""
+    with Cluster(consistency=consistency) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        ghost = connect(cluster, 10**9)
+        ghost.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        ghost.send_frame(SYNCED, flags=1, epoch=client._routes.version)
+        wait_until(lambda: len(cluster.nodes[0].server._unnamed) == 2)
+        for iteration in range(4):
+            table.push(KEYS, ONES, tick=True)
+            assert set(table.pull(KEYS).reshape(-1)) == {iteration + 1.0}
+        assert cluster.num_counted() == 1
+        ghost.close()
+        wait_until(lambda: not cluster.nodes[0].server._unnamed)
+
+
+def test_who_left_before_any_map_joins_no_more() -> None:
+    with Cluster(consistency=BoundedDelay(tau=1), workers=1) as cluster:
+        client = cluster.connect()
+        number = client.connections[0].incarnation  # of a server: known, and no worker
+        channel = connect(cluster, number)
+        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        with pytest.raises(PeerError, match="left the cluster or was declared dead"):
+            channel.receive_header(PATIENCE_S)
+        channel.close()
+        assert cluster.num_counted() == 1
