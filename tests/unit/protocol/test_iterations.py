@@ -315,3 +315,19 @@ def test_what_a_short_chain_completes_is_safe_when_it_is_long_enough_again() -> 
     iterations.lead(3, ALL, (1,))
     assert iterations.durable == 2
     assert iterations.may_read(2)
+
+
+def test_a_takeover_counts_only_what_is_said_by_its_own_map() -> None:
+    takeover = Takeover()
+    takeover.lead(5, 0b1, {7, 8})
+    takeover.synced(7, 4, 5)  # said before it had heard of this map: what it kept then went elsewhere
+    assert takeover.awaited == {7, 8}
+    takeover.synced(7, 5, 5)
+    takeover.synced(8, 6, 5)
+    assert takeover.is_over
+    takeover.lead(6, 0b11, {7, 8})
+    assert takeover.awaited == {7}
+    takeover.synced(7, 5, 6)
+    assert not takeover.is_over
+    takeover.left(7)
+    assert takeover.is_over
