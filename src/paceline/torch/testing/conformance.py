@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import UsageError
 from paceline.torch.strategies import strategy
-from paceline.torch.testing.idioms import IDIOMS, Trial
+from paceline.torch.testing.idioms import IDIOMS, OPTIONS, Trial
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {"mirrored": {"replicas": 2}, "central-storage": {"replicas": 2}}
 SEVERAL: dict[str, dict[str, Any]] = {"all-reduce": {}, "parameter-server": {}}
@@ -38,6 +38,7 @@ Outcome = dict[str, Any]
 def run_idiom(name: str, idiom: str, options: dict[str, Any]) -> Outcome:
     """Carry out an idiom under the strategy `name`, on this rank."""
     try:
+        options = {**options, **OPTIONS.get(idiom, {}).get(name, {})}
         with strategy(name, device="cpu", **options) as chosen:
             return {"values": [value.tolist() for value in IDIOMS[idiom](Trial(chosen))]}
     except UsageError as error:

@@ -98,6 +98,8 @@ class Trial:
 
 Idiom = Callable[[Trial], Result]
 IDIOMS: dict[str, Idiom] = {}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {}
+"""What a strategy is made with for an idiom, by the idiom's name and the strategy's."""
 
 
 def idiom(function: Idiom) -> Idiom:
@@ -105,6 +107,14 @@ def idiom(function: Idiom) -> Idiom:
     assert function.__doc__ is not None
     IDIOMS[function.__doc__.strip().removesuffix(".")] = function
     return function
+
+
+def with_options(function: Idiom, said: str, options: dict[str, dict[str, Any]]) -> None:
+    """Add an idiom once more, with options of strategies (by their names) that allow it; `said` names them."""
+    assert function.__doc__ is not None
+    name = f"{function.__doc__.strip().removesuffix('.')}, with {said}"
+    IDIOMS[name] = function
+    OPTIONS[name] = options
 
 
 # Gradients.
@@ -495,6 +505,28 @@ def sharpness(trial: Trial) -> Result:
                 each.copy_(value)
         trial.optimizer.step()
     return trial.values()
+
+
+@idiom
+def fail(trial: Trial) -> Result:
+    """A backward that fails halfway, and is left out."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        inputs, targets = trial.share(step)
+        hidden = trial.model(inputs)
+        if step == 4:
+            hidden.register_hook(_raise)
+        try:
+            torch.autograd.backward(nn.functional.mse_loss(hidden, targets) + 0.01 * trial.bare[2].bias.sum())
+        except ArithmeticError:
+            continue
+        trial.optimizer.step()
+    return trial.values()
+
+
+def _raise(grad: Tensor) -> None:
+    raise ArithmeticError
 
 
 # Parameters.
@@ -957,3 +989,14 @@ class _Checkpointed(nn.Module):
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(self.layers, inputs, use_reentrant=False)
+
+
+_NO_OVERLAP: dict[str, dict[str, Any]] = {"parameter-server": {"overlap": False}}
+_UNUSED: dict[str, dict[str, Any]] = {
+    "all-reduce": {"find_unused_parameters": True},
+    "parameter-server": {"unused": "skip"},
+}
+for _function in (clip_late, skip_late, accumulate_late):
+    with_options(_function, "`overlap=False`", _NO_OVERLAP)
+for _function in (drop_some, unused, used_sometimes):
+    with_options(_function, "`find_unused_parameters=True` or `unused='skip'`", _UNUSED)
