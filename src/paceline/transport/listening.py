@@ -35,6 +35,8 @@ class SocketListener(Listener):
         self._listening = listening
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
+        self._beginning: set[socket.socket] = set()
+        """Accepted, and not yet a transport's."""
 
     @classmethod
     def start(
@@ -61,7 +63,7 @@ class SocketListener(Listener):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for each in self._listening:
+        for each in (*self._listening, *self._beginning):
             each.close()
         connections = self._service.connections
         for connection in list(connections):
@@ -82,12 +84,13 @@ class SocketListener(Listener):
         task.add_done_callback(self._tasks.discard)
 
     async def _accept_all(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         is_full = False
         while True:
             for _ in range(_NUM_AT_ONCE):
                 try:
-                    connected, place = await loop.sock_accept(listening)
+                    connected, place = listening.accept()
+                except BlockingIOError:
+                    await _wait_readable(listening)
                 except ConnectionError:
                     continue  # it has gone again
                 except OSError as error:
@@ -97,20 +100,25 @@ class SocketListener(Listener):
                     await asyncio.sleep(_FULL_S)  # most likely there are no descriptors left; some may be given back
                 else:
                     is_full = False
-                    self._take(connected, place)
+                    if self._take(connected, place):
+                        break  # the one that was dropped for it holds a descriptor until the loop has had its turn
             await asyncio.sleep(0)
 
-    def _take(self, connected: socket.socket, place: Any) -> None:
+    def _take(self, connected: socket.socket, place: Any) -> bool:
+        """Begin with a connection; return whether another had to go."""
         if is_other_user(connected):
             _logger.debug("a connection of another user to the Unix socket is closed")
             connected.close()
-            return
+            return False
         dropped = self._service.strangers.enter(connected, place[0] if isinstance(place, tuple) else "")
         if dropped is not None:
             _logger.debug("too many connections that prove nothing; the oldest is dropped")
             with contextlib.suppress(OSError):
                 dropped.shutdown(socket.SHUT_RDWR)  # its transport finds it ended, and closes it
+        connected.setblocking(False)
+        self._beginning.add(connected)
         self._run(self._begin(connected))
+        return dropped is not None
 
     async def _begin(self, connected: socket.socket) -> None:
         timeout_s = self._service.handshake_timeout_s if self._context is not None else None
@@ -127,3 +135,14 @@ class SocketListener(Listener):
             if not isinstance(error, OSError):
                 raise
             _logger.debug("a connection without TLS that can be used is closed: %s", error)
+        self._beginning.discard(connected)
+
+
+async def _wait_readable(listening: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(listening, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(listening)

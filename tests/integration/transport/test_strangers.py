@@ -93,7 +93,7 @@ def few_descriptors(spare: int) -> Iterator[None]:
 
 
 def test_strangers_leave_descriptors_to_others(transport: SocketTransport) -> None:
-    with few_descriptors(spare=150), serve_in_thread(EchoHandler(), transport) as served:
+    with few_descriptors(spare=200), serve_in_thread(EchoHandler(), transport) as served:
         place = (served.endpoint.tcp.host, str(served.endpoint.tcp.port))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen([sys.executable, "-c", _CROWD, *place], **pipes) as crowd:
