@@ -216,6 +216,7 @@ class SchedulerEpisode(Episode):
                 lambda: messages.NoteUpdate(table="t1", update=to_fields(SGD(lr=0.5))),
                 lambda: messages.ListTables(), lambda: messages.GetJob(after=random.choice((0, number))),
                 lambda: messages.Drain(), lambda: messages.Prepared(term=1, epoch=random.randrange(9)),
+                lambda: messages.Promised(term=random.randrange(9)),
                 lambda: messages.Filled(version=1, target=OTHERS + 1, buckets=to_bytes(7)),
                 lambda: messages.JobStatus(job=number), lambda: messages.TakeReports(job=number),
                 lambda: snapshot_messages.GetAccount(job=number),
@@ -244,7 +245,7 @@ class SchedulerEpisode(Episode):
         return messages.EndCluster() if self.random.random() < 0.02 else messages.GetMap()
 
 
-_NOTICES = (messages.Heartbeat, messages.Drain, messages.Prepared, messages.Filled)
+_NOTICES = (messages.Heartbeat, messages.Drain, messages.Prepared, messages.Promised, messages.Filled)
 
 
 def _bare(build: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, bytes]]:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from paceline.launch import LocalCluster
@@ -18,6 +19,7 @@ from paceline.protocol import Accept, parse_consistency
 from paceline.ps import snapshot_loading
 from paceline.ps.connection import ServerConnection
 from paceline.ps.snapshot_loading import read_newest
+from paceline.ps.snapshot_messages import LoadState
 
 from .running import Commands, Running, wait_until
 
@@ -159,15 +161,16 @@ def test_ctrl_c_while_resuming(
     """It comes while a server still reads its part, and is obeyed then: not when all is loaded, nor later."""
     polls: list[int] = []
     told: list[str] = []
-    has_loaded = snapshot_loading._has_loaded
+    load_state = snapshot_loading._load_state
 
-    def interrupt(connection: ServerConnection) -> bool:
+    def interrupt(connection: ServerConnection) -> LoadState:
         polls.append(connection.rank)
         if len(polls) == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return len(polls) > 100 and has_loaded(connection)  # a part that takes a while
+        state = load_state(connection)
+        return msgspec.structs.replace(state, done=state.done and len(polls) > 100)  # a part that takes a while
 
-    monkeypatch.setattr(snapshot_loading, "_has_loaded", interrupt)
+    monkeypatch.setattr(snapshot_loading, "_load_state", interrupt)
     options = TrainOptions(data=[click_log[0]], epochs=EPOCHS_TAKEN, resume=taken, save=tmp_path / "model")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -250,17 +250,28 @@ class Planner:
 
         A bucket that it is not being filled with (any more) is left aside.
         """
+        news = self._append(server, buckets)
+        return self._settle(news, changed=bool(news))
+
+    def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
+        """Go back to these chains: what was planned since is not to be, but for the fills that have ended.
+
+        `filled` are servers and the buckets that each was filled with. Who lives now is said next. The version does
+        not go back, as it may be known.
+        """
+        self._chains = list(chains_of(groups))
+        news = [self._append(server, buckets) for server, buckets in filled]
+        self._version += any(news)
+
+    def _append(self, server: int, buckets: int) -> list[int]:
+        """Have a server that is filled be the tail; return the buckets where it was being filled."""
         news = []
         for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
             chain = self._chains[bucket]
             if chain.filling == server:
                 self._chains[bucket] = Chain((*chain.members, server))
                 news.append(bucket)
-        return self._settle(news, changed=bool(news))
-
-    def restore(self, groups: Iterable[ChainGroup]) -> None:
-        """Go back to these chains: what was planned since is not to be. The version stays, as it may be known."""
-        self._chains = list(chains_of(groups))
+        return news
 
     def _want(self, servers: Mapping[int, int]) -> None:
         """Compute the chains that are wanted of these servers, unless they are the same as before."""

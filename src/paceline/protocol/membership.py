@@ -11,7 +11,7 @@ and worker management); incarnations as in SWIM (Das, Gupta, Motivala 2002).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
@@ -141,10 +141,7 @@ class Membership:
             return known
         taken = self._by_rank[role]
         if rank is None:
-            rank = self._free_rank[role]  # Rule 2: the smallest free rank of the role
-            while rank in taken:
-                rank += 1
-            self._free_rank[role] = rank
+            rank = self._find_rank(role)  # Rule 2: the smallest free rank of the role
         elif rank < 0 or rank in taken:
             holder = f"is held by node {taken[rank].node!r}" if rank in taken else "is negative"
             raise UsageError(
@@ -157,16 +154,19 @@ class Membership:
         self._add(member, now_s)
         return member
 
-    def readmit(self, member: Member, now_s: float) -> bool:
-        """Take in again one that a former scheduler had welcomed, and of whom no view tells.
+    def readmit(self, member: Member, now_s: float) -> Member | None:
+        """Take in again one that a former scheduler had welcomed, and of whom no view tells; return the member.
 
-        Return whether it is a member now: not if another one has its name or rank.
+        It is none if another one has its name or rank; but an observer has another rank then.
         """
-        taken = member.node in self._by_node or member.rank in self._by_rank[member.role]
-        if taken or member.incarnation >= self._next_incarnation:
-            return False
+        if member.node in self._by_node or member.incarnation >= self._next_incarnation:
+            return None
+        if member.rank in self._by_rank[member.role]:
+            if member.role is not Role.OBSERVER:
+                return None
+            member = replace(member, rank=self._find_rank(member.role))
         self._add(member, now_s)
-        return True
+        return member
 
     def heard(self, incarnation: int, now_s: float) -> bool:
         """Note a sign of life; return whether it is a member's. The dead stay dead."""
@@ -192,6 +192,14 @@ class Membership:
             del self._by_node[member.node], self._by_rank[member.role][member.rank], self._heard_s[incarnation]
             self._free_rank[member.role] = min(member.rank, self._free_rank[member.role])
         return member
+
+    def _find_rank(self, role: Role) -> int:
+        """The smallest free rank of a role."""
+        rank = self._free_rank[role]
+        while rank in self._by_rank[role]:
+            rank += 1
+        self._free_rank[role] = rank
+        return rank
 
     def _add(self, member: Member, now_s: float) -> None:
         self._members[member.incarnation] = member

@@ -204,6 +204,12 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         )
 
 
+class Promise(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE to a server: prepare no map of a lower term than this one from now on, and answer with Promised."""
+
+    term: int
+
+
 class PrepareMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE to a server: keep this map, answer with Prepared, and do not act on it yet."""
 
@@ -225,6 +231,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     term: int
     epoch: int
+
+
+class Promised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE from a server: it prepares no map of a lower term than this one from now on."""
+
+    term: int
 
 
 class GetMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -337,6 +349,8 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     settings: Settings
     cluster: ClusterMap
     """The newest map that it has seen, committed or prepared."""
+    promised: Number = 0
+    """The term of which it has promised that it prepares nothing lower."""
     is_leaving: bool = False
     """Whether it is a server that waits until it may leave."""
     process: Process | None = None
@@ -692,13 +706,13 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
 ToScheduler = (
     GetMap | GetSettings | Register | Rejoin | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob
     | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
-    | EndCluster | GetAccount | Filled | Drain | Prepared
+    | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
 )  # fmt: skip
 ToServer = (
     CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
     | snapshot_messages.ToServer
 )  # fmt: skip
-FromScheduler = ClusterMap | MapChange | PrepareMap | CommitMap | Ended | Expelled | JobNews
+FromScheduler = ClusterMap | MapChange | Promise | PrepareMap | CommitMap | Ended | Expelled | JobNews
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_scheduler = reader(ToScheduler, "a control message")

@@ -57,6 +57,13 @@ class PrepareView(Frame):
 
 
 @dataclass(slots=True)
+class PromiseTerm(Frame):
+    """A server is to prepare nothing of a lower term, and says that it will not by the same frame."""
+
+    term: int
+
+
+@dataclass(slots=True)
 class PreparedView(Frame):
     """A server has the view of this order."""
 
@@ -71,6 +78,7 @@ class Rejoin(Frame):
     member: Member
     cluster: str
     view: View
+    promised: int
     is_leaving: bool
     held: tuple[Granted, ...]
     done: frozenset[Key]

@@ -14,6 +14,7 @@ from paceline.simulation.messages import (
     Map,
     PreparedView,
     PrepareView,
+    PromiseTerm,
     RegisterNode,
     Rejoin,
     Thrown,
@@ -109,7 +110,10 @@ class Node(Process):
         held, done = self.held()
         newest = self.views.newest
         assert newest is not None
-        connection.send(self, Rejoin(self.member, self.cluster_name, newest, self.is_leaving, held, done))
+        connection.send(
+            self,
+            Rejoin(self.member, self.cluster_name, newest, self.views.promised, self.is_leaving, held, done),
+        )
         self.attached()
 
     def is_current(self, connection: Connection) -> bool:
@@ -141,6 +145,11 @@ class Node(Process):
         """Keep a view that the next scheduler has to hear of, should this one die."""
         if self.views.prepare(frame.view):
             connection.send(self, PreparedView(frame.view.term, frame.view.epoch))
+
+    def on_promise(self, connection: Connection, frame: PromiseTerm) -> None:
+        """Promise to prepare nothing of a scheduler before this one."""
+        if self.views.promise(frame.term):
+            connection.send(self, frame)
 
     def on_map(self, _: Connection, frame: Map) -> None:
         """Take what the scheduler has published."""

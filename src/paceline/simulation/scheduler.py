@@ -20,6 +20,7 @@ from paceline.simulation.messages import (
     Map,
     PreparedView,
     PrepareView,
+    PromiseTerm,
     RegisterNode,
     Rejoin,
     ShardDone,
@@ -100,14 +101,16 @@ class Scheduler(Process):
                 node = connection.ends[0]
                 role = Role.SERVER if is_server else Role.WORKER
                 return events.Register(connection, node.name, role, address=node.name, is_extra=is_extra)
-            case Rejoin(member, cluster, view, is_leaving):
-                return events.Rejoin(Returned(connection, member, cluster, view, is_leaving, knowledge=frame))
+            case Rejoin(member, cluster, view, promised, is_leaving):
+                return events.Rejoin(Returned(connection, member, cluster, view, promised, is_leaving, knowledge=frame))
             case Beat(_, unreachable):
                 return events.Heartbeat(connection, unreachable)
             case Filled(version, target, buckets):
                 return events.Filled(version, target, buckets)
             case PreparedView(term, epoch):
                 return events.Prepared(connection, term, epoch)
+            case PromiseTerm(term):
+                return events.Promised(connection, term)
             case Going():
                 is_server = connection.ends[0].is_server  # type: ignore[attr-defined]
                 return events.Drain(connection) if is_server else events.Leave(connection)
@@ -183,6 +186,10 @@ class Scheduler(Process):
                 self._removed(member, reason)
             case events.TakenOver():
                 self._take_over(instruction)
+            case events.Promise(peers, term):
+                for each in peers:
+                    assert isinstance(each, Connection)
+                    each.send(self, PromiseTerm(term))
             case events.Prepare(peers, view):
                 for each in peers:
                     assert isinstance(each, Connection)

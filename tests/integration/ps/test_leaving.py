@@ -15,10 +15,14 @@ from paceline.protocol import ALL, BoundedDelay, Consistency, Sequential
 from paceline.ps import SGD, Client, messages
 from paceline.ps.messages import PUSH
 
-from .harness import Cluster, wait_until
+from .harness import Cluster, ServerNode, wait_until
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ONES = -np.ones((300, 1), np.float32)
+
+
+def clocks_of(node: ServerNode) -> dict[int, int]:
+    return dict(node.server._gatekeeper.gate.clocks)
 
 
 def push(client: Client) -> None:
@@ -107,7 +111,7 @@ def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
         for client in clients:
             client.flush()
         stays, goes = cluster.nodes
-        known = {node: dict(node.call(lambda node=node: node.server._gatekeeper.gate.clocks)) for node in cluster.nodes}
+        known = {node: node.call(partial(clocks_of, node)) for node in cluster.nodes}
         assert known[goes] == known[stays]
         now = first.link.call(messages.GetMap(), messages.ClusterMap)
         me = stays.server._replicator.incarnation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ class Table:
 
     def pull(self, keys: Keys) -> list[float]:
         if isinstance(self.table, SparseTable):
-            return self.table.pull(keys).ravel().tolist()
-        return self.table.pull(keys=keys).tolist()
+            return list(map(float, self.table.pull(keys).ravel()))
+        return list(map(float, self.table.pull(keys=keys)))
 
     def rows(self) -> dict[int, list[float]]:
         rows: dict[int, list[float]] = {}
@@ -71,7 +72,7 @@ def assert_replicas_equal(cluster: Cluster) -> None:
             found |= {key: record.tobytes() for key, record in zip(keys.tolist(), records, strict=True)}
         return found
 
-    first, second = (node.call(lambda node=node: rows(node)) for node in cluster.nodes)
+    first, second = (node.call(partial(rows, node)) for node in cluster.nodes)
     assert first == second
 
 

@@ -95,7 +95,8 @@ def alone(make: Make) -> nn.Module:
 
 def on_servers(rank: int, make: Make, between: Callable[[ParameterServer, int], None]) -> nn.Module:
     """Train on this rank's half of the data; `between` is called before each step."""
-    with ParameterServer() as strategy:
+    strategy = ParameterServer()
+    with strategy:
         model = copy.deepcopy(NET)
         optimizer = make(model.parameters())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
@@ -105,7 +106,8 @@ def on_servers(rank: int, make: Make, between: Callable[[ParameterServer, int], 
             step(model, optimizer, INPUTS[number, rank], TARGETS[number, rank])
             scheduler.step()
         strategy._gather_values()
-        return copy.deepcopy(model)
+        found: nn.Module = copy.deepcopy(model)
+        return found
 
 
 def check_equal(found: nn.Module, expected: nn.Module) -> None:

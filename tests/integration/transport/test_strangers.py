@@ -95,8 +95,8 @@ def few_descriptors(spare: int) -> Iterator[None]:
 def test_strangers_leave_descriptors_to_others(transport: SocketTransport) -> None:
     with few_descriptors(spare=200), serve_in_thread(EchoHandler(), transport) as served:
         place = (served.endpoint.tcp.host, str(served.endpoint.tcp.port))
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with subprocess.Popen([sys.executable, "-c", _CROWD, *place], **pipes) as crowd:
+        command = [sys.executable, "-c", _CROWD, *place]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as crowd:
             assert crowd.stdout is not None
             assert crowd.stdout.readline() == b"all\n"
             for _ in range(3):

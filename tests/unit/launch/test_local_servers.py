@@ -85,7 +85,9 @@ def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
 def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
     """The link's thread, which has to send heartbeats, may not be held up by standard error."""
     with servers, Client(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
-        before = {each.incarnation for each in client.link.wait_servers(10.0)}
+        cluster = client.link.cluster
+        assert cluster is not None
+        before = {each.incarnation for each in cluster.of_role("server")}
         os.kill(servers._cluster.pids("server")[0], signal.SIGTERM)
 
         def is_replaced() -> bool:

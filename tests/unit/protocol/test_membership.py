@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -144,13 +145,18 @@ def test_of_two_that_claim_one_place_the_later_one_is_taken(
 def test_one_of_whom_no_view_tells_is_taken_in_again_unless_its_place_is_taken() -> None:
     membership = Membership.rebuild([], 100, expected_servers=0, now_s=0.0, heartbeat_timeout_s=5.0)
     late = Member("a", Role.WORKER, 0, 7, "here")
-    assert membership.readmit(late, 1.0)
+    assert membership.readmit(late, 1.0) is late
     assert membership.find(7) is late
     assert overdue_at(membership, 6.1) == ["a"]
     assert not membership.readmit(Member("a", Role.WORKER, 3, 8), 1.0)
     assert not membership.readmit(Member("b", Role.WORKER, 0, 8), 1.0)
     assert not membership.readmit(Member("c", Role.WORKER, 3, 100), 1.0)  # one that was never given
     assert membership.register("d", Role.WORKER, 1.0).rank == 1
+    # Of observers no rank is known to anybody else.
+    for incarnation, rank in ((8, 0), (9, 1)):
+        observer = membership.readmit(Member(f"o{incarnation}", Role.OBSERVER, 0, incarnation), 1.0)
+        assert observer is not None
+        assert observer.rank == rank
     membership.validate()
 
 
@@ -229,11 +235,17 @@ class MembershipMachine(RuleBasedStateMachine):
     def readmit(self, data: st.DataObject) -> None:
         if self.gone:
             member = data.draw(st.sampled_from(self.gone))
-            is_free = member.node not in self.members and member.rank not in self.ranks(member.role)
-            assert self.membership.readmit(member, self.now_s) == is_free
-            if is_free:
-                self.members[member.node], self.heard_s[member.node] = member, self.now_s
-                self.gone.remove(member)
+            is_named = member.node in self.members
+            ranks = self.ranks(member.role)
+            readmitted = self.membership.readmit(member, self.now_s)
+            if is_named or (member.rank in ranks and member.role is not Role.OBSERVER):
+                assert readmitted is None
+                return
+            assert readmitted is not None
+            assert readmitted.rank == (member.rank if member.rank not in ranks else min(set(range(9)) - ranks))
+            assert replace(readmitted, rank=member.rank) == member
+            self.members[member.node], self.heard_s[member.node] = readmitted, self.now_s
+            self.gone.remove(member)
 
     @rule(by=st.integers(0, 5))
     def restart(self, by: int) -> None:

@@ -1,16 +1,12 @@
-"""What the nodes remember for a scheduler that comes in the place of another, and what that one makes of it."""
+"""What the nodes remember for a scheduler that comes in the place of another."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-import pytest
 
 from paceline.ps import messages
 from paceline.ps.account import Account, Memory
-from paceline.ps.messages import ClusterMap, JobMemory, KnownTable, MemberInfo, Rejoin, Settings, TableSpec
-from paceline.ps.recovery import Recovery
+from paceline.ps.messages import JobMemory
 
 encode = msgspec.msgpack.encode
 
@@ -92,97 +88,3 @@ def test_accounts_are_merged() -> None:
     assert sorted(account.done()) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 0)]
     assert account.settled == {1: {"a": 5.0}, 2: {"a": 1.0}}
     assert (account.ended, account.lost) == ({0: 3}, 1)
-
-
-# Recovery.
-
-Node: Any = object  # stands for a connection
-
-
-def settings(cluster: str = "ours") -> Settings:
-    return Settings(consistency="eventual", stale="accept", num_servers=1, num_workers=1, cluster=cluster)
-
-
-def map_of(epoch: int, *members: tuple[str, int]) -> ClusterMap:
-    infos = tuple(MemberInfo(node=f"{role}{n}", role=role, rank=n, incarnation=n) for role, n in members)
-    return ClusterMap(epoch=epoch, members=infos)
-
-
-def back(recovery: Recovery, role: str, number: int, cluster: ClusterMap, **options: Any) -> Any:
-    peer = Node()
-    fields = {"settings": settings(), **options}
-    rejoin = Rejoin(
-        node=f"{role}{number}", role=role, rank=number, incarnation=number, endpoint=None, cluster=cluster, **fields
-    )
-    recovery.add(peer, Node(), rejoin)
-    return peer
-
-
-def test_it_is_complete_when_the_members_of_the_latest_map_are_back() -> None:
-    recovery = Recovery()
-    assert not recovery.is_complete()
-    old, new = map_of(4, ("server", 1), ("worker", 2)), map_of(5, ("server", 1), ("worker", 3))
-    back(recovery, "server", 1, old)
-    assert not recovery.is_complete()
-    peer = back(recovery, "worker", 3, new)
-    assert recovery.is_complete()
-    recovery.forget(peer)  # its connection broke again
-    assert not recovery.is_complete()
-    back(recovery, "worker", 3, new)
-    back(recovery, "worker", 2, old)  # was declared dead, and has not heard of it
-    assert recovery.is_complete()
-    found = recovery.decide()
-    assert [each.rejoin.node for each in found.expelled] == ["worker2"]
-    assert (found.epoch, found.dead, found.lost_all_servers) == (5, (), False)
-
-
-def test_it_waits_for_the_poster_of_the_latest_job() -> None:
-    recovery = Recovery()
-    cluster = map_of(1, ("worker", 1))
-    back(recovery, "worker", 1, cluster, job=JobMemory(number=2, done=((0, 0, b"\1"),)))
-    assert not recovery.is_complete()
-    post = messages.PostJob(description=b"", files=(), epochs=1, assignment="strided")
-    back(recovery, "observer", 7, cluster, job=JobMemory(number=1, posted=post))
-    assert not recovery.is_complete()
-    poster = back(recovery, "observer", 8, cluster, job=JobMemory(number=2, posted=post, done=((0, 0, b"\0\1"),)))
-    assert recovery.is_complete()
-    found = recovery.decide()
-    assert found.poster is not None
-    assert found.poster.peer is poster
-    assert list(found.account.done()) == [(0, 0, 0), (0, 0, 1)]
-
-
-def test_who_is_not_back_is_dead() -> None:
-    recovery = Recovery()
-    back(recovery, "worker", 1, map_of(1, ("server", 0), ("worker", 1), ("worker", 2)))
-    found = recovery.decide()
-    assert [member.node for member in found.dead] == ["server0", "worker2"]
-    assert found.dead_workers() == {2: 2}
-    assert found.lost_all_servers
-
-
-@pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_the_cluster_with_more_servers_counts(first: str) -> None:
-    recovery = Recovery()
-    names = ["ours", "theirs"] if first == "ours" else ["theirs", "ours"]
-    for name in names:
-        if name == "ours":
-            back(recovery, "server", 1, map_of(1, ("server", 1)))
-        else:
-            for number in (2, 3):
-                back(recovery, "worker", number, map_of(9, ("worker", 2), ("worker", 3)), settings=settings("theirs"))
-    found = recovery.decide()
-    assert found.settings.cluster == "ours"
-    assert [each.rejoin.node for each in found.others] == ["worker2", "worker3"]
-
-
-def test_tables_are_as_servers_hold_them() -> None:
-    recovery = Recovery()
-    declared = TableSpec(name="w", kind="sparse", update={"kind": "sgd", "lr": 1.0})
-    now = declared.with_update({"kind": "sgd", "lr": 0.5})
-    cluster = map_of(1, ("server", 1), ("worker", 2))
-    other = KnownTable(number=4, declared=declared, spec=declared)
-    tables = (KnownTable(number=1, declared=declared, spec=declared), other)
-    back(recovery, "worker", 2, cluster, tables=tables)
-    back(recovery, "server", 1, cluster, tables=(KnownTable(number=1, declared=declared, spec=now),))
-    assert recovery.decide().tables == (KnownTable(number=1, declared=declared, spec=now), other)

@@ -121,14 +121,11 @@ class FakeLink:
         self.publish = on_map
         self.first: messages.ClusterMap = FIRST[0]
 
-    def register(self, request: messages.Register, timeout_s: float | None = None) -> messages.Welcome:
+    def register(self, request: messages.Register, *, timeout_s: float) -> messages.Welcome:
         """Welcome everybody."""
+        assert timeout_s > 0
         self.publish(self.first)
         return messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, cluster=self.first)
-
-    def wait_servers(self, timeout_s: float) -> tuple[messages.MemberInfo, ...]:
-        """They are there."""
-        return self.first.members
 
     def call(self, message: msgspec.Struct, *arguments: Any) -> int:
         """Number tables by kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_no_record_exceeds_its_bounds(rule: UpdateRule, kind: str) -> None:
     random = np.random.default_rng(7)
     part = part_of(rule, kind, Normal(mean=0.5, std=0.1))
     for number in range(400):
-        scale = 10.0 ** random.integers(-25, 4)
+        scale = 10.0 ** int(random.integers(-25, 4))
         if number % 100 == 50:  # gradients of one sign, which add up
             scale = 1e3
         chosen = np.sort(random.choice(NUM_ROWS, 10, replace=False)).astype(np.uint64)
@@ -195,7 +196,7 @@ def test_a_trial_is_what_the_push_will_be(rule: UpdateRule, kind: str) -> None:
         selections += [Selection(None, 5, 100), Selection(np.array([4, 4, 1], np.uint64))]
     for selection in selections:
         grads = random.normal(size=part.num_values(selection)).astype(np.float32)
-        tried = {}
+        tried: dict[int, Any] = {}
         for keys, records in part.trial(selection, grads):
             tried |= dict(zip(keys.tolist(), records, strict=True))
         assert tried.keys() == set(part.keys_of(selection).tolist())

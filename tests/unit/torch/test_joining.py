@@ -40,7 +40,7 @@ def joined(stores: list[Store], told: list[Environment]) -> list[BaseException |
         except PacelineError as error:
             return error
         with group:
-            return sum(group.all_gather_objects(number + 1))
+            return sum(map(int, group.all_gather_objects(number + 1)))
 
     with nothing_left(), ThreadPoolExecutor(len(stores)) as pool:
         return list(pool.map(rank, range(len(stores))))

@@ -124,6 +124,8 @@ class SchedulerCore:
         self._cut_off: dict[int, str] = {}  # servers that are heard, and others do not reach; why they have to go
         self._ended: set[int] = set()  # incarnations whose processes are known to have ended
         self._doubted: set[int] = set()  # while recovering: those that have probably ended
+        self._asked_term = 0  # while recovering: the term that is to be its own
+        self._asked: set[object] = set()  # whom it has asked to promise that
         self._filled: list[tuple[int, int]] = []  # what was reported since the last commit: target, buckets
         self._unknown = range(0)  # incarnations that the scheduler before may have given, and no view tells of
         self._gone: set[int] = set()  # those of them that were removed since
@@ -187,7 +189,7 @@ class SchedulerCore:
         self._take(event)
         if self.phase is Phase.RECOVERING:
             self._recover()
-        if self.phase is not Phase.LEADING:
+        if self.phase in (Phase.FORMING, Phase.RECOVERING):
             self._form()
         while self._has_changed and self.phase is Phase.LEADING:
             self._publish()
@@ -231,6 +233,8 @@ class SchedulerCore:
                     self._plan()
             case events.Prepared(peer, term, epoch):
                 self._has_changed |= self._publication.prepared(self._incarnations.get(peer, 0), term, epoch)
+            case events.Promised(peer, term):
+                self._recovery.promise(peer, term)
             case events.Flush():
                 self._is_flushing, self._has_changed = False, True
             case events.Clock():
@@ -263,6 +267,12 @@ class SchedulerCore:
             if not self.planner.version and self.membership.ready:
                 self.planner.start({each.incarnation: each.rank for each in self.membership.of(Role.SERVER)})
             self._plan()
+
+    def _register_newcomers(self) -> None:
+        """Take in who has waited: first those that ask for a rank, last the servers that no cluster begins with."""
+        newcomers, self._newcomers = self._newcomers, {}
+        for event in sorted(newcomers.values(), key=lambda each: (each.is_extra, each.rank is None)):
+            self._register(event)
 
     def _flush_soon(self) -> None:
         """Publish a new worker, together with those that come in the next moment."""
@@ -298,9 +308,9 @@ class SchedulerCore:
             self._recovery.add(returned)
         elif returned.cluster != self.cluster:
             self._out.append(events.Foreign(returned.peer))
-        elif returned.view.term > self.term:
+        elif (term := max(returned.view.term, returned.promised)) > self.term:
             self.phase = Phase.SUPERSEDED
-            self._out.append(events.Superseded(returned.view.term))
+            self._out.append(events.Superseded(term))
         else:
             self._welcome_back(returned)
 
@@ -311,11 +321,12 @@ class SchedulerCore:
             # One that is in no view joined just before the scheduler died, or is an observer.
             is_unknown = incarnation in self._unknown and incarnation not in self._gone
             is_unknown |= returned.member.role is Role.OBSERVER
-            if not (is_unknown and self.membership.readmit(returned.member, self._now_s)):
+            member = self.membership.readmit(returned.member, self._now_s) if is_unknown else None
+            if member is None:
                 self._send_away(returned)
                 return
             self._flush_soon()
-        self._connect(returned.peer, returned.member if member is None else member)
+        self._connect(returned.peer, member)
         self._heard(incarnation)
         if returned.is_leaving:
             self._drain(incarnation)
@@ -361,6 +372,7 @@ class SchedulerCore:
         returned = self._recovery.forget(peer)
         if returned is not None:
             self._ended.add(returned.member.incarnation)
+            self._out.append(events.Expel(peer, "it has left"))
         self._newcomers.pop(peer, None)
 
     def _drain(self, incarnation: int | None) -> None:
@@ -394,7 +406,7 @@ class SchedulerCore:
 
     def _look_for_silent(self) -> None:
         """Do without members that are overdue."""
-        if self.phase is not Phase.LEADING or not self.is_established:
+        if self.phase is not Phase.LEADING:
             return
         overdue = self.membership.overdue(self._now_s)
         self._remove([each.incarnation for each in overdue if each.role is not Role.SERVER], self._silence)
@@ -446,11 +458,9 @@ class SchedulerCore:
         self._has_changed = True
         if not self.committed.version:
             return
-        self.planner.restore(self.committed.groups)
         doubtful = self._silent.keys() | self._cut_off.keys()
-        for target, buckets in self._filled:
-            if target not in doubtful:
-                self.planner.filled(target, buckets)
+        filled = [(target, buckets) for target, buckets in self._filled if target not in doubtful]
+        self.planner.restore(self.committed.groups, filled)
         servers = {each.incarnation: each.rank for each in self.membership.of(Role.SERVER)}
         self.planner.servers_changed(servers, self._leaving, doubtful)
 
@@ -503,9 +513,7 @@ class SchedulerCore:
             if not was_told:
                 self._silent[server] = True
                 self._note_silent(server)
-        newcomers, self._newcomers = self._newcomers, {}
-        for event in newcomers.values():
-            self._register(event)
+        self._register_newcomers()
         self._has_changed = True  # what has changed meanwhile has waited
 
     def _members(self) -> tuple[Member, ...]:
@@ -561,9 +569,7 @@ class SchedulerCore:
             self._out.append(events.Foreign(returned.peer))
         self._recovery = Recovery()
         self.phase, self._publication.is_established = Phase.LEADING, True
-        newcomers, self._newcomers = self._newcomers, {}
-        for event in newcomers.values():
-            self._register(event)
+        self._register_newcomers()
         self._has_changed = True
 
     def _recover(self) -> None:
@@ -578,14 +584,34 @@ class SchedulerCore:
         unheard = {member.incarnation for member in latest.members if member.node in named}
         without = self._ended | unheard
         is_complete = self._is_late or recovery.is_complete(without | self._doubted)
+        has_quorum, missing = recovery.has_quorum(without, self._replicas), set[int]()
+        if self._accepts_minority and self._is_late and not has_quorum:
+            # Whoever runs the cluster says that those that are missing are dead.
+            missing = {each.incarnation for each in recovery.missing_voters(without)}
+            has_quorum, without = True, without | missing
         if latest.voters and latest.voters <= self._ended:
             if is_complete:
                 self._give_up(recovery)
-        elif recovery.has_quorum(without, self._replicas) or (self._accepts_minority and self._is_late):
-            if is_complete:
+        elif has_quorum:
+            if is_complete and self._has_promises(recovery, without):
+                self._ended |= missing
                 self._take_over(recovery, latest, unheard - self._ended)
         elif self._is_late:
             self._need(recovery.missing_voters(without), "to take over from the scheduler before")
+
+    def _has_promises(self, recovery: Recovery, without: Collection[int]) -> bool:
+        """Whether enough servers prepare nothing of a former scheduler any more; ask those that have not said so.
+
+        Else one that has come here, and goes back to a former one that lives, could prepare a view there.
+        """
+        if recovery.highest_term > self._asked_term:
+            self._asked_term, self._asked = self._publication.term_after(recovery.highest_term), set()
+        servers = [each.peer for each in recovery.ours() if each.member.role is Role.SERVER]
+        peers = tuple(peer for peer in servers if peer not in self._asked)
+        if peers:
+            self._asked.update(peers)
+            self._out.append(events.Promise(peers, self._asked_term))
+        return recovery.has_quorum(without, self._replicas, promised=self._asked_term)
 
     def _give_up(self, recovery: Recovery) -> None:
         """Send away the members of a cluster whose servers have all ended; the next one is new."""
@@ -597,34 +623,36 @@ class SchedulerCore:
 
     def _take_over(self, recovery: Recovery, latest: View, unheard: Collection[int]) -> None:
         """Go on from the newest view; `unheard` are members that never heard their welcome."""
-        if not recovery.has_quorum(self._ended | set(unheard), self._replicas):
-            # Whoever runs the cluster says that those that are missing are dead.
-            self._ended.update(each.incarnation for each in recovery.missing_voters(self._ended | set(unheard)))
-        returned = [each for each in recovery.ours() if recovery.is_member(each)]
-        for each in recovery.ours():
-            if each not in returned:
-                self._send_away(each)
+        ours = recovery.ours()
+        returned = [each for each in ours if recovery.is_member(each) and each.member.incarnation not in self._ended]
         for each in recovery.others():
             self._out.append(events.Foreign(each.peer))
-        self.phase, self.cluster = Phase.LEADING, recovery.ours()[0].cluster
+        self.phase, self.cluster = Phase.LEADING, ours[0].cluster
         self._recovery, self._doubted, self.needed = Recovery(), set(), ()
-        self._publication.take_over(latest)
+        self._publication.take_over(latest, self._asked_term)
         known = {member.incarnation: member for member in latest.members if member.incarnation not in self._ended}
         present = {each.member.incarnation: each.member for each in returned}
         present.update((each, known[each]) for each in unheard)
         self._leaving = {each.member.incarnation for each in returned if each.is_leaving} & latest.servers.keys()
         self._rebuild(present, {each: m for each, m in known.items() if each not in present and m.role is Role.SERVER})
-        for each in returned:
-            if self.membership.find(each.member.incarnation) is not None:
-                self._connect(each.peer, each.member)
+        back = []
+        for each in ours:
+            if each in returned and (member := self._find_or_readmit(each.member)) is not None:
+                back.append(each)
+                self._connect(each.peer, member)
+            else:
+                self._send_away(each)
         for peer, event in list(self._newcomers.items()):
             member = self.membership.named(event.node)
             if member is not None:
                 del self._newcomers[peer]
                 self._connect(peer, member)
         dead = tuple(member for member in latest.members if self.membership.find(member.incarnation) is None)
-        self._taken_over = events.TakenOver(tuple(returned), dead)
+        self._taken_over = events.TakenOver(tuple(back), dead)
         self._has_changed = True
+
+    def _find_or_readmit(self, member: Member) -> Member | None:
+        return self.membership.find(member.incarnation) or self.membership.readmit(member, self._now_s)
 
     def _rebuild(self, present: dict[int, Member], absent: dict[int, Member]) -> None:
         """Rebuild members and chains from the newest view. Servers that are absent are silent."""

@@ -98,6 +98,14 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Promised:
+    """A server prepares nothing of a lower term than this one from now on."""
+
+    peer: object
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flush:
     """Publish what has waited for more to be published with it."""
 
@@ -164,6 +172,14 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
+class Promise:
+    """Ask these servers to prepare nothing of a lower term than this one; answered by Promised."""
+
+    peers: tuple[object, ...]
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Send this view to these servers, to be kept and answered by Prepared, not to be acted on."""
 
@@ -212,9 +228,10 @@ class Superseded:
 
 
 Event: TypeAlias = (
-    Register | Rejoin | Heartbeat | Disconnected | Ended | Doubted | Leave | Drain | Filled | Prepared | Flush | Clock
-)
+    Register | Rejoin | Heartbeat | Disconnected | Ended | Doubted | Leave | Drain | Filled | Prepared | Promised
+    | Flush | Clock
+)  # fmt: skip
 Instruction: TypeAlias = (
-    Welcome | Refuse | Foreign | Expel | Removed | TakenOver | Prepare | Publish | FlushSoon | Release | Lost | Note
-    | Superseded
+    Welcome | Refuse | Foreign | Expel | Removed | TakenOver | Promise | Prepare | Publish | FlushSoon | Release | Lost
+    | Note | Superseded
 )  # fmt: skip

@@ -50,9 +50,13 @@ class Publication:
         self.epoch = 0
         """Of the newest view, committed or not."""
 
-    def take_over(self, latest: View) -> None:
-        """Go on from the newest view of another scheduler, in a higher term."""
-        self.term = ((latest.term >> _TERM_BITS) + 1 << _TERM_BITS) | self._salt
+    def term_after(self, term: int) -> int:
+        """Return the scheduler's term if it takes over after this one: higher, and no other scheduler's."""
+        return ((term >> _TERM_BITS) + 1 << _TERM_BITS) | self._salt
+
+    def take_over(self, latest: View, term: int) -> None:
+        """Go on from the newest view of another scheduler, in this term (:meth:`term_after`)."""
+        self.term = term
         self.committed, self.epoch, self.proposal = latest, latest.epoch + VERSION_GAP, None
 
     def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:

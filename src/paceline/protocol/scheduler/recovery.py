@@ -26,6 +26,8 @@ class Returned:
     """Which cluster it is a member of."""
     view: View
     """The newest that it has seen."""
+    promised: int = 0
+    """The term of which it has promised that it prepares nothing lower."""
     is_leaving: bool = False
     """Whether it is a server that waits for its release."""
     job: int = 0
@@ -49,8 +51,9 @@ class Recovery:
 
     def add(self, returned: Returned) -> None:
         """Note a member that is back; its newest connection counts."""
+        name = returned.cluster, returned.member.incarnation
         for peer, known in list(self._returned.items()):
-            if known.member.incarnation == returned.member.incarnation:
+            if (known.cluster, known.member.incarnation) == name:
                 del self._returned[peer]
         self._returned[returned.peer] = returned
 
@@ -62,6 +65,11 @@ class Recovery:
         """Note that a member wants to leave."""
         if peer in self._returned:
             self._returned[peer] = replace(self._returned[peer], is_leaving=True)
+
+    def promise(self, peer: object, term: int) -> None:
+        """Note what a member has promised."""
+        if peer in self._returned:
+            self._returned[peer] = replace(self._returned[peer], promised=term)
 
     def all(self) -> list[Returned]:
         """All that are back, of whatever cluster."""
@@ -102,9 +110,14 @@ class Recovery:
         back = {each.member.incarnation for each in self.ours()}
         return tuple(m for m in self.latest_view().members if m.incarnation not in back and m.incarnation not in ended)
 
-    def has_quorum(self, ended: Collection[int], replicas: int) -> bool:
-        """Whether servers enough are back to go on from the newest view."""
-        back = {each.member.incarnation for each in self.ours()}
+    @property
+    def highest_term(self) -> int:
+        """The highest of which any of ours has a view, or has promised that it prepares nothing lower."""
+        return max((max(each.view.term, each.promised) for each in self.ours()), default=0)
+
+    def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
+        """Whether servers enough are back, and have made this promise, to go on from the newest view."""
+        back = {each.member.incarnation for each in self.ours() if each.promised >= promised}
         return may_take_over(self.latest_view().voters, ended, back, replicas)
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:

@@ -8,9 +8,11 @@ schedulers that each believe to lead the cluster one can neither commit a view n
 * a view is committed once half of the voters of the one before have it, or as many as are left when `replicas` of them
   fail, if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
 * a scheduler takes over with so many voters of the newest view that it learns of that any two such sets have one in
-  common: with a majority, or with more than `replicas` (:func:`may_take_over`).
+  common: with a majority, or with more than `replicas` (:func:`may_take_over`). These have promised before to prepare
+  nothing of a lower term.
 
-Voters are the servers that have a bucket and whose processes are not known to have ended.
+Voters are the servers that have a bucket. One whose process is known to have ended is not waited for, and is no voter
+that has answered either: it may have been with another scheduler when it ended.
 
 Source: views and their change as in Viewstamped Replication Revisited (Liskov and Cowling 2012); the two quorums that
 need only intersect one another: Howard, Malkhi and Spiegelman 2016 "Flexible Paxos".
@@ -102,6 +104,8 @@ class KnownViews(Generic[V]):
         """What it acts on; None before the first."""
         self.prepared: V | None = None
         """The newest that it was sent to be prepared."""
+        self.promised = 0
+        """It prepares nothing of a lower term than this one."""
 
     @property
     def newest(self) -> V | None:
@@ -112,14 +116,19 @@ class KnownViews(Generic[V]):
     def prepare(self, view: V) -> bool:
         """Keep a view that may be committed; return whether it is to be answered by Prepared.
 
-        It is not if its scheduler was superseded: a later one's view is known here.
+        It is not if its scheduler was superseded: a later one's view is known here, or one was promised.
         """
         newest = self.newest
-        if newest is not None and view.term < newest.term:
+        if view.term < self.promised or (newest is not None and view.term < newest.term):
             return False
         if self.prepared is None or view.order > self.prepared.order:
             self.prepared = view
         return True
+
+    def promise(self, term: int) -> bool:
+        """Promise to prepare nothing of a lower term; return whether that is to be answered by Promised."""
+        self.promised = max(self.promised, term)
+        return self.promised == term
 
     def commit(self, view: V) -> bool:
         """Take a committed view; return whether it is newer than the one before."""
@@ -140,15 +149,18 @@ def commit_quorum(num_voters: int, replicas: int) -> int:
 
 def may_commit(voters: Collection[int], ended: Collection[int], prepared: Collection[int], replicas: int) -> bool:
     """Whether a view that follows one with these `voters` may be committed, if `prepared` have it."""
-    living = [server for server in voters if server not in ended]
-    return sum(server in prepared for server in living) >= commit_quorum(len(living), replicas)
+    return _have(commit_quorum(len(voters), replicas), voters, ended, prepared)
 
 
 def may_take_over(voters: Collection[int], ended: Collection[int], returned: Collection[int], replicas: int) -> bool:
     """Whether a scheduler may go on from a view with these `voters`, if `returned` have come to it."""
+    return _have(len(voters) - commit_quorum(len(voters), replicas) + 1, voters, ended, returned)
+
+
+def _have(quorum: int, voters: Collection[int], ended: Collection[int], answered: Collection[int]) -> bool:
+    """Whether so many voters have answered, or all that have not ended."""
     living = [server for server in voters if server not in ended]
-    needed = len(living) - commit_quorum(len(living), replicas) + 1
-    return not living or sum(server in returned for server in living) >= needed
+    return sum(server in answered for server in living) >= min(quorum, len(living))
 
 
 def gaining(before: Iterable[ChainGroup], after: Iterable[ChainGroup]) -> frozenset[int]:
@@ -178,9 +190,9 @@ class Proposal:
         return frozenset({*self.committed.servers, *self.view.servers})
 
     def is_accepted(self, ended: Collection[int]) -> bool:
-        """Whether it may be committed: enough of those have it that do not leave by it, and all that gain by it."""
-        living = {server for server in self.committed.voters if server not in ended}
-        staying = living - self.released  # what those know that go is gone with them
-        needed = min(commit_quorum(len(living), self.replicas), len(staying))
-        gains = gaining(self.committed.groups, self.view.groups)
-        return gains <= self.prepared and len(staying & self.prepared) >= needed
+        """Whether it may be committed: a quorum has it, also without those that leave by it, and all that gain."""
+        voters = self.committed.voters
+        quorum = commit_quorum(len(voters), self.replicas)
+        has_quorum = _have(quorum, voters, ended, self.prepared)
+        stays = _have(quorum, voters - self.released, ended, self.prepared)  # what those know that go is gone with them
+        return has_quorum and stays and gaining(self.committed.groups, self.view.groups) <= self.prepared

@@ -293,9 +293,10 @@ class SchedulerLink:
             case messages.PrepareMap(map=cluster):
                 whole = self._changed(cluster) if isinstance(cluster, MapChange) else cluster
                 if self._maps.prepare(whole):
-                    prepared = messages.Prepared(term=whole.term, epoch=whole.epoch)
-                    with self._send_lock:
-                        self._channel.send_frame(NOTICE, meta=messages.encode(prepared))
+                    self._answer(messages.Prepared(term=whole.term, epoch=whole.epoch))
+            case messages.Promise(term=term):
+                if self._maps.promise(term):
+                    self._answer(messages.Promised(term=term))
             case messages.CommitMap():
                 known = self._maps.prepared
                 if known is not None and known.order == (notice.term, notice.epoch):
@@ -305,6 +306,11 @@ class SchedulerLink:
                 self._is_over |= isinstance(notice, messages.Ended | messages.Expelled)
                 if self._on_notice is not None:
                     self._on_notice(notice)
+
+    def _answer(self, notice: msgspec.Struct) -> None:
+        """Answer a notice: the scheduler asks again if that is lost."""
+        with self._send_lock:
+            self._channel.send_frame(NOTICE, meta=messages.encode(notice))
 
     def _changed(self, change: MapChange) -> ClusterMap:
         base = self._maps.committed
@@ -402,6 +408,7 @@ class SchedulerLink:
             process=registration.process,
             settings=welcome.settings,
             cluster=newest,
+            promised=self._maps.promised,
             is_leaving=self._is_leaving,
             tables=self._memory.tables() if self._tables is None else tuple(self._tables()),
             job=self._memory.job(),

@@ -161,6 +161,8 @@ class Scheduler(Handler):
                 self._feed(events.Filled(version, target, from_bytes(buckets)))
             case messages.Prepared(term=term, epoch=epoch):
                 self._feed(events.Prepared(peer, term, epoch))
+            case messages.Promised(term=term):
+                self._feed(events.Promised(peer, term))
             case _ if self._must_wait(request):
                 self._held.append((peer, header, request, bytes(body)))
             case _:
@@ -253,6 +255,7 @@ class Scheduler(Handler):
             member,
             request.settings.cluster,
             view_of(request.cluster),
+            request.promised,
             is_leaving=request.is_leaving,
             job=0 if job is None else job.number,
             has_posted=job is not None and job.posted is not None,
@@ -305,6 +308,9 @@ class Scheduler(Handler):
                 self._removed(instruction)
             case events.TakenOver():
                 self._take_over(instruction)
+            case events.Promise(peers, term):
+                for peer in peers:
+                    self._notify(peer, messages.Promise(term=term))
             case events.Prepare(peers, view):
                 for peer in peers:
                     self._prepare(peer, view)

@@ -8,6 +8,7 @@ known: then the cluster must come to rest.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import pytest
@@ -16,7 +17,7 @@ from paceline.protocol import Role, buckets_in
 from paceline.protocol.scheduler import Phase, View, events, gaining
 from paceline.protocol.scheduler.views import commit_quorum
 
-from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains
+from .toys import HEARTBEAT_S, Node, Scheduler, Wire, chains
 
 NUM_BUCKETS = 6
 MAX_NODES = 14
@@ -126,10 +127,12 @@ class Run:
 
     def check_prepared(self, former: View, view: View) -> None:
         prepared = {each for each, node in self.by_incarnation.items() if view.order in node.has_prepared}
-        living = {each for each in former.voters if self.is_alive(each)}
-        leaving = {each for each in living - view.servers.keys() if self.by_incarnation[each].is_leaving}
-        needed = min(commit_quorum(len(living), self.replicas), len(living - leaving))
-        assert len(prepared & (living - leaving)) >= needed, "too few have prepared it"
+        gone = former.voters - view.servers.keys()
+        leaving = {each for each in gone if self.is_alive(each) and self.by_incarnation[each].is_leaving}
+        quorum = commit_quorum(len(former.voters), self.replicas)
+        for voters in (former.voters, former.voters - leaving):
+            needed = min(quorum, sum(map(self.is_alive, voters)))
+            assert len(prepared & voters) >= needed, "too few have prepared it"
         assert gaining(former.groups, view.groups) <= prepared, "one that gains buckets does not know of it"
 
     # What happens.
@@ -191,8 +194,12 @@ class Run:
                 if self.random.random() < 0.5:
                     buckets = 1 << self.random.choice(list(buckets_in(buckets)))
                 version = view.version
-                node.send(lambda wire: events.Filled(version, target, buckets))
+                node.send(partial(self.filled, version, target, buckets))
                 return
+
+    @staticmethod
+    def filled(version: int, target: int, buckets: int, _: Wire) -> events.Event:
+        return events.Filled(version, target, buckets)
 
     def cut(self) -> None:
         wires = [wire for scheduler in self.schedulers for wire in scheduler.wires]
@@ -228,8 +235,8 @@ class Run:
     def kill(self) -> None:
         """A process ends. Of two schedulers only the newest hears of it, to which it would have come."""
         if len(self.alive) > 2:
-            filling = [node for each in self.scheduler.view.groups if (node := self.by_incarnation.get(each.filling or 0))]
-            victims = [node for node in filling if node.is_alive]
+            filling = [self.by_incarnation.get(each.filling or 0) for each in self.scheduler.view.groups]
+            victims = [node for node in filling if node is not None and node.is_alive]
             node = self.random.choice(victims if victims and self.random.random() < 0.4 else self.alive)
             node.is_alive = False
             if node.wire is not None:
@@ -296,7 +303,7 @@ class Run:
         scheduler = self.scheduler
         self.seen |= {type(each) for each in scheduler.said}
         if not scheduler.core.is_established:  # whoever lives is waiting for servers
-            assert len([node for node in self.alive if node.role is Role.SERVER and not node.is_extra]) < self.num_servers
+            assert sum(node.role is Role.SERVER and not node.is_extra for node in self.alive) < self.num_servers
             return
         assert scheduler.core.phase is Phase.LEADING
         assert scheduler.core.needed == ()

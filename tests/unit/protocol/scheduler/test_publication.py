@@ -143,12 +143,14 @@ def test_a_proposal_is_dropped_when_all_is_as_before() -> None:
     assert committed(offers.offer(group(1, 2), workers=(7,))).epoch == view.epoch + 1
 
 
-def test_released_servers_and_ended_ones_need_not_answer() -> None:
+def test_ended_servers_need_not_answer_and_released_ones_no_more_than_others() -> None:
     offers = Offers()
     offers.begin(group(1, 2, 3))
     proposed(offers.offer(group(3), released={1, 2}))
     assert offers.offer(group(3), released={1, 2}) is None
     offers.prepared(3)
+    assert offers.offer(group(3), released={1, 2}) is None  # those that stay have it, and they are no quorum
+    offers.prepared(1)
     committed(offers.offer(group(3), released={1, 2}))
     offers = Offers()
     offers.begin(group(1, 2, 3))
@@ -161,7 +163,7 @@ def test_a_scheduler_that_takes_over_has_a_higher_term_and_skips_what_may_be_kno
     former = Offers(salt=7)
     latest = former.begin(group(1, 2))
     offers = Offers(salt=2)
-    offers.publication.take_over(latest)
+    offers.publication.take_over(latest, offers.publication.term_after(latest.term))
     assert offers.publication.term > latest.term
     assert offers.publication.committed is latest
     is_established = [offers.publication.is_established]
@@ -181,9 +183,8 @@ def test_two_that_take_over_from_the_same_one_have_different_terms() -> None:
     terms = []
     for salt in (2, 1, 65_535):
         offers = Offers(salt=salt)
-        offers.publication.take_over(latest)
-        terms.append(offers.publication.term)
+        terms.append(offers.publication.term_after(latest.term))
     assert len(set(terms)) == 3
     assert min(terms) > latest.term
-    offers.publication.take_over(View(term=min(terms), epoch=3))
-    assert offers.publication.term > max(terms)  # the next one is above all of them, whatever its salt
+    # The next one is above all of them, whatever its salt.
+    assert Offers(salt=0).publication.term_after(min(terms)) > max(terms)

@@ -165,8 +165,11 @@ def test_those_that_go_do_not_count_for_a_proposal() -> None:
     assert not two.is_accepted(())
     two.prepared.add(3)
     assert two.is_accepted(())
-    # Where all go by it, nobody is left to know of it.
-    assert proposal(committed, view(group()), 1, 2, 3).is_accepted(())
+    # Where all go by it, nobody stays who could know of it.
+    three = proposal(committed, view(group()), 1, 2, 3)
+    assert not three.is_accepted(())
+    three.prepared |= {1, 2}
+    assert three.is_accepted(())
 
 
 def test_a_member_acts_on_what_is_committed_and_keeps_what_is_prepared() -> None:
@@ -195,6 +198,16 @@ def test_a_member_prepares_nothing_of_a_scheduler_that_was_superseded() -> None:
     other: KnownViews[View] = KnownViews()
     other.commit(later)
     assert not other.commit(view(group(1), epoch=9))
+
+
+def test_a_member_keeps_its_promise() -> None:
+    known: KnownViews[View] = KnownViews()
+    assert known.promise(3)
+    assert known.promise(3)  # again, as the first answer may be lost
+    assert not known.promise(2)
+    assert not known.prepare(replace(view(group(1)), term=2))
+    assert known.prepare(replace(view(group(1)), term=3))
+    assert known.commit(replace(view(group(1)), term=2))  # what others have prepared holds
 
 
 def test_a_later_view_is_not_given_up_for_an_earlier_one() -> None:

@@ -6,7 +6,7 @@ What they say to each other waits on a :class:`Wire`, in order, until it is deli
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from paceline.protocol import ChainGroup, Member, Role
@@ -91,7 +91,9 @@ class Node:
         """What it says of itself to a scheduler that it comes to."""
         assert self.member is not None
         assert self.views.newest is not None
-        return Returned(wire, self.member, self.cluster, self.views.newest, is_leaving=self.is_leaving)
+        return Returned(
+            wire, self.member, self.cluster, self.views.newest, self.views.promised, is_leaving=self.is_leaving
+        )
 
     def welcomed(self, member: Member, cluster: str, view: View) -> None:
         self.member, self.cluster = member, cluster
@@ -101,6 +103,10 @@ class Node:
         if self.prepares and self.views.prepare(view):
             self.has_prepared.add(view.order)
             wire.to_scheduler.append(events.Prepared(wire, view.term, view.epoch))
+
+    def asked_to_promise(self, wire: Wire, term: int) -> None:
+        if self.views.promise(term):
+            wire.to_scheduler.append(events.Promised(wire, term))
 
     def ended(self, wire: Wire, fate: object) -> None:
         self.is_alive, self.fate = False, fate
@@ -164,6 +170,9 @@ class Scheduler:
             case events.Prepare(peers, view):
                 for peer in peers:
                     self._tell(peer, lambda wire: wire.node.asked_to_prepare(wire, view))
+            case events.Promise(peers, term):
+                for peer in peers:
+                    self._tell(peer, lambda wire: wire.node.asked_to_promise(wire, term))
             case events.Publish(view):
                 for wire in self.wires:
                     if wire.is_welcomed:
@@ -269,7 +278,7 @@ class Scheduler:
             self.fill(min(filling))
         raise AssertionError(f"fills do not end: {self.view.groups}")
 
-    def pass_time(self, duration_s: float, *, unreachable: dict[str, tuple[int, ...]] | None = None) -> None:
+    def pass_time(self, duration_s: float, *, unreachable: Mapping[str, tuple[int, ...]] | None = None) -> None:
         """Let time go on: whoever is connected and not silent gives a sign of life with every heartbeat."""
         for _ in range(round(duration_s / HEARTBEAT_S)):
             self.now_s += HEARTBEAT_S
