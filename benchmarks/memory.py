@@ -53,9 +53,9 @@ class TimedStore(SparseStore):
 
     growth_s = 0.0
 
-    def _grow(self, bucket: int) -> None:
+    def _grow(self, key: np.uint64) -> None:
         start = time.perf_counter()
-        super()._grow(bucket)
+        super()._grow(key)
         self.growth_s += time.perf_counter() - start
 
 

@@ -21,7 +21,7 @@ import sys
 import time
 
 import numpy as np
-from hosts import NETWORK, network
+from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside this program
 
 from paceline.testing import EchoHandler
 from paceline.testing.transports import ECHO

@@ -423,7 +423,9 @@ class ServerEpisode(Episode):
     def state(self) -> Frame:
         bucket = self.random.choice((384, 385, 447, 1))
         infos, body = self._pieces(range(bucket, bucket + 1), RECORD_WORDS)
-        info = messages.StateInfo(bucket, ((9, self.sequence, to_bytes(1 << bucket)),), tuple(infos))
+        info = messages.StateInfo(
+            bucket, self.random.getrandbits(64), ((9, self.sequence, to_bytes(1 << bucket)),), tuple(infos)
+        )
         return Frame(STATE, tree_of(info), body, self.header(clock=0))
 
     def clocks(self) -> Frame:
