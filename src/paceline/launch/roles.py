@@ -27,10 +27,12 @@ from paceline.protocol import (
 )
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
+from paceline.ps.pulse import Pulse
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
+_PATIENCE = 4.0  # heartbeats that an event loop may take for one round
 _RECONNECT_S = 60.0
 
 
@@ -194,6 +196,7 @@ def run_server(
             with contextlib.suppress(PacelineError):  # a lost scheduler is told of by `lost`
                 link.tell(filled)
 
+        pulse = Pulse(loop, lambda text: print(f"paceline {who}: {text}", file=sys.stderr, flush=True))
         transport = joining.transport()
         link = await asyncio.to_thread(
             lambda: SchedulerLink(
@@ -204,6 +207,7 @@ def run_server(
                 on_lost=lost,
                 tables=tables,
                 unreachable=unreachable,
+                is_well=pulse.beats,
                 # What it holds nobody else may have: it waits for its scheduler as long as it takes.
                 reconnect_s=_RECONNECT_S if with_parent else math.inf,
             )
@@ -239,6 +243,7 @@ def run_server(
                     cluster=welcome.settings.cluster,
                 )
                 listener.introduce(joined)
+                pulse.patience_s = _PATIENCE * welcome.heartbeat_s
                 server.joined(joined, welcome.heartbeat_s)
                 server.members_changed(welcome.cluster)
                 if on_ready is not None:

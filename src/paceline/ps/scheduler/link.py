@@ -50,9 +50,10 @@ class SchedulerLink:
     """Calls to the scheduler from any thread; its notices are given to `on_notice` in the link's own thread.
 
     A process that loses the connection without :meth:`close`, and is a member or waits to be one, tries for
-    `reconnect_s` to reach a scheduler at the same address; `tables`, called in the link's thread, says what tables a
-    server holds, `unreachable` which other servers it cannot reach. If the link cannot, or is no member, `on_lost` is
-    called there, once. `on_map` is called with every map of the cluster, there or where one registers.
+    `reconnect_s` to reach a scheduler at the same address. In the link's thread `tables` says what tables a server
+    holds, `unreachable` which other servers it cannot reach, and `is_well` whether it may give signs of life. If the
+    link cannot, or is no member, `on_lost` is called there, once. `on_map` is called with every map of the cluster,
+    there or where one registers.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class SchedulerLink:
         on_map: Callable[[ClusterMap], None] | None = None,
         tables: Callable[[], Sequence[KnownTable]] | None = None,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
+        is_well: Callable[[], bool] = lambda: True,
     ) -> None:
         hello = msgspec.structs.replace(hello, to="scheduler")
         self._channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, _CONNECT_S))
@@ -83,6 +85,7 @@ class SchedulerLink:
         self._on_map = on_map
         self._tables = tables
         self._unreachable = unreachable
+        self._is_well = is_well
         self._memory = Memory()
         self._send_lock: threading.Lock | NoLock = threading.Lock()
         self._outgoing = Outgoing()
@@ -244,7 +247,8 @@ class SchedulerLink:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + self._heartbeat_s
-                self.tell(messages.Heartbeat(unreachable=self._unreachable()))
+                if self._is_well():
+                    self.tell(messages.Heartbeat(unreachable=self._unreachable()))
             if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
 

@@ -1,0 +1,59 @@
+"""A process whose event loop hangs gives no signs of life, whatever its threads do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from paceline.ps import SchedulerLink, messages
+from paceline.ps.pulse import Pulse
+from paceline.transport import Hello
+
+from .harness import PATIENCE_S, Cluster, wait_until
+
+
+def test_a_loop_that_hangs_is_told_of_once_and_when_it_goes_on() -> None:
+    loop, said = asyncio.new_event_loop(), list[str]()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        pulse = Pulse(loop, said.append)
+        pulse.patience_s = 0.05
+        go_on = threading.Event()
+        assert pulse.beats()
+        loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
+        wait_until(lambda: not pulse.beats())
+        assert not pulse.beats()
+        assert len(said) == 1
+        assert said[0].startswith("its event loop has not gone round for 0.")
+        go_on.set()
+        wait_until(pulse.beats)
+        wait_until(lambda: pulse.beats() and len(said) == 2)
+        assert said[1] == "its event loop goes on"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(PATIENCE_S)
+        loop.close()
+
+
+def test_a_member_whose_loop_hangs_is_declared_dead() -> None:
+    with Cluster(heartbeat_timeout_s=1.0) as cluster:
+        is_well, expelled = threading.Event(), list[str]()
+        is_well.set()
+
+        def heard(notice: object) -> None:
+            if isinstance(notice, messages.Expelled):
+                expelled.append(notice.reason)
+
+        hello = Hello(role="worker", name="hung")
+        link = SchedulerLink(
+            cluster.transport, cluster.scheduler_address, hello, on_notice=heard, is_well=is_well.is_set
+        )
+        try:
+            link.register(messages.Register(node="hung", role="worker"))
+            cluster.served.call(lambda: None)
+            assert not expelled
+            is_well.clear()
+            wait_until(lambda: bool(expelled))
+        finally:
+            link.close()
