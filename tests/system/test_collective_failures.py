@@ -77,6 +77,8 @@ def _complaints(case: dict[str, Any], answers: list[dict[str, Any]]) -> Iterator
             yield f"{where}; then {its['refuses']}"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("failure", _FAILURES)
 @pytest.mark.parametrize("path", _PATHS)
 def test_every_rank_hears_who_failed(ranks: subprocess.Popen[str], path: str, failure: str) -> None:
