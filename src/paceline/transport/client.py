@@ -25,6 +25,9 @@ from paceline.transport.frames import Limits, size_of, view_of
 from paceline.transport.spinning import Spinner
 
 _IOV_MAX = 512  # POSIX promises 16, Linux and macOS have 1024
+# Who only waits for an answer sends nothing, and would never hear that the other end knows the connection no more. A
+# host that is out of reach is no reason to give it up: after so many probes some deadline is over.
+_KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 100))
 
 
 def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> socket.socket:
@@ -44,12 +47,21 @@ def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> 
         else:
             connected = _connect_tcp(address, timeout_s)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(connected)
     except OSError as error:
         raise cannot_reach(address, error, timeout_s) from None
     if enlarge:
         enlarge_socket_buffers(connected)
     connected.settimeout(None)
     return connected
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Ask the other end for a sign of life while nothing else is sent."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:

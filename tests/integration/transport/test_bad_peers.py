@@ -29,6 +29,7 @@ from paceline.transport import (
     HEADER,
     MAGIC,
     TLS,
+    Address,
     Channel,
     Hello,
     Kind,
@@ -38,9 +39,11 @@ from paceline.transport import (
     raise_error,
     unpack_header,
 )
+from paceline.transport.client import open_socket
 
 TOKEN = "the-token-of-tests"
 WORKER = Hello(role="worker")
+_TCP_REPAIR = 19  # of Linux: a socket in this mode is closed without a packet
 
 
 class Bystander:
@@ -328,3 +331,17 @@ def test_plain_text_to_a_tls_server(certificates: dict[str, TLS]) -> None:
             read_to_end(http)
         with pytest.raises(PeerError):
             SocketTransport(TOKEN).connect(beside.endpoint.tcp, WORKER, timeout_s=0.3)
+
+
+def test_who_waits_for_a_host_that_knows_the_connection_no_more_hears_of_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        waiting = open_socket(Address("tcp", *listening.getsockname()), 5.0)
+        with waiting, listening.accept()[0] as forgotten:
+            try:
+                forgotten.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+            except OSError as error:
+                pytest.skip(f"a connection cannot be closed without a word here: {error}")
+            forgotten.close()
+            waiting.settimeout(20.0)
+            with pytest.raises(ConnectionResetError):
+                waiting.recv(1)

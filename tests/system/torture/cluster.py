@@ -23,7 +23,7 @@ from .network import Network
 from .worker import Part
 
 HEARTBEAT_TIMEOUT_S = 3.0
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
 """Of each operation of a client: beyond that it hangs."""
 _SCHEDULER_PORT = 7400
 _MOST_HOSTS = 40
