@@ -141,6 +141,8 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The scheduler that published it; each that takes over has a higher one."""
     is_partial: bool = False
     """Whether the workers were left out, as they are in what workers get."""
+    former_voters: tuple[Number, ...] = ()
+    """The servers that had buckets by the map that it was to follow."""
     num_waiting: int = 0
     """While the cluster is forming: how many of its servers have come."""
 
@@ -184,6 +186,7 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     gone: tuple[int, ...] = ()
     groups: tuple[GroupInfo, ...] | None = None
     """None: as before."""
+    former_voters: tuple[Number, ...] = ()
 
     def __post_init__(self) -> None:
         _check_groups(self.groups or ())
@@ -201,6 +204,7 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             last_incarnation=self.last_incarnation,
             members=(*(member for member in base.members if member.incarnation not in gone), *self.joined),
             groups=base.groups if self.groups is None else self.groups,
+            former_voters=self.former_voters,
         )
 
 
@@ -351,6 +355,8 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The newest map that it has seen, committed or prepared."""
     promised: Number = 0
     """The term of which it has promised that it prepares nothing lower."""
+    has_committed: bool = True
+    """Whether it knows that this map is committed."""
     is_leaving: bool = False
     """Whether it is a server that waits until it may leave."""
     process: Process | None = None

@@ -79,6 +79,7 @@ class Rejoin(Frame):
     cluster: str
     view: View
     promised: int
+    has_committed: bool
     is_leaving: bool
     held: tuple[Granted, ...]
     done: frozenset[Key]

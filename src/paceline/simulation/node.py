@@ -112,7 +112,16 @@ class Node(Process):
         assert newest is not None
         connection.send(
             self,
-            Rejoin(self.member, self.cluster_name, newest, self.views.promised, self.is_leaving, held, done),
+            Rejoin(
+                self.member,
+                self.cluster_name,
+                newest,
+                self.views.promised,
+                self.views.is_committed,
+                self.is_leaving,
+                held,
+                done,
+            ),
         )
         self.attached()
 

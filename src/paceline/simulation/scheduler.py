@@ -101,8 +101,11 @@ class Scheduler(Process):
                 node = connection.ends[0]
                 role = Role.SERVER if is_server else Role.WORKER
                 return events.Register(connection, node.name, role, address=node.name, is_extra=is_extra)
-            case Rejoin(member, cluster, view, promised, is_leaving):
-                return events.Rejoin(Returned(connection, member, cluster, view, promised, is_leaving, knowledge=frame))
+            case Rejoin(member, cluster, view, promised, has_committed, is_leaving):
+                returned = Returned(
+                    connection, member, cluster, view, promised, has_committed, is_leaving, knowledge=frame
+                )
+                return events.Rejoin(returned)
             case Beat(_, unreachable):
                 return events.Heartbeat(connection, unreachable)
             case Filled(version, target, buckets):

@@ -587,7 +587,7 @@ class SchedulerCore:
         has_quorum, missing = recovery.has_quorum(without, self._replicas), set[int]()
         if self._accepts_minority and self._is_late and not has_quorum:
             # Whoever runs the cluster says that those that are missing are dead.
-            missing = {each.incarnation for each in recovery.missing_voters(without)}
+            missing = set(recovery.absent_voters(without))
             has_quorum, without = True, without | missing
         if latest.voters and latest.voters <= self._ended:
             if is_complete:

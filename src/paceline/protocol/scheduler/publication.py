@@ -66,7 +66,8 @@ class Publication:
         """
         same_chains = wanted.groups == self.committed.groups and self.is_established
         version = self.committed.version if same_chains else wanted.version
-        now = replace(wanted, term=self.term, epoch=self.epoch + 1, version=version)
+        former = tuple(sorted(self.committed.voters))
+        now = replace(wanted, term=self.term, epoch=self.epoch + 1, version=version, former_voters=former)
         if self.is_established and now.only_adds_workers(self.committed):
             self.proposal = None
             if (now.members, now.last_incarnation) == (self.committed.members, self.committed.last_incarnation):

@@ -28,6 +28,8 @@ class Returned:
     """The newest that it has seen."""
     promised: int = 0
     """The term of which it has promised that it prepares nothing lower."""
+    has_committed: bool = True
+    """Whether it knows that this view is committed."""
     is_leaving: bool = False
     """Whether it is a server that waits for its release."""
     job: int = 0
@@ -118,12 +120,23 @@ class Recovery:
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
         """Whether servers enough are back, and have made this promise, to go on from the newest view."""
         back = {each.member.incarnation for each in self.ours() if each.promised >= promised}
-        return may_take_over(self.latest_view().voters, ended, back, replicas)
+        return all(may_take_over(voters, ended, back, replicas) for voters in self._electorates())
+
+    def _electorates(self) -> list[Collection[int]]:
+        """The voters of every view that the former scheduler may be going on from."""
+        latest = self.latest_view()
+        is_committed = any(each.has_committed and each.view.order == latest.order for each in self.ours())
+        return [latest.voters] if is_committed else [latest.voters, latest.former_voters]
+
+    def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
+        """The voters that are neither back nor known to have ended."""
+        back = {each.member.incarnation for each in self.ours()}
+        return frozenset(each for voters in self._electorates() for each in voters) - back - frozenset(ended)
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Those of the missing that have buckets."""
-        voters = self.latest_view().voters
-        return tuple(member for member in self.missing(ended) if member.incarnation in voters)
+        """Those of them that somebody knows by name."""
+        known = {member.incarnation: member for each in self.ours() for member in each.view.members}
+        return tuple(known[each] for each in sorted(self.absent_voters(ended)) if each in known)
 
     def is_complete(self, ended: Collection[int]) -> bool:
         """Whether all members of the newest view are back, and whoever has posted the latest job."""

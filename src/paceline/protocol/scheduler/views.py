@@ -8,8 +8,9 @@ schedulers that each believe to lead the cluster one can neither commit a view n
 * a view is committed once half of the voters of the one before have it, or as many as are left when `replicas` of them
   fail, if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
 * a scheduler takes over with so many voters of the newest view that it learns of that any two such sets have one in
-  common: with a majority, or with more than `replicas` (:func:`may_take_over`). These have promised before to prepare
-  nothing of a lower term.
+  common: with a majority, or with more than `replicas` (:func:`may_take_over`). If that view may not be committed, the
+  former scheduler may still go on from the one before it: then with so many of the voters of that one too. All these
+  have promised before to prepare nothing of a lower term.
 
 Voters are the servers that have a bucket. One whose process is known to have ended is not waited for, and is no voter
 that has answered either: it may have been with another scheduler when it ended.
@@ -45,6 +46,8 @@ class View:
     """Whoever has an incarnation up to this one, and is no member, is gone."""
     is_partial: bool = False
     """Whether the workers were left out."""
+    former_voters: tuple[int, ...] = ()
+    """The voters of the view that it was to follow when it was published or prepared."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -124,6 +127,11 @@ class KnownViews(Generic[V]):
         if self.prepared is None or view.order > self.prepared.order:
             self.prepared = view
         return True
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the newest of all is known to be committed."""
+        return self.committed is not None and self.committed is self.newest
 
     def promise(self, term: int) -> bool:
         """Promise to prepare nothing of a lower term; return whether that is to be answered by Promised."""

@@ -413,6 +413,7 @@ class SchedulerLink:
             settings=welcome.settings,
             cluster=newest,
             promised=self._maps.promised,
+            has_committed=self._maps.is_committed,
             is_leaving=self._is_leaving,
             tables=self._memory.tables() if self._tables is None else tuple(self._tables()),
             job=self._memory.job(),

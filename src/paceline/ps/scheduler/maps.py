@@ -22,6 +22,7 @@ def map_of(view: View, *, num_waiting: int = 0) -> ClusterMap:
         groups=_groups(view),
         last_incarnation=view.last_incarnation,
         is_partial=view.is_partial,
+        former_voters=view.former_voters,
         num_waiting=num_waiting,
     )
 
@@ -38,6 +39,7 @@ def change_of(base: View, view: View) -> MapChange:
         joined=tuple([_info(member) for member in view.members if member not in before]),
         gone=tuple([member.incarnation for member in base.members if member not in after]),
         groups=None if view.groups == base.groups else _groups(view),
+        former_voters=view.former_voters,
     )
 
 
@@ -51,6 +53,7 @@ def view_of(cluster: ClusterMap) -> View:
         groups=cluster.chain_groups(),
         last_incarnation=cluster.last_incarnation,
         is_partial=cluster.is_partial,
+        former_voters=cluster.former_voters,
     )
 
 

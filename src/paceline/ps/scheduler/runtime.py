@@ -256,6 +256,7 @@ class Scheduler(Handler):
             request.settings.cluster,
             view_of(request.cluster),
             request.promised,
+            request.has_committed,
             is_leaving=request.is_leaving,
             job=0 if job is None else job.number,
             has_posted=job is not None and job.posted is not None,

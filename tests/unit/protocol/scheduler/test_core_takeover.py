@@ -602,6 +602,27 @@ def test_a_scheduler_that_knows_of_an_end_cannot_commit_once_the_next_one_has() 
     assert a.views.committed is view
 
 
+def test_a_view_that_may_not_be_committed_is_gone_on_from_only_with_voters_of_the_one_before() -> None:
+    """By the view that was prepared there is a third voter; by the one before one of two can commit another view."""
+    former, (a, b), _ = started(2)
+    c = former.register(server("c"), is_extra=True)
+    before = former.view.voters
+    assert before == {a.incarnation, b.incarnation}
+    a.prepares = b.prepares = c.prepares = False
+    former.fill(c)
+    prepared = former.last(events.Prepare).view
+    assert prepared.voters == {*before, c.incarnation}
+    b.views.prepare(prepared)
+    c.views.prepare(prepared)  # and the answers are on their way
+    scheduler = successor(num_servers=2)
+    scheduler.rejoin(b, c)
+    scheduler.pass_time(3 * TIMEOUT_S)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert "waits for server 0 (s0)" in scheduler.notes[-1]
+    scheduler.rejoin(a)
+    assert scheduler.core.phase is Phase.LEADING
+
+
 # While the first view is prepared.
 
 

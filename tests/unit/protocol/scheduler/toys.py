@@ -92,7 +92,13 @@ class Node:
         assert self.member is not None
         assert self.views.newest is not None
         return Returned(
-            wire, self.member, self.cluster, self.views.newest, self.views.promised, is_leaving=self.is_leaving
+            wire,
+            self.member,
+            self.cluster,
+            self.views.newest,
+            self.views.promised,
+            self.views.is_committed,
+            is_leaving=self.is_leaving,
         )
 
     def welcomed(self, member: Member, cluster: str, view: View) -> None:
