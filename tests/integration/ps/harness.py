@@ -18,7 +18,7 @@ from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import watch_loop
 from paceline.testing import Served, serve_in_thread
-from paceline.transport import Hello, SocketTransport, Transport
+from paceline.transport import Channel, Hello, SocketTransport, Transport
 
 TOKEN = "the-token-of-tests"
 PATIENCE_S = 20.0
@@ -190,6 +190,17 @@ class Cluster:
         self._clients.callback(link.close)
         link.register(messages.Register(node=node, role=role, rank=rank))
         return link
+
+    def raw(self, server: int = 0, **extra: Any) -> Channel:
+        """Return a channel to a server in the name of a worker of the cluster, its rank 7, that says nothing itself."""
+        welcome = self.link()._welcome
+        served = self.nodes[server].served
+        assert welcome is not None
+        assert served is not None
+        hello = Hello(role="worker", rank=7, incarnation=welcome.incarnation, extra=extra)
+        channel = self.transport.connect(served.endpoint, hello, timeout_s=PATIENCE_S)
+        self._clients.callback(channel.close)
+        return channel
 
     def lose(self, link: SchedulerLink) -> None:
         """Let the process of a member have ended: it says nothing any more, and the kernel says so."""

@@ -170,14 +170,6 @@ def test_another_rule_for_a_table() -> None:
 # What a client that checks nothing may send.
 
 
-def raw(cluster: Cluster, server: int = 0, rank: int = 7, incarnation: int = 1 << 40) -> Channel:
-    """Return a channel to a server, for a worker of the cluster that is none of our clients."""
-    served = cluster.nodes[server].served
-    assert served is not None
-    hello = Hello(role="worker", rank=rank, incarnation=incarnation, extra={"timeout_ms": 5000})
-    return cluster.transport.connect(served.endpoint, hello)
-
-
 def ask(channel: Channel, kind: int, **fields: Any) -> Any:
     channel.send_frame(kind, request=1, **{"epoch": 1, **fields})  # of the first map
     return channel.receive_frame(10)
@@ -198,7 +190,7 @@ def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> Non
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
-        channel = raw(cluster)
+        channel = cluster.raw()
         call(channel, messages.JoinClock(rank=7, clock=0))
         grads = floats(1, 1, bad, 1)
         with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' holds {bad}; it was refused"):
@@ -245,7 +237,7 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
-        channel = raw(cluster)
+        channel = cluster.raw()
         call(channel, messages.JoinClock(rank=7, clock=0))
         sequence = 0
         for kind, fields, error, message in malformed(table.number, dense.number):
@@ -282,7 +274,7 @@ def test_keys_that_another_server_holds() -> None:
         client = cluster.connect()
         dense = client.dense_table("d", size=1000, update=SGD(lr=1.0))
         every, ones = np.arange(1000, dtype=np.uint64), np.ones(1000, np.float32)
-        channel = raw(cluster)
+        channel = cluster.raw()
         with pytest.raises(UsageError, match="of dense table 'd' came to a server that does not hold it"):
             ask(channel, PUSH, table=dense.number, sequence=1, body=(every, ones))
         elsewhere = next(b for b in range(500) if client.owners[b] == 1)
@@ -297,7 +289,7 @@ def test_a_bad_request_held_at_the_gate_is_its_senders_affair() -> None:
     with Cluster(workers=2, consistency=Sequential()) as cluster:
         client = cluster.connect(rank=0)
         dense = client.dense_table("d", size=4, update=SGD(lr=1.0))
-        channel = raw(cluster)
+        channel = cluster.raw()
         call(channel, messages.JoinClock(rank=7, clock=0))
         with pytest.raises(UsageError, match="hold 4"):
             ask(channel, PULL, table=dense.number, clock=1, body=keys_of(1, 4))

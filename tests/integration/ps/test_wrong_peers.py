@@ -24,10 +24,7 @@ def test_how_long_a_peer_waits_may_be_nonsense(timeout_ms: Any) -> None:
     with Cluster(workers=2, consistency=BoundedDelay(tau=1)) as cluster:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
-        served = cluster.nodes[0].served
-        assert served is not None
-        hello = Hello(role="worker", rank=7, incarnation=1 << 40, extra={"timeout_ms": timeout_ms})
-        channel = cluster.transport.connect(served.endpoint, hello)
+        channel = cluster.raw(timeout_ms=timeout_ms)
         channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
         channel.receive_frame(10)
         channel.send_frame(PULL, request=2, epoch=1, table=table.number, clock=9, body=keys_of(1))  # is held
@@ -41,10 +38,7 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
     with Cluster(servers=2, workers=1, replicas=1, consistency=Sequential()) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
-        served = cluster.nodes[0].served
-        assert served is not None
-        hello = Hello(role="worker", rank=7, incarnation=1 << 40)
-        channel = cluster.transport.connect(served.endpoint, hello)
+        channel = cluster.raw()
         channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
         channel.receive_frame(10)
         keys = random_keys(np.random.default_rng(0), 100)  # of buckets of both servers
@@ -87,10 +81,7 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push(keys_of(5), floats(1), tick=True).wait()
-        served = cluster.nodes[0].served
-        assert served is not None
-        hello = Hello(role="worker", rank=7, incarnation=1 << 40)
-        channel = cluster.transport.connect(served.endpoint, hello)
+        channel = cluster.raw()
         far = 1 << 30
 
         def refused(kind: int, **fields: Any) -> None:
