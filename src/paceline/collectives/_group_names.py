@@ -6,7 +6,7 @@ did not come, is further on than that one. So the ranks tell one another their n
 What a rank has told stays in the store until it tells the next number; only a rank that has failed takes it back. So
 what others find is of the present attempt, or of an earlier one that succeeded for that rank: then they were all in
 it, and are further on themselves. Hence all find the same highest number. A rank may also be further on than those
-that still look for its number: so it tells on which ones it has agreed before, and they take theirs of these.
+that still look for its number: so it tells with which ones it has made groups before, and they take theirs of these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     agreed: list[int]
-    """The last of the numbers that it has agreed on with all of them."""
+    """The last of the numbers that it has made groups with: not of those that it tried in vain to make."""
 
     def number_for(self, number: int) -> int:
         """Return its number in the attempt in which another rank's is ``number``."""
@@ -81,8 +81,8 @@ class GroupNames:
                 raise absent(tuple(ranks[missing] for missing in error.ranks), plain) from None
             others = [read_meta(value, _Told, "the number of a group") for value in numbers]
             number = self._counts[plain] = max(other.number_for(number) for other in others)
-            agreed.append(number)
             yield f"{plain}#{number}"
+            agreed.append(number)
         except (ConnectionLostError, DeadlineError):
             raise  # the store has gone
         except BaseException:

@@ -92,6 +92,7 @@ def _compile_sparse() -> None:
     sparse.digest_records(keys, floats.view(np.uint32).reshape(1, 1))
     index.erase(directory, layout, keys)
     index.bucket_keys(directory, layout, 0, keys, keys)
+    index.is_run_too_long(directory, keys[0], layout)
     index.buckets_of(keys, buckets)
     index.bucket_words(keys, np.zeros(index.NUM_BUCKETS // 64, np.uint64))
     index.rehash(directory[0], 1 + index.TAIL_LINES, layout, 0, directory)
