@@ -50,8 +50,8 @@ def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
 
 def test_every_kind_of_fault_fires() -> None:
     fired: Counter[str] = Counter()
-    for seed in SEEDS:
-        fired += Cluster(seed).run().fired
+    for seed in (1, 268, *SEEDS):  # in the first two, what seldom does
+        fired += Cluster(seed, num_faults=24).run().fired
         if all(fired[kind] for kind in (*KINDS, *FOLLOWING)):
             return
     raise AssertionError(f"never fired: {[kind for kind in (*KINDS, *FOLLOWING) if not fired[kind]]}")

@@ -16,7 +16,7 @@ from paceline.simulation.clock import Clock
 from paceline.simulation.defects import Defect, gate_type, iterations_type, replication_type
 from paceline.simulation.faults import KINDS, Faults
 from paceline.simulation.network import Network, Process
-from paceline.simulation.node import Node
+from paceline.simulation.node import SCHEDULER, Node
 from paceline.simulation.oracle import Oracle, Violation
 from paceline.simulation.scheduler import Scheduler
 from paceline.simulation.server import Server
@@ -24,6 +24,7 @@ from paceline.simulation.worker import Worker
 
 _DEEP_CHECK_EVENTS: Final = 250
 _PATIENCE_S: Final = 30.0
+_TO_FORMER: Final = 0.3
 """How long, after the last fault, work may take to end."""
 
 
@@ -218,6 +219,13 @@ class Cluster:
     def start_second_scheduler(self) -> None:
         """Start a scheduler at the address of one that lives."""
         self.scheduler = self._start_scheduler(replaces=self.random.random() < 0.5)
+
+    def find_scheduler(self) -> str:
+        """Where a connection to the scheduler goes: if two live, now and then to the former one still."""
+        schedulers = self.schedulers
+        if len(schedulers) > 1 and self.random.random() < _TO_FORMER:
+            return schedulers[0].name
+        return SCHEDULER
 
     @property
     def schedulers(self) -> list[Scheduler]:

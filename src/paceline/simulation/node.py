@@ -99,7 +99,7 @@ class Node(Process):
     # The scheduler's connection.
 
     def _connect(self) -> None:
-        self.network.connect(self, SCHEDULER, ("node", 0, 0))
+        self.network.connect(self, self.cluster.find_scheduler(), ("node", 0, 0))
 
     def scheduler_opened(self, connection: Connection) -> None:
         """Register, or say who this is."""
