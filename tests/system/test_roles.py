@@ -122,6 +122,27 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     end(scheduler, third, worker)
 
 
+def test_servers_and_workers_wait_for_a_scheduler_that_comes_later(paceline: Commands, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    joining: list[str | Path] = ["--scheduler", address, "--token-file", token(tmp_path, "some")]
+    roles = [paceline.start("server", *joining), paceline.start("worker", *joining)]
+    for role in roles:
+        role.wait_line(f"waits for the scheduler at {address}, for 60 s at most")
+    scheduler = paceline.start("scheduler", "--port", str(port), "--token-file", token(tmp_path, "some"))
+    roles[1].wait_line("joined the cluster")
+    joined = paceline.start("server", "--join", *joining)
+    joined.wait_line("listening on")
+    stranger = paceline.run("server", "--join", *joining[:2], "--token-file", token(tmp_path, "wrong"))
+    assert (stranger.status, len(stranger.err.splitlines())) == (1, 1), stranger  # that is no reason to wait
+    assert "token" in stranger.err
+    end(scheduler, *roles, joined)
+    in_vain = paceline.run("server", "--join", *joining, "--wait", "2.5")
+    assert (in_vain.status, len(in_vain.err.splitlines())) == (1, 2), in_vain
+    assert f"no scheduler has answered within 2.5 s: cannot reach tcp://{address}: nobody listens" in in_vain.err
+
+
 def token(folder: Path, text: str) -> Path:
     path = folder / f"token-{text}"
     path.touch(0o600)
@@ -201,12 +222,14 @@ def test_tls(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -
 
 def test_what_roles_need(paceline: Commands, tmp_path: Path) -> None:
     for role in ("server", "worker"):
-        nobody = paceline.run(role, "--scheduler", "127.0.0.1:9", "--token-file", token(tmp_path, "some"))
+        nobody = paceline.run(
+            role, "--scheduler", "127.0.0.1:9", "--wait", "0", "--token-file", token(tmp_path, "some")
+        )
         assert (nobody.status, len(nobody.err.splitlines())) == (1, 1)
         assert "cannot reach tcp://127.0.0.1:9: nobody listens there" in nobody.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        busy = paceline.run("scheduler", "--port", port, "--token-file", token(tmp_path, "some"))
+        busy = paceline.run("scheduler", "--port", str(port), "--token-file", token(tmp_path, "some"))
     assert (busy.status, len(busy.err.splitlines())) == (1, 1)
     assert port in busy.err
     assert "in use" in busy.err

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from paceline.transport import TLS
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")]
+Wait = Annotated[
+    float, typer.Option(min=0, help="How many seconds to wait for the scheduler, if none answers at its address.")
+]
+_WAIT_S = 60.0
 
 
 def scheduler(
@@ -78,6 +82,7 @@ def server(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 0,
     rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; the next free one if not given.")] = None,
     join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
+    wait: Wait = _WAIT_S,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
     tls_ca: options.TLSCa = None,
@@ -90,7 +95,7 @@ def server(
     """
     from paceline.launch import run_server
 
-    joining = _prepare_to_join(scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca))
+    joining = _prepare_to_join("server", scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca), wait)
     run_server(
         joining,
         address=_address(host, port),
@@ -107,6 +112,7 @@ def worker(
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
     rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; the next free one if not given.")] = None,
+    wait: Wait = _WAIT_S,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
     tls_ca: options.TLSCa = None,
@@ -117,7 +123,7 @@ def worker(
     """
     from paceline.models.worker import run_worker
 
-    joining = _prepare_to_join(scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca))
+    joining = _prepare_to_join("worker", scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca), wait)
     run_worker(
         joining.transport(),
         joining.scheduler,
@@ -134,11 +140,15 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _prepare_to_join(scheduler: str | None, token_file: Path | None, tls: TLS | None) -> Joining:
-    """Say how to find the cluster, from the options; have the kernels ready before anybody waits for them."""
+def _prepare_to_join(
+    role: str, scheduler: str | None, token_file: Path | None, tls: TLS | None, wait_s: float
+) -> Joining:
+    """Say how to find the cluster, from the options; have the kernels ready, and wait until a scheduler answers."""
     from paceline.launch import Joining, load_kernels, prepare_kernels
 
     joining = Joining(scheduler=options.find_scheduler(scheduler), token=options.find_token(token_file), tls=tls)
     prepare_kernels()
     load_kernels()
+    waiting = f"paceline {role}: waits for the scheduler at {joining.scheduler}, for {wait_s:g} s at most"
+    joining.wait_scheduler(wait_s, lambda: typer.echo(waiting, err=True))
     return joining

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from paceline.errors import AddressError, DeadlineError, PacelineError, PeerError, UsageError
+from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.ps.non_finite import check_policy
@@ -26,7 +26,7 @@ from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.authentication import check_token
 
 from .kernels import prepare_kernels
-from .roles import check_replicas, check_stale_policy
+from .roles import check_replicas, check_stale_policy, reach
 
 # glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
 _MALLOC = {
@@ -360,15 +360,8 @@ def wait_cluster(
     Raises PeerError if that takes longer than `patience_s`.
     """
     deadline = time.monotonic() + patience_s
-    while True:
-        check()
-        try:
-            link = SchedulerLink(transport, scheduler, Hello(role="observer"), timeout_s=_START_S)
-            break
-        except (AddressError, DeadlineError) as error:
-            if time.monotonic() > deadline:
-                raise PeerError(f"the scheduler did not start within {patience_s:g} s: {error}") from None
-            time.sleep(0.02)
+    observer = Hello(role="observer")
+    link = reach(lambda: SchedulerLink(transport, scheduler, observer, timeout_s=_START_S), patience_s, check)
     try:
         while ready and not link.call(messages.GetMap(), messages.ClusterMap).ready:
             check()

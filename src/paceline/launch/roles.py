@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError, PeerError, UsageError
 from paceline.protocol import (
     Accept,
     Consistency,
@@ -32,8 +34,13 @@ from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
+_PATIENT_S = 2.0
 _PATIENCE = 4.0  # heartbeats that an event loop may take for one round
 _RECONNECT_S = 60.0
+_CONNECT_S = 10.0
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.25
+_Reached = TypeVar("_Reached")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,39 @@ class Joining:
     def transport(self) -> SocketTransport:
         """Return the transport that speaks to this cluster."""
         return SocketTransport(self.token, tls=self.tls)
+
+    def wait_scheduler(self, patience_s: float, on_wait: Callable[[], None]) -> None:
+        """Wait until a scheduler answers; `on_wait` is called, in a thread, if that takes more than a moment.
+
+        Raises DeadlineError if none answers within `patience_s`, and at once what another try would not change: the
+        token, the certificate or the version is wrong.
+        """
+        hello = Hello(role="observer", to="scheduler")
+        telling = threading.Timer(_PATIENT_S, on_wait)
+        telling.daemon = True
+        telling.start()
+        try:
+            transport = self.transport()
+            reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s).close()
+        finally:
+            telling.cancel()
+
+
+def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[], None] = lambda: None) -> _Reached:
+    """Return what `connect` does when a scheduler answers it; `check` is called before each try.
+
+    Raises DeadlineError if none answers within `patience_s`.
+    """
+    deadline, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
+    while True:
+        check()
+        try:
+            return connect()
+        except (AddressError, ConnectionLostError, DeadlineError) as error:
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"no scheduler has answered within {patience_s:g} s: {error}") from None
+        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:

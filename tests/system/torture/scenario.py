@@ -24,7 +24,6 @@ _START_S = 60.0
 _HEAL_S = 60.0
 _HANG_S = TIMEOUT_S + 10.0
 _ITERATIONS_PER_S = 40
-_NOBODY = "nobody listens there"
 _ENDANGERED_S = 15.0  # after that one that was in danger has heard that it is declared dead, or never will
 
 
@@ -135,9 +134,7 @@ class Run:
         in_danger = node.doomed or time.monotonic() < node.risk_until + _ENDANGERED_S
         if node.role == "worker":
             self.cluster.ledger.board[node.number, BUSY_SINCE] = 0
-        if node.role == "server" and not in_danger and _NOBODY in node.tail() and self._scheduler_was_dead(node):
-            self.cluster.start_server(joins=True)  # as whoever started it would do
-        elif status == WRONG and node.role == "worker":
+        if status == WRONG and node.role == "worker":
             self._violate(f"{node.name}: {node.tail()}")
         elif not in_danger and not (node.role == "worker" and status == 0):
             self._violate(f"{node.name} ended with status {status}: {node.tail()}")
@@ -148,11 +145,6 @@ class Run:
             self.cluster.start_server(joins=True)
         elif status == FAILED:
             self._say(f"{node.name}: {node.tail()}")
-
-    def _scheduler_was_dead(self, node: Node) -> bool:
-        """Whether a process ended so soon after its start that it may have found no scheduler."""
-        deaths = [other.ended_at for other in self.cluster.nodes if other.role == "scheduler" and other.ended_at]
-        return any(died < node.ended_at and died > node.started_at - _START_S for died in deaths)
 
     def _is_healed(self) -> bool:
         servers = [node for node in self.cluster.of_role("server") if not node.doomed]
