@@ -19,7 +19,7 @@ import msgspec
 from paceline.collectives._frames import Abort, Frame, Kind, pack_abort
 from paceline.collectives._peers import Peer
 from paceline.errors import PacelineError, ProtocolError
-from paceline.transport.decoding import UNREADABLE
+from paceline.transport.decoding import UNREADABLE, known
 
 _CHUNK_BYTES = 1 << 17
 _NUM_CHUNKS = 16  # from one link, before others get their turn
@@ -60,7 +60,7 @@ def find_abort(peer: Peer, deadline: float) -> Abort | None:
 def unpack_abort(frame: Frame) -> Abort:
     """Return the ABORT of a message; raise ProtocolError if it is none."""
     try:
-        return msgspec.msgpack.decode(frame.text, type=Abort)
+        return msgspec.msgpack.decode(frame.text, type=known(Abort))
     except UNREADABLE as error:
         raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
 

@@ -14,7 +14,7 @@ import msgspec
 from paceline.collectives._frames import Abort, Frame
 from paceline.collectives.calls import Call, describe_mismatch, name_ranks
 from paceline.errors import CollectiveError, MismatchError, RankLostError
-from paceline.transport.decoding import UNREADABLE
+from paceline.transport.decoding import UNREADABLE, known
 
 _REFUSES: Final = "the group refuses further work"
 _MAX_TEXT: Final = 100_000
@@ -84,7 +84,7 @@ def unexpected(place: Place, rank: int, frame: Frame) -> Abort:
     """A rank sent a message of another call, or one of another length."""
     header = frame.header
     try:
-        theirs = msgspec.msgpack.decode(frame.text, type=Call)
+        theirs = msgspec.msgpack.decode(frame.text, type=known(Call))
     except UNREADABLE as error:
         return garbled(place, rank, error)
     calls = {place.rank: place.call, rank: theirs}

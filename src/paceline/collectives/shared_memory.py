@@ -25,6 +25,7 @@ from paceline.collectives.segment import Segment
 from paceline.collectives.watching import Watch, is_stopped
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError, RankLostError
 from paceline.kernels import peer_memory, shared, steps
+from paceline.transport import known
 
 _SPINS: Final = 300
 """About 5 microseconds; then a waiting rank yields, which is nearly as quick and lets a rank on the same core work."""
@@ -367,7 +368,7 @@ class SharedMemory(Engine):
 
     def _read_story(self) -> Story:
         text = self._read(steps.STORY)
-        return msgspec.msgpack.decode(text, type=Story)
+        return msgspec.msgpack.decode(text, type=known(Story))
 
     def _describe(self, order: Order) -> CollectiveError:
         """Tell the others what this rank called, and return the error that names all calls."""
@@ -382,7 +383,7 @@ class SharedMemory(Engine):
             for rank in range(self.size):
                 if self._members[rank] not in calls and self._word(rank, steps.DESCRIBED):
                     text = self._read(steps.HEADER_BYTES + rank * steps.CONTROL_BYTES + steps.DESCRIPTION)
-                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=Call)
+                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=known(Call))
             time.sleep(0.0005)
         return describe_mismatch(calls, self.name, order.sequence)
 

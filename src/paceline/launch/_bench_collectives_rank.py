@@ -27,6 +27,7 @@ from paceline.launch._bench_buffers import Buffers
 from paceline.launch._bench_peers import MAKERS, TIMEOUT, Ours, Peer
 from paceline.launch._bench_plan import OURS, ROUNDS, Measurement, Plan
 from paceline.launch.roles import watch_parent
+from paceline.transport import known
 
 _BUDGET_S = 0.7
 """For one size and peer, over all rounds."""
@@ -42,7 +43,7 @@ def main() -> int:
     The third is the folder of temporary files: whoever made it removes it, or is gone.
     """
     told = environment()
-    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    plan = msgspec.json.decode(sys.argv[1], type=known(Plan))
     # mpirun hands its standard input to rank 0 only, and ends the others when that one ends.
     if "mpi" not in plan.peers or told.rank == 0:
         watch_parent(_end_orphaned)

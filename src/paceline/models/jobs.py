@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from paceline.transport import known
+
 TABLE = "lr"
 """The name of the table that holds the weights."""
 
@@ -26,4 +28,4 @@ encode = msgspec.json.encode
 
 def decode(data: bytes) -> Job:
     """Return the job that :data:`encode` wrote."""
-    return msgspec.json.decode(data, type=Job)
+    return msgspec.json.decode(data, type=known(Job))

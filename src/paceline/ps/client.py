@@ -40,7 +40,7 @@ from paceline.ps.rules import Initializer, UpdateRule, Zeros, to_fields
 from paceline.ps.scheduler.link import SchedulerLink
 from paceline.ps.sparse_table import SparseTable
 from paceline.ps.table_spec import MAX_DIM, MAX_NAME
-from paceline.transport import Address, Endpoint, Hello, Transport
+from paceline.transport import Address, Endpoint, Hello, Transport, known
 
 _CONNECT_S = 1.0
 _Result = TypeVar("_Result")
@@ -300,11 +300,11 @@ class Client:
     def _declare(self, spec: TableSpec) -> SparseTable | DenseTable:
         with self._lock:
             # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
-            spec = msgspec.msgpack.decode(messages.encode(spec), type=TableSpec)
+            spec = msgspec.msgpack.decode(messages.encode(spec), type=known(TableSpec))
             number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
-            known = self._tables.get(spec.name)
-            if known is not None:
-                return known
+            declared = self._tables.get(spec.name)
+            if declared is not None:
+                return declared
             self.call_all(messages.CreateTable(number=number, spec=spec))
             table = SparseTable(self, number, spec) if spec.kind == "sparse" else DenseTable(self, number, spec)
             self._tables[spec.name] = table

@@ -32,6 +32,7 @@ from paceline.ps.messages import TableSpec
 from paceline.ps.records import read_records, write_records
 from paceline.ps.rules import INITIALIZERS, RULES, from_fields
 from paceline.ps.sparse_store import Floats, Keys, SparseStore
+from paceline.transport import known
 
 MANIFEST = "manifest.json"
 FORMAT = "paceline-model"
@@ -145,7 +146,7 @@ def read_model(directory: str | os.PathLike[str]) -> SavedModel:
             f"use Paceline {head.get('paceline')}, which wrote it"
         )
     try:
-        return SavedModel(folder, msgspec.json.decode(text, type=Manifest))
+        return SavedModel(folder, msgspec.json.decode(text, type=known(Manifest)))
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
 

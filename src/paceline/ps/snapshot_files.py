@@ -29,6 +29,7 @@ from paceline.ps.messages import TableSpec
 from paceline.ps.saving import MANIFEST
 from paceline.ps.snapshot_messages import JobAccount, SnapshotPart
 from paceline.ps.sparse_store import Floats, Keys
+from paceline.transport import known
 
 FORMAT = "paceline-snapshot"
 FORMAT_VERSION = 1
@@ -236,7 +237,7 @@ def read_manifest(directory: Path, number: int) -> SnapshotManifest:
         )
     digest = head.pop("sha256", None)
     try:
-        manifest = msgspec.convert(head, SnapshotManifest)
+        manifest = msgspec.convert(head, known(SnapshotManifest))
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
     found = _digest(manifest)

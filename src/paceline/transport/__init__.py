@@ -3,7 +3,7 @@
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.authentication import Hello, make_token, read_token
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
-from paceline.transport.decoding import UNREADABLE, read_meta, reader
+from paceline.transport.decoding import UNREADABLE, known, read_meta, reader
 from paceline.transport.failures import error_meta, error_of, raise_error
 from paceline.transport.faults import Fault, FaultPlan
 from paceline.transport.faulty import FaultyTransport
@@ -60,6 +60,7 @@ __all__ = [
     "error_of",
     "frame_parts",
     "host_identity",
+    "known",
     "make_token",
     "new_event_loop",
     "pack_header",

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.errors import AuthenticationError, ProtocolError, UsageError, VersionError
-from paceline.transport.decoding import UNREADABLE
+from paceline.transport.decoding import UNREADABLE, known
 from paceline.transport.frames import PROTOCOL_VERSION
 
 NONCE_BYTES = 32
@@ -164,6 +164,6 @@ def read_hello(label: str, data: bytes) -> Hello:
 def decode(meta: bytes | memoryview, kind: type[_Message]) -> _Message:
     """Decode a handshake message; raise ProtocolError when it is none."""
     try:
-        return msgspec.msgpack.decode(meta, type=kind)
+        return msgspec.msgpack.decode(meta, type=known(kind))
     except UNREADABLE as error:
         raise ProtocolError(f"got a handshake that cannot be read: {error}; the connection is closed") from None

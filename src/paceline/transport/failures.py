@@ -10,7 +10,7 @@ import msgspec
 
 from paceline import errors
 from paceline.errors import PacelineError, PeerError, ProtocolError, printable
-from paceline.transport.decoding import UNREADABLE
+from paceline.transport.decoding import UNREADABLE, known
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class Failure(msgspec.Struct, frozen=True):
 _MAX_MESSAGE = 2000
 _MAX_NAME = 100
 _MAX_UNPROVED = 200
-_decoder = msgspec.msgpack.Decoder(Failure)
+_decoder = msgspec.msgpack.Decoder(known(Failure))
 
 
 def error_meta(error: Exception) -> bytes:
