@@ -315,7 +315,7 @@ class PointToPoint(Taker, Ends):
 
     def _outgoing_failed(self, outgoing: Outgoing, failure: RankLostError) -> None:
         if outgoing.fail(failure):
-            self._end(failure)
+            self._end(failure, is_heard=True)
         # What the rank sent before it went may yet arrive; the end of that connection then says that it has gone.
         elif outgoing.to not in self._incoming and not self._num_coming.get(outgoing.to):
             self._rank_lost(outgoing.to, failure)
