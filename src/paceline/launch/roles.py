@@ -157,6 +157,7 @@ def run_scheduler(
             accepts_minority=accepts_minority,
             on_note=on_note,
             on_loss=on_loss,
+            tells_ends=not with_parent,
         )
         transport = SocketTransport(token, tls=tls)
         listener = await transport.serve(scheduler, Hello(role="scheduler", name="scheduler"), address=address)

@@ -407,11 +407,14 @@ def test_a_worker_that_comes_too_late_is_expelled() -> None:
     with Restartable(servers=1, workers=2) as cluster:
         heard: list[msgspec.Struct] = []
         lost: list[BaseException] = []
+        notes: list[str] = []
         late = cluster.member(on_notice=heard.append, on_lost=lost.append)
         cluster.doors.shut_out.add(late._hello.name)
         cluster.kill_scheduler()
-        cluster.replace(heartbeat_timeout_s=1.0)
+        cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
         cluster.wait_back(cluster.nodes[0].link)
+        gone = f"worker 0 ({late._hello.name}) is declared dead"
+        wait_until(lambda: notes == [f"{gone}: it has not come to this scheduler, which took over"])
         cluster.doors.shut_out.clear()
         wait_until(lambda: bool(lost))
         assert any(isinstance(notice, messages.Expelled) for notice in heard)

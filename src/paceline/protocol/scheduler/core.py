@@ -123,7 +123,7 @@ class SchedulerCore:
         self._silent: dict[int, bool] = {}  # servers that are overdue → whether it was told that they are waited for
         self._cut_off: dict[int, str] = {}  # servers that are heard, and others do not reach; why they have to go
         self._ended: set[int] = set()  # incarnations whose processes are known to have ended
-        self._doubted: set[int] = set()  # while recovering: those that have probably ended
+        self._doubts: dict[int, str] = {}  # members that count as silent before they are overdue → why
         self._asked_term = 0  # while recovering: the term that is to be its own
         self._asked: set[object] = set()  # whom it has asked to promise that
         self._filled: list[tuple[int, int]] = []  # what was reported since the last commit: target, buckets
@@ -216,9 +216,10 @@ class SchedulerCore:
                 self._disconnected(peer)
             case events.Ended(incarnation):
                 self._ended.add(incarnation)
-                self._remove([incarnation], "its process ended")
+                self._remove([incarnation], events.PROCESS_ENDED)
             case events.Doubted(incarnation):
-                self._doubted |= {incarnation} if self.phase is Phase.RECOVERING else set()
+                if self.phase is Phase.RECOVERING or self.membership.find(incarnation) is not None:
+                    self._doubts[incarnation] = "its connection broke, and nobody listens at its address any more"
                 self.membership.doubt(incarnation)
                 self._look_for_silent()
             case events.Leave(peer):
@@ -352,8 +353,12 @@ class SchedulerCore:
 
     def _heard(self, incarnation: int) -> None:
         self.membership.heard(incarnation, self._now_s)
-        if self._silent.pop(incarnation, None) is not None:
+        self._doubts.pop(incarnation, None)
+        was_told = self._silent.pop(incarnation, None)
+        if was_told is not None:
             self._plan()
+        if was_told and (member := self.membership.find(incarnation)) is not None:
+            self._out.append(events.Note(f"server {member.rank} is back: it is heard again"))
 
     def _disconnected(self, peer: object) -> None:
         self._newcomers.pop(peer, None)
@@ -396,6 +401,7 @@ class SchedulerCore:
                 known.discard(member.incarnation)
             self._silent.pop(member.incarnation, None)
             self._cut_off.pop(member.incarnation, None)
+            self._doubts.pop(member.incarnation, None)
             if member.incarnation in self._unknown:
                 self._gone.add(member.incarnation)
             self._has_changed = True
@@ -409,11 +415,15 @@ class SchedulerCore:
         if self.phase is not Phase.LEADING:
             return
         overdue = self.membership.overdue(self._now_s)
-        self._remove([each.incarnation for each in overdue if each.role is not Role.SERVER], self._silence)
+        for each in overdue:
+            if each.role is not Role.SERVER:
+                self._remove([each.incarnation], self._silence(each.incarnation))
         silent = {each.incarnation for each in overdue if each.role is Role.SERVER}
         heard = {each.incarnation for each in self.membership.of(Role.SERVER)} - silent
         voters = self.committed.voters
         if not silent - self._silent.keys():
+            if self.needed:
+                self._out.append(events.Note("hears enough of the servers that have buckets again, and goes on"))
             self.needed = ()
         elif may_commit(voters, self._ended, heard, self._replicas):
             self._silent = {**dict.fromkeys(silent, False), **self._silent}
@@ -421,9 +431,9 @@ class SchedulerCore:
         else:
             self._need(tuple(each for each in overdue if each.incarnation in voters), "to go on without them")
 
-    @property
-    def _silence(self) -> str:
-        return f"nothing was heard from it for {self._timeout_s:g} s"
+    def _silence(self, incarnation: int) -> str:
+        """Why a member that is not heard is given up."""
+        return self._doubts.get(incarnation, f"nothing was heard from it for {self._timeout_s:g} s")
 
     def _look_at_links(self) -> None:
         """Find a server that others cannot reach, though the scheduler hears all of them."""
@@ -470,7 +480,7 @@ class SchedulerCore:
         One that is silent, and has what nobody else has, stays, however long: nothing would be gained without it.
         """
         reasons: dict[int, str | None] = dict.fromkeys(self._leaving)
-        reasons.update(dict.fromkeys(self._silent, self._silence))
+        reasons.update({each: self._silence(each) for each in self._silent})
         reasons.update(self._cut_off)
         needed = {each for group in self.planner.groups for each in (*group.members, group.filling)}
         return {server: reason for server, reason in reasons.items() if server not in needed}
@@ -583,7 +593,7 @@ class SchedulerCore:
         named = {each.node for each in self._newcomers.values()}
         unheard = {member.incarnation for member in latest.members if member.node in named}
         without = self._ended | unheard
-        is_complete = self._is_late or recovery.is_complete(without | self._doubted)
+        is_complete = self._is_late or recovery.is_complete(without | self._doubts.keys())
         has_quorum, missing = recovery.has_quorum(without, self._replicas), set[int]()
         if self._accepts_minority and self._is_late and not has_quorum:
             # Whoever runs the cluster says that those that are missing are dead.
@@ -615,6 +625,7 @@ class SchedulerCore:
 
     def _give_up(self, recovery: Recovery) -> None:
         """Send away the members of a cluster whose servers have all ended; the next one is new."""
+        self._out.append(events.Note("all servers of the former cluster have ended: its members are sent away"))
         for each in recovery.ours():
             self._out.append(events.Expel(each.peer, "the servers of its cluster are gone"))
         for each in recovery.others():
@@ -628,7 +639,7 @@ class SchedulerCore:
         for each in recovery.others():
             self._out.append(events.Foreign(each.peer))
         self.phase, self.cluster = Phase.LEADING, ours[0].cluster
-        self._recovery, self._doubted, self.needed = Recovery(), set(), ()
+        self._recovery, self._doubts, self.needed = Recovery(), {}, ()
         self._publication.take_over(latest, self._asked_term)
         known = {member.incarnation: member for member in latest.members if member.incarnation not in self._ended}
         present = {each.member.incarnation: each.member for each in returned}
@@ -668,6 +679,7 @@ class SchedulerCore:
         )
         self._silent = dict.fromkeys(absent, False)
         for each in absent:
+            self._doubts[each] = "it has not come to the scheduler that took over"
             self.membership.doubt(each)
         if latest.version:
             servers = {each.incarnation: each.rank for each in self.membership.of(Role.SERVER)}

@@ -6,11 +6,14 @@ A *peer* is a connection, as the runtime knows it: the core compares peers and g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler.recovery import Returned
 from paceline.protocol.scheduler.views import View
+
+PROCESS_ENDED: Final = "its process ended"
+"""Why somebody was removed whose process has ended, and that is certain."""
 
 # Events.
 

@@ -48,8 +48,9 @@ class Scheduler(Handler):
     Members of a cluster whose scheduler died may come to it: it takes their cluster over. With `replaces` it knows that
     there are some, and begins no other cluster before they have had the heartbeat's time-out to come; with
     `accepts_minority` it takes over from those that have come by then, however few. `on_note` is called with what
-    whoever runs the cluster should know, `on_loss` if buckets are lost, which everybody who needs them hears too;
-    `fail` with an exception after which this scheduler must not go on (:mod:`paceline.ps.fail_stop`).
+    whoever runs the cluster should know, who is declared dead and why among it; of processes that have ended only with
+    `tells_ends`, for their launcher may say it. `on_loss` is called if buckets are lost, which everybody who needs them
+    hears too, `fail` with an exception after which this scheduler must not go on (:mod:`paceline.ps.fail_stop`).
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Scheduler(Handler):
         accepts_minority: bool = False,
         on_note: Callable[[str], None] = lambda text: None,
         on_loss: Callable[[str], None] = lambda text: None,
+        tells_ends: bool = True,
     ) -> None:
         if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
             raise UsageError(
@@ -94,6 +96,7 @@ class Scheduler(Handler):
             accepts_minority=accepts_minority,
         )
         self._on_note, self._on_loss, self._fail = on_note, on_loss, fail
+        self._tells_ends = tells_ends
         self._tables = Tables()
         self._jobs = Jobs(num_workers)
         self._sessions: dict[Peer, Session] = {}
@@ -387,6 +390,9 @@ class Scheduler(Handler):
         self._processes.forget(removed.member.incarnation)
         self._jobs.removed(removed, session)
         self._tell_news_soon()
+        is_told = removed.reason != events.PROCESS_ENDED or self._tells_ends
+        if removed.reason is not None and is_told and not self.ended.is_set():
+            self._on_note(f"{_name(removed.member)} is declared dead: {removed.reason}")
 
     def _take_over(self, taken: events.TakenOver) -> None:
         """Take over what the members know together."""
@@ -407,6 +413,8 @@ class Scheduler(Handler):
         dead = {member.rank: member.incarnation for member in taken.dead if member.role is Role.WORKER}
         self._jobs.restore(rejoins, dead)
         self._tell_news_soon()
+        for member in taken.dead:
+            self._on_note(f"{_name(member)} is declared dead: it has not come to this scheduler, which took over")
 
     # Views.
 
@@ -452,6 +460,10 @@ class Scheduler(Handler):
         self._jobs.end()
         notify_all(self._sessions.values(), messages.Ended(reason=reason))
         self.ended.set()
+
+
+def _name(member: Member) -> str:
+    return f"{member.role.value} {member.rank} ({member.node})"
 
 
 def _role(name: str) -> Role:

@@ -345,9 +345,10 @@ def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
         scheduler.pass_time(10 * TIMEOUT_S)
         assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
         assert holders(scheduler.view, b) == mine
-        assert len(scheduler.notes) == times  # it is said once
+        assert len(scheduler.notes) == 2 * times - 1  # it is said once
         assert f"server 1 is silent, and nobody else has {mine.bit_count()} of its buckets" in scheduler.notes[-1]
         scheduler.wake(b)
+        assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it is heard again"]
         assert chains(scheduler.view) == before
     assert scheduler.all(events.Removed) == scheduler.all(events.Lost) == []
     # But if its process has ended nothing is gained by waiting.
@@ -414,6 +415,11 @@ def test_a_server_that_probably_ended_is_done_without_at_once() -> None:
     assert set(scheduler.view.servers) == {a.incarnation}
     scheduler.tell(events.Doubted(w.incarnation))
     assert scheduler.view.excludes(w.incarnation)
+    reason = "its connection broke, and nobody listens at its address any more"
+    assert scheduler.all(events.Removed) == [
+        events.Removed(b.member, reason),  # type: ignore[arg-type]
+        events.Removed(w.member, reason),  # type: ignore[arg-type]
+    ]
     scheduler.tell(events.Doubted(99))
 
 
@@ -444,6 +450,7 @@ def test_nothing_is_published_while_too_few_servers_are_heard() -> None:
     scheduler.wake(b)
     scheduler.pass_time(2 * HEARTBEAT_S)
     assert scheduler.core.needed == ()
+    assert scheduler.notes[1:] == ["hears enough of the servers that have buckets again, and goes on"]
     assert c.incarnation not in scheduler.view.servers
     assert scheduler.view.excludes(v.incarnation)
     assert scheduler.member(w) is not None

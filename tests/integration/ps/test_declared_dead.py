@@ -1,0 +1,43 @@
+"""Whom the scheduler gives up, it names, and says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.ps import SchedulerLink, make_node_name, messages
+from paceline.transport import Hello
+
+from .harness import Cluster, wait_until
+
+
+def member(cluster: Cluster, rank: int, *, is_well: bool) -> SchedulerLink:
+    node = make_node_name("worker")
+    hello = Hello(role="worker", name=node)
+    link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, is_well=lambda: is_well)
+    link.register(messages.Register(node=node, role="worker", rank=rank))
+    return link
+
+
+@pytest.mark.parametrize("tells_ends", [True, False])
+def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> None:
+    notes: list[str] = []
+    with Cluster(servers=1, workers=3, heartbeat_timeout_s=2.0) as cluster:
+        scheduler = cluster.scheduler
+        scheduler._on_note, scheduler._tells_ends = notes.append, tells_ends
+        member(cluster, 0, is_well=True).close()  # it leaves in good order: nothing is said
+        silent, ended = member(cluster, 1, is_well=False), member(cluster, 2, is_well=True)
+        welcome = ended._welcome
+        assert welcome is not None
+        cluster.served.call(lambda: scheduler.process_ended(welcome.incarnation))
+        wait_until(lambda: any("worker 1" in note for note in notes))
+        expected = [f"worker 1 ({silent._hello.name}) is declared dead: nothing was heard from it for 2 s"]
+        if tells_ends:
+            expected.insert(0, f"worker 2 ({ended._hello.name}) is declared dead: its process ended")
+        for link in (silent, ended):
+            link.close()
+        lasting = member(cluster, 3, is_well=False)
+        cluster.served.call(lambda: scheduler.end("the scheduler was told to end"))
+        incarnation = lasting._welcome.incarnation if lasting._welcome is not None else 0
+        cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as processes do then
+        lasting.close()
+    assert notes == expected
