@@ -41,29 +41,60 @@ MEMBER: Final = StateTable(
     ("live", "silent", "gone"),
     (
         Transition(OUTSIDE, "Register", OUTSIDE, "Refuse", when="rank taken or negative"),
-        Transition(OUTSIDE, "Register", "live", "Welcome"),
-        Transition(OUTSIDE, "Rejoin", "live", "Welcome", when="the scheduler takes over, or it is an observer"),
-        Transition(
-            OUTSIDE, "Rejoin", "silent", when="the scheduler takes over, it is absent, and nobody else has a bucket"
-        ),
+        Transition(OUTSIDE, "form", OUTSIDE, "Refuse", when="the same"),
+        Transition(OUTSIDE, "publish", OUTSIDE, "Refuse", when="the same"),
+        Transition(OUTSIDE, "Register", "live"),
+        Transition(OUTSIDE, "form", "live", when="it has registered before"),
+        Transition(OUTSIDE, "publish", "live", when="it has registered while members were awaited"),
+        Transition(OUTSIDE, "Rejoin", "live", when="no view tells of it"),
+        Transition(OUTSIDE, "take over", "live", when="it is back"),
+        Transition(OUTSIDE, "take over", "silent", when="an absent server"),
+        Transition(OUTSIDE, "take over", "gone", when="absent"),
+        Transition(OUTSIDE, "take over", "gone", "Expel", when="back, but not in the newest view"),
         Transition(OUTSIDE, "Rejoin", "gone", "Expel", when="not in the newest view"),
-        Transition("live", "Register", "live", "Welcome", when="it has not heard its welcome"),
-        Transition("live", "Rejoin", "live", "Welcome"),
+        Transition(OUTSIDE, "Leave", "gone", "Expel", when="while members are awaited"),
+        Transition(OUTSIDE, "give up", "gone", "Expel"),
+        Transition(OUTSIDE, "take over", "gone", "Release", when="not in the newest view, and was draining"),
+        Transition(OUTSIDE, "Rejoin", "gone", "Release", when="the same"),
+        Transition("live", "Register", "live"),
+        Transition("live", "Rejoin", "live"),
         Transition("live", "Heartbeat", "live"),
-        Transition("live", "Clock", "silent", when="a server is overdue, and nobody else has a bucket"),
-        Transition("live", "Clock", "gone", "Expel", when="overdue, or cut off from other servers"),
-        Transition("live", "Doubted", "silent", when="nobody else has a bucket"),
-        Transition("live", "Doubted", "gone", "Expel"),
-        Transition("live", "Ended", "gone", "Removed"),
-        Transition("live", "Leave", "gone", "Removed"),
+        Transition("live", "welcome", "live", "Welcome", when="it is in the committed view"),
+        Transition("live", "publish", "live", "Release", when="all servers drain"),
+        Transition("live", "Clock", "silent", when="an overdue server"),
+        Transition("live", "Doubted", "silent", when="a server"),
+        Transition("live", "Clock", "gone", "Expel", when="overdue, and no server"),
+        Transition("live", "Doubted", "gone", "Expel", when="no server"),
+        Transition("live", "Ended", "gone", "Expel"),
+        Transition("live", "publish", "gone", "Expel", when="cut off from others, or silent and in no chain"),
+        Transition("live", "publish", "gone", "Release", when="it drains, and no chain needs it"),
+        Transition("live", "Clock", "gone", when="not connected"),
+        Transition("live", "Doubted", "gone", when="not connected"),
+        Transition("live", "Ended", "gone", when="not connected"),
+        Transition("live", "publish", "gone", when="not connected"),
+        Transition("live", "Leave", "gone"),
+        Transition("silent", "Register", "live"),
+        Transition("silent", "Rejoin", "live"),
         Transition("silent", "Heartbeat", "live"),
-        Transition("silent", "Rejoin", "live", "Welcome"),
-        Transition("silent", "Ended", "gone", "Removed"),
-        Transition("silent", "Leave", "gone", "Removed"),
+        Transition("silent", "welcome", "silent", "Welcome", when="it is in the committed view"),
+        Transition("silent", "publish", "silent", "Release", when="all servers drain"),
+        Transition("silent", "Ended", "gone", "Expel"),
+        Transition("silent", "publish", "gone", "Expel", when="no chain needs it"),
+        Transition("silent", "publish", "gone", "Release", when="it drains, and no chain needs it"),
+        Transition("silent", "Ended", "gone", when="not connected"),
+        Transition("silent", "publish", "gone", when="not connected"),
+        Transition("silent", "Leave", "gone"),
         Transition("gone", "Heartbeat", "gone", "Expel"),
         Transition("gone", "Rejoin", "gone", "Expel"),
+        Transition("gone", "Rejoin", "gone", "Release", when="it was draining"),
+        Transition("gone", "Rejoin", "live", when="an observer"),
     ),
 )
+"""What becomes of those that register or come back; the instructions are those to themselves.
+
+In lower case: what any event may bring about, because it was the last that was missing. The scheduler forms a cluster,
+takes over, or gives up the cluster whose servers have all ended; it publishes a view; it welcomes those that are in it.
+"""
 
 
 class Phase(Enum):
@@ -262,6 +293,7 @@ class SchedulerCore:
             self._out.append(events.Refuse(event.peer, str(error)))
             return
         self._connect(event.peer, member)
+        self._heard(member.incarnation)
         if member.role is Role.WORKER and not is_known:
             self._flush_soon()
         if member.role is Role.SERVER:
@@ -549,6 +581,8 @@ class SchedulerCore:
             self._taken_over = None
         waiting, self._welcomes = self._welcomes, []
         for peer, member in waiting:
+            if self.membership.find(member.incarnation) is None:
+                continue
             if member.role is Role.OBSERVER or member.incarnation in self._published:
                 self._out.append(events.Welcome(peer, member))
             else:

@@ -409,6 +409,23 @@ def test_a_server_that_is_heard_again_keeps_what_it_has_though_another_was_fille
     )
 
 
+def test_a_silent_server_that_registers_again_is_heard() -> None:
+    scheduler, (a, b), _ = started(2, replicas=1)
+    c = server("c")
+    c.is_silent = True  # it does not hear its welcome
+    scheduler.register(c, is_extra=True)
+    a.prepares = b.prepares = False
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    c.is_silent = False
+    assert c.wire is not None
+    c.wire.cut()
+    scheduler.register(c, is_extra=True)
+    a.prepares = b.prepares = True
+    scheduler.rejoin(a, b)
+    assert c.fate is None
+    assert scheduler.member(c) is not None
+
+
 def test_a_server_that_probably_ended_is_done_without_at_once() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     scheduler.tell(events.Doubted(b.incarnation))

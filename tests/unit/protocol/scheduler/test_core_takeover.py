@@ -609,7 +609,7 @@ def test_a_view_that_may_not_be_committed_is_gone_on_from_only_with_voters_of_th
     before = former.view.voters
     assert before == {a.incarnation, b.incarnation}
     a.prepares = b.prepares = c.prepares = False
-    former.fill(c)
+    former.fill(c, 0b0001)  # of one bucket: whoever had it has others
     prepared = former.last(events.Prepare).view
     assert prepared.voters == {*before, c.incarnation}
     b.views.prepare(prepared)
@@ -675,3 +675,16 @@ def test_one_that_comes_while_the_first_view_is_prepared_is_welcomed_with_the_ot
     assert scheduler.core.is_established
     assert (late.fate is None) == (role is Role.SERVER)  # a worker that was late is dead, and was told so
     assert (scheduler.member(late) is not None) == (role is Role.SERVER)
+
+
+def test_one_that_leaves_while_the_first_view_is_prepared_is_not_welcomed() -> None:
+    former, (a,), (w,) = started(1, 1)
+    lose(former)
+    a.prepares = False
+    scheduler = successor()
+    scheduler.rejoin(w, a)
+    scheduler.leave(w)
+    a.prepares = True
+    scheduler.rejoin(a)
+    assert {each.member for each in scheduler.all(events.Welcome)} == {a.member}
+    assert scheduler.last(events.TakenOver).dead == (w.member,)

@@ -1,0 +1,250 @@
+"""The scheduler's core does to the incarnations of nodes what its table says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TypeAlias
+
+from paceline.protocol import Member, Role
+from paceline.protocol.scheduler import MEMBER, Phase, Returned, events
+from paceline.protocol.transitions import OUTSIDE
+
+from ..scheduler.toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, Wire  # noqa: TID252
+from .watching import Sight, Watch
+
+START_S = 100.0
+
+Cause: TypeAlias = events.Event | str
+Told: TypeAlias = tuple[Cause, events.Instruction | None]
+
+
+class Watched(Scheduler):
+    """A scheduler of which every event is watched: what becomes of each incarnation by it."""
+
+    def __init__(self, watch: Watch, cluster: str, **options: int | bool) -> None:
+        super().__init__(cluster, now_s=START_S, **options)
+        self.watch = watch
+        self.looked_s = 0  # when its core looked last for members that are overdue
+        self.known: set[int] = set()  # the incarnations that are or were members, or are known to be none
+        self.seen: dict[int, Sight] = {}
+        self.feed(events.Clock())  # its core's time begins
+
+    def sights(self) -> dict[int, Sight]:
+        """What every incarnation is, and when it will be overdue."""
+        due_s: dict[int, int] = {}
+        for at_s in reversed(range(self.looked_s, self.looked_s + int(TIMEOUT_S) + 3)):
+            due_s.update((member.incarnation, at_s) for member in self.core.membership.overdue(at_s))
+        found: dict[int, Sight] = dict.fromkeys(self.known, ("gone",))
+        for incarnation, at_s in due_s.items():
+            found[incarnation] = ("silent",) if at_s <= self.looked_s else ("live", at_s)
+        return found
+
+    def feed(self, event: events.Event) -> list[events.Instruction]:
+        before, phase = self.seen, self.core.phase
+        instructions = super().feed(event)
+        if isinstance(event, events.Clock):
+            self.looked_s = int(self.now_s - START_S)
+        cause: Cause = event
+        if phase is not self.core.phase is Phase.LEADING:
+            has_taken_over = any(isinstance(each, events.TakenOver) for each in instructions)
+            cause = "form" if self.core.is_established and not has_taken_over else "take over"
+        elif phase is Phase.RECOVERING is not self.core.phase:
+            cause = "give up"
+        told = self.told(cause, instructions)
+        if cause == "form":
+            before, self.known = {}, set()  # its incarnations are those of another cluster
+        members = self.core.membership.members
+        if cause == "take over":
+            members += self.core.committed.members
+        self.known |= {member.incarnation for member in members}
+        self.seen = self.sights()
+        for incarnation, after in self.seen.items():
+            former = before.get(incarnation, (OUTSIDE,))
+            by, instruction = told.get(incarnation, (cause, None))
+            if after[0] == "gone":
+                self.watch.saw(former, "take over" if cause == "take over" else by, after, instruction)
+            else:
+                self.watch.saw(former, self.entry(cause, former, incarnation), after)
+                self.watch.saw(after, by, after, instruction)
+        return instructions
+
+    def told(self, cause: Cause, instructions: list[events.Instruction]) -> dict[int, Told]:
+        """What each incarnation is told, if it is, and why."""
+        told: dict[int, Told] = {}
+        for each in instructions:
+            match each:
+                case events.Publish():
+                    cause = "publish"
+                case events.Refuse():
+                    self.watch.saw((OUTSIDE,), cause, (OUTSIDE,), each)
+                case events.Welcome(_, member):
+                    told[member.incarnation] = "welcome", each
+                case events.Expel(peer) | events.Release(peer):
+                    assert isinstance(peer, Wire)
+                    incarnation = self.core.incarnation_of(peer) or peer.node.incarnation
+                    stays = self.core.membership.find(incarnation) is not None
+                    told[incarnation] = "publish" if stays else cause, each
+                    self.known.add(incarnation)
+                case events.Removed(member):
+                    told.setdefault(member.incarnation, (cause, None))
+                case events.TakenOver(_, dead):
+                    for member in dead:
+                        told.setdefault(member.incarnation, (cause, None))
+                    self.known |= {member.incarnation for member in dead}
+                case _:
+                    pass
+        return told
+
+    def entry(self, cause: Cause, former: Sight, incarnation: int) -> Cause:
+        """What has an incarnation come in: its own event, or a view for which it has waited."""
+        member = self.core.membership.find(incarnation)
+        assert member is not None
+        if former != (OUTSIDE,):
+            return cause
+        match cause:
+            case events.Register(node=node) | events.Rejoin(Returned(member=Member(node))) if node == member.node:
+                return cause
+        return cause if isinstance(cause, str) else "publish"
+
+
+class Run:
+    """One scheduler after another, and the nodes that they know."""
+
+    def __init__(self, random: Random, watch: Watch) -> None:
+        self.random, self.watch = random, watch
+        self.options = {"num_servers": random.choice((1, 2, 3)), "replicas": random.choice((0, 1, 2))}
+        self.scheduler = Watched(watch, "the first", **self.options)
+        self.nodes: list[Node] = []
+        for _ in range(self.options["num_servers"]):
+            self.start(Role.SERVER)
+
+    def start(self, role: Role, rank: int | None = None, *, is_silent: bool = False) -> None:
+        node = Node(f"{role.value} {len(self.nodes)}", role)
+        node.is_silent = is_silent
+        self.nodes.append(node)
+        node.rank, node.is_extra = rank, role is Role.SERVER and self.scheduler.core.is_established
+        self.scheduler.feed(node.registration(self.scheduler.connect(node)))
+
+    def some(self, *, connected: bool | None = None) -> list[Node]:
+        living = [each for each in self.nodes if each.is_alive]
+        return [each for each in living if connected is None or (each.wire is not None) is connected]
+
+    def step(self) -> None:
+        """Do something, and let everything happen that follows."""
+        actions: list[Callable[[], None]] = [
+            self.pass_time,
+            self.pass_time,
+            self.join,
+            self.fill,
+            self.fill,
+            self.stop_or_go_on,
+            self.cut,
+            self.come,
+            self.come,
+            self.go,
+            self.kill,
+            self.doubt,
+        ]
+        self.random.choice(actions)()
+        if self.random.random() < 0.7:
+            self.scheduler.settle()
+        if self.random.random() < 0.12:
+            self.restart()
+
+    def pass_time(self) -> None:
+        servers = self.scheduler.core.membership.of(Role.SERVER)
+        unreachable = {}
+        if len(servers) > 1 and self.random.random() < 0.3:
+            one, other = self.random.sample(servers, 2)
+            unreachable = {one.node: (other.incarnation,)}
+        self.scheduler.pass_time(self.random.choice((1, 2, 5, 12)) * HEARTBEAT_S, unreachable=unreachable)
+        self.scheduler.tell(events.Flush())
+
+    def join(self) -> None:
+        if len(self.some()) < 8:
+            is_silent = self.random.random() < 0.2  # it does not hear its welcome
+            self.start(self.random.choice(list(Role)), self.random.choice((None, None, -1, 0, 1)), is_silent=is_silent)
+
+    def fill(self) -> None:
+        filling = [each.filling for each in self.scheduler.view.groups if each.filling is not None]
+        if filling:
+            self.scheduler.fill(self.random.choice(filling))
+
+    def stop_or_go_on(self) -> None:
+        for node in self.random.sample(self.some(), min(len(self.some()), self.random.choice((1, 1, 3)))):
+            node.prepares = self.random.random() < 0.7
+            node.is_silent = not node.is_silent
+            if not node.is_silent:
+                self.scheduler.wake(node)
+
+    def cut(self) -> None:
+        if self.some(connected=True):
+            wire = self.random.choice(self.some(connected=True)).wire
+            assert wire is not None
+            wire.cut()
+
+    def come(self) -> None:
+        """One that is not connected comes again."""
+        lost = [each for each in self.some(connected=False) if not each.is_silent]
+        if lost:
+            node = self.random.choice(lost)
+            if node.member is None:
+                self.scheduler.register(node, node.rank, is_extra=node.is_extra)
+            else:
+                self.scheduler.rejoin(node)
+
+    def go(self) -> None:
+        """One leaves, or a server drains."""
+        node = self.random.choice(self.some(connected=True) or [None])
+        if node is None or node.member is None or node.wire is None:
+            return
+        if node.role is Role.SERVER and self.random.random() < 0.8:
+            wire = node.wire
+            node.is_leaving, node.is_silent = True, self.random.random() < 0.3
+            self.scheduler.feed(events.Drain(wire))
+            if self.random.random() < 0.5:  # it does not hear its release
+                wire.cut()
+        else:
+            self.scheduler.feed(events.Leave(node.wire))
+            node.is_alive = False
+            node.wire.cut()
+
+    def kill(self) -> None:
+        if self.some():
+            node = self.random.choice(self.some())
+            if self.is_ours(node) and self.random.random() < 0.2:  # before its connection breaks
+                self.scheduler.feed(events.Ended(node.incarnation))
+            self.scheduler.kill(node, is_known=self.is_ours(node) and self.random.random() < 0.7)
+
+    def doubt(self) -> None:
+        core = self.scheduler.core
+        for member in self.random.sample(members := (*core.membership.members, *core.awaited), min(len(members), 2)):
+            self.scheduler.feed(events.Doubted(member.incarnation))
+
+    def is_ours(self, node: Node) -> bool:
+        """Whether a node may be a member of the scheduler's cluster."""
+        core = self.scheduler.core
+        return node.member is not None and (node.cluster == core.cluster or core.phase is Phase.RECOVERING)
+
+    def restart(self) -> None:
+        """A new scheduler, to which all come sooner or later."""
+        former = self.scheduler
+        if not former.core.is_established:
+            return
+        for wire in list(former.wires):
+            wire.cut()
+        for node in self.some():  # those of a cluster before end
+            node.is_alive = node.member is None or node.cluster == former.core.cluster
+            node.is_silent &= self.random.random() < 0.5
+        name = f"the one after {former.core.cluster}"
+        self.scheduler = Watched(self.watch, name, **self.options, replaces=self.random.random() < 0.5)
+
+
+def test_the_core_does_to_incarnations_what_its_table_says() -> None:
+    watch, random = Watch(MEMBER), Random(3)
+    for _ in range(800):
+        run = Run(random, watch)
+        for _ in range(60):
+            run.step()
+    watch.ends()
