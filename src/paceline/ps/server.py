@@ -267,7 +267,8 @@ class Server(Handler):
             self._keep_frame(self._early, peer, header, meta, body)
             return False
         is_word = header.kind in _OF_MEMBERS and peer.hello.role == "worker"
-        if is_word and peer.hello.incarnation > self._last_incarnation:  # nobody joins whom no map names
+        is_unnamed = peer.hello.incarnation > self._last_incarnation and peer.hello.incarnation not in self._on_map
+        if is_word and is_unnamed:  # nobody joins whom no map names
             self._keep_frame(self._unnamed, peer, header, meta, body)
             return False
         if is_word and self._awaits_clocks:
@@ -312,13 +313,15 @@ class Server(Handler):
         if cluster.epoch < self._epoch:
             return  # overtaken by a newer one: a newcomer that is not on it has not left
         self._epoch = cluster.epoch
-        self._last_incarnation = max(self._last_incarnation, cluster.last_incarnation)
+        self._last_incarnation = cluster.last_incarnation
         there = {member.incarnation for member in cluster.members}
-        # Who joined and died between two maps was on neither.
-        counted = {worker for worker in self._counted if worker <= cluster.last_incarnation}
-        for gone in (self._on_map | counted) - there:
-            self.worker_left(gone)
-        self._on_map = {member.incarnation for member in cluster.members if member.role == "worker"}
+        # Who joined and died between two maps was on neither; who is above the last may come yet to a new scheduler.
+        absent = (self._on_map | self._counted) - there
+        gone = {worker for worker in absent if worker <= cluster.last_incarnation}
+        for worker in gone:
+            self.worker_left(worker)
+        workers = {member.incarnation for member in cluster.members if member.role == "worker"}
+        self._on_map = workers | (self._on_map & absent) - gone
         self._gatekeeper.named = self._on_map
         if cluster.version > self._version:
             first, self._version = self._version == 0, cluster.version

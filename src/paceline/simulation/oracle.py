@@ -67,6 +67,7 @@ class Oracle:
         self._by_bucket: dict[int, dict[int, list[tuple[int, int]]]] = {}
         self._acknowledged: dict[int, dict[int, int]] = {}  # bucket → worker → index
         self._reads: dict[tuple[int, int], int] = {}
+        self._refused: dict[int, str] = {}  # workers that a server took for gone → which one
         self._maps: dict[int, tuple[ChainGroup, ...]] = {}
         self._primaries: dict[tuple[int, int], int] = {}
 
@@ -163,6 +164,20 @@ class Oracle:
     def published(self, view: View) -> None:
         """Note that a scheduler has committed a view."""
         self.view = max(self.view, view, key=lambda each: each.order)
+        self._check_refused()
+
+    def refused(self, worker: int, where: str) -> None:
+        """Note that a server takes nothing more from a worker, because it is gone: it must be, for everybody."""
+        self._refused[worker] = where
+        self._check_refused()
+
+    def _check_refused(self) -> None:
+        for member in self.view.members if self._refused else ():
+            if member.incarnation in self._refused:
+                raise Violation(
+                    f"{self._refused[member.incarnation]}: worker {member.incarnation} is refused as gone, and is a "
+                    f"member in view {self.view.order} (live members are served)"
+                )
 
     def mapped(self, version: int, groups: tuple[ChainGroup, ...], where: str) -> None:
         """Note that a node took a map."""

@@ -179,6 +179,8 @@ class Scheduler(Process):
                 peer.send(self, Welcomed(member, self.core.cluster, view))
                 if member.role is Role.SERVER:
                     peer.send(self, KnowDone(tuple(sorted(self._known_done))))
+                if member.incarnation in self._answers:  # it may have asked before this
+                    peer.send(self, self._answers[member.incarnation])
             case events.Expel(peer):
                 assert isinstance(peer, Connection)
                 peer.send(self, Thrown())

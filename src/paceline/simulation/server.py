@@ -101,6 +101,7 @@ class Server(Node):
         self.gate: Gate | None = None
         self.done: set[Key] = set()
         self._counted: set[int] = set()
+        self._named: set[int] = set()  # workers that some view has named, and none has excluded since
         self.replication: Replication
         self.iterations: Iterations | None = None
         self.takeover = Takeover()  # where there are no iterations
@@ -252,9 +253,11 @@ class Server(Node):
             for worker in [worker for worker in self.gate.clocks if self.is_gone(worker)]:
                 self._gate(clocks.Leave(worker))
                 self._left(worker)
-            for member in () if former is None else former.members:  # also one that was never seen at the gate
-                if member.role is Role.WORKER and self.is_gone(member.incarnation):
-                    self._left(member.incarnation)
+            for worker in self._named:  # also one that was never seen at the gate
+                if self.is_gone(worker):
+                    self._left(worker)
+        self._named = {worker for worker in self._named if not self.is_gone(worker)}
+        self._named |= {member.incarnation for member in new.members if member.role is Role.WORKER}
         if new.version > self.replication.version:
             self._change(new)
         else:
@@ -360,8 +363,7 @@ class Server(Node):
     def _lead(self, buckets: int, behind: frozenset[int]) -> None:
         self.cluster.oracle.leads(self.replication.version, buckets, self.incarnation, self.name)
         assert self.map is not None
-        members = [member.incarnation for member in self.map.members if member.role is Role.WORKER]
-        workers = self._counted.union(members)
+        workers = self._counted | self._named
         if self.iterations is None:
             self.takeover.lead(self.replication.version, buckets, workers)
             return
@@ -494,6 +496,7 @@ class Server(Node):
     def _is_early(self, connection: Connection, frame: Any) -> bool:
         """Whether a worker's frame has to wait for the map, or is of one who is gone."""
         if self.is_gone(frame.worker):
+            self.cluster.oracle.refused(frame.worker, self.name)
             connection.send(self, Thrown())
             return True
         if frame.version > self.replication.version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -580,6 +581,37 @@ def test_without_servers_nothing_is_left_to_take_over() -> None:
         cluster.replace()
         with pytest.raises(PeerError, match="declared dead: the servers of its cluster are gone; start it again"):
             member.call(messages.GetMap())
+
+
+def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> None:
+    """Nobody who came back had heard of it: this server has, or has not, and it is a member when it comes."""
+    with Cluster(servers=1, workers=2, consistency=BoundedDelay(tau=8)) as cluster:
+        server = cluster.nodes[0].server
+        worker, other = cluster.connect_all()
+        table = worker.sparse_table("w", update=SGD(lr=1.0))
+        known: messages.ClusterMap = worker.link.call(messages.GetMap(), messages.ClusterMap)
+        without = tuple(member for member in known.members if member.incarnation != worker.incarnation)
+
+        def take(members: tuple[messages.MemberInfo, ...], last_incarnation: int) -> None:
+            changes = {"members": members, "epoch": server._epoch + 1, "last_incarnation": last_incarnation}
+            server.members_changed(msgspec.structs.replace(known, **changes))
+
+        before = min(worker.incarnation, other.incarnation) - 1
+        cluster.nodes[0].call(lambda: take(without, before))
+        table.push(np.arange(3), np.ones(3, np.float32)).wait()
+        worker.retire()
+        worker.join()
+        cluster.nodes[0].call(lambda: setattr(server, "_on_map", {other.incarnation}))  # it never heard of the worker
+        joining = threading.Thread(target=worker.join)
+        joining.start()
+        wait_until(lambda: len(server._unnamed) == 1)
+        cluster.nodes[0].call(lambda: take(known.members, before))
+        joining.join(PATIENCE_S)
+        assert not server._unnamed
+        assert table.push_pull(np.arange(3), np.ones(3, np.float32)).tolist() == [[-2.0]] * 3
+        cluster.nodes[0].call(lambda: take(without, known.last_incarnation))
+        with pytest.raises(PeerError, match="left the cluster or was declared dead"):
+            worker.join()
 
 
 def test_who_joined_and_died_between_two_maps_is_waited_for_no_longer() -> None:

@@ -158,8 +158,8 @@ class SchedulerCore:
         self._asked_term = 0  # while recovering: the term that is to be its own
         self._asked: set[object] = set()  # whom it has asked to promise that
         self._filled: list[tuple[int, int]] = []  # what was reported since the last commit: target, buckets
-        self._unknown = range(0)  # incarnations that the scheduler before may have given, and no view tells of
-        self._gone: set[int] = set()  # those of them that were removed since
+        # Incarnations that the scheduler before may have given, and no view tells of: who has one may still come.
+        self._unknown = range(0)
         self._taken_over: events.TakenOver | None = None
         self._welcomes: list[tuple[object, Member]] = []
         self._published: frozenset[int] = frozenset()  # the members that are in the committed view
@@ -187,7 +187,12 @@ class SchedulerCore:
     @property
     def newest(self) -> View:
         """The committed view with the members of now."""
-        return replace(self.committed, members=self._members(), last_incarnation=self.membership.last_incarnation)
+        return replace(self.committed, members=self._members(), last_incarnation=self._last_incarnation)
+
+    @property
+    def _last_incarnation(self) -> int:
+        """See :attr:`View.last_incarnation`."""
+        return self._unknown.start - 1 if self._unknown else self.membership.last_incarnation
 
     @property
     def is_established(self) -> bool:
@@ -272,6 +277,8 @@ class SchedulerCore:
             case events.Clock():
                 self._look_at_links()
                 self._look_for_silent()
+                if self._unknown and self._is_late:
+                    self._unknown, self._has_changed = range(0), True
 
     # Members.
 
@@ -352,8 +359,7 @@ class SchedulerCore:
         member = self.membership.find(incarnation)
         if member is None:
             # One that is in no view joined just before the scheduler died, or is an observer.
-            is_unknown = incarnation in self._unknown and incarnation not in self._gone
-            is_unknown |= returned.member.role is Role.OBSERVER
+            is_unknown = incarnation in self._unknown or returned.member.role is Role.OBSERVER
             member = self.membership.readmit(returned.member, self._now_s) if is_unknown else None
             if member is None:
                 self._send_away(returned)
@@ -434,8 +440,8 @@ class SchedulerCore:
             self._silent.pop(member.incarnation, None)
             self._cut_off.pop(member.incarnation, None)
             self._doubts.pop(member.incarnation, None)
-            if member.incarnation in self._unknown:
-                self._gone.add(member.incarnation)
+            if member.incarnation > self._last_incarnation:
+                self._unknown = range(0)  # views must say that it is gone, and say so of all up to it
             self._has_changed = True
         if any(member.role is Role.SERVER for member in removed):
             self._plan()
@@ -526,7 +532,7 @@ class SchedulerCore:
             version=self.planner.version,
             members=(*servers, *self.membership.of(Role.WORKER)),
             groups=self.planner.groups,
-            last_incarnation=self.membership.last_incarnation,
+            last_incarnation=self._last_incarnation,
         )
         released = departing.keys() & self._leaving
         match self._publication.offer(wanted, released=released, ended=self._ended):
@@ -703,7 +709,7 @@ class SchedulerCore:
         """Rebuild members and chains from the newest view. Servers that are absent are silent."""
         latest = self.committed
         first = max(latest.last_incarnation + 1, self._publication.epoch * INCARNATION_RANGE)
-        self._unknown = range(latest.last_incarnation + 1, first)
+        self._unknown, self._deadline_s = range(latest.last_incarnation + 1, first), self._now_s + self._timeout_s
         self.membership = Membership.rebuild(
             [*present.values(), *absent.values()],
             first,

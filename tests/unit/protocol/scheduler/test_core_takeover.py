@@ -307,6 +307,47 @@ def test_a_worker_of_whom_no_view_tells_is_taken_in_though_it_comes_late() -> No
     assert isinstance(rival.fate, events.Expel)  # its place is taken
 
 
+def lose_with_a_worker_that_no_view_names() -> tuple[Node, Node]:
+    """Lose a scheduler with one server, which has not heard of the last worker; return both."""
+    former, (a,), _ = started(1)
+    a.is_silent = True
+    new = former.register(worker("new"))
+    former.tell(events.Flush())
+    lose(former)
+    a.is_silent = False
+    return a, new
+
+
+def test_a_worker_of_whom_no_view_tells_is_gone_by_none_until_it_has_had_time_to_come() -> None:
+    """Else servers refuse it for good, and it is taken in a moment later."""
+    a, new = lose_with_a_worker_that_no_view_names()
+    scheduler = successor()
+    scheduler.rejoin(a)
+    assert scheduler.core.is_established
+    later = scheduler.register(worker("later"))
+    scheduler.tell(events.Flush())
+    assert not scheduler.view.excludes(new.incarnation)
+    assert scheduler.member(later) is not None
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    assert scheduler.view.excludes(new.incarnation)
+    scheduler.rejoin(new)
+    assert isinstance(new.fate, events.Expel)
+    assert scheduler.member(later) is not None
+
+
+def test_a_worker_of_whom_no_view_tells_is_gone_when_a_later_one_is() -> None:
+    a, new = lose_with_a_worker_that_no_view_names()
+    scheduler = successor()
+    scheduler.rejoin(a)
+    later = scheduler.register(worker("later"))
+    scheduler.tell(events.Flush())
+    scheduler.leave(later)
+    assert scheduler.view.excludes(later.incarnation)
+    assert scheduler.view.excludes(new.incarnation)
+    scheduler.rejoin(new)
+    assert isinstance(new.fate, events.Expel)
+
+
 def test_one_of_whom_no_view_told_and_that_was_removed_is_not_taken_in_again() -> None:
     former, (a,), (w,) = started(1, 1)
     a.is_silent = w.is_silent = True
