@@ -37,6 +37,13 @@ def test_nothing_promised_is_broken(first: int) -> None:
     assert sum(fired[kind] for kind in (*KINDS, *FOLLOWING)) > 1000
 
 
+def test_storms() -> None:
+    """Found by the first two: two schedulers publish; a filler has missed that a server forgot the workers."""
+    for seed in (11383, 11093, *range(40)):
+        outcome = Cluster(seed, num_faults=24).run()
+        assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
+
+
 def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
     """Found by these seeds: a fill waited for an iteration, and the iteration for what was to be filled."""
     for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(60)):

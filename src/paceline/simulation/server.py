@@ -164,12 +164,15 @@ class Server(Node):
             return
         self._links[target] = connection
         self._states_under_way[target] = 0
-        assert self.map is not None
-        if self.gate is not None and any(group.filling == target for group in self.map.groups):
-            table = tuple((worker, clock, worker in self._counted) for worker, clock in self.gate.clocks.items())
-            connection.send(self, Clocks(self.gate.minimum, table))
+        self._send_clocks(target)
         self._handle(LinkUp(target))
         self._fill(target)
+
+    def _send_clocks(self, target: int) -> None:
+        connection = self._links.get(target)
+        if connection is not None and self.gate is not None:
+            table = tuple((worker, clock, worker in self._counted) for worker, clock in self.gate.clocks.items())
+            connection.send(self, Clocks(self.gate.minimum, table))
 
     def refused(self, name: str, hello: Any) -> None:
         """See :class:`Process`."""
@@ -271,6 +274,8 @@ class Server(Node):
         self._reports, self._held_reports = {}, {}
         self._states_under_way = dict.fromkeys(self._states_under_way, 0)
         self._handle(Change(new.version, new.groups))
+        for target in self.replication.filling:  # it may have been in no chain by a view that this server has missed
+            self._send_clocks(target)
         if self.incarnation not in servers_of(new.groups):
             # Workers that come now do not come here: what the gate knows is of no use when it has buckets again.
             self.gate, self.iterations, self.takeover = None, None, Takeover()
@@ -474,6 +479,8 @@ class Server(Node):
             self._serve()
 
     def _on_clocks(self, _: Connection, frame: Clocks) -> None:
+        if self.replication.primary:
+            return
         if self.gate is None:
             self._begin(0, frame.minimum)
         assert self.gate is not None
