@@ -1,0 +1,53 @@
+"""One end of a toy connection: it keeps the frames that were sent on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from paceline.transport import Channel, Header, Peer
+
+
+@dataclass
+class Sent:
+    """A frame as it was sent, or the error that answers a request."""
+
+    kind: int = 0
+    request: int = 0
+    clock: int = 0
+    sequence: int = 0
+    meta: bytes = b""
+    body: tuple[Any, ...] = ()
+    error: Exception | None = None
+
+    @property
+    def header(self) -> Header:
+        return Header(0, 0, self.kind, 0, 0, self.request, 0, self.clock, self.sequence, len(self.meta), 0)
+
+
+@dataclass
+class End:
+    """Sends as the scheduler's peers and a process's channel do."""
+
+    sent: deque[Sent] = field(default_factory=deque)
+
+    def send_frame(self, kind: int, **fields: Any) -> None:
+        self.sent.append(Sent(kind, **fields))
+
+    def send_error(self, request: Header, error: Exception) -> None:
+        self.sent.append(Sent(request=request.request, error=error))
+
+    @property
+    def peer(self) -> Peer:
+        return cast(Peer, self)
+
+    @property
+    def channel(self) -> Channel:
+        return cast(Channel, self)
+
+    def take(self) -> list[Sent]:
+        """All that was sent since the last time."""
+        sent = list(self.sent)
+        self.sent.clear()
+        return sent
