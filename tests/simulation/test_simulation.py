@@ -62,6 +62,13 @@ def test_no_server_takes_a_live_worker_for_gone() -> None:
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
+def test_voters_that_have_ended_are_found_though_no_newer_view_names_them() -> None:
+    """Found by these seeds: a server died, and then the scheduler, before the view without it was committed."""
+    for seed in (3087, 3759):
+        outcome = Cluster(seed, num_faults=24).run()
+        assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
+
+
 def test_every_kind_of_fault_fires() -> None:
     fired: Counter[str] = Counter()
     for seed in (1, 268, *SEEDS):  # in the first two, what seldom does

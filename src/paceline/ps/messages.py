@@ -357,6 +357,8 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The term of which it has promised that it prepares nothing lower."""
     has_committed: bool = True
     """Whether it knows that this map is committed."""
+    former: tuple[MemberInfo, ...] = ()
+    """If not, the servers of the map that it acts on."""
     is_leaving: bool = False
     """Whether it is a server that waits until it may leave."""
     process: Process | None = None

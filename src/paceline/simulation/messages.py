@@ -80,6 +80,7 @@ class Rejoin(Frame):
     view: View
     promised: int
     has_committed: bool
+    former: tuple[Member, ...]
     is_leaving: bool
     held: tuple[Granted, ...]
     done: frozenset[Key]

@@ -118,6 +118,7 @@ class Node(Process):
                 newest,
                 self.views.promised,
                 self.views.is_committed,
+                () if self.views.former is None else self.views.former.members,
                 self.is_leaving,
                 held,
                 done,

@@ -101,9 +101,17 @@ class Scheduler(Process):
                 node = connection.ends[0]
                 role = Role.SERVER if is_server else Role.WORKER
                 return events.Register(connection, node.name, role, address=node.name, is_extra=is_extra)
-            case Rejoin(member, cluster, view, promised, has_committed, is_leaving):
+            case Rejoin(member, cluster, view, promised, has_committed, former, is_leaving):
                 returned = Returned(
-                    connection, member, cluster, view, promised, has_committed, is_leaving, knowledge=frame
+                    connection,
+                    member,
+                    cluster,
+                    view,
+                    promised,
+                    has_committed,
+                    is_leaving,
+                    former=former,
+                    knowledge=frame,
                 )
                 return events.Rejoin(returned)
             case Beat(_, unreachable):

@@ -444,6 +444,28 @@ def test_a_server_that_comes_late_is_taken_back_with_what_it_holds() -> None:
         assert table.push_pull(np.arange(100), np.ones(100, np.float32)).tolist() == [[-2.0]] * 100
 
 
+def test_a_server_that_only_the_view_before_names_is_waited_for_by_name() -> None:
+    notes: list[str] = []
+    with Restartable(servers=2, workers=1, replicas=1) as cluster:
+        first, other = (node.link for node in cluster.nodes)
+        known = first._maps.committed
+        assert known is not None
+        number = first._welcome.incarnation if first._welcome is not None else 0
+        groups = tuple(msgspec.structs.replace(group, members=(number,)) for group in known.groups)
+        members = tuple(member for member in known.members if member.incarnation == number)
+        voters = tuple(member.incarnation for member in known.of_role("server"))
+        changes = {"epoch": known.epoch + 1, "version": known.version + 1, "former_voters": voters}
+        view = msgspec.structs.replace(known, members=members, groups=groups, **changes)
+        assert first._maps.prepare(view)  # the scheduler dies before it is committed
+        cluster.doors.shut_out.add(other._hello.name)
+        cluster.kill_scheduler()
+        cluster.replace(replicas=1, heartbeat_timeout_s=1.0, on_note=notes.append)
+        wait_until(lambda: bool(notes))
+        assert notes[0].startswith(f"waits for server 1 ({other._hello.name}): too few")
+        cluster.doors.shut_out.clear()
+        wait_until(lambda: cluster.scheduler.core.is_established)
+
+
 def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None:
     member = cluster.member(0)
     cluster.doors.shut_out.add(member._hello.name)

@@ -207,7 +207,7 @@ class SchedulerCore:
     @property
     def awaited(self) -> tuple[Member, ...]:
         """The members that are not back, while it is recovering: whether they have ended is worth knowing."""
-        return self._recovery.missing(self._ended) if self.phase is Phase.RECOVERING else ()
+        return self._recovery.awaited(self._ended) if self.phase is Phase.RECOVERING else ()
 
     def incarnation_of(self, peer: object) -> int | None:
         """The incarnation of the member that speaks on a connection."""

@@ -36,6 +36,8 @@ class Returned:
     """The number of the latest job that it knows of."""
     has_posted: bool = False
     """Whether it has posted that job."""
+    former: tuple[Member, ...] = ()
+    """The servers of the view that it acts on, if it does not know that the newest is committed."""
     knowledge: object = None
     """What else it knows, for the runtime."""
 
@@ -112,6 +114,11 @@ class Recovery:
         back = {each.member.incarnation for each in self.ours()}
         return tuple(m for m in self.latest_view().members if m.incarnation not in back and m.incarnation not in ended)
 
+    def awaited(self, ended: Collection[int]) -> tuple[Member, ...]:
+        """Those that are missing, and the voters that are: whether they have ended is worth knowing."""
+        awaited = (*self.missing(ended), *self.missing_voters(ended))
+        return tuple({member.incarnation: member for member in awaited}.values())
+
     @property
     def highest_term(self) -> int:
         """The highest of which any of ours has a view, or has promised that it prepares nothing lower."""
@@ -135,7 +142,7 @@ class Recovery:
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
         """Those of them that somebody knows by name."""
-        known = {member.incarnation: member for each in self.ours() for member in each.view.members}
+        known = {member.incarnation: member for each in self.ours() for member in (*each.former, *each.view.members)}
         return tuple(known[each] for each in sorted(self.absent_voters(ended)) if each in known)
 
     def is_complete(self, ended: Collection[int]) -> bool:

@@ -133,6 +133,11 @@ class KnownViews(Generic[V]):
         """Whether the newest of all is known to be committed."""
         return self.committed is not None and self.committed is self.newest
 
+    @property
+    def former(self) -> V | None:
+        """What it acts on, if the newest of all is not known to be committed."""
+        return None if self.is_committed else self.committed
+
     def promise(self, term: int) -> bool:
         """Promise to prepare nothing of a lower term; return whether that is to be answered by Promised."""
         self.promised = max(self.promised, term)

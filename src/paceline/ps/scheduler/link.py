@@ -414,6 +414,7 @@ class SchedulerLink:
             cluster=newest,
             promised=self._maps.promised,
             has_committed=self._maps.is_committed,
+            former=() if self._maps.former is None else self._maps.former.of_role("server"),
             is_leaving=self._is_leaving,
             tables=self._memory.tables() if self._tables is None else tuple(self._tables()),
             job=self._memory.job(),

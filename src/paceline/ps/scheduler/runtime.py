@@ -26,7 +26,7 @@ from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, NOTICE
 from paceline.ps.non_finite import REFUSE, check_policy
 from paceline.ps.scheduler.jobs import Jobs
-from paceline.ps.scheduler.maps import ROLES, change_of, map_of, view_of
+from paceline.ps.scheduler.maps import ROLES, change_of, map_of, member_of, view_of
 from paceline.ps.scheduler.processes import ProcessWatch
 from paceline.ps.scheduler.sessions import Call, Session, notify_all
 from paceline.ps.scheduler.tables import Tables
@@ -263,6 +263,7 @@ class Scheduler(Handler):
             is_leaving=request.is_leaving,
             job=0 if job is None else job.number,
             has_posted=job is not None and job.posted is not None,
+            former=tuple([member_of(info) for info in request.former]),
             knowledge=request,
         )
         self._feed(events.Rejoin(returned))

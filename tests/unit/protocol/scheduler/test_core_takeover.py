@@ -664,6 +664,25 @@ def test_a_view_that_may_not_be_committed_is_gone_on_from_only_with_voters_of_th
     assert scheduler.core.phase is Phase.LEADING
 
 
+def test_a_voter_of_the_view_before_is_awaited_and_named_though_no_newer_view_names_it() -> None:
+    former, (a, b), _ = started(2, replicas=1)
+    a.prepares = False
+    former.kill(b)
+    prepared = former.last(events.Prepare).view
+    assert b.incarnation not in prepared.servers
+    a.views.prepare(prepared)  # and the answer is on its way
+    lose(former)
+    scheduler = successor(num_servers=2, replicas=1)
+    scheduler.rejoin(a)
+    assert scheduler.core.awaited == (b.member,)
+    scheduler.pass_time(TIMEOUT_S)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert "waits for server 1 (s1)" in scheduler.notes[-1]
+    scheduler.tell(events.Ended(b.incarnation))
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.view.servers.keys() == {a.incarnation}
+
+
 # While the first view is prepared.
 
 

@@ -99,6 +99,7 @@ class Node:
             self.views.promised,
             self.views.is_committed,
             is_leaving=self.is_leaving,
+            former=() if self.views.former is None else self.views.former.members,
         )
 
     def welcomed(self, member: Member, cluster: str, view: View) -> None:
