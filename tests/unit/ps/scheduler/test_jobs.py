@@ -1,0 +1,237 @@
+"""The jobs of a cluster: who gets which, and what becomes of those whose poster or workers go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.errors import PeerError
+from paceline.protocol import Member, Membership, Role
+from paceline.protocol.scheduler import events
+from paceline.ps import messages
+from paceline.ps.messages import ALL_DONE, NOTHING_NOW, JobMemory
+from paceline.ps.scheduler.jobs import Jobs
+from paceline.ps.scheduler.sessions import Call, Session
+
+from .lines import End
+
+SETTINGS = messages.Settings(consistency="sequential", stale="apply", num_servers=1, num_workers=1)
+
+
+class Cluster:
+    """Some workers and one who posts jobs, each with a session."""
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self.jobs = Jobs(num_workers)
+        self.membership = Membership(0)
+        self.workers = [self.join() for _ in range(num_workers)]
+        self.poster = Asker(self, None)
+
+    def join(self) -> Asker:
+        number = len(self.membership.members)
+        return Asker(self, self.membership.register(f"worker {number}", Role.WORKER, 0.0))
+
+    def post(self, files: tuple[int | None, ...] = (2,), *, assignment: str = "first-come") -> int:
+        post = messages.PostJob(description=b"do", files=files, epochs=1, assignment=assignment)
+        (number,) = self.poster.ask(post)
+        assert isinstance(number, int)
+        return number
+
+    def state(self, number: int) -> messages.JobState:
+        (state,) = self.poster.ask(messages.JobStatus(job=number))
+        return msgspec.convert(state, messages.JobState)
+
+    def remove(self, worker: Asker, reason: str | None) -> None:
+        assert worker.member is not None
+        self.membership.remove(worker.member.incarnation)
+        self.jobs.removed(events.Removed(worker.member, reason), worker.session)
+
+
+class Asker:
+    """A process that asks the scheduler for something of jobs."""
+
+    def __init__(self, cluster: Cluster, member: Member | None) -> None:
+        self.cluster, self.member = cluster, member
+        self.end = End()
+        self.session = Session(self.end.peer, None if member is None else member.incarnation)
+        self.number = 0
+        self.examples = 0.0
+
+    def ask(self, request: msgspec.Struct, body: bytes = b"") -> list[Any]:
+        """Ask, and return all that is answered at once, to this or to what was asked before."""
+        self.number += 1
+        call = Call(self.session, self.number)
+        self.cluster.jobs.serve(call, request, memoryview(body), self.cluster.membership)
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        return [msgspec.msgpack.decode(each.meta) for each in self.end.take()]
+
+    def get_job(self, after: int = 0) -> list[int]:
+        return [each["number"] for each in self.ask(messages.GetJob(after=after))]
+
+    def take_lease(self, job: int, *, wait: bool = False) -> list[int]:
+        return [each["lease"] for each in self.ask(messages.TakeLease(job=job, wait=wait))]
+
+    def done(self, job: int, lease: int) -> None:
+        self.examples += 1.0
+        progress = {"job": job, "examples": self.examples}
+        assert self.ask(messages.LeaseDone(job=job, lease=lease, progress=progress)) == [None]
+
+
+def test_a_worker_that_waits_gets_the_next_job() -> None:
+    cluster = Cluster()
+    (worker,) = cluster.workers
+    assert worker.get_job() == []
+    number = cluster.post()
+    assert [each["number"] for each in worker.answers()] == [number]
+    assert worker.get_job() == [number]
+    assert worker.get_job(after=number) == []
+
+
+def test_a_job_is_done_when_its_shards_are_and_its_workers_rest() -> None:
+    cluster = Cluster()
+    (worker,) = cluster.workers
+    number = cluster.post()
+    for _ in range(2):
+        (lease,) = worker.take_lease(number)
+        assert not cluster.state(number).finished
+        worker.done(number, lease)
+    assert worker.take_lease(number) == [ALL_DONE]
+    worker.get_job(after=number)
+    state = cluster.state(number)
+    assert (state.done, state.total, state.finished) == (2, 2, True)
+    assert state.progress == {"examples": 2.0}
+    news = cluster.jobs.take_news()
+    assert news is not None
+    assert sorted(news.done) == [(0, 0, 0), (0, 0, 1)]
+    assert cluster.jobs.take_news() is None
+
+
+def test_what_a_dead_worker_held_is_leased_again() -> None:
+    cluster = Cluster(2)
+    first, second = cluster.workers
+    number = cluster.post((1,))
+    first.take_lease(number)
+    assert second.take_lease(number) == [NOTHING_NOW]
+    assert second.take_lease(number, wait=True) == []
+    cluster.remove(first, "its process ended")
+    (answer,) = second.answers()
+    assert answer["lease"] >= 0
+    assert cluster.state(number).lost_workers == 1
+    with pytest.raises(PeerError, match="no worker of the cluster"):
+        first.take_lease(number)
+
+
+def test_a_worker_that_leaves_is_not_lost() -> None:
+    cluster = Cluster(2)
+    number = cluster.post((1,))
+    cluster.workers[0].take_lease(number)
+    cluster.remove(cluster.workers[0], None)
+    assert cluster.state(number).lost_workers == 0
+    assert cluster.workers[1].take_lease(number)[0] >= 0
+
+
+def test_another_job_ends_the_one_before() -> None:
+    cluster = Cluster(2)
+    first, second = cluster.workers
+    old = cluster.post((1,))
+    (lease,) = first.take_lease(old)
+    assert second.take_lease(old, wait=True) == []
+    new = cluster.post()
+    assert [each["lease"] for each in second.answers()] == [ALL_DONE]
+    assert first.take_lease(old) == [ALL_DONE]
+    first.done(old, lease)  # it concerns nobody
+    assert cluster.state(new).done == 0
+    with pytest.raises(PeerError, match=f"there is no job {old}, or it is over"):
+        cluster.state(old)
+    with pytest.raises(PeerError, match=f"there is no job {new + 1}"):
+        first.take_lease(new + 1)
+
+
+def test_a_job_whose_poster_is_gone_fails() -> None:
+    cluster = Cluster()
+    number = cluster.post()
+    assert cluster.jobs.concerns(cluster.poster.session)
+    cluster.jobs.forget(cluster.poster.session)
+    assert cluster.state(number).failed == ("PeerError", "whoever posted the job is gone")
+    assert cluster.workers[0].take_lease(number) == [ALL_DONE]
+
+
+def test_of_two_failures_the_first_counts() -> None:
+    cluster = Cluster()
+    number = cluster.post()
+    for error in ("DataError", "UsageError"):
+        cluster.workers[0].ask(messages.JobFailed(job=number, error=error, message="bad"))
+    assert cluster.state(number).failed == ("DataError", "bad")
+
+
+def test_a_report_is_taken_once_also_if_it_comes_twice() -> None:
+    cluster = Cluster()
+    number = cluster.post()
+    report = messages.Report(job=number, fields={"kind": "loss"}, number=1)
+    for _ in range(2):
+        cluster.workers[0].ask(report, b"body")
+    assert cluster.state(number).num_reports == 1
+    cluster.poster.number += 1
+    call = Call(cluster.poster.session, cluster.poster.number)
+    cluster.jobs.serve(call, messages.TakeReports(job=number), memoryview(b""), cluster.membership)
+    (frame,) = cluster.poster.end.take()
+    assert frame.body == (b"body",)
+    assert msgspec.msgpack.decode(frame.meta)["fields"] == {"kind": "loss"}
+    assert cluster.poster.ask(messages.TakeReports(job=number)) == [None]
+
+
+def test_when_the_cluster_ends_there_is_no_job_for_anybody() -> None:
+    cluster = Cluster(2)
+    first, second = cluster.workers
+    assert first.get_job() == []
+    cluster.jobs.end()
+    assert [each["number"] for each in first.answers()] == [-1]
+    assert second.get_job() == [-1]
+
+
+def rejoin(asker: Asker, job: JobMemory | None) -> tuple[Session, messages.Rejoin]:
+    member = asker.member or Member("poster", Role.OBSERVER, 0, 99)
+    return asker.session, messages.Rejoin(
+        node=member.node,
+        role=member.role.value,
+        rank=member.rank,
+        incarnation=member.incarnation,
+        endpoint=None,
+        settings=SETTINGS,
+        cluster=messages.ClusterMap(epoch=1, members=()),
+        job=job,
+    )
+
+
+def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
+    cluster = Cluster()
+    (worker,) = cluster.workers
+    posted = messages.PostJob(description=b"do", files=(3,), epochs=1, assignment="first-come")
+    held = messages.Lease(lease=7, shard=1)
+    cluster.jobs.restore(
+        [
+            rejoin(cluster.poster, JobMemory(number=4, posted=posted, done=((0, 0, b"\1"),))),
+            rejoin(worker, JobMemory(number=4, working=True, leases=(held,), last_lease=7)),
+        ],
+        {},
+    )
+    assert cluster.jobs.concerns(cluster.poster.session)
+    worker.done(4, 7)
+    (lease,) = worker.take_lease(4)
+    assert lease > 7
+    worker.done(4, lease)
+    assert worker.take_lease(4) == [ALL_DONE]
+    assert cluster.state(4).done == 3
+    assert cluster.post() == 5
+
+
+def test_a_job_whose_poster_does_not_come_back_is_over_for_its_workers() -> None:
+    cluster = Cluster()
+    (worker,) = cluster.workers
+    cluster.jobs.restore([rejoin(worker, JobMemory(number=4, working=True))], {})
+    assert worker.take_lease(4) == [ALL_DONE]
+    assert cluster.post() == 5

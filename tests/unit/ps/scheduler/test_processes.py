@@ -1,0 +1,169 @@
+"""What the scheduler knows of the ends of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from paceline.ps.messages import Process
+from paceline.ps.scheduler.processes import ProcessWatch, own_host, own_process
+from paceline.ps.scheduler.processes import _started as started
+from paceline.transport import Address, Endpoint
+
+LONG_S = 20.0
+
+
+class Watched:
+    """A watch, and what it tells."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+        self.doubted: list[int] = []
+        self.failures: list[BaseException] = []
+        self.watch = ProcessWatch(self.ended.append, self.doubted.append, self.failures.append)
+
+    async def wait_for(self, is_there: Callable[[], object]) -> None:
+        until_s = time.monotonic() + LONG_S
+        while not is_there():
+            assert time.monotonic() < until_s, f"nothing was told in {LONG_S:g} s"
+            await asyncio.sleep(0.01)
+
+
+def run(scenario: Callable[[Watched], Awaitable[None]]) -> None:
+    async def main() -> None:
+        watched = Watched()
+        try:
+            await scenario(watched)
+        finally:
+            watched.watch.close()
+        assert watched.failures == []
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def process_of(child: subprocess.Popen[bytes]) -> Process:
+    begun = started(child.pid)
+    assert begun is not None
+    return Process(own_host(), child.pid, begun)
+
+
+def test_this_process_is_known_by_its_kernel() -> None:
+    process = own_process()
+    assert (process.pid, process.started) == (os.getpid(), started(os.getpid()))
+    assert process == own_process()
+
+
+def test_one_that_has_only_to_be_reaped_has_ended(child: subprocess.Popen[bytes]) -> None:
+    assert started(child.pid) is not None
+    child.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert started(child.pid) is None
+
+
+def test_a_process_that_ends_is_told_of_once_its_connection_is_broken(child: subprocess.Popen[bytes]) -> None:
+    async def scenario(watched: Watched) -> None:
+        watched.watch.watch(3, process_of(child), None, connected=True)
+        watched.watch.disconnected(3)
+        await asyncio.sleep(0.2)
+        assert watched.ended == []
+        child.kill()
+        await watched.wait_for(lambda: watched.ended)
+        assert (watched.ended, watched.doubted) == ([3], [])
+
+    run(scenario)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there are no process descriptors")
+def test_a_process_that_ends_is_told_of_though_its_connection_does_not_break(child: subprocess.Popen[bytes]) -> None:
+    async def scenario(watched: Watched) -> None:
+        watched.watch.watch(3, process_of(child), None, connected=True)
+        child.kill()
+        await watched.wait_for(lambda: watched.ended)
+        assert watched.ended == [3]
+
+    run(scenario)
+
+
+def test_another_process_of_its_number_is_not_the_same() -> None:
+    async def scenario(watched: Watched) -> None:
+        process = own_process()
+        watched.watch.watch(3, Process(process.host, process.pid, process.started + 1), None, connected=False)
+        assert watched.ended == [3]
+
+    run(scenario)
+
+
+def test_one_that_is_watched_no_more_is_not_told_of(child: subprocess.Popen[bytes]) -> None:
+    async def scenario(watched: Watched) -> None:
+        watched.watch.watch(3, process_of(child), None, connected=False)
+        watched.watch.forget(3)
+        child.kill()
+        child.wait()
+        await asyncio.sleep(0.2)
+        assert watched.ended == []
+
+    run(scenario)
+
+
+def endpoint(port: int) -> Endpoint:
+    return Endpoint(Address.parse(f"tcp://127.0.0.1:{port}"))
+
+
+def test_nobody_at_an_address_of_this_host_is_an_end() -> None:
+    """The process is of another host as far as it says: of a container here, say."""
+
+    async def scenario(watched: Watched) -> None:
+        server = socket.create_server(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=False)
+        await asyncio.sleep(0.2)
+        assert (watched.ended, watched.doubted) == ([], [])
+        server.close()
+        await watched.wait_for(lambda: watched.ended)
+        assert (watched.ended, watched.doubted) == ([3], [])
+
+    run(scenario)
+
+
+def test_nobody_at_an_address_of_another_host_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(watched: Watched) -> None:
+        server = socket.create_server(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        server.close()
+        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=False)
+        await watched.wait_for(lambda: watched.doubted)
+        assert (watched.ended, watched.doubted) == ([], [3])
+
+    monkeypatch.setattr("paceline.ps.scheduler.processes._is_own_address", lambda host: False)
+    run(scenario)
+
+
+def test_one_that_is_back_is_not_looked_for() -> None:
+    async def scenario(watched: Watched) -> None:
+        server = socket.create_server(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=False)
+        await asyncio.sleep(0.1)
+        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=True)
+        await asyncio.sleep(0.3)
+        server.close()
+        await asyncio.sleep(0.5)
+        assert (watched.ended, watched.doubted) == ([], [])
+
+    run(scenario)

@@ -1,0 +1,78 @@
+"""Which tables a cluster has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.errors import TableMismatchError, UsageError
+from paceline.ps.bounds import MAX_TABLES
+from paceline.ps.messages import KnownTable, TableSpec
+from paceline.ps.rules import SGD, Adam, Zeros, to_fields
+from paceline.ps.scheduler.tables import Tables
+
+
+def spec(name: str, *, lr: float = 0.1, dim: int = 1) -> TableSpec:
+    return TableSpec(name=name, kind="sparse", dim=dim, update=to_fields(SGD(lr=lr)), initializer=to_fields(Zeros()))
+
+
+def test_a_table_keeps_its_number() -> None:
+    tables = Tables()
+    assert [tables.declare(spec(name)) for name in ("a", "b", "a")] == [1, 2, 1]
+    assert tables.specs == [spec("a"), spec("b")]
+
+
+def test_other_settings_are_refused_and_change_nothing() -> None:
+    tables = Tables()
+    tables.declare(spec("a"))
+    with pytest.raises(TableMismatchError, match="use the same settings in every process"):
+        tables.declare(spec("a", dim=2))
+    assert tables.specs == [spec("a")]
+
+
+def test_hyperparameters_change_and_both_declarations_are_good_then() -> None:
+    tables = Tables()
+    tables.declare(spec("a"))
+    tables.note_update("a", to_fields(SGD(lr=0.5)))
+    assert tables.specs == [spec("a", lr=0.5)]
+    assert tables.declare(spec("a")) == tables.declare(spec("a", lr=0.5)) == 1
+    with pytest.raises(TableMismatchError):
+        tables.declare(spec("a", lr=0.7))
+
+
+@pytest.mark.parametrize(("name", "rule"), [("a", Adam(lr=0.1)), ("b", SGD(lr=0.5))])
+def test_another_rule_is_refused_and_so_is_a_table_that_nobody_declared(name: str, rule: Any) -> None:
+    tables = Tables()
+    tables.declare(spec("a"))
+    with pytest.raises(UsageError):
+        tables.note_update(name, to_fields(rule))
+    assert tables.specs == [spec("a")]
+
+
+def known(number: int, table: TableSpec) -> KnownTable:
+    return KnownTable(number=number, declared=table, spec=table)
+
+
+def test_what_members_know_is_taken_over_and_numbers_go_on_from_there() -> None:
+    tables = Tables()
+    changed = KnownTable(number=3, declared=spec("a"), spec=spec("a", lr=0.5))
+    tables.restore([changed, known(3, spec("a")), known(1, spec("b"))])
+    assert tables.specs == [spec("b"), spec("a", lr=0.5)]
+    assert tables.declare(spec("a")) == 3
+    assert tables.declare(spec("c")) == 4
+
+
+@pytest.mark.parametrize("second", [known(1, spec("b")), known(2, spec("a", dim=2))])
+def test_of_two_tables_of_one_number_or_name_the_first_counts(second: KnownTable) -> None:
+    tables = Tables()
+    tables.restore([known(1, spec("a")), second])
+    assert tables.specs == [spec("a")]
+
+
+def test_there_are_no_more_tables_than_numbers() -> None:
+    tables = Tables()
+    tables.restore([known(MAX_TABLES, spec("last"))])
+    with pytest.raises(UsageError, match="at most"):
+        tables.declare(spec("one more"))
+    assert tables.declare(spec("last")) == MAX_TABLES
