@@ -34,10 +34,9 @@ from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
-_PATIENT_S = 2.0
 _PATIENCE = 4.0  # heartbeats that an event loop may take for one round
 _RECONNECT_S = 60.0
-_CONNECT_S = 10.0
+_CONNECT_S = 5.0
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.25
 _Reached = TypeVar("_Reached")
@@ -56,20 +55,21 @@ class Joining:
         return SocketTransport(self.token, tls=self.tls)
 
     def wait_scheduler(self, patience_s: float, on_wait: Callable[[], None]) -> None:
-        """Wait until a scheduler answers; `on_wait` is called, in a thread, if that takes more than a moment.
+        """Wait until a scheduler answers; `on_wait` is called, once, if tries are in vain for more than a moment.
 
         Raises DeadlineError if none answers within `patience_s`, and at once what another try would not change: the
         token, the certificate or the version is wrong.
         """
-        hello = Hello(role="observer", to="scheduler")
-        telling = threading.Timer(_PATIENT_S, on_wait)
-        telling.daemon = True
-        telling.start()
-        try:
-            transport = self.transport()
-            reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s).close()
-        finally:
-            telling.cancel()
+        transport, hello = self.transport(), Hello(role="observer", to="scheduler")
+        telling_s = time.monotonic() + _SOON_S
+
+        def check() -> None:
+            nonlocal telling_s
+            if time.monotonic() >= telling_s:
+                telling_s = math.inf
+                on_wait()
+
+        reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s, check).close()
 
 
 def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[], None] = lambda: None) -> _Reached:
