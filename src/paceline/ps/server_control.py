@@ -13,7 +13,7 @@ import psutil
 
 from paceline.errors import PacelineError, ProtocolError, StaleEpochError
 from paceline.protocol.buckets import Buckets
-from paceline.ps import messages
+from paceline.ps import messages, snapshot_messages
 from paceline.ps.gatekeeper import Gatekeeper, name_of
 from paceline.ps.messages import RESULT, TableStatistics
 from paceline.ps.non_finite import NonFinite
@@ -23,6 +23,9 @@ from paceline.ps.replicator import Replicator
 from paceline.ps.server_snapshots import ServerSnapshots
 from paceline.ps.server_tables import ServerTables
 from paceline.transport import Header, Peer
+
+_CHANGES = (messages.WriteRecords, messages.Erase, messages.SetUpdate, snapshot_messages.LoadParts)
+"""Calls that change what others have pushed: of a process that left or is dead none is taken, as no push is."""
 
 
 class Traffic:
@@ -86,6 +89,8 @@ class ServerControl:
     def call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Do as a CALL frame asks, and answer it."""
         request = messages.decode_to_server(meta)
+        if isinstance(request, _CHANGES):
+            self._gatekeeper.check_member(peer)
         if isinstance(request, messages.WriteRecords | messages.Erase):
             self._push_down(peer, header, request, body)
             return

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+import numpy as np
 import pytest
 
-from paceline.ps import SchedulerLink, make_node_name, messages
+from paceline.errors import PeerError
+from paceline.ps import SGD, SchedulerLink, make_node_name, messages
+from paceline.ps.rules import to_fields
 from paceline.transport import Hello
 
-from .harness import Cluster, wait_until
+from .harness import Cluster, floats, keys_of, wait_until
 
 
 def member(cluster: Cluster, rank: int, *, is_well: bool) -> SchedulerLink:
@@ -41,3 +47,25 @@ def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> No
         cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as processes do then
         lasting.close()
     assert notes == expected
+
+
+def test_who_is_declared_dead_changes_nothing_any_more() -> None:
+    """It may have been stopped while it loaded a model: what others have pushed since was overwritten or erased."""
+    with Cluster(servers=1, workers=2) as cluster:
+        dead, living = cluster.connect_all()
+        keys, ones = keys_of(1, 2), -np.ones((2, 1), np.float32)
+        table = dead.sparse_table("t", update=SGD(lr=1.0))
+        living.sparse_table("t", update=SGD(lr=1.0)).push(keys, ones).wait()
+        cluster.served.call(lambda: cluster.scheduler.process_ended(dead.incarnation))
+        wait_until(lambda: dead.incarnation in cluster.nodes[0].server._gatekeeper._gone)
+        calls: list[tuple[msgspec.Struct, tuple[np.ndarray[tuple[int, ...], np.dtype[Any]], ...]]] = [
+            (messages.WriteRecords(table=table.number, rows=1), (keys_of(1), floats(77.0))),
+            (messages.Erase(table=table.number), (keys_of(2),)),
+            (messages.SetUpdate(table=table.number, update=to_fields(SGD(lr=5.0))), ()),
+        ]
+        for message, body in calls:
+            with pytest.raises(PeerError, match="declared dead"):
+                dead._connections[0].call(message, body=body)
+        found = living.sparse_table("t", update=SGD(lr=1.0))
+        found.push(keys, ones).wait()
+        assert found.pull(keys).reshape(-1).tolist() == [2.0, 2.0]
