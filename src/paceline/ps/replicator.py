@@ -452,12 +452,15 @@ class Replicator:
         state.peer.send_frame(STATE_TAKEN, request=state.number)
 
     def _take_clocks(self, info: messages.ClocksInfo) -> None:
+        is_any_new = False
         for number, declared, spec in info.tables:
             table = self._tables.by_number.get(number)
             if table is None:
-                table = self._add_table(number, declared)
+                table, is_any_new = self._add_table(number, declared), True
             if table.spec != spec:
                 self._set_update(number, spec.update)
+        if is_any_new:  # before anything of it is forwarded: whoever declares it may not know the servers behind yet
+            self.tables_changed()
         if not self.rules.primary:
             self._gatekeeper.take_clocks(info)
 

@@ -125,6 +125,19 @@ def test_a_join_moves_what_it_must_and_no_more() -> None:
         assert (values(client, "sparse") == 2 * ITERATIONS).all()
 
 
+def test_a_new_table_goes_down_the_chains_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client declared one while a server joined that it did not know: what it pushed was never acknowledged."""
+    with Cluster(servers=3, workers=1, replicas=2) as cluster:
+        client = cluster.connect()
+        first, second, third = (node.server._replicator for node in cluster.nodes)
+        send_clocks = first._send_clocks
+        monkeypatch.setattr(first, "_send_clocks", lambda to: None if to == third.incarnation else send_clocks(to))
+        made = messages.CreateTable(number=77, spec=client.sparse_table("t", update=SGD(lr=1.0)).spec)
+        connection = next(each for each in client._connections if each.incarnation == first.incarnation)
+        connection.call(made)
+        wait_until(lambda: all(77 in replicator._tables.by_number for replicator in (second, third)))
+
+
 def work_together(client: Client, stop_at: list[int]) -> list[Floats]:
     """Push the same in every run, in two parts per iteration, until iteration `stop_at`; return all that was read."""
     rule = Adagrad(lr=0.1)  # what it makes of gradients depends on how they are summed
