@@ -251,7 +251,8 @@ class SchedulerCore:
             case events.Disconnected(peer):
                 self._disconnected(peer)
             case events.Ended(incarnation):
-                self._ended.add(incarnation)
+                if self.phase is not Phase.LEADING or self.membership.find(incarnation) is not None:
+                    self._ended.add(incarnation)
                 self._remove([incarnation], events.PROCESS_ENDED)
             case events.Doubted(incarnation):
                 if self.phase is Phase.RECOVERING or self.membership.find(incarnation) is not None:
@@ -402,6 +403,7 @@ class SchedulerCore:
         self._newcomers.pop(peer, None)
         self._recovery.forget(peer)
         if self.phase is Phase.RECOVERING and self._recovery.is_empty and not self._replaces:
+            self._forget_former()
             self.phase = Phase.FORMING
         incarnation = self._incarnations.pop(peer, None)
         if incarnation is not None and self._peers.get(incarnation) is peer:
@@ -617,17 +619,23 @@ class SchedulerCore:
             return
         for returned in self._recovery.all():
             self._out.append(events.Foreign(returned.peer))
-        self._recovery = Recovery()
+        self._forget_former()
         self.phase, self._publication.is_established = Phase.LEADING, True
         self._register_newcomers()
         self._has_changed = True
+
+    def _forget_former(self) -> None:
+        """Forget the cluster that was to be taken over: a new one gives the same incarnations to others."""
+        self._recovery, self._replaces = Recovery(), False
+        self._ended, self._doubts, self.needed = set(), {}, ()
 
     def _recover(self) -> None:
         """Take over when the members that are needed are back."""
         recovery, latest = self._recovery, self._recovery.latest_view()
         if recovery.is_empty:
             if self._is_late:  # nobody is left: this scheduler's cluster is new
-                self.phase, self._replaces = Phase.FORMING, False
+                self._forget_former()
+                self.phase = Phase.FORMING
             return
         # Members that register again never heard their welcome: they have prepared no view and hold no bucket.
         named = {each.node for each in self._newcomers.values()}
@@ -670,7 +678,8 @@ class SchedulerCore:
             self._out.append(events.Expel(each.peer, "the servers of its cluster are gone"))
         for each in recovery.others():
             self._out.append(events.Foreign(each.peer))
-        self._recovery, self.phase, self._replaces = Recovery(), Phase.FORMING, False
+        self._forget_former()
+        self.phase = Phase.FORMING
 
     def _take_over(self, recovery: Recovery, latest: View, unheard: Collection[int]) -> None:
         """Go on from the newest view; `unheard` are members that never heard their welcome."""

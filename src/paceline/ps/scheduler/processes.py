@@ -10,7 +10,7 @@ import asyncio
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
@@ -76,9 +76,12 @@ class ProcessWatch:
 
     def watch(self, incarnation: int, process: Process | None, endpoint: Endpoint | None, *, connected: bool) -> None:
         """Watch the process of a member from now on."""
+        is_watched = self._watched.get(incarnation) == (process, endpoint)
+        if not is_watched:  # or it was the number of a member of another cluster
+            self.forget(incarnation)
         if connected:
             self._connected.add(incarnation)
-        if incarnation in self._watched:
+        if is_watched:
             return
         self._watched[incarnation] = (process, endpoint)
         if process is not None and process.host == own_host() and hasattr(os, "pidfd_open"):
@@ -97,6 +100,11 @@ class ProcessWatch:
         for waiting in (self._polls.pop(incarnation, None), self._probes.pop(incarnation, None)):
             if waiting is not None:
                 waiting.cancel()
+
+    def keep(self, incarnations: Collection[int]) -> None:
+        """Watch no others any longer."""
+        for incarnation in self._watched.keys() - set(incarnations):
+            self.forget(incarnation)
 
     def disconnected(self, incarnation: int) -> None:
         """Find out whether the process of a member lives, whose connection is broken."""

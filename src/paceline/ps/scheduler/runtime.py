@@ -267,11 +267,18 @@ class Scheduler(Handler):
             knowledge=request,
         )
         self._feed(events.Rejoin(returned))
-        for awaited in self.core.awaited:
-            endpoint, process = awaited.address, awaited.process
+        awaited = self.core.awaited
+        for each in awaited:
+            endpoint, process = each.address, each.process
             assert endpoint is None or isinstance(endpoint, Endpoint)
             assert process is None or isinstance(process, messages.Process)
-            self._processes.watch(awaited.incarnation, process, endpoint, connected=False)
+            self._processes.watch(each.incarnation, process, endpoint, connected=False)
+        if awaited and self.core.phase is not Phase.RECOVERING:  # one of them was found to have ended
+            self._watch_members_only()
+
+    def _watch_members_only(self) -> None:
+        """Watch no process any more that was awaited, and is no member."""
+        self._processes.keep([member.incarnation for member in self.core.membership.members])
 
     def _has_settings(self, settings: messages.Settings) -> bool:
         """Return whether a cluster that may be taken over has the settings of this one; say so if not."""
@@ -289,8 +296,11 @@ class Scheduler(Handler):
 
     @must_succeed
     def _feed(self, event: events.Event) -> None:
+        was_recovering = self.core.phase is Phase.RECOVERING
         for instruction in self.core.handle(event, time.monotonic()):
             self._execute(instruction)
+        if was_recovering and self.core.phase is not Phase.RECOVERING:
+            self._watch_members_only()
         if self._held and not self._must_wait(None):
             held, self._held = self._held, []
             for peer, header, request, body in held:

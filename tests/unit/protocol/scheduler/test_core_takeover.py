@@ -221,6 +221,22 @@ def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluste
     assert scheduler.view.version == 1
 
 
+def test_who_has_ended_of_the_former_cluster_is_nobody_of_a_new_one() -> None:
+    """It gives the same incarnations, and its views need as many servers as any."""
+    former, servers, (w,) = started(3, 1, replicas=1)
+    lose(former)
+    scheduler = successor(num_servers=3, replicas=1, replaces=True)
+    scheduler.rejoin(w)
+    scheduler.tell(*[events.Ended(each.incarnation) for each in servers])
+    scheduler.tell(events.Ended(w.incarnation))
+    new = [scheduler.register(server(f"new {rank}")) for rank in range(3)]
+    assert [each.incarnation for each in new] == [each.incarnation for each in servers]
+    for each in new[1:]:
+        each.is_silent = True
+    scheduler.pass_time(2 * TIMEOUT_S)
+    assert [each.node for each in scheduler.core.needed] == ["new 1", "new 2"]
+
+
 def test_one_that_replaces_another_gives_its_members_time_to_come() -> None:
     scheduler = successor(num_servers=1, replaces=True)
     assert scheduler.core.phase is Phase.RECOVERING

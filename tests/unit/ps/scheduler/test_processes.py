@@ -49,12 +49,27 @@ def run(scenario: Callable[[Watched], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
+def begin_child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def end_child(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = begin_child()
+    yield process
+    end_child(process)
+
+
+@pytest.fixture
+def other_child() -> Iterator[subprocess.Popen[bytes]]:
+    process = begin_child()
+    yield process
+    end_child(process)
 
 
 def process_of(child: subprocess.Popen[bytes]) -> Process:
@@ -117,6 +132,34 @@ def test_one_that_is_watched_no_more_is_not_told_of(child: subprocess.Popen[byte
         child.wait()
         await asyncio.sleep(0.2)
         assert watched.ended == []
+
+    run(scenario)
+
+
+def test_an_incarnation_that_another_process_gets_stands_for_that(
+    child: subprocess.Popen[bytes], other_child: subprocess.Popen[bytes]
+) -> None:
+    """The next cluster gives the same ones to others."""
+
+    async def scenario(watched: Watched) -> None:
+        watched.watch.watch(3, process_of(child), None, connected=False)
+        watched.watch.watch(3, process_of(other_child), None, connected=True)
+        watched.watch.disconnected(3)
+        other_child.kill()
+        await watched.wait_for(lambda: watched.ended)
+        assert watched.ended == [3]
+
+    run(scenario)
+
+
+def test_only_those_that_are_kept_are_told_of(child: subprocess.Popen[bytes]) -> None:
+    async def scenario(watched: Watched) -> None:
+        for incarnation in (3, 4):
+            watched.watch.watch(incarnation, process_of(child), None, connected=False)
+        watched.watch.keep([4])
+        child.kill()
+        await watched.wait_for(lambda: watched.ended)
+        assert watched.ended == [4]
 
     run(scenario)
 
