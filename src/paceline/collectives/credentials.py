@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.errors import UsageError
-from paceline.transport.authentication import check_token
+from paceline.transport.authentication import check_token, join_fields
 
 _FILE: Final = "key"
 _KEY_BYTES: Final = 32
@@ -43,7 +43,7 @@ def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir:
 
 def derive_token(secret: str, *context: str) -> str:
     """Return a token that only holders of ``secret`` can make, another one for each context; 64 hex digits."""
-    text = b"".join(len(part.encode()).to_bytes(4, "big") + part.encode() for part in ("paceline", *context))
+    text = join_fields(b"paceline", *(part.encode() for part in context))
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 

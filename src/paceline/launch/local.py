@@ -19,14 +19,14 @@ from types import TracebackType
 from typing import IO, Any
 
 from paceline.errors import PacelineError, PeerError, UsageError
-from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
+from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_stale_policy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.ps.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.authentication import check_token
 
 from .kernels import prepare_kernels
-from .roles import check_replicas, check_stale_policy, reach
+from .roles import check_replicas, reach
 
 # glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
 _MALLOC = {

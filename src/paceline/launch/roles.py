@@ -22,7 +22,6 @@ from paceline.protocol import (
     Accept,
     Consistency,
     Eventual,
-    Sequential,
     StalePolicy,
     parse_consistency,
     parse_stale_policy,
@@ -87,15 +86,6 @@ def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[]
                 raise DeadlineError(f"no scheduler has answered within {patience_s:g} s: {error}") from None
         time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:
-    """Raise UsageError for a policy that has nothing to do under this consistency."""
-    if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
-        raise UsageError(
-            f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is "
-            "stale: leave it out, or choose bounded or eventual"
-        )
 
 
 def check_replicas(replicas: int, servers: int, min_replicas: int = 0) -> None:

@@ -30,8 +30,8 @@ from paceline.launch._run_processes import RankProcesses
 from paceline.launch._run_servers import RunServers
 from paceline.launch._run_streams import Screen, check_log_dir
 from paceline.launch.local import Share, wait_cluster
-from paceline.launch.roles import check_replicas, check_stale_policy
-from paceline.protocol import Accept, StrategyChoice, choose_strategy, parse_stale_policy
+from paceline.launch.roles import check_replicas
+from paceline.protocol import Accept, StrategyChoice, check_stale_policy, choose_strategy, parse_stale_policy
 from paceline.transport import TLS, Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
 from paceline.transport.authentication import MAKE_TOKEN, check_token

@@ -37,6 +37,7 @@ from paceline.protocol.consistency import (
     Eventual,
     Sequential,
     StalePolicy,
+    check_stale_policy,
     parse_consistency,
     parse_stale_policy,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "buckets_in",
     "chains",
     "chains_of",
+    "check_stale_policy",
     "choose_strategy",
     "clocks",
     "consistency",

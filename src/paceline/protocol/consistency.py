@@ -177,6 +177,15 @@ def parse_stale_policy(text: str) -> StalePolicy:
     )
 
 
+def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:
+    """Raise UsageError for a policy that has nothing to do under this consistency."""
+    if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
+        raise UsageError(
+            f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is "
+            "stale: leave it out, or choose bounded or eventual"
+        )
+
+
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 18
 

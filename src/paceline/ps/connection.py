@@ -36,7 +36,6 @@ from paceline.transport import (
     Endpoint,
     Header,
     Hello,
-    Kind,
     Transport,
     read_meta,
 )
@@ -158,11 +157,6 @@ class ServerConnection:
         self._lost: PacelineError | None = None
         self._is_cut = True
         self._channel: Channel = NoChannel(target.tcp)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether there is no connection now, as far as was seen."""
-        return self._is_cut
 
     @property
     def is_busy(self) -> bool:
@@ -449,8 +443,8 @@ class ServerConnection:
             self._reconnect(error)
             return
         except PacelineError as error:
-            failed = _last_header(channel)
-            if failed is None or failed.kind != Kind.ERROR:
+            failed = channel.error_header()
+            if failed is None:
                 raise
             self._failed(failed, error)
             return
@@ -632,7 +626,3 @@ def _tell_parents(pending: Pending, failures: list[Pending]) -> None:
             put()
         if not parent.done and parent.moved is not None:
             parent.settle(failures)
-
-
-def _last_header(channel: Channel) -> Header | None:
-    return channel.last_header

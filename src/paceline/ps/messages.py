@@ -176,14 +176,14 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What a map differs by from the one of `base`, which was sent on this connection before. A NOTICE."""
 
-    base: int
+    base: Number
     """The epoch of that map."""
-    epoch: int
-    term: int
+    epoch: Number
+    term: Number
     version: Version
-    last_incarnation: int
+    last_incarnation: Number
     joined: tuple[MemberInfo, ...] = ()
-    gone: tuple[int, ...] = ()
+    gone: tuple[Number, ...] = ()
     groups: tuple[GroupInfo, ...] | None = None
     """None: as before."""
     former_voters: tuple[Number, ...] = ()
@@ -211,7 +211,7 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Promise(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE to a server: prepare no map of a lower term than this one from now on, and answer with Promised."""
 
-    term: int
+    term: Number
 
 
 class PrepareMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -223,8 +223,8 @@ class PrepareMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CommitMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE to a server: act on the map that was prepared last on this connection."""
 
-    term: int
-    epoch: int
+    term: Number
+    epoch: Number
 
 
 # To the scheduler.
@@ -233,14 +233,14 @@ class CommitMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE from a server: the map of this order is here."""
 
-    term: int
-    epoch: int
+    term: Number
+    epoch: Number
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE from a server: it prepares no map of a lower term than this one from now on."""
 
-    term: int
+    term: Number
 
 
 class GetMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -370,7 +370,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A sign of life (NOTICE), with what a worker has to show for it, and whom a server cannot reach."""
 
     progress: dict[str, float] = {}
-    unreachable: tuple[int, ...] = ()
+    unreachable: tuple[Number, ...] = ()
     """The servers, by incarnation, that this one is linked to and has not heard for half of the time-out."""
 
 

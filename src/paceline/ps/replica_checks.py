@@ -82,7 +82,6 @@ class ReplicaChecks:
         self._tables = tables
         self._left: list[tuple[int, int]] = []  # target, bucket: what this round has not come to
         self._num_in_round = 1
-        self._took_s = 0.0
         self._differences: dict[tuple[int, int], str] = {}  # bucket, table (0: the pushes) → what it is
         self._unordered: set[int] = set()
         self.orders = BucketOrders()

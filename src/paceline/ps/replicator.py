@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import PeerError, ProtocolError
+from paceline.errors import PeerError
 from paceline.protocol import replication
 from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
 from paceline.protocol.replication import Replication
@@ -496,6 +496,5 @@ _NO_FLOATS = np.empty(0, np.float32)
 
 
 def _as_push(token: Any) -> ChainPush:
-    if not isinstance(token, ChainPush):
-        raise ProtocolError("a push was expected")
+    assert isinstance(token, ChainPush)
     return token

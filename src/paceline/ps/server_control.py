@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from paceline.errors import PacelineError, ProtocolError, StaleEpochError
+from paceline.errors import ProtocolError, StaleEpochError, TableMismatchError
 from paceline.protocol.buckets import Buckets
 from paceline.ps import messages, snapshot_messages
 from paceline.ps.gatekeeper import Gatekeeper, name_of
@@ -103,7 +103,10 @@ class ServerControl:
         table = self._tables.by_number.get(request.number)
         if table is not None:
             if request.spec not in (table.declared, table.spec):
-                raise PacelineError(f"server {rank} holds {table.spec} as table {request.number}, not {request.spec}")
+                raise TableMismatchError(
+                    f"server {rank} holds {table.spec} as table {request.number}, and was told to hold {request.spec}: "
+                    "the two come from different schedulers; connect again"
+                )
             return
         self._tables.by_number[request.number] = self._replicator.new_table(request.spec)
         self._replicator.tables_changed()

@@ -69,7 +69,6 @@ class Oracle:
         self._reads: dict[tuple[int, int], int] = {}
         self._refused: dict[int, str] = {}  # workers that a server took for gone → which one
         self._maps: dict[int, tuple[ChainGroup, ...]] = {}
-        self._primaries: dict[tuple[int, int], int] = {}
 
     # Pushes.
 

@@ -68,7 +68,6 @@ class Worker(Node):
         self._handshake: dict[int, int | None] | None = None  # server → its answer; None: no handshake
         self._handshake_clock = 0
         self._handshake_number = 0
-        self._wants_work = False
         self._lease: Granted | None = None
         self._iterations_left = 0
         self._request = 0

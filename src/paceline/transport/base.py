@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.authentication import Hello
-from paceline.transport.frames import Buffer, Header, WritableBuffer
+from paceline.transport.frames import Buffer, Header, Kind, WritableBuffer
 
 
 class Statistics(NamedTuple):
@@ -149,6 +149,11 @@ class Channel(ABC):
     """The header of the last frame received; of the ERROR frame, after an error that the server reported."""
     last_meta: bytes = b""
     """The meta of the last frame that :meth:`receive` returned."""
+
+    def error_header(self) -> Header | None:
+        """Return the header of the last frame if that was an ERROR: whose request has failed; else None."""
+        header = self.last_header
+        return header if header is not None and header.kind == Kind.ERROR else None
 
     @abstractmethod
     def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:

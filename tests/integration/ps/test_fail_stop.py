@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,3 +151,20 @@ def test_a_scheduler_that_fails_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         assert set(cluster.failures) == {error}
         cluster.failures.clear()
+
+
+def test_whoever_waits_hears_that_the_line_to_the_scheduler_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ended with the exception, and calls waited until their time was over."""
+    seen: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+
+    def fails() -> None:
+        raise KeyError("a fault")
+
+    with Cluster() as cluster:
+        client = cluster.connect()
+        monkeypatch.setattr(client.link, "_receive", fails)
+        with pytest.raises(PeerError, match=r"has failed \(KeyError: 'a fault'\)"):
+            client.tables()
+        wait_until(lambda: bool(seen))
+        assert seen[0].exc_type is KeyError

@@ -116,7 +116,7 @@ def run(function: Callable[[int], Any]) -> list[Any]:
     """Call `function(rank)` on two ranks."""
 
     def work(group: Group) -> Any:
-        _ranks.here = Ranks(group.rank, 2, group.rank, 2, group)
+        _ranks.here = Ranks(group.rank, 2, group.rank, group)
         return function(group.rank)
 
     return run_ranks(2, work)

@@ -69,7 +69,7 @@ def run(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[Cal
 
     def call(function: Callable[[int], Any]) -> list[Any]:
         def work(group: Group) -> Any:
-            _ranks.here = Ranks(group.rank, 2, group.rank, 2, group)
+            _ranks.here = Ranks(group.rank, 2, group.rank, group)
             return function(group.rank)
 
         return run_ranks(2, work)

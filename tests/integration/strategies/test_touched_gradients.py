@@ -53,7 +53,7 @@ def _join(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(function: Callable[[int], Any]) -> list[Any]:
     def work(group: Group) -> Any:
-        _ranks.here = Ranks(group.rank, 2, group.rank, 2, group)
+        _ranks.here = Ranks(group.rank, 2, group.rank, group)
         return function(group.rank)
 
     return run_ranks(2, work)

@@ -35,7 +35,7 @@ from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
 from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
 from paceline.ps.scheduler.processes import own_process
-from paceline.transport import Address, Channel, Header, Hello, Kind, Transport, read_meta
+from paceline.transport import Address, Channel, Hello, Transport, read_meta
 
 _FIRST_HEARTBEAT_S = 0.1  # until the scheduler says how often: often enough for the shortest patience
 _SHORTEST_PAUSE_S = 0.05
@@ -240,6 +240,14 @@ class SchedulerLink:
                 if lost is not None:
                     self._fail(lost)
                     return
+            except BaseException as error:
+                self._fail(
+                    PeerError(
+                        f"the line to the scheduler at {self.address} has failed ({type(error).__name__}: {error}), "
+                        "and this process cannot go on without it; please report this"
+                    )
+                )
+                raise
 
     def _listen(self) -> None:
         next_beat = time.monotonic() + self._heartbeat_s
@@ -258,8 +266,8 @@ class SchedulerLink:
         try:
             frame = channel.receive_frame(self._timeout_s)
         except PacelineError as error:
-            header = _last_header(channel)
-            if header is None or header.kind != Kind.ERROR:
+            header = channel.error_header()
+            if header is None:
                 raise
             with self._send_lock:
                 refused = self._outgoing.take(header.request)
@@ -312,7 +320,7 @@ class SchedulerLink:
                     self._on_notice(notice)
 
     def _answer(self, notice: msgspec.Struct) -> None:
-        """Answer a notice: the scheduler asks again if that is lost."""
+        """Say what need not come: the scheduler asks again, or does not mind."""
         with self._send_lock:
             self._channel.send_frame(NOTICE, meta=messages.encode(notice))
 
@@ -396,7 +404,7 @@ class SchedulerLink:
                 if self._is_released:
                     raise self._gone()
             else:
-                self._channel.send_frame(NOTICE, meta=messages.encode(messages.Heartbeat()))
+                self._answer(messages.Heartbeat())
 
     def _rejoin(self) -> messages.Rejoin:
         registration, welcome, newest = self._registration, self._welcome, self._maps.newest
@@ -461,7 +469,3 @@ class _NobodyThere(Exception):  # noqa: N818 - a state, not an error
 def _is_told(error: Exception) -> bool:
     """Whether the scheduler is there and has said what is wrong."""
     return isinstance(error, PeerError) and not isinstance(error, ConnectionLostError)
-
-
-def _last_header(channel: Channel) -> Header | None:
-    return channel.last_header

@@ -5,8 +5,7 @@ from __future__ import annotations
 from paceline.protocol import Member, Role
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.scheduler import View
-from paceline.ps.messages import ClusterMap, GroupInfo, MapChange, MemberInfo
-from paceline.ps.messages import Process as Process
+from paceline.ps.messages import ClusterMap, GroupInfo, MapChange, MemberInfo, Process
 from paceline.transport import Endpoint
 
 ROLES = {"server": Role.SERVER, "worker": Role.WORKER, "observer": Role.OBSERVER}

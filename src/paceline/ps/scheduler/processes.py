@@ -170,8 +170,10 @@ class ProcessWatch:
                 _, writer = await asyncio.wait_for(opening, _PROBE_S)
                 writer.close()
             except ConnectionRefusedError:
+                is_ours = await asyncio.to_thread(_is_own_address, address.host)  # a name is looked up
+                if incarnation in self._connected:
+                    break
                 self._probes.pop(incarnation, None)
-                is_ours = _is_own_address(address.host)
                 (self._on_ended if is_ours else self._on_doubted)(incarnation)
                 return
             except (OSError, asyncio.TimeoutError):

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
-from paceline.protocol import Accept, Consistency, Member, Role, Sequential, StalePolicy
+from paceline.protocol import Consistency, Member, Role, StalePolicy, check_stale_policy
 from paceline.protocol.buckets import count, from_bytes
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.ps import messages
@@ -71,11 +71,7 @@ class Scheduler(Handler):
         on_loss: Callable[[str], None] = lambda text: None,
         tells_ends: bool = True,
     ) -> None:
-        if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
-            raise UsageError(
-                f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is "
-                "stale: leave it out, or choose bounded or eventual"
-            )
+        check_stale_policy(consistency, stale)
         self._settings = messages.Settings(
             consistency=str(consistency),
             stale=str(stale),

@@ -26,13 +26,10 @@ class Ranks:
     the user's program or DistributedDataParallel sends.
     """
 
-    def __init__(
-        self, rank: int = 0, size: int = 1, local_rank: int = 0, local_size: int = 1, group: Group | None = None
-    ) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, group: Group | None = None) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
-        self.local_size = local_size
         self.group = group
         self._owns_torch = False
 
@@ -68,7 +65,7 @@ class Ranks:
         else:
             group = init(address=_place(told) if _is_placeless(told) else None, timeout=timeout)
             rank, size = group.rank, group.size
-        ranks = cls(rank, size, _or(told.local_rank, rank), _or(told.local_world_size, size), group)
+        ranks = cls(rank, size, rank if told.local_rank is None else told.local_rank, group)
         ranks._owns_torch = owns_torch
         return ranks
 
@@ -134,7 +131,3 @@ def _place(told: Environment) -> str:
             "same on every rank (the host of rank 0, and a free port on it)"
         )
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _or(value: int | None, other: int) -> int:
-    return other if value is None else value
