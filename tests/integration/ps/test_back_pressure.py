@@ -52,8 +52,9 @@ def most_held(node: ServerNode, done: Any) -> int:
 
     def look() -> bool:
         nonlocal most
+        is_done = bool(done())
         most = max(most, node.call(lambda: node.server._count_held() + node.server._count_ahead()))
-        return bool(done())
+        return is_done
 
     wait_until(look)
     return most

@@ -150,6 +150,7 @@ class SchedulerCore:
         self._peers: dict[int, object] = {}  # incarnation → its connection
         self._incarnations: dict[object, int] = {}
         self._leaving: set[int] = set()  # servers that want to go when their buckets are elsewhere
+        self._all_leave = False  # since the last that wanted to, while none died
         self._released: set[int] = set()  # where all are draining
         self._silent: dict[int, bool] = {}  # servers that are overdue → whether it was told that they are waited for
         self._cut_off: dict[int, str] = {}  # servers that are heard, and others do not reach; why they have to go
@@ -424,6 +425,7 @@ class SchedulerCore:
         member = None if incarnation is None else self.membership.find(incarnation)
         if member is not None and member.role is Role.SERVER:
             self._leaving.add(member.incarnation)
+            self._all_leave = {each.incarnation for each in self.membership.of(Role.SERVER)} <= self._leaving
             self._plan()
 
     def _remove(self, incarnations: Iterable[int], reason: str | None) -> None:
@@ -597,9 +599,13 @@ class SchedulerCore:
                 self._welcomes.append((peer, member))
 
     def _release_all(self) -> None:
-        """Release all servers if all are draining: nobody is left to relieve them."""
+        """Release all servers if all wanted to go: nobody is left to relieve them.
+
+        Not those that are left alone since the others died: with them would go what nobody else has.
+        """
         servers = {each.incarnation for each in self.membership.of(Role.SERVER)}
-        for each in sorted(servers - self._released) if servers <= self._leaving else ():
+        self._all_leave = self._all_leave and servers <= self._leaving
+        for each in sorted(servers - self._released) if self._all_leave else ():
             if each in self._peers:
                 self._released.add(each)
                 self._out.append(events.Release(self._peers[each]))
@@ -694,6 +700,7 @@ class SchedulerCore:
         present = {each.member.incarnation: each.member for each in returned}
         present.update((each, known[each]) for each in unheard)
         self._leaving = {each.member.incarnation for each in returned if each.is_leaving} & latest.servers.keys()
+        self._all_leave = latest.servers.keys() <= self._leaving
         self._rebuild(present, {each: m for each, m in known.items() if each not in present and m.role is Role.SERVER})
         back = []
         for each in ours:

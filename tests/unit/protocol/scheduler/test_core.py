@@ -543,6 +543,20 @@ def test_servers_that_all_drain_are_all_released() -> None:
     assert scheduler.all(events.Lost) == []  # they have not gone yet
 
 
+def test_who_drains_stays_when_those_that_were_to_relieve_it_die() -> None:
+    """It was released as the last of all, and what only it had went with it."""
+    scheduler, (a, b), _ = started(2)
+    scheduler.drain(a)
+    scheduler.kill(b)
+    assert a.fate is None
+    assert holders(scheduler.view, a)
+    scheduler.register(server("c"), is_extra=True)
+    assert len(scheduler.all(events.Lost)) == 1  # what only the dead one had
+    scheduler.fill_all()
+    assert isinstance(a.fate, events.Release)
+    assert len(scheduler.all(events.Lost)) == 1
+
+
 def test_one_of_all_that_drain_is_told_again_when_it_comes_again() -> None:
     scheduler, (a, b), _ = started(2)
     assert a.wire is not None
