@@ -203,9 +203,12 @@ class Proposal:
         return frozenset({*self.committed.servers, *self.view.servers})
 
     def is_accepted(self, ended: Collection[int]) -> bool:
-        """Whether it may be committed: a quorum has it, also without those that leave by it, and all that gain."""
+        """Whether it may be committed: a quorum has it, enough of them stay, and so have all that gain."""
         voters = self.committed.voters
         quorum = commit_quorum(len(voters), self.replicas)
         has_quorum = _have(quorum, voters, ended, self.prepared)
-        stays = _have(quorum, voters - self.released, ended, self.prepared)  # what those know that go is gone with them
+        # What those know that go is gone with them. A scheduler that takes over from the view before needs as many
+        # voters as ever; each that goes is one less without this view, so as many fewer need have it among the others.
+        staying = voters - self.released
+        stays = _have(max(quorum - len(voters) + len(staying), 1), staying, ended, self.prepared)
         return has_quorum and stays and gaining(self.committed.groups, self.view.groups) <= self.prepared
