@@ -30,6 +30,7 @@ def end(scheduler: Running, *roles: Running) -> None:
         finished = role.wait(10.0)
         assert finished.status == 0, (role.process.args, finished)
         assert "Traceback" not in finished.err
+        assert "are lost" not in finished.err, finished
 
 
 def speak(address: str, data: bytes) -> bytes:

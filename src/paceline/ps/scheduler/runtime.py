@@ -332,7 +332,8 @@ class Scheduler(Handler):
                     loop = asyncio.get_running_loop()
                     self._flush = loop.call_at(max(loop.time(), self._flushed_s + _FLUSH_S), self._flush_now)
             case events.Lost(buckets):
-                self._on_loss(f"{count(buckets)} buckets of the tables are lost: no server that lives has them")
+                if not self.ended.is_set():  # at the end servers leave, with what they hold
+                    self._on_loss(f"{count(buckets)} buckets of the tables are lost: no server that lives has them")
             case events.Note(text):
                 self._on_note(text)
             case events.Superseded(term):
