@@ -154,6 +154,7 @@ class SchedulerCore:
         self._released: set[int] = set()  # where all are draining
         self._silent: dict[int, bool] = {}  # servers that are overdue → whether it was told that they are waited for
         self._cut_off: dict[int, str] = {}  # servers that are heard, and others do not reach; why they have to go
+        self._former = ""  # the cluster that is to be taken over
         self._ended: set[int] = set()  # incarnations whose processes are known to have ended
         self._doubts: dict[int, str] = {}  # members that count as silent before they are overdue → why
         self._asked_term = 0  # while recovering: the term that is to be its own
@@ -415,9 +416,10 @@ class SchedulerCore:
         if incarnation is not None:
             self._ended.add(incarnation)  # its process ends, and can be asked for nothing
             self._remove([incarnation], None)
-        returned = self._recovery.forget(peer)
+        cluster, returned = self._recovery.cluster, self._recovery.forget(peer)
         if returned is not None:
-            self._ended.add(returned.member.incarnation)
+            if returned.cluster == cluster:
+                self._ended.add(returned.member.incarnation)
             self._out.append(events.Expel(peer, "it has left"))
         self._newcomers.pop(peer, None)
 
@@ -632,12 +634,16 @@ class SchedulerCore:
 
     def _forget_former(self) -> None:
         """Forget the cluster that was to be taken over: a new one gives the same incarnations to others."""
-        self._recovery, self._replaces = Recovery(), False
+        self._recovery, self._former, self._replaces = Recovery(), "", False
         self._ended, self._doubts, self.needed = set(), {}, ()
 
     def _recover(self) -> None:
         """Take over when the members that are needed are back."""
         recovery, latest = self._recovery, self._recovery.latest_view()
+        if recovery.cluster not in ("", self._former):
+            if self._former:  # of two whose members come here the other has more: the same incarnations are others there
+                self._ended, self._doubts = set(), {}
+            self._former = recovery.cluster
         if recovery.is_empty:
             if self._is_late:  # nobody is left: this scheduler's cluster is new
                 self._forget_former()

@@ -79,11 +79,16 @@ class Recovery:
         """All that are back, of whatever cluster."""
         return list(self._returned.values())
 
-    def ours(self) -> list[Returned]:
-        """The members of the cluster that most servers, or else most members, are of."""
+    @property
+    def cluster(self) -> str:
+        """The cluster that most servers, or else most members, are of; empty if nobody is back."""
         votes = Counter(each.cluster for each in self._returned.values())
         servers = Counter(each.cluster for each in self._returned.values() if each.member.role is Role.SERVER)
-        cluster = max(votes, key=lambda name: (servers[name], votes[name]), default="")
+        return max(votes, key=lambda name: (servers[name], votes[name]), default="")
+
+    def ours(self) -> list[Returned]:
+        """The members of that cluster."""
+        cluster = self.cluster
         return [each for each in self._returned.values() if each.cluster == cluster]
 
     def others(self) -> list[Returned]:

@@ -764,3 +764,18 @@ def test_one_that_leaves_while_the_first_view_is_prepared_is_not_welcomed() -> N
     scheduler.rejoin(a)
     assert {each.member for each in scheduler.all(events.Welcome)} == {a.member}
     assert scheduler.last(events.TakenOver).dead == (w.member,)
+
+
+def test_who_has_ended_of_one_cluster_has_not_ended_of_another() -> None:
+    """Members of two come to one address; a server of the other was expelled, and what it had was lost."""
+    _, servers, workers = started(3, 2, replicas=1, cluster="a")
+    _, others, _ = started(3, replicas=1, cluster="b", salt=9)
+    scheduler = Scheduler("new", num_servers=3, replicas=1, replaces=True)
+    for each in workers:
+        scheduler.rejoin(each)
+    scheduler.tell(events.Ended(servers[0].incarnation), events.Ended(servers[1].incarnation))
+    scheduler.rejoin(*others)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.core.cluster == "b"
+    assert {each.incarnation for each in others} <= {each.incarnation for each in scheduler.core.membership.members}
+    assert scheduler.all(events.Lost) == []
