@@ -22,9 +22,18 @@ class Watch:
             name = event if isinstance(event, str) else type(event).__name__
             self._seen.add((before[0], name, after[0], told))
 
+    @property
+    def has_seen_all(self) -> bool:
+        """Whether all that the table has was seen."""
+        return self._rows <= self._seen
+
+    @property
+    def _rows(self) -> set[tuple[object, str, object, str]]:
+        return {(row.source, row.event, row.target, row.instruction) for row in self._table.transitions}
+
     def ends(self) -> None:
         self._table.validate()
-        rows = {(row.source, row.event, row.target, row.instruction) for row in self._table.transitions}
+        rows = self._rows
         wrong = [f"{row}: seen, but not in the table" for row in sorted(map(repr, self._seen - rows))]
         wrong += [f"{row}: in the table, but never seen" for row in sorted(map(repr, rows - self._seen))]
         assert not wrong, "\n".join([f"The table of {self._table.thing}:", *wrong])
