@@ -641,7 +641,7 @@ class SchedulerCore:
         """Take over when the members that are needed are back."""
         recovery, latest = self._recovery, self._recovery.latest_view()
         if recovery.cluster not in ("", self._former):
-            if self._former:  # of two whose members come here the other has more: the same incarnations are others there
+            if self._former:  # of two that come here the other has more: its incarnations are others
                 self._ended, self._doubts = set(), {}
             self._former = recovery.cluster
         if recovery.is_empty:
