@@ -317,6 +317,27 @@ def test_what_a_short_chain_completes_is_safe_when_it_is_long_enough_again() -> 
     assert iterations.may_read(2)
 
 
+def test_of_a_short_chain_that_is_gained_nothing_is_safe_yet() -> None:
+    """The primary before may have completed iterations that its workers still keep."""
+    replication = Replication(A, min_replicas=1)
+    iterations = Iterations(replication)
+    change(replication, 1, ChainGroup((A, B), None, 0b01), ChainGroup((C, A), None, 0b10))
+    iterations.lead(1, 0b01, ())
+    push_sums(replication, iterations, iterations.complete(0, (1,)))
+    replication.handle(Acknowledged(B, 1))
+    iterations.acknowledged(0)
+    assert iterations.durable == 1
+    change(replication, 2, ChainGroup((A, B), None, 0b01), ChainGroup((A,), B, 0b10))
+    iterations.lead(2, ALL, (1,))
+    push_sums(replication, iterations, iterations.synced(1, 2))
+    assert iterations.durable == 0
+    assert not iterations.may_read(1)
+    change(replication, 3, ChainGroup((A, B), None, ALL))
+    iterations.lead(3, ALL, (1,))
+    assert iterations.durable == 1
+    assert iterations.may_read(1)
+
+
 def test_a_takeover_counts_only_what_is_said_by_its_own_map() -> None:
     takeover = Takeover()
     takeover.lead(5, 0b1, {7, 8})

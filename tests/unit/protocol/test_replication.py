@@ -260,6 +260,15 @@ def test_what_is_handed_up_is_handed_up_whole() -> None:
     assert [each.token for each in again if isinstance(each, Forward)] == [0, 1]
 
 
+@pytest.mark.parametrize(("version", "targets"), [(2, [C]), (3, [C, A])])
+def test_after_a_missed_map_all_that_is_pending_is_handed_up(version: int, targets: list[int]) -> None:
+    middle = server(B, ((A, B, C), None, 0b1))
+    handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
+    # By the map that was missed A may have lost the bucket, and been filled with it anew.
+    again = handle(middle, change(version, ((A, B, C), None, 0b1)))
+    assert [each.target for each in again if isinstance(each, Forward)] == targets
+
+
 def test_with_every_map_each_push_is_left_once() -> None:
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("push", A, 9, 0, 1, 0b1))
@@ -307,6 +316,17 @@ def test_a_server_is_filled_and_reported() -> None:
     assert first.next_fill(B) is None
     assert handle(first, Confirmed(B, last[0])) == [Report(1, B, 0b11)]
     assert handle(first, Confirmed(B, last[0])) == []
+
+
+def test_a_server_is_filled_by_the_one_before_it_only() -> None:
+    new = server(B, ((A,), B, 0b001), ((C,), B, 0b010), ((A, B), None, 0b100))
+    for source, bucket in ((C, 0), (A, 1), (A, 2), (4, 0)):
+        assert handle(new, StateReceived("state", source, 1, bucket, ((9, 5, 1 << bucket),))) == [Forget("state")]
+    assert new.held == 0b100
+    assert new.missing(9, 5, 0b100) == 0b100
+    for source, bucket in ((A, 0), (C, 1)):
+        assert handle(new, StateReceived("state", source, 1, bucket, ())) == [Load("state", bucket)]
+    assert new.held == 0b111
 
 
 def test_a_fill_goes_on_after_a_cut_and_after_a_change() -> None:

@@ -4,7 +4,7 @@ import hmac
 
 import pytest
 
-from paceline.transport.sealing import PIECE_BYTES, Seal, derive_seals
+from paceline.transport.sealing import PIECE_BYTES, TAG_BYTES, Seal, derive_seals
 
 KEY = bytes(range(32))
 
@@ -43,3 +43,16 @@ def test_whatever_happens_to_a_frame_is_noticed(fault: str) -> None:
         receiving.update(frame)
         fitted.append(receiving.fits(tag))
     assert fitted == [True] * (len(order) - 1) + [False]
+
+
+def test_a_tag_fits_whole_or_not_at_all() -> None:
+    right = Seal(KEY).tag((b"frame",))
+    number = int.from_bytes(right, "little")
+    altered = [(number ^ 1 << bit).to_bytes(TAG_BYTES, "little") for bit in range(8 * TAG_BYTES)]
+    fitting = []
+    for tag in (right, *altered, right[:-1], right + b"\0", b""):
+        receiving = Seal(KEY)
+        receiving.update(b"frame")
+        if receiving.fits(tag):
+            fitting.append(tag)
+    assert fitting == [right]

@@ -181,6 +181,19 @@ def test_a_fill_whose_server_fell_silent_is_planned_again_when_it_is_heard() -> 
     assert scheduler.all(events.Removed) == []
 
 
+def test_a_fill_whose_server_fell_silent_keeps_nobody_from_going_on() -> None:
+    """As a member it would have to prepare the view, though the one that filled it is silent too."""
+    scheduler, (a, b), (w,) = started(2, 1)
+    c = join(scheduler, "c")
+    a.is_silent = c.is_silent = True
+    scheduler.fill(c)
+    assert not holders(scheduler.view, c)
+    scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
+    scheduler.kill(w)
+    assert scheduler.view.excludes(w.incarnation)
+    assert set(scheduler.view.servers) == {a.incarnation, b.incarnation}
+
+
 def test_a_server_dies_that_was_to_be_filled() -> None:
     scheduler, (a,), _ = started(1)
     b = join(scheduler, "b")
