@@ -513,9 +513,11 @@ class SchedulerCore:
         if not self.committed.version:
             return
         doubtful = self._silent.keys() | self._cut_off.keys()
-        filled = [(target, buckets) for target, buckets in self._filled if target not in doubtful]
-        self.planner.restore(self.committed.groups, filled)
         servers = {each.incarnation: each.rank for each in self.membership.of(Role.SERVER)}
+        # A doubtful server that is filled is a member only of chains that have no other: the view waits for it.
+        alone = sum(group.buckets for group in self.committed.groups if servers.keys().isdisjoint(group.members))
+        filled = [(target, buckets & alone if target in doubtful else buckets) for target, buckets in self._filled]
+        self.planner.restore(self.committed.groups, filled)
         self.planner.servers_changed(servers, self._leaving, doubtful)
 
     def _departing(self) -> dict[int, str | None]:
@@ -548,6 +550,8 @@ class SchedulerCore:
                 peers = tuple(self._peers[each] for each in sorted(proposal.audience) if each in self._peers)
                 self._out.append(events.Prepare(peers, proposal.view))
                 self._has_changed = proposal.is_accepted(self._ended)  # where nobody has to be asked
+        if self._publication.proposal is not None:
+            self._note_silent(self._publication.proposal.gaining)
         self._release_all()
 
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
@@ -563,19 +567,20 @@ class SchedulerCore:
             if reason is None and server in self._peers:
                 self._out.append(events.Release(self._peers[server]))
             self._remove([server], reason)
-        for server, was_told in list(self._silent.items()):
-            if not was_told:
-                self._silent[server] = True
-                self._note_silent(server)
+        self._note_silent(self._silent)
         self._register_newcomers()
         self._has_changed = True  # what has changed meanwhile has waited
 
     def _members(self) -> tuple[Member, ...]:
         return (*self.membership.of(Role.SERVER), *self.membership.of(Role.WORKER))
 
-    def _note_silent(self, server: int) -> None:
-        member = self.membership.find(server)
-        if member is not None:
+    def _note_silent(self, servers: Iterable[int]) -> None:
+        """Say once of each of these servers that is silent that it is waited for."""
+        for server in servers:
+            member = self.membership.find(server)
+            if member is None or self._silent.get(server, True):
+                continue
+            self._silent[server] = True
             num_buckets = count(self.planner.member_of(server))
             self._out.append(
                 events.Note(

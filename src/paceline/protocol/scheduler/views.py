@@ -202,6 +202,11 @@ class Proposal:
         """The servers that it is sent to."""
         return frozenset({*self.committed.servers, *self.view.servers})
 
+    @property
+    def gaining(self) -> frozenset[int]:
+        """The servers that it cannot do without: see :func:`gaining`."""
+        return gaining(self.committed.groups, self.view.groups)
+
     def is_accepted(self, ended: Collection[int]) -> bool:
         """Whether it may be committed: a quorum has it, enough of them stay, and so have all that gain."""
         voters = self.committed.voters
@@ -211,4 +216,4 @@ class Proposal:
         # voters as ever; each that goes is one less without this view, so as many fewer need have it among the others.
         staying = voters - self.released
         stays = _have(max(quorum - len(voters) + len(staying), 1), staying, ended, self.prepared)
-        return has_quorum and stays and gaining(self.committed.groups, self.view.groups) <= self.prepared
+        return has_quorum and stays and self.gaining <= self.prepared

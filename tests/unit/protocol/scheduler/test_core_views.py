@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.protocol.scheduler import events
 
 from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, holders, server, started, worker
@@ -215,6 +217,37 @@ def test_whoever_filled_another_and_died_has_lost_nothing() -> None:
     scheduler.kill(a)
     assert scheduler.all(events.Lost) == [events.Lost(ALL & ~moving)]
     assert holders(scheduler.view, b) == moving
+
+
+@pytest.mark.parametrize("num_others", [0, 1])
+@pytest.mark.parametrize("is_silent_before", [False, True])
+def test_whoever_was_filled_by_one_that_died_is_waited_for_though_it_is_silent(
+    num_others: int, is_silent_before: bool
+) -> None:
+    scheduler, others, _ = started(1 + num_others)
+    a = others[0]
+    b = join(scheduler, "b")
+    moving = sum(each.buckets for each in scheduler.view.groups if each.filling == b.incarnation)
+    only_here = holders(scheduler.view, a) & ~moving
+    moving &= holders(scheduler.view, a)
+    b.is_silent = True
+    scheduler.fill(b)
+    for node in others:
+        node.prepares = False
+    if not is_silent_before:
+        scheduler.kill(a)
+    scheduler.pass_time(3 * TIMEOUT_S)
+    if is_silent_before:
+        scheduler.kill(a)
+    for node in others:
+        node.prepares = True
+    scheduler.rejoin(*others[1:])
+    notes = scheduler.notes
+    scheduler.wake(b)
+    assert sum(each.buckets for each in scheduler.all(events.Lost)) == only_here
+    assert holders(scheduler.view, b) & moving == moving
+    told = f"server {num_others + 1} is silent, and nobody else has {moving.bit_count()} of its buckets"
+    assert sum(told in note for note in notes) == 1
 
 
 def test_one_that_comes_again_is_asked_again_to_prepare() -> None:
