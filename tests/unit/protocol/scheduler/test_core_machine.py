@@ -130,8 +130,8 @@ class Run:
         gone = former.voters - view.servers.keys()
         leaving = {each for each in gone if self.is_alive(each) and self.by_incarnation[each].is_leaving}
         quorum = commit_quorum(len(former.voters), self.replicas)
-        for voters in (former.voters, former.voters - leaving):
-            needed = min(quorum, sum(map(self.is_alive, voters)))
+        for voters, num_left in ((former.voters, 0), (former.voters - leaving, len(leaving))):
+            needed = min(max(quorum - num_left, 1), sum(map(self.is_alive, voters)))
             assert len(prepared & voters) >= needed, "too few have prepared it"
         assert gaining(former.groups, view.groups) <= prepared, "one that gains buckets does not know of it"
 
