@@ -76,6 +76,12 @@ class ChainLinks:
         link = self._links.get(target)
         return None if link is None else link.peer
 
+    def renew(self, target: int) -> None:
+        """Break the connection to a server: with a new one all is sent that it may lack."""
+        peer = self.peer(target)
+        if peer is not None:
+            peer.abort()
+
     def close(self) -> None:
         """Close all connections."""
         if self._timer is not None:

@@ -293,7 +293,9 @@ class Replicator:
         elif header.kind == STATE_TAKEN:
             self._state_taken(target, header.request)
         elif header.kind == Kind.ERROR:
-            _logger.error("a server behind this one could not take a frame: %s", error_of(meta))
+            _logger.error("a server behind this one did not take a frame, and is sent all again: %s", error_of(meta))
+            assert self._links is not None
+            self._links.renew(target)
 
     @must_succeed
     def tables_changed(self) -> None:

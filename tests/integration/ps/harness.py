@@ -16,6 +16,7 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
+from paceline.ps.bucket_arrays import buckets_of_keys
 from paceline.ps.fail_stop import watch_loop
 from paceline.testing import Served, serve_in_thread
 from paceline.transport import Channel, Hello, SocketTransport, Transport
@@ -309,6 +310,12 @@ def keys_of(*numbers: int) -> Keys:
 def floats(*values: float) -> Floats:
     """Return float32."""
     return np.array(values, np.float32)
+
+
+def key_of(client: Client, rank: int) -> Keys:
+    """Return a key whose primary is the server of that rank."""
+    keys = np.arange(1000, dtype=np.uint64).reshape(-1, 1)
+    return next(key for key in keys if client.owners[buckets_of_keys(key).bit_length() - 1] == rank)
 
 
 def random_keys(random: np.random.Generator, count: int) -> Keys:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from paceline.protocol import Consistency, Eventual, Sequential
-from paceline.ps import SGD, Client
-from paceline.ps.bucket_arrays import buckets_of_keys
+from paceline.ps import SGD
 
-from .harness import PATIENCE_S, Cluster, Keys, ServerNode, in_threads, wait_until
+from .harness import PATIENCE_S, Cluster, ServerNode, in_threads, key_of, wait_until
 
 BUDGET = 1 << 20
 DIM = 4096
@@ -38,12 +37,6 @@ def stopped(node: ServerNode) -> Iterator[None]:
         yield
     finally:
         go_on.set()
-
-
-def key_of(client: Client, rank: int) -> Keys:
-    """Return a key whose primary is the server of that rank."""
-    keys = np.arange(1000, dtype=np.uint64).reshape(-1, 1)
-    return next(key for key in keys if client.owners[buckets_of_keys(key).bit_length() - 1] == rank)
 
 
 def most_held(node: ServerNode, done: Any) -> int:

@@ -1,0 +1,28 @@
+"""A frame that the server behind does not take: nothing is acknowledged without it, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from paceline.ps import SGD
+
+from .harness import Cluster, key_of
+
+
+def test_what_a_server_refused_is_sent_again_with_the_tables(caplog: pytest.LogCaptureFixture) -> None:
+    """It was only logged: the push was never acknowledged."""
+    with Cluster(servers=2, replicas=1) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        owner = client.owners[0]
+        behind = cluster.nodes[1 - owner]
+        key = key_of(client, owner)
+        with caplog.at_level(logging.ERROR, "paceline.ps"):
+            behind.call(lambda: behind.server._tables.by_number.pop(table.number))
+            table.push(key, np.ones((1, 1), np.float32)).wait()
+        assert "did not take a frame, and is sent all again" in caplog.text
+        assert table.pull(key) == -1
+        cluster.compare_replicas()
