@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import socket
+import time
 from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineError, PacelineError, ProtocolError
@@ -18,7 +19,7 @@ from paceline.transport.frames import Header, Kind, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool
 from paceline.transport.reception import Reception
 from paceline.transport.sending import TransportPeer
-from paceline.transport.strangers import Strangers, max_strangers
+from paceline.transport.strangers import Complaints, Strangers, max_strangers
 
 _logger = logging.getLogger("paceline.transport")
 
@@ -39,6 +40,7 @@ class Service:
     """With TLS, the one that it shows (DER)."""
     connections: set[AcceptedConnection] = field(default_factory=set)
     strangers: Strangers[socket.socket] = field(default_factory=lambda: Strangers(max_strangers()))
+    complaints: Complaints = field(default_factory=Complaints)
 
 
 class AcceptedConnection(Connection):
@@ -80,7 +82,7 @@ class AcceptedConnection(Connection):
 
     def stream_failed(self, error: Exception) -> None:
         """Say why, and close."""
-        _logger.warning("closing the connection to %s: %s", self._address, error)
+        self._complain(error)
         self._failure = error
         self.stop_receiving()
         if self._peer is not None:
@@ -89,6 +91,12 @@ class AcceptedConnection(Connection):
         else:
             self._send_meta(Kind.REFUSED, error_meta(error))
             self.transport.close()
+
+    def _complain(self, error: Exception) -> None:
+        unsaid = 0 if self._peer is not None else self._service.complaints.note(time.monotonic())
+        if unsaid is not None:
+            more = f" (and {unsaid} before it, of strangers of whom nothing was said)" if unsaid else ""
+            _logger.warning("closing the connection to %s: %s%s", self._address, error, more)
 
     # the handshake
 
@@ -104,7 +112,7 @@ class AcceptedConnection(Connection):
         try:
             hello = reception.identify()
         except PacelineError as error:  # the client knows by our WELCOME
-            _logger.warning("closing the connection to %s: %s", self._address, error)
+            self._complain(error)
             self.close()
             return
         sending, receiving = reception.seals or (None, None)

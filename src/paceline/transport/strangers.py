@@ -55,3 +55,25 @@ class Strangers(Generic[_Connection]):
         self._counts[source] -= 1
         if not self._counts[source]:
             del self._counts[source]
+
+
+class Complaints:
+    """What is said of strangers: a few lines at once, then one in a while, so that they fill nobody's disk."""
+
+    def __init__(self, burst: int = 20, pause_s: float = 3.0) -> None:
+        self._burst = burst
+        self._pause_s = pause_s
+        self._left = float(burst)
+        self._at_s = 0.0
+        self._num_unsaid = 0
+
+    def note(self, now_s: float) -> int | None:
+        """Return None if nothing is to be said of one now, else how many were passed over since the last that was."""
+        self._left = min(self._left + max(now_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
+        self._at_s = now_s
+        if self._left < 1.0:
+            self._num_unsaid += 1
+            return None
+        self._left -= 1.0
+        unsaid, self._num_unsaid = self._num_unsaid, 0
+        return unsaid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.transport.strangers import Strangers
+from paceline.transport.strangers import Complaints, Strangers
 
 
 def test_below_the_limit_nobody_goes() -> None:
@@ -35,3 +35,10 @@ def test_many_of_one_source_give_way_one_by_one() -> None:
     strangers: Strangers[int] = Strangers(64)
     gone = [strangers.enter(number, "crowd") for number in range(3000)]
     assert gone == [None] * 64 + list(range(3000 - 64))
+
+
+def test_of_a_crowd_little_is_said_and_how_many_there_were() -> None:
+    complaints = Complaints(burst=3, pause_s=2.0)
+    assert [complaints.note(100.0) for _ in range(5)] == [0, 0, 0, None, None]
+    assert [complaints.note(102.0), complaints.note(103.0), complaints.note(104.0)] == [2, None, 1]
+    assert [complaints.note(1000.0) for _ in range(4)] == [0, 0, 0, None]
