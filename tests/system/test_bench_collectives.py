@@ -25,6 +25,7 @@ def test_help_has_an_example(paceline: Commands) -> None:
     assert "Example: paceline bench collectives" in text
 
 
+@pytest.mark.thorough
 def test_one_json_object_for_each_size(paceline: Commands) -> None:
     finished = paceline.succeed("bench", "collectives", "--sizes", "4,1K", "--peer", "paceline", "--json")
     found = [parse_json(line) for line in finished.out.splitlines(keepends=True)]
@@ -60,6 +61,7 @@ def test_the_peers_that_are_here_take_part(paceline: Commands) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_operation_of_every_peer(paceline: Commands) -> None:
     """One run of ranks serves all, as starting them takes seconds."""
     peers = peers_here()

@@ -24,6 +24,9 @@ from .running import MARK, our_processes, wait_until
 _PROGRAM = Path(__file__).with_name("collective_rank.py")
 _WAIT_S = 60.0
 _ENGINES = pytest.mark.parametrize("algorithm", ["", "ring"], ids=["shared", "ring"])
+_SHARED_FIRST = pytest.mark.parametrize(
+    "algorithm", ["", pytest.param("ring", marks=pytest.mark.thorough)], ids=["shared", "ring"]
+)
 
 
 class Rank:
@@ -223,7 +226,7 @@ def test_another_call_is_told_on_every_rank(programs: Programs) -> None:
     _end_well(*ranks)
 
 
-@_ENGINES
+@_SHARED_FIRST
 def test_an_interrupted_rank_ends_at_once(programs: Programs, algorithm: str) -> None:
     ranks = programs.start("loop", PACELINE_ALGORITHM=algorithm, ITEMS="100000", STAY="1")
     for rank in ranks:
@@ -241,7 +244,7 @@ def test_an_interrupted_rank_ends_at_once(programs: Programs, algorithm: str) ->
     _end_well(*ranks)
 
 
-@_ENGINES
+@_SHARED_FIRST
 def test_more_ranks_than_cores(programs: Programs, algorithm: str) -> None:
     ranks = programs.start("works", 8, PACELINE_ALGORITHM=algorithm, TURNS="30")
     _end_well(*ranks)

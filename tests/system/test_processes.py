@@ -118,7 +118,7 @@ def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_p
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("consistency", ["bounded:4", "sequential"])
+@pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
 def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
     """What it had is served by the other one, and the training ends as if nothing had been."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
@@ -133,7 +133,7 @@ def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path
     assert sentences(finished.err) == [f"paceline: {told}"]
 
 
-@pytest.mark.parametrize("consistency", ["bounded:4", "sequential"])
+@pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
 def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
     """Another one takes its place, twice; each example counts once per epoch, as if nothing had been."""
     running = start(

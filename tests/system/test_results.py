@@ -26,7 +26,9 @@ def criteo(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("consistency", ["sequential", "bounded:4", "eventual"])
+@pytest.mark.parametrize(
+    "consistency", ["sequential", "bounded:4", pytest.param("eventual", marks=pytest.mark.thorough)]
+)
 def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str) -> None:
     result = paceline.succeed(
         "train", criteo[0], "--eval", criteo[1], "--servers", "2", "--workers", "2",

@@ -43,7 +43,7 @@ def kill_all(running: Running) -> None:
     running.kill()
 
 
-@pytest.mark.parametrize("consistency", ["bounded:2", "sequential"])
+@pytest.mark.parametrize("consistency", [pytest.param("bounded:2", marks=pytest.mark.thorough), "sequential"])
 def test_the_whole_cluster_is_killed_and_another_goes_on(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, consistency: str
 ) -> None:
@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert f"{part} is cut off or was changed" in cut
 
 
-@pytest.mark.parametrize("consistency", ["bounded:4", "sequential"])
+@pytest.mark.parametrize("consistency", [pytest.param("bounded:4", marks=pytest.mark.thorough), "sequential"])
 def test_ctrl_c_while_snapshots_are_taken(
     paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, consistency: str
 ) -> None:

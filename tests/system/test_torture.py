@@ -11,7 +11,9 @@ import pytest
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("seed", "mode", "faults"), [(1, "eventual", 5), (2, "lockstep", 4)])
+@pytest.mark.parametrize(
+    ("seed", "mode", "faults"), [(1, "eventual", 5), pytest.param(2, "lockstep", 4, marks=pytest.mark.thorough)]
+)
 def test_nothing_is_lost_by_faults(seed: int, mode: str, faults: int, tmp_path: Path) -> None:
     words = [
         "--runs",

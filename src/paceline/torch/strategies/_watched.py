@@ -6,6 +6,8 @@ All of these begin with an access to an attribute of the parameter, and that is 
 
 from __future__ import annotations
 
+import weakref
+import zlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +56,12 @@ class WatchedParameter(nn.Parameter):
     def data(self) -> Tensor:
         """The memory, as of any tensor."""
         slot: Slot | None = self.__dict__.get(_SLOT)
+        memory = memory_of(self)
         if slot is not None:
             slot.wait_for_values()
             slot.values.show()
-        return memory_of(self)
+            slot.values.expose(memory)
+        return memory
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -86,19 +90,34 @@ class WatchedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    def detach(self) -> Tensor:
+        """A tensor that shares the memory, as of any tensor."""
+        return self._exposed(super().detach())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """An array that shares the memory if it is a CPU's, as of any tensor."""
+        return self._exposed(super().numpy(force=force))
+
+    def _exposed(self, alias: Any) -> Any:
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.wait_for_values()
+            slot.values.expose(alias)
+        return alias
+
     def __repr__(self) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return repr(self.plain(self.data, self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            copied = self.detach().clone(memory_format=torch.preserve_format)
+            copied = super().detach().clone(memory_format=torch.preserve_format)
             memo[id(self)] = self.plain(copied, self.requires_grad)
         found: nn.Parameter = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        copied: Any = self.plain(self.detach(), self.requires_grad)
+        copied: Any = self.plain(super().detach(), self.requires_grad)
         copied.__dict__.update({name: value for name, value in self.__dict__.items() if name != _SLOT})
         return copied.__reduce_ex__(protocol)
 
@@ -162,10 +181,11 @@ def arrive(slot: Slot) -> None:
 class ValueWatch:
     """Whether the program has written into a parameter since its values came from the servers."""
 
-    __slots__ = ("_parameter", "_shown", "_version", "_was_replaced")
+    __slots__ = ("_aliases", "_checksum", "_parameter", "_shown", "_version", "_was_replaced")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
+        self._aliases: list[weakref.ref[Any]] = []
         self.settle()
 
     def settle(self) -> None:
@@ -173,7 +193,27 @@ class ValueWatch:
         with torch._C.DisableTorchFunctionSubclass():
             self._version = self._parameter._version
         self._shown: Tensor | None = None
+        self._checksum: int | None = None
         self._was_replaced = False
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
+
+    def expose(self, alias: Any) -> None:
+        """Note that the program gets a tensor or an array of the memory: NumPy writes there uncounted."""
+        memory = memory_of(self._parameter)
+        if memory.device.type == "cpu" and memory.layout is torch.strided:
+            self._aliases.append(weakref.ref(alias))
+            if self._shown is None:
+                self.seal()
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether the program still has such a one."""
+        return any(alias() is not None for alias in self._aliases)
+
+    def seal(self) -> None:
+        """Remember what the memory holds, now that its values are there."""
+        if self._checksum is None:
+            self._checksum = _checksum(memory_of(self._parameter))
 
     def show(self) -> None:
         """Note that the program gets the memory, into which it can write uncounted: keep a copy."""
@@ -189,7 +229,10 @@ class ValueWatch:
         """Whether the parameter is known to have other values than the servers."""
         if self._was_replaced or self._parameter._version != self._version:
             return True
-        return self._shown is not None and not _is_same(self._shown, memory_of(self._parameter))
+        memory = memory_of(self._parameter)
+        if self._checksum is not None and self._checksum != _checksum(memory):
+            return True
+        return self._shown is not None and not _is_same(self._shown, memory)
 
 
 class GradientWatch:
@@ -240,6 +283,10 @@ class GradientWatch:
         if self.was_replaced or grad is None or grad._version != self._version:
             return True
         return self._shown is not None and not _is_same(self._shown, grad.detach())
+
+
+def _checksum(memory: Tensor) -> int:
+    return zlib.crc32(memory.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -365,6 +365,8 @@ class ParameterServer(Strategy):
             self._wait_all()
             for slot in self._slots:
                 slot.values.settle()
+                if slot.values.is_exposed:
+                    slot.values.seal()
 
     def _depart(self) -> None:
         """Know that new values are on their way to the parameters, which counts as a change of them."""
@@ -372,11 +374,13 @@ class ParameterServer(Strategy):
             torch.autograd.graph.increment_version([slot.parameter for slot in self._slots])
         for slot in self._slots:
             slot.values.settle()
+            depart(slot)
         if _is_compiling_code():  # it reads parameters without a word
             self._wait_all()
-        else:
-            for slot in self._slots:
-                depart(slot)
+        for slot in self._slots:
+            if slot.values.is_exposed:  # nor does whoever reads and writes through an alias of its memory say one
+                self._wait_for(slot.parameter)
+                slot.values.seal()
 
     # What the program writes.
 

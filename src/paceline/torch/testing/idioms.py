@@ -12,6 +12,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -554,6 +555,32 @@ def clamp_weights_late(trial: Trial) -> Result:
         if step >= 5:
             for each in kept:
                 each.data.clamp_(-0.3, 0.3)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def clamp_weights_in_numpy(trial: Trial) -> Result:
+    """Weights clipped by NumPy after the step, in arrays of their own memory."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.train(step, step + 1)
+        for each in trial.model.parameters():
+            array = each.detach().numpy()
+            np.clip(array, -0.3, 0.3, out=array)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def clamp_weights_by_aliases(trial: Trial) -> Result:
+    """Weights clipped through arrays and `.data` that were taken once, before training."""
+    trial.prepare()
+    arrays = [each.detach().numpy() for each in trial.model.parameters()]
+    tensors = [each.data for each in trial.model.parameters()]
+    for step in range(STEPS):
+        trial.train(step, step + 1)
+        for array, tensor in zip(arrays, tensors, strict=True):
+            np.clip(array, -0.3, 0.3, out=array)
+            tensor.mul_(0.9)
     return trial.train(STEPS, STEPS + 1).values()
 
 

@@ -149,7 +149,9 @@ def test_two_programs_at_one_rendezvous() -> None:
     port = free_ports()
     with met(2, port):
         for rank in range(2):
-            with pytest.raises(UsageError, match=f"rank {rank} of 2 is here already: two programs use the rendezvous"):
+            with pytest.raises(
+                UsageError, match=f"rank {rank} of 2 is here already: .* two programs use the rendezvous"
+            ):
                 meet(rank, 2, port)
             with pytest.raises(UsageError, match=r"this program has 4 ranks, the one that meets at .* has 2"):
                 meet(rank, 4, port)
