@@ -24,5 +24,5 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What ``-n auto`` means here: many tests wait, so there is one worker more than cores."""
-    return min((os.cpu_count() or 1) + 1, 8)
+    """What ``-n auto`` means here: many tests wait, so there are two workers more than cores."""
+    return min((os.cpu_count() or 1) + 2, 8)

@@ -300,6 +300,7 @@ def _check_in(store: NetworkStore, rank: int, world_size: int) -> None:
         store.set(f"rank {rank}", secrets.token_bytes(16))
     except UsageError:
         raise UsageError(
-            f"rank {rank} of {world_size} is here already: this process has met the others before (make one strategy or "
-            f"group of all ranks, and keep it), or two programs use the rendezvous {where}; give each its own MASTER_PORT"
+            f"rank {rank} of {world_size} is here already: this process has met the others before (make one strategy, "
+            f"or group of all ranks, and keep it), or two programs use the rendezvous {where}; give each its own "
+            "MASTER_PORT"
         ) from None

@@ -90,7 +90,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
             wait_until(lambda: len(done) >= min(target, 85))  # noqa: B023
 
     in_threads(*(lambda worker=worker: work(worker) for worker in workers), cut)
-    assert len(cuts) > 5
+    assert len(cuts) > 2
     assert sorted(done) == sorted({*done})
     assert len(done) == 90
     found: messages.JobState = poster.call(messages.JobStatus(job=number), messages.JobState)
