@@ -92,7 +92,8 @@ class WatchedParameter(nn.Parameter):
 
     def detach(self) -> Tensor:
         """A tensor that shares the memory, as of any tensor."""
-        return self._exposed(super().detach())
+        alias: Tensor = self._exposed(super().detach())
+        return alias
 
     def numpy(self, *, force: bool = False) -> Any:
         """An array that shares the memory if it is a CPU's, as of any tensor."""
