@@ -37,8 +37,6 @@ class Environment:
     """``PACELINE_TLS_KEY``: the key of the certificate."""
     tls_ca: Path | None = None
     """``PACELINE_TLS_CA``: the certificate that the others' are signed by."""
-    cache_dir: Path | None = None
-    """``PACELINE_CACHE_DIR``: where compiled kernels and prepared data are kept between runs."""
     runtime_dir: Path | None = None
     """``XDG_RUNTIME_DIR``: a folder of this user alone, on this machine."""
     rank: int | None = None
@@ -76,7 +74,6 @@ class Environment:
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment; ``variables`` stands in for ``os.environ``."""
     found = os.environ if variables is None else variables
-    cache_dir = found.get("PACELINE_CACHE_DIR")
     runtime_dir = found.get("XDG_RUNTIME_DIR")
     launcher = next((names for names in _LAUNCHERS if found.get(names[0])), _LAUNCHERS[0])
     rank, world_size, local_rank, local_world_size = (_integer(found, name) for name in launcher)
@@ -89,7 +86,6 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         tls_cert=_path(found, "PACELINE_TLS_CERT"),
         tls_key=_path(found, "PACELINE_TLS_KEY"),
         tls_ca=_path(found, "PACELINE_TLS_CA"),
-        cache_dir=Path(cache_dir).expanduser() if cache_dir else None,
         runtime_dir=Path(runtime_dir) if runtime_dir else None,
         rank=rank,
         world_size=world_size,

@@ -669,7 +669,10 @@ class Server(Handler):
                 if dropped:
                     self._answer_push(peer, header, selection, self._tick_of(worker, header), DROPPED)
                     return
-            new = (selection, grads) if fresh == buckets else table.part.restrict(selection, grads, fresh)
+            new = selection, grads
+            if fresh != buckets:
+                new = table.part.restrict(selection, grads, fresh)
+                top = float(largest(new[1]))
             self._non_finite.check_push(table, *new, top, self._name(peer))
         table.pushes += 1
         flags = self._flags_of_duplicate(worker, header)

@@ -19,12 +19,12 @@ def test_a_node_of_several() -> None:
     layout = lay_out_node(nproc_per_node=2, nnodes=3, node_rank=1, master_addr="10.0.0.1", master_port=None)
     inherited = {
         "HOME": "/h", "RANK": "9", "PACELINE_SCHEDULER": "x", "PACELINE_REPLICAS": "3",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_RANK": "1", "PACELINE_CACHE_DIR": "/c",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_RANK": "1",
     }  # fmt: skip
     plans = plan_ranks(layout, _ALL_REDUCE, inherited, token="t", scheduler=None, threads=None, cores=8)
     assert [plan.rank for plan in plans] == [2, 3]
     assert plans[1].environment == {
-        "HOME": "/h", "PACELINE_CACHE_DIR": "/c", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6",
+        "HOME": "/h", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6",
         "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
         "PACELINE_ROLE": "worker", "PACELINE_STRATEGY": "all-reduce", "PACELINE_TOKEN": "t", "OMP_NUM_THREADS": "4",
     }  # fmt: skip

@@ -232,10 +232,9 @@ def test_the_environment_is_read_in_one_place(monkeypatch: pytest.MonkeyPatch) -
             "PACELINE_ROLE": "server",
             "PACELINE_SCHEDULER": "tcp://a:1",
             "PACELINE_TOKEN": "secret",
-            "PACELINE_CACHE_DIR": "/var/cache",
         }
     )
-    assert told == Environment(role="server", scheduler="tcp://a:1", token="secret", cache_dir=Path("/var/cache"))
+    assert told == Environment(role="server", scheduler="tcp://a:1", token="secret")
     assert "secret" not in repr(told)
     monkeypatch.setenv("PACELINE_ROLE", "")
     assert environment().role is None
