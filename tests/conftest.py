@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from paceline.launch import prepare_kernels
+
+_TESTS = Path(__file__).parent
 
 # A deadline for each example would measure what else the machine does.
 hypothesis.settings.register_profile(
@@ -21,6 +24,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the kernels before workers start: else each would, and tests would see it said."""
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         prepare_kernels()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run a test of real processes and sockets that fails once more: machines stall. The summary tells of it."""
+    for item in items:
+        if item.path.relative_to(_TESTS).parts[0] in ("integration", "system"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def pytest_xdist_auto_num_workers() -> int:

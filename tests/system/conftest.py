@@ -52,10 +52,12 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
             running.kill()
     try:
         wait_until(lambda: not our_processes(session.mark), "processes are left")
-    finally:
+        wait_until(lambda: not os.listdir(session.temporary), f"left behind: {os.listdir(session.temporary)}")
+    finally:  # so that the next test does not fail for it too
         for process in our_processes(session.mark):
             process.kill()
-    wait_until(lambda: not os.listdir(session.temporary), f"left behind: {os.listdir(session.temporary)}")
+        for left in session.temporary.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 @pytest.fixture(scope="session")

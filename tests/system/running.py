@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 MARK = "PACELINE_TEST_SESSION"
-_WAIT_S = 40.0
+_WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def our_processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], otherwise: str, timeout_s: float = 30.0) -> None:
     """Wait for a condition; fail with `otherwise` if it does not come true."""
     deadline = time.monotonic() + timeout_s
     while not condition():

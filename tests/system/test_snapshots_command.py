@@ -123,6 +123,10 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert "sparse(dim=1, FTRL(" in rule
     assert "sparse(dim=1, SGD(" in rule
 
+    fewer = paceline.succeed("train", train, "--epochs", "1", *common[4:], "--resume", folder)
+    assert "nothing was left to train: " in fewer.err
+    assert " has all examples of 1 epochs; a larger --epochs goes on" in fewer.err
+
     # Damage: the newest one is named with its checksum, and the one before is used.
     *before, newest = [path.parent for path in whole_snapshots(folder)]
     part = next(newest.glob("*.safetensors"))

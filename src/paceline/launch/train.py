@@ -204,6 +204,9 @@ class Training:
             bad_data = self._report_bad_data(reports)
             if not examples:
                 raise DataError(f"{options.data[0]} has no line that can be trained on")
+            if self._resumption is not None and examples == before:
+                done = f"{self._resumption.snapshot} has all examples of {options.epochs} epochs"
+                self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
             if state.progress.get("loss", 0.0) / examples > _DIVERGED_LOSS:
                 self._warn("the training diverged: its mean log loss is beyond all measure; choose a smaller --lr")
             if options.save is not None:

@@ -22,7 +22,7 @@ from paceline.testing import Served, serve_in_thread
 from paceline.transport import Channel, Hello, SocketTransport, Transport
 
 TOKEN = "the-token-of-tests"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]

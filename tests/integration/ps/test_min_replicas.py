@@ -13,7 +13,7 @@ from paceline.launch.roles import check_replicas
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, Client
 
-from .harness import Cluster, ServerNode, wait_until
+from .harness import PATIENCE_S, Cluster, ServerNode, wait_until
 from .test_replication import KEYS, cluster_map, is_whole
 
 ONES = -np.ones((300, 1), np.float32)
@@ -43,7 +43,7 @@ def test_a_push_waits_until_there_is_a_replica_again(consistency: Consistency) -
         wait_until(lambda: num_held(observer) == 1)
         assert waiting.is_alive()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
-        waiting.join(20.0)
+        waiting.join(PATIENCE_S)
         assert not waiting.is_alive()
         late.wait()
         assert is_whole(observer, 2, 1)

@@ -38,7 +38,7 @@ EVERY_KEY = torch.arange(-8, 8)
 ONE_PROCESS: dict[str, dict[str, Any]] = {"one-device": {}, "mirrored": {"replicas": 2}}
 SEVERAL = {"all-reduce": "hybrid", "parameter-server": "all-reduce", "hybrid": "parameter-server"}
 """Each with one of the others, whose checkpoint it loads beside that of one device; one process loads them all."""
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 
 
 class Net(nn.Module):

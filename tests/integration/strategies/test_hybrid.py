@@ -22,7 +22,7 @@ from paceline.torch.strategies.hybrid import Hybrid  # noqa: E402
 
 _HERE = Path(__file__).parent
 _SIZE = 2
-_PATIENCE_S = 60.0
+_PATIENCE_S = 180.0
 _CHECKS = [
     line[4 : line.index("(")]
     for line in (_HERE / "hybrid_checks.py").read_text().splitlines()

@@ -90,5 +90,5 @@ def last_killed_rank_is_named(rank: int, size: int) -> None:
     error = _error(lambda: dist.all_reduce(tensor))
     assert isinstance(error, RankLostError), error
     assert 2 in error.ranks, error
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 20.0  # the time-out is 30 s
     assert isinstance(_error(lambda: dist.all_reduce(tensor)), GroupClosedError)

@@ -20,7 +20,7 @@ import pytest
 _HERE = Path(__file__).parent
 _SIZES = {"calls": 3, "training": 2, "faults": 3}
 _KILLED = {"faults": 2}
-_PATIENCE_S = 90.0
+_PATIENCE_S = 180.0
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,7 +17,7 @@ from paceline.errors import AuthenticationError, DeadlineError, GroupClosedError
 from paceline.transport import Address, Hello
 
 _TOKEN = "a token for tests"
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def soon(seconds: float = PATIENCE_S) -> float:

@@ -104,6 +104,25 @@ def test_training_as_torch_embedding_bag(mode: str, form: str) -> None:
         torch.testing.assert_close(ours(torch.arange(NUM_KEYS).unsqueeze(1)), theirs.weight)
 
 
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradient_scaler_is_refused(unscales: bool) -> None:
+    """The rows would get the gradients of the scaled loss."""
+    model = nn.Sequential(Embedding(DIM), nn.Linear(DIM, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        scaler.scale(model(batches(1)[0]).sum()).backward()
+        with pytest.raises(UsageError, match="GradScaler does not reach the gradients of embedding rows"):
+            scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=not unscales)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(model(batches(1)[0]).sum()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    off.step(optimizer)
+
+
 def test_empty_bags_and_no_keys() -> None:
     bag, embedding = EmbeddingBag(DIM, mode="sum"), Embedding(DIM)
     prepared(bag)

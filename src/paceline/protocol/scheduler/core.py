@@ -498,11 +498,11 @@ class SchedulerCore:
             return
         self.needed = servers
         names = " and ".join(f"server {each.rank} ({each.node})" for each in servers)
+        advice = "If these are dead, start the scheduler again with --accept-minority"
+        if self._accepts_minority:
+            advice = "One of them has to be back, --accept-minority or not; if all are dead, start a new cluster"
         self._out.append(
-            events.Note(
-                f"waits for {names}: too few of the servers that have buckets are heard {aim}. If these are dead, "
-                "start the scheduler again with --accept-minority"
-            )
+            events.Note(f"waits for {names}: too few of the servers that have buckets are heard {aim}. {advice}")
         )
 
     # Views.
@@ -660,8 +660,8 @@ class SchedulerCore:
         without = self._ended | unheard
         is_complete = self._is_late or recovery.is_complete(without | self._doubts.keys())
         has_quorum, missing = recovery.has_quorum(without, self._replicas), set[int]()
-        if self._accepts_minority and self._is_late and not has_quorum:
-            # Whoever runs the cluster says that those that are missing are dead.
+        if self._accepts_minority and self._is_late and not has_quorum and recovery.has_voter:
+            # Whoever runs the cluster says that those that are missing are dead; without one that is back all is lost.
             missing = set(recovery.absent_voters(without))
             has_quorum, without = True, without | missing
         if latest.voters and latest.voters <= self._ended:

@@ -140,6 +140,12 @@ class Recovery:
         is_committed = any(each.has_committed and each.view.order == latest.order for each in self.ours())
         return [latest.voters] if is_committed else [latest.voters, latest.former_voters]
 
+    @property
+    def has_voter(self) -> bool:
+        """Whether one of the voters is back."""
+        back = {each.member.incarnation for each in self.ours()}
+        return any(not back.isdisjoint(voters) for voters in self._electorates())
+
     def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
         """The voters that are neither back nor known to have ended."""
         back = {each.member.incarnation for each in self.ours()}

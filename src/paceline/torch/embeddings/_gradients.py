@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.errors import UsageError
 from paceline.ps.sparse_store import Floats, Keys
 from paceline.torch.embeddings._staging import HostCopy
 
 RowGradient = tuple[Keys, Floats]
 """Distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
+
+
+class AnchorGradient(torch.Tensor):
+    """An anchor's gradient: it holds nothing, and refuses a ``GradScaler``, which cannot divide what the rows get."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch's; what it returns is no gradient of an anchor."""
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            raise UsageError(
+                "GradScaler does not reach the gradients of embedding rows, which would be applied as many times too "
+                "large as the loss was: train in bfloat16 (torch.autocast(dtype=torch.bfloat16)), which needs none"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class RowGradients:
@@ -36,7 +53,7 @@ class RowGradients:
             if self._is_zeroed():
                 self._found.clear()
             if self._anchor.grad is None:
-                self._anchor.grad = torch.zeros_like(self._anchor)
+                self._anchor.grad = torch.zeros_like(self._anchor).as_subclass(AnchorGradient)
             self._version = self._anchor.grad._version
             self._found.append((keys, copied))
 

@@ -15,7 +15,7 @@ from paceline.collectives.node import Node
 from paceline.collectives.point_to_point import PointToPoint
 
 _T = TypeVar("_T")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TOKEN = "a token for tests"
 
 

@@ -129,6 +129,20 @@ def test_one_that_accepts_a_minority_takes_those_that_are_missing_for_dead() -> 
     assert isinstance(b.fate, events.Expel)
 
 
+def test_one_that_accepts_a_minority_does_not_take_over_from_workers_alone() -> None:
+    """Else every row would be lost to a server that comes a moment later."""
+    former, (a, b), (w,) = started(2, 1, num_buckets=16)
+    lose(former)
+    scheduler = successor(num_servers=2, accepts_minority=True)
+    scheduler.rejoin(w)
+    scheduler.pass_time(2 * TIMEOUT_S)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert "One of them has to be back" in scheduler.notes[0]
+    scheduler.rejoin(b)
+    assert scheduler.core.phase is Phase.LEADING
+    assert scheduler.all(events.Lost) == [events.Lost(holders(former.view, a))]
+
+
 def test_one_that_accepts_a_minority_does_without_only_where_it_must() -> None:
     """With a majority there is nothing to accept: a server that is missing may still come."""
     former, (a, b, c), _ = started(3, num_buckets=16)
