@@ -26,9 +26,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         prepare_kernels()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run a test of real processes and sockets that fails once more: machines stall. The summary tells of it."""
-    for item in items:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run a test of real processes and sockets that fails once more: machines stall. The summary tells of it.
+
+    ``-p no:rerunfailures`` does without.
+    """
+    for item in items if config.pluginmanager.hasplugin("rerunfailures") else ():
         if item.path.relative_to(_TESTS).parts[0] in ("integration", "system"):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
