@@ -40,7 +40,7 @@ def test_a_push_waits_until_there_is_a_replica_again(consistency: Consistency) -
         late = table.push(KEYS, ONES)
         waiting = threading.Thread(target=late.wait)
         waiting.start()
-        wait_until(lambda: num_held(observer) == 1)
+        wait_until(lambda: num_held(observer) >= 1)  # two, if the worker has not heard of the death yet
         assert waiting.is_alive()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         waiting.join(PATIENCE_S)
@@ -83,7 +83,7 @@ def test_under_sequential_the_next_iteration_waits_for_a_replica() -> None:
         found: list[bool] = []
         reading = threading.Thread(target=lambda: found.append(bool((hasty.pull(KEYS) == 2).all())))
         reading.start()
-        wait_until(lambda: num_held(observer) == 1)
+        wait_until(lambda: num_held(observer) >= 1)  # two, if the worker has not heard of the death yet
         assert not found
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         reading.join(20.0)
