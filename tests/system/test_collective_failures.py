@@ -26,8 +26,8 @@ _PATHS: dict[str, dict[str, Any]] = {
     "ring on one host": {"size": 3, "hosts": None, "algorithm": "ring"},
     "hierarchical": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
 }
-_SELDOM = ("ring on one host", "hierarchical")
 _FAILURES = ("dies", "is stopped", "stays away", "raises", "calls another")
+_OFTEN = {"shared memory": ("dies", "is stopped", "calls another"), "network": ("dies", "stays away", "raises")}
 _ALSO_OF_THE_FIRST = ("all_reduce", "gather", "send and recv", "recv in a chain", "split", "subgroup")
 """Rank 0 serves the store, and leads a host."""
 
@@ -80,9 +80,13 @@ def _complaints(case: dict[str, Any], answers: list[dict[str, Any]]) -> Iterator
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("failure", _FAILURES)
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.thorough] * (path in _SELDOM)) for path in _PATHS]
+    ("path", "failure"),
+    [
+        pytest.param(path, failure, marks=[pytest.mark.thorough] * (failure not in _OFTEN.get(path, ())))
+        for path in _PATHS
+        for failure in _FAILURES
+    ],
 )
 def test_every_rank_hears_who_failed(ranks: subprocess.Popen[str], path: str, failure: str) -> None:
     cases = [

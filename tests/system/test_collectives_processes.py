@@ -23,7 +23,6 @@ from .running import MARK, our_processes, wait_until
 
 _PROGRAM = Path(__file__).with_name("collective_rank.py")
 _WAIT_S = 60.0
-_ENGINES = pytest.mark.parametrize("algorithm", ["", "ring"], ids=["shared", "ring"])
 _SHARED_FIRST = pytest.mark.parametrize(
     "algorithm", ["", pytest.param("ring", marks=pytest.mark.thorough)], ids=["shared", "ring"]
 )
@@ -155,7 +154,7 @@ def _end_well(*ranks: Rank) -> None:
         assert rank.wait_for("closed")["threads"] == []
 
 
-@_ENGINES
+@_SHARED_FIRST
 def test_a_killed_rank_is_named_at_once(programs: Programs, algorithm: str) -> None:
     ranks = programs.start("loop", PACELINE_ALGORITHM=algorithm)
     for rank in ranks:
@@ -178,7 +177,7 @@ def test_the_first_rank_may_be_killed_too(programs: Programs) -> None:
     _end_well(ranks[1])
 
 
-@_ENGINES
+@_SHARED_FIRST
 def test_a_stopped_rank_is_named_within_the_timeout(programs: Programs, algorithm: str) -> None:
     ranks = programs.start("loop", PACELINE_ALGORITHM=algorithm, TIMEOUT="3", ITEMS="100000")
     for rank in ranks:

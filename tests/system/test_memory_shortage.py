@@ -45,7 +45,7 @@ def wait_whole(client: Client, without: int) -> None:
     raise AssertionError("the server was not replaced")
 
 
-@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+@pytest.mark.parametrize("consistency", [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()], ids=str)
 def test_a_server_short_of_memory_loses_nothing(consistency: Consistency) -> None:
     """A replica had such a push in its filter and not in its table, and acknowledged it when it came again."""
     with paceline.local_cluster(servers=2, workers=1, replicas=1, consistency=consistency) as cluster:

@@ -80,6 +80,7 @@ def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> No
     assert "a worker died" in finished.err
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_of_a_sequential_training(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, "--epochs", "20", "--consistency", "sequential", "--json")
     running.children("worker")[0].kill()
@@ -100,6 +101,7 @@ def test_a_stopped_worker_is_declared_dead(paceline: Commands, click_log: tuple[
     assert running.wait().status == 130
 
 
+@pytest.mark.thorough
 def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, "--epochs", "25", "--heartbeat-timeout", "1", "--json")
     running.children("worker")[0].suspend()
@@ -152,6 +154,7 @@ def test_a_killed_scheduler(paceline: Commands, click_log: tuple[Path, Path], co
     assert sentences(finished.err) == ["paceline: the scheduler died: another one has taken its place"] * 2
 
 
+@pytest.mark.thorough
 def test_a_scheduler_that_dies_all_the_time(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, *LONG)
     for _ in range(6):

@@ -92,6 +92,7 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert paceline.succeed("predict", "model", click_log[1], "--json").json["auc"] == pytest.approx(result["auc"])
 
 
+@pytest.mark.thorough
 def test_servers_join_and_leave_while_a_sequential_training_runs(
     paceline: Commands, click_log: tuple[Path, Path]
 ) -> None:

@@ -178,6 +178,7 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
     assert our_processes(replicated.environment[MARK]) == []
 
 
+@pytest.mark.thorough
 def test_a_node_replaces_its_own_servers(replicated: Commands, tmp_path: Path) -> None:
     """And a rank may live on when the cluster has ended: its node does not take that for a loss."""
     command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]

@@ -71,9 +71,14 @@ def write_as(format: str, source: Path, folder: Path) -> list[Path]:
     ("format", "how", "least_auc"),
     [
         ("criteo", ["--consistency", "sequential", "--servers", "2", "--workers", "2"], 0.67),
-        ("libsvm", ["--consistency", "bounded:2", "--stale", "drop:8", "--workers", "2"], 0.6),
+        pytest.param(
+            *("libsvm", ["--consistency", "bounded:2", "--stale", "drop:8", "--workers", "2"], 0.6),
+            marks=pytest.mark.thorough,
+        ),
         ("csv", ["--consistency", "eventual", "--servers", "2", "--stale", "compensate:0.04"], 0.6),
-        ("parquet", ["--consistency", "bounded:4", "--update", "adagrad"], 0.6),
+        pytest.param(
+            *("parquet", ["--consistency", "bounded:4", "--update", "adagrad"], 0.6), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_train_save_predict(
@@ -153,6 +158,7 @@ def weights_of(model: Path) -> tuple[bytes, bytes]:
     return keys[order].tobytes(), records[order].tobytes()
 
 
+@pytest.mark.thorough
 def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """And training is the same every time where it is sequential."""
     arguments: list[str | Path] = [

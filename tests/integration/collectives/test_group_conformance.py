@@ -36,6 +36,7 @@ _PARTLY = {
     "3 hosts of 1": {"size": 3, "hosts": [0, 1, 2]},
     "hosts of 2 and 1": {"size": 3, "hosts": [0, 0, 1]},
 }
+_SELDOM = ("shared, 3 ranks", "3 hosts of 1", "forced shared, 2 ranks", "recursive-doubling, 3 ranks")
 _CHECKS_OF = {
     "all_reduce": ("check_all_reduce_sizes", "check_layouts"),
     "reduce": ("check_reduce",),
@@ -71,7 +72,10 @@ def test_everything(options: dict[str, Any], check: str) -> None:
     check_collectives(lambda function: run_ranks(function=function, **options), only=check)
 
 
-@pytest.mark.parametrize("options", _PARTLY.values(), ids=_PARTLY)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(_PARTLY[name], marks=[pytest.mark.thorough] * (name in _SELDOM), id=name) for name in _PARTLY],
+)
 def test_every_operation(options: dict[str, Any]) -> None:
     for check in _checks(options):
         check_collectives(lambda function: run_ranks(function=function, **options), only=check)

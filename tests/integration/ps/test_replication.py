@@ -171,7 +171,7 @@ def leads(client: Client, rank: int) -> bool:
     return any(ranks[group.members[0]] == rank for group in found.groups)
 
 
-@pytest.mark.parametrize("aggregate", ["sum", "mean"])
+@pytest.mark.parametrize("aggregate", ["sum", pytest.param("mean", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
     replicas: int, aggregate: Literal["sum", "mean"]

@@ -73,7 +73,11 @@ class Counting:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=["eventual", "sequential"])
+@pytest.mark.parametrize(
+    "consistency",
+    [pytest.param(Eventual(), marks=pytest.mark.thorough), Sequential()],
+    ids=["eventual", "sequential"],
+)
 def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_snapshots, "_PAUSE", 10.0)  # so that servers come and go while one is taken
     monkeypatch.setattr(server_snapshots, "PART_BYTES", 20_000)

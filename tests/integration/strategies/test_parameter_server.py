@@ -168,7 +168,7 @@ def train(strategy: Strategy, rank: int, make: Callable[[Net], Optimizer], clip:
     return model
 
 
-SETTINGS = [(MEAN, 1), (MEAN, 2), (Sequential(), 2)]
+SETTINGS = [pytest.param((MEAN, 1), marks=pytest.mark.thorough), (MEAN, 2), (Sequential(), 2)]
 CASES: dict[Consistency, Any] = {
     MEAN: ((momentum, None), (adam, None), (adam, 0.05)),
     Sequential(): ((momentum, None),),

@@ -101,7 +101,14 @@ def test_kernel_and_twin_agree(case: ArrayCase) -> None:
             np.testing.assert_array_equal(mine, other)  # an argument that is no output is left alone
 
 
-@pytest.mark.parametrize("case", [case for case in SPARSE_CASES if case.num_rows <= 5000], ids=lambda case: case.label)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.thorough] * (case.dim == 3 and case.num_rows == 5000), id=case.label)
+        for case in SPARSE_CASES
+        if case.num_rows <= 5000
+    ],
+)
 def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
     if numba.config.DISABLE_JIT and case.dim > 1:  # type: ignore[attr-defined]
         pytest.skip("one width is enough for coverage")

@@ -49,7 +49,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("imported", ["early", "late"])
+@pytest.mark.parametrize("imported", ["early", pytest.param("late", marks=pytest.mark.thorough)])
 def test_ddp_on_the_backend_compiles(imported: str) -> None:
     """Whether Dynamo is there before this package or comes after it."""
     pytest.importorskip("torch")
