@@ -23,6 +23,9 @@ class Delivery:
     What it relies on: sequence numbers are at least 0; those of one incarnation reach *each bucket* in rising
     order, apart from repeats (a client has the acknowledgement of a bucket before it sends that bucket a
     later push, or sends them on one ordered connection); an incarnation is never reused. Gaps are legal.
+
+    Incarnations that are gone are kept, some 200 bytes for each: what the servers behind have of their pushes may still
+    be on its way along a chain.
     """
 
     def __init__(self, buckets: int = ALL) -> None:
@@ -146,14 +149,6 @@ class Delivery:
                 self._runs[incarnation] = kept
             else:
                 del self._runs[incarnation]
-
-    def forget(self, incarnation: int) -> None:
-        """Free what is kept for an incarnation that is gone for good, and nothing else.
-
-        A late copy of one of its pushes would be new again: whoever forgets refuses what an incarnation that is
-        gone still sends, before it asks here (in a server, the gatekeeper does).
-        """
-        self._runs.pop(incarnation, None)
 
     def _check_held(self, buckets: int) -> None:
         alien = buckets & ~self._buckets

@@ -99,16 +99,6 @@ def test_a_server_without_buckets_admits_nothing() -> None:
     assert delivery.admit(1, 1) == 0b1
 
 
-def test_what_is_forgotten_is_free() -> None:
-    delivery = Delivery(0b11)
-    delivery.admit(1, 5)
-    delivery.admit(2, 5)
-    delivery.forget(1)
-    delivery.forget(3)
-    assert delivery.export(0b11) == ((2, 5, 0b11),)
-    assert delivery.admit(1, 5) == 0b11  # the gatekeeper refuses it before it comes here
-
-
 def test_moves_that_cannot_be() -> None:
     delivery = Delivery(0b1)
     delivery.admit(1, 5)
@@ -166,12 +156,6 @@ class DeliveryMachine(RuleBasedStateMachine):
             buckets_left = buckets
         taker.adopt(buckets_left, reversed(state))
         giver.release(buckets)
-
-    @rule(incarnation=incarnations)
-    def forget(self, incarnation: int) -> None:
-        for server in self.servers:
-            server.forget(incarnation)
-        self.lasts = {key: last for key, last in self.lasts.items() if key[0] != incarnation}
 
     @invariant()
     def knows_the_last_of_each_bucket(self) -> None:
