@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from random import Random
 
@@ -10,9 +12,9 @@ import pytest
 
 from paceline.protocol import Sequential
 from paceline.ps import SGD, SchedulerLink, messages
-from paceline.ps.messages import ALL_DONE
+from paceline.ps.messages import ALL_DONE, NOTICE
 
-from .harness import Cluster, in_threads, wait_until
+from .harness import PATIENCE_S, Cluster, in_threads, wait_until
 
 
 def cut_all(cluster: Cluster) -> int:
@@ -128,6 +130,27 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         found = client.link.call(messages.GetMap(), messages.ClusterMap)
         assert (len(found.of_role("server")), found.num_lost) == (3, 0)
         assert not cluster.nodes[1].expelled
+
+
+def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
+    """Else its writing fails, it reads no more, and the others wait for who has left until the time-out is over."""
+    with Cluster(servers=1, workers=1) as cluster:
+        link = cluster.link()
+        incarnation = link._welcome.incarnation if link._welcome else 0
+        peer = cluster.scheduler._members[incarnation].peer
+        begun = threading.Event()
+
+        def write() -> None:
+            begun.set()
+            time.sleep(0.2)
+            peer.send_frame(NOTICE, meta=messages.encode(messages.CommitMap(term=0, epoch=0)))
+
+        cluster.served.loop.call_soon_threadsafe(write)
+        assert begun.wait(PATIENCE_S)
+        link.close()
+        began = time.monotonic()
+        wait_until(lambda: incarnation not in {each.incarnation for each in cluster.scheduler.core.newest.members})
+        assert time.monotonic() < began + 20.0  # the time-out is 30 s
 
 
 class _NoWay:

@@ -42,6 +42,7 @@ _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.25
 _ELSEWHERE_PAUSE_S = 2.0  # where another cluster is at the scheduler's address
 _CONNECT_S = 10.0
+_FAREWELL_S = 1.0  # how long the scheduler has to take a farewell
 _Result = TypeVar("_Result")
 _WELCOME: Any = messages.Welcome | messages.Elsewhere
 
@@ -211,6 +212,10 @@ class SchedulerLink:
                 except PacelineError:
                     pass
                 self._lost = self._lost or UsageError("this client is closed: connect again")
+            # The scheduler closes the connection when it has read that. If this end did, with anything unread, or while
+            # the scheduler writes, what was said would be lost, and the others would wait out the time-out.
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_FAREWELL_S)
             self._channel.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(10.0)
@@ -255,7 +260,7 @@ class SchedulerLink:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + self._heartbeat_s
-                if self._is_well():
+                if self._is_well() and not self._closing:
                     self.tell(messages.Heartbeat(unreachable=self._unreachable()))
             if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()

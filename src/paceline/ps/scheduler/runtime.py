@@ -154,6 +154,7 @@ class Scheduler(Handler):
                 self._jobs.note_progress(self._sessions[peer].incarnation or 0, progress)
             case messages.Leave():
                 self._feed(events.Leave(peer))
+                peer.close()  # which the other end waits for
             case messages.Drain():
                 self._feed(events.Drain(peer))
             case messages.Filled(version=version, target=target, buckets=buckets):
