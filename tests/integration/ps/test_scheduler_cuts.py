@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
     with Cluster(servers=1, workers=1) as cluster:
         link = cluster.link()
         incarnation = link._welcome.incarnation if link._welcome else 0
-        peer = cluster.scheduler._members[incarnation].peer
+        peer: Any = cluster.scheduler._members[incarnation].peer
         begun = threading.Event()
 
         def write() -> None:
