@@ -27,7 +27,7 @@ def end(scheduler: Running, *roles: Running, is_lost: bool = False) -> None:
     """Ctrl-C at the scheduler ends every role in good order."""
     scheduler.signal(signal.SIGINT)
     for role in (scheduler, *roles):
-        finished = role.wait(10.0)
+        finished = role.wait(60.0)
         assert finished.status == 0, (role.process.args, finished)
         assert "Traceback" not in finished.err
         assert ("are lost" in finished.err) == is_lost, finished
