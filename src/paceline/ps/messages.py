@@ -62,6 +62,7 @@ FORWARDED: Final = 33
 STATE: Final = 34
 """A bucket whole, for a server that is being filled; meta is a :class:`StateInfo`. Answered by STATE_TAKEN."""
 STATE_TAKEN: Final = 35
+"""clock is how many microseconds of a processor that took."""
 READY: Final = 37
 """Behind all that a member of a chain has forwarded to its primary: that was all. epoch is the map's version."""
 CLOCKS: Final = 36

@@ -13,6 +13,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ from paceline.ps.tables import make_part
 from paceline.ps.withheld import WithheldPushes
 from paceline.transport import Endpoint, Header, Hello, Kind, Peer, Transport, error_of
 
-_FILL_PAUSE = 4.0  # times the time that a bucket took
+_FILL_PAUSE = 4.0  # times what a bucket took of the time of others
+_SLOW_LINK = 12.5e6  # bytes per second: the slowest line on which fills shall leave room for others
 _logger = logging.getLogger("paceline.ps")
 
 
@@ -49,6 +51,15 @@ class _State:
         self.number = number
         self.order = order
         self.pieces = pieces
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A bucket that is on its way to a server that is being filled: since when, its bytes, what to send it took."""
+
+    began_s: float
+    size: int
+    busy_s: float = 0.0
 
 
 class Replicator:
@@ -96,7 +107,7 @@ class Replicator:
         self._sources: dict[int, Peer] = {}  # the connection by which each server before this one sends
         self._sequences = itertools.count(1)
         self._fills: set[int] = set()  # servers to which a bucket will be sent soon
-        self._states: dict[int, float] = {}  # servers to which one is on its way → since when
+        self._states: dict[int, _Sent] = {}  # servers to which a bucket is on its way
         self._check: asyncio.TimerHandle | None = None
         self.checks = ReplicaChecks(tables)
         self.rules = Replication(0)
@@ -291,7 +302,7 @@ class Replicator:
             self.look()  # a sum that this server has inherited may be safe now
             self._pump_all()
         elif header.kind == STATE_TAKEN:
-            self._state_taken(target, header.request)
+            self._state_taken(target, header)
         elif header.kind == Kind.ERROR:
             _logger.error("a server behind this one did not take a frame, and is sent all again: %s", error_of(meta))
             assert self._links is not None
@@ -333,7 +344,7 @@ class Replicator:
         fill = self.rules.next_fill(target)
         if fill is None:
             return
-        self._states[target] = time.monotonic()
+        began_s, busy_s = time.monotonic(), time.thread_time()
         number, bucket, state = fill
         pieces = []
         for table_number, table in self._tables.by_number.items():
@@ -343,15 +354,25 @@ class Replicator:
         infos, body = pack(pieces)
         entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
         info = messages.StateInfo(bucket, self.checks.orders.of(bucket), entries, infos)
+        self._states[target] = sent = _Sent(began_s, size=sum(part.nbytes for part in body))
         peer.send_frame(STATE, request=number, epoch=self.rules.version, meta=messages.encode(info), body=body)
+        sent.busy_s = time.thread_time() - busy_s
 
-    def _state_taken(self, target: int, number: int) -> None:
-        """Go on when four times as much time has passed as the bucket took: who works meanwhile gets most of it."""
-        took = time.monotonic() - self._states.pop(target, time.monotonic())
-        self._obey(self.rules.handle(replication.Confirmed(target, number)))
+    def _state_taken(self, target: int, header: Header) -> None:
+        """Go on when four times as much time has passed as the bucket took: who works meanwhile gets most of it.
+
+        What it took is processors' time at both ends, and the line's. That it waited, where much else happens, is no
+        reason to leave buckets without their replicas for longer.
+        """
+        sent = self._states.pop(target, None)
+        self._obey(self.rules.handle(replication.Confirmed(target, header.request)))
         if target not in self._fills:
             self._fills.add(target)
-            asyncio.get_running_loop().call_later(_FILL_PAUSE * took, self._pump, target)
+            took_s = 0.0
+            if sent is not None:
+                passed_s = time.monotonic() - sent.began_s
+                took_s = sent.busy_s + min(header.clock / 1e6, passed_s) + min(sent.size / _SLOW_LINK, passed_s)
+            asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self._pump, target)
 
     # Comparing.
 
@@ -440,6 +461,7 @@ class Replicator:
         self._obey(self.rules.handle(event))
 
     def _load(self, state: _State, bucket: int) -> None:
+        busy_s = time.thread_time()
         self.checks.load(bucket, state.order)
         pieces = {piece.table: piece for piece in state.pieces}
         for number, table in self._tables.by_number.items():
@@ -451,7 +473,8 @@ class Replicator:
                 records = piece.floats.reshape(len(keys), -1)
                 self._non_finite.taken(table, keys, records, f"what fills server {self._tables.rank}")
                 table.part.load_bucket(bucket, keys, records)
-        state.peer.send_frame(STATE_TAKEN, request=state.number)
+        busy_us = int((time.thread_time() - busy_s) * 1e6)
+        state.peer.send_frame(STATE_TAKEN, request=state.number, clock=busy_us)
 
     def _take_clocks(self, info: messages.ClocksInfo) -> None:
         is_any_new = False
