@@ -371,7 +371,7 @@ class Replicator:
             took_s = 0.0
             if sent is not None:
                 passed_s = time.monotonic() - sent.began_s
-                took_s = sent.busy_s + min(header.clock / 1e6, passed_s) + min(sent.size / _SLOW_LINK, passed_s)
+                took_s = min(sent.busy_s + header.clock / 1e6 + sent.size / _SLOW_LINK, passed_s)
             asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self._pump, target)
 
     # Comparing.

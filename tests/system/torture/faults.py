@@ -193,10 +193,13 @@ class Faults:
         return [self.cluster.start_server(joins=True)], 0.0
 
     def leave(self) -> tuple[list[Node], float] | None:
-        """Ask a server to leave."""
+        """Ask a server to leave. One member stays: when all leave, that is the cluster's end, with all that it has."""
         if len(self.cluster.of_role("server")) <= max(2, self.cluster.settings.replicas + 1):
             return None
         victims = self._some("server")
+        members = [each for each in self.cluster.members().values() if each.is_alive() and each not in victims]
+        if all(each.doomed or each.is_stopped for each in members):
+            return None
         for victim in victims:
             self.cluster.doom(victim, "leaves")
             victim.signal(signal.SIGTERM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -117,9 +118,17 @@ def test_a_gradient_scaler_is_refused(unscales: bool) -> None:
             scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=not unscales)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a cycle
+        scaler.scale(model(batches(1)[0]).sum()).backward(create_graph=True)
+    with pytest.raises(UsageError, match="GradScaler does not reach the gradients of embedding rows"):
+        scaler.step(optimizer)
+    optimizer.zero_grad()
     off = torch.amp.GradScaler("cpu", enabled=False)
     off.scale(model(batches(1)[0]).sum()).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    copies = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+    assert all(type(each) is torch.Tensor for each in copies)
     off.step(optimizer)
 
 

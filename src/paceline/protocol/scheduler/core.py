@@ -499,7 +499,7 @@ class SchedulerCore:
         self.needed = servers
         names = " and ".join(f"server {each.rank} ({each.node})" for each in servers)
         advice = "If these are dead, start the scheduler again with --accept-minority"
-        if self._accepts_minority:
+        if self._accepts_minority and self.phase is Phase.RECOVERING:
             advice = "One of them has to be back, --accept-minority or not; if all are dead, start a new cluster"
         self._out.append(
             events.Note(f"waits for {names}: too few of the servers that have buckets are heard {aim}. {advice}")

@@ -142,9 +142,9 @@ class Recovery:
 
     @property
     def has_voter(self) -> bool:
-        """Whether one of the voters is back."""
+        """Whether one of the voters is back, of each view that may be the newest."""
         back = {each.member.incarnation for each in self.ours()}
-        return any(not back.isdisjoint(voters) for voters in self._electorates())
+        return all(not back.isdisjoint(voters) for voters in self._electorates() if voters)
 
     def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
         """The voters that are neither back nor known to have ended."""

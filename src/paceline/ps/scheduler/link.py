@@ -214,9 +214,11 @@ class SchedulerLink:
                 self._lost = self._lost or UsageError("this client is closed: connect again")
             # The scheduler closes the connection when it has read that. If this end did, with anything unread, or while
             # the scheduler writes, what was said would be lost, and the others would wait out the time-out.
-            if threading.current_thread() is not self._thread:
-                self._thread.join(_FAREWELL_S)
-            self._channel.close()
+            try:
+                if threading.current_thread() is not self._thread:
+                    self._thread.join(_FAREWELL_S)
+            finally:
+                self._channel.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(10.0)
 
@@ -261,9 +263,17 @@ class SchedulerLink:
             if now >= next_beat:
                 next_beat = now + self._heartbeat_s
                 if self._is_well() and not self._closing:
-                    self.tell(messages.Heartbeat(unreachable=self._unreachable()))
+                    self._beat()
             if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
+
+    def _beat(self) -> None:
+        try:
+            self.tell(messages.Heartbeat(unreachable=self._unreachable()))
+        except UsageError:
+            if not self._closing:
+                raise
+            # The farewell was faster: it is for the scheduler to close the connection.
 
     def _receive(self) -> None:
         channel = self._channel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -29,6 +30,15 @@ class AnchorGradient(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain tensor: a copy is no anchor's."""
+        found: torch.Tensor = copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as a plain tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class RowGradients:
@@ -78,4 +88,6 @@ class RowGradients:
     def _accumulated(self, anchor: torch.Tensor) -> None:
         with self._lock:
             if anchor.grad is not None:
+                if not isinstance(anchor.grad, AnchorGradient):  # with create_graph=True backward makes another one
+                    anchor.grad = anchor.grad.detach().as_subclass(AnchorGradient)
                 self._version = anchor.grad._version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +142,22 @@ def test_one_that_accepts_a_minority_does_not_take_over_from_workers_alone() -> 
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.all(events.Lost) == [events.Lost(holders(former.view, a))]
+
+
+def test_one_that_accepts_a_minority_wants_a_voter_of_every_view_that_may_be_the_newest() -> None:
+    """The one that is back has given all to the other: to take over from it alone would be to lose everything."""
+    former, (a, b), _ = started(2, num_buckets=16)
+    former.drain(a)
+    b.prepares = False
+    with contextlib.suppress(AssertionError):
+        former.fill_all()
+    assert a.incarnation not in a.views.newest.voters
+    lose(former)
+    scheduler = successor(num_servers=2, accepts_minority=True)
+    scheduler.rejoin(a)
+    scheduler.pass_time(2 * TIMEOUT_S)
+    assert scheduler.core.phase is Phase.RECOVERING
+    assert scheduler.all(events.Lost) == []
 
 
 def test_one_that_accepts_a_minority_does_without_only_where_it_must() -> None:
