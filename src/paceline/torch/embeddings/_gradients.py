@@ -38,7 +38,7 @@ class AnchorGradient(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be saved as a plain tensor."""
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class RowGradients:

@@ -151,6 +151,7 @@ def test_one_that_accepts_a_minority_wants_a_voter_of_every_view_that_may_be_the
     b.prepares = False
     with contextlib.suppress(AssertionError):
         former.fill_all()
+    assert a.views.newest is not None
     assert a.incarnation not in a.views.newest.voters
     lose(former)
     scheduler = successor(num_servers=2, accepts_minority=True)
