@@ -16,6 +16,8 @@ import psutil
 
 MARK = "PACELINE_TEST_SESSION"
 _WAIT_S = 120.0
+PROMPT_S = 20.0
+"""How long what waits for nothing may take on a busy machine: what it must not wait for takes 30 s, or for ever."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from .running import Commands, Running, wait_until
+from .running import PROMPT_S, Commands, Running, wait_until
 from .test_roles import end
 
 NETWORK = "10.203.9"
@@ -133,7 +133,7 @@ class Cluster:
     def longest_pause_s(self) -> float:
         """For how long, at most, the worker's next pushes were not acknowledged."""
         longest, last, since = 0.0, self.num_acknowledged(), time.monotonic()
-        end = since + HEARTBEAT_TIMEOUT_S + 1.5
+        end = since + HEARTBEAT_TIMEOUT_S + 2.5
         while (now := time.monotonic()) < end:
             count = self.num_acknowledged()
             longest = max(longest, now - since)
@@ -151,7 +151,7 @@ class Cluster:
 
 def check_expelled(server: Running, reason: str) -> None:
     """A server has been declared dead, and ends by itself with one sentence."""
-    finished = server.wait(12.0)
+    finished = server.wait(PROMPT_S)
     assert finished.status == 1, finished
     assert finished.err == f"paceline: this server was declared dead: {reason}\n"
 
@@ -164,7 +164,7 @@ def test_the_cable_of_a_server_is_cut(
     cluster.start_worker()
     switch.set_cable(2, "down")
     pause_s = cluster.longest_pause_s()
-    assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 1.0
+    assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 2.0
     assert cluster.servers[2].process.poll() is None  # it knows nothing of it
     switch.set_cable(2, "up")
     check_expelled(cluster.servers.pop(2), "nothing was heard from it for 1.5 s")
@@ -180,7 +180,7 @@ def test_the_cable_between_two_servers_is_cut(
     cluster.start_worker()
     switch.part(1, 3)
     pause_s = cluster.longest_pause_s()
-    assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 1.0
+    assert HEARTBEAT_TIMEOUT_S / 2 < pause_s < HEARTBEAT_TIMEOUT_S + 2.0
     wait_until(lambda: any(server.process.poll() is not None for server in cluster.servers.values()), "nobody ended")
     gone, other = (1, 3) if cluster.servers[1].process.poll() is not None else (3, 1)
     why = f"it and server {other} could not reach each other for 1.5 s, though all of them live"

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .running import Commands, Running, parse_json, wait_until
+from .running import PROMPT_S, Commands, Running, parse_json, wait_until
 
 LONG = ["--epochs", "100000"]
 """More passes than anybody waits for."""
@@ -80,7 +80,6 @@ def test_a_killed_worker(paceline: Commands, click_log: tuple[Path, Path]) -> No
     assert "a worker died" in finished.err
 
 
-@pytest.mark.thorough
 def test_a_killed_worker_of_a_sequential_training(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, "--epochs", "20", "--consistency", "sequential", "--json")
     running.children("worker")[0].kill()
@@ -96,7 +95,7 @@ def test_a_stopped_worker_is_declared_dead(paceline: Commands, click_log: tuple[
     running.wait_line("a worker died")
     stopped.resume()
     running.wait_line("declared dead")
-    stopped.wait(5.0)
+    stopped.wait(PROMPT_S)
     running.signal(signal.SIGINT)
     assert running.wait().status == 130
 
@@ -105,7 +104,7 @@ def test_a_stopped_worker_is_declared_dead(paceline: Commands, click_log: tuple[
 def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = start(paceline, click_log, "--epochs", "25", "--heartbeat-timeout", "1", "--json")
     running.children("worker")[0].suspend()
-    finished = running.wait(20.0)
+    finished = running.wait(PROMPT_S)
     assert finished.status == 0, finished
     assert parse_json(finished.out)["examples"] == 25 * 12_000
 
@@ -113,7 +112,7 @@ def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click
 def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     running = start(paceline, click_log, *LONG, "--servers", "2", "--save", "model")
     running.children("server")[-1].kill()
-    finished = running.wait(10.0)
+    finished = running.wait(PROMPT_S)
     assert finished.status == 1
     (sentence,) = sentences(finished.err)
     assert sentence.startswith("paceline: server 1 was killed by SIGKILL")
@@ -162,7 +161,7 @@ def test_a_scheduler_that_dies_all_the_time(paceline: Commands, click_log: tuple
         (scheduler,) = running.children("scheduler")
         scheduler.kill()
         scheduler.wait()
-    finished = running.wait(10.0)
+    finished = running.wait(PROMPT_S)
     assert finished.status == 1
     assert "paceline: scheduler was killed by SIGKILL" in finished.err
 

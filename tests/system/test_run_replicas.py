@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from paceline.launch.local import wait_cluster
 from paceline.transport import SocketTransport
 
-from .running import MARK, Commands, Running, our_processes
+from .running import MARK, PROMPT_S, Commands, Running, our_processes
 from .test_run import free_port, script, two_free_ports
 
 _TOKEN = "a token for tests"
@@ -166,9 +165,7 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
         running.wait_line(f"[rank {rank}] waits")
     for server in running.children("server"):
         server.kill()
-    since = time.monotonic()
-    finished = running.wait(10.0)
-    assert time.monotonic() - since < 8.0
+    finished = running.wait(PROMPT_S)
     assert finished.status == 1
     said = (
         r"paceline run: servers? [01]( and 1)? died, and with (it|them) 512 of 512 buckets of the tables that had no "
@@ -178,7 +175,6 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
     assert our_processes(replicated.environment[MARK]) == []
 
 
-@pytest.mark.thorough
 def test_a_node_replaces_its_own_servers(replicated: Commands, tmp_path: Path) -> None:
     """And a rank may live on when the cluster has ended: its node does not take that for a loss."""
     command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]

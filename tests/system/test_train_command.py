@@ -158,7 +158,6 @@ def weights_of(model: Path) -> tuple[bytes, bytes]:
     return keys[order].tobytes(), records[order].tobytes()
 
 
-@pytest.mark.thorough
 def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """And training is the same every time where it is sequential."""
     arguments: list[str | Path] = [

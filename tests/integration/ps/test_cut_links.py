@@ -184,4 +184,4 @@ def test_a_worker_that_does_not_reach_a_server_is_told_which() -> None:
         began = time.monotonic()
         with pytest.raises(PacelineError, match="server 1 is gone"):
             table.push(KEYS, np.ones((300, 1), np.float32)).wait()
-        assert time.monotonic() < began + 10.0
+        assert time.monotonic() < began + 20.0

@@ -48,7 +48,7 @@ def test_it_ends_when_the_last_iteration_is_on_the_replicas() -> None:
         finally:
             push(other)
             other.flush()
-            thread.join(10.0)
+            thread.join(60.0)
         assert left.is_set()
         cluster.nodes[0].stop()
         other.retire()
@@ -72,7 +72,7 @@ def test_an_abrupt_end_waits_for_no_other_worker(abrupt: bool) -> None:
         else:
             push(client)
             client.close()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 20.0
 
 
 def test_what_has_failed_is_raised() -> None:

@@ -139,7 +139,7 @@ def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest
         with accepted, client:
             accepted.sendall(challenge)
             assert unpack_header(accepted.recv(40)).kind == Kind.HELLO  # so that this end can say so as well
-            out, _ = client.communicate(timeout=20)
+            out, _ = client.communicate(timeout=60)
     assert b"VersionError" in out
     assert b"version 9" in out
     assert b"version 2" in out

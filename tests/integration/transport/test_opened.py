@@ -115,7 +115,7 @@ def _in_thread(start: Callable[[], Awaitable[asyncio.Server]]) -> Iterator[None]
     finally:
         asyncio.run_coroutine_threadsafe(end(server), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

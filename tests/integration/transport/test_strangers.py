@@ -101,7 +101,7 @@ def test_strangers_leave_descriptors_to_others(transport: SocketTransport) -> No
             assert crowd.stdout.readline() == b"all\n"
             for _ in range(3):
                 echo(transport, served.endpoint)
-            crowd.communicate(timeout=20)
+            crowd.communicate(timeout=60)
 
 
 def test_there_are_never_more_than_a_quarter_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ class Recovery:
 
     def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
         """The members of the newest view that are neither back nor known to have ended."""
-        back = {each.member.incarnation for each in self.ours()}
-        return tuple(m for m in self.latest_view().members if m.incarnation not in back and m.incarnation not in ended)
+        there = self._back() | set(ended)
+        return tuple(member for member in self.latest_view().members if member.incarnation not in there)
 
     def awaited(self, ended: Collection[int]) -> tuple[Member, ...]:
         """Those that are missing, and the voters that are: whether they have ended is worth knowing."""
@@ -131,8 +131,12 @@ class Recovery:
 
     def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
         """Whether servers enough are back, and have made this promise, to go on from the newest view."""
-        back = {each.member.incarnation for each in self.ours() if each.promised >= promised}
+        back = self._back(promised)
         return all(may_take_over(voters, ended, back, replicas) for voters in self._electorates())
+
+    def _back(self, promised: int = 0) -> set[int]:
+        """The incarnations of ours that are back, and have promised that they prepare nothing below that term."""
+        return {each.member.incarnation for each in self.ours() if each.promised >= promised}
 
     def _electorates(self) -> list[Collection[int]]:
         """The voters of every view that the former scheduler may be going on from."""
@@ -143,13 +147,12 @@ class Recovery:
     @property
     def has_voter(self) -> bool:
         """Whether one of the voters is back, of each view that may be the newest."""
-        back = {each.member.incarnation for each in self.ours()}
+        back = self._back()
         return all(not back.isdisjoint(voters) for voters in self._electorates() if voters)
 
     def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
         """The voters that are neither back nor known to have ended."""
-        back = {each.member.incarnation for each in self.ours()}
-        return frozenset(each for voters in self._electorates() for each in voters) - back - frozenset(ended)
+        return frozenset().union(*self._electorates()) - self._back() - set(ended)
 
     def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
         """Those of them that somebody knows by name."""

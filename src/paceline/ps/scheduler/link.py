@@ -262,7 +262,7 @@ class SchedulerLink:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + self._heartbeat_s
-                if self._is_well() and not self._closing:
+                if self._is_well():
                     self._beat()
             if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()

@@ -124,7 +124,7 @@ def test_who_connects_to_a_dead_rank_hears_so_at_once() -> None:
         with pytest.raises(RankLostError, match="rank 1 cannot be reached") as lost:
             links.link(1, soon())
         assert lost.value.ranks == (1,)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
 
 
 def test_who_awaits_a_dead_rank_hears_so_soon() -> None:

@@ -190,7 +190,7 @@ def test_something_silent_is_there() -> None:
         start = time.monotonic()
         with pytest.raises(DeadlineError, match="before it said a word"):
             meet(1, 2, other.getsockname()[1], timeout_s=0.2)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
 
 
 def test_rank_0_may_come_late() -> None:
