@@ -10,6 +10,7 @@ make, so there is no cache on disk.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -203,7 +204,6 @@ DTYPES: Final[tuple[str, ...]] = tuple(_FORMATS)
 """What can be reduced. NumPy has no bfloat16: where an array of it is meant, it is one of uint16."""
 
 
-@cache
 def combiner(dtype: str) -> int:
     """Return the address of the native function that reduces memory of `dtype`. It is compiled at the first call.
 
@@ -215,6 +215,12 @@ def combiner(dtype: str) -> int:
     rounded once, to nearest even. One source with a scale of 1 is copied bit by bit. The function takes no locks
     and needs no GIL.
     """
+    with _compiling:
+        return _compiled(dtype)
+
+
+@cache
+def _compiled(dtype: str) -> int:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine(
@@ -228,7 +234,8 @@ def combiner(dtype: str) -> int:
 
 
 _engines: Final[list[Any]] = []
-"""The owners of the compiled code, which never goes away: two threads may both compile a function."""
+"""The owners of the compiled code, which never goes away."""
+_compiling: Final = threading.Lock()
 
 
 def _module(format_: _Format) -> Any:

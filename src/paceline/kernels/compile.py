@@ -41,7 +41,7 @@ KERNELS: tuple[Any, ...] = (
     sparse.count_absent,
     sparse.digest_records,
     sparse.gather,
-    sparse.is_crowded,
+    sparse.has_room,
     sparse.largest,
     sparse.push,
     sparse.read_records,
@@ -85,8 +85,8 @@ def _compile_sparse() -> None:
     assert sparse.push(directory, layout, parameters, keys, floats, 0) == 0
     assert sparse.write_records(directory, layout, parameters, keys, floats, 0) == 0
     sparse.copy_records(rows, 1, floats)
-    assert sparse.is_crowded(directory, keys)
-    sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
+    assert not sparse.has_room(directory, keys, directory[: index.NUM_BUCKETS].copy())
+    sparse.count_absent(directory, layout, keys, directory[: index.NUM_BUCKETS].copy())
     sparse.read_records(directory, layout, keys, floats, np.zeros(1, np.uint8))
     sparse.largest(floats)
     sparse.digest_records(keys, floats.view(np.uint32).reshape(1, 1))

@@ -196,6 +196,12 @@ def update_record(rule, record, dim, start, stop, grads, at, hyper, per_element)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def update_row(rule, record, dim, grads, at, hyper):  # type: ignore[no-untyped-def]
+    """Apply the gradients ``grads[at : at + dim]`` to a row, by any rule; inlined nowhere, since it is large."""
+    update_record(rule, record, dim, 0, dim, grads, at, hyper, False)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
     """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
     for plane in range(dim, words, dim):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -144,13 +145,23 @@ class SparseStore:
         """Make room for the rows of `keys`; raise MemoryError, with all rows as they were, if there is none.
 
         A push of them does not run out of memory then: but where lines overflow so that a bucket's tail is full, which
-        takes crafted keys.
+        takes crafted keys. To look up which keys have a row costs as much as the push: a bucket gets room for all of
+        its keys, unless they are more than its rows, or memory does not suffice.
         """
-        if not sparse.is_crowded(self._directory, keys):
+        new = np.empty(index.NUM_BUCKETS, np.uint64)
+        if sparse.has_room(self._directory, keys, new):
             return
-        absent = np.empty(index.NUM_BUCKETS, np.uint64)
-        sparse.count_absent(self._directory, self._layout, keys, absent)
-        counts = self.counts + absent
+        limits = self._directory[index.LIMIT : index.USED]
+        if (self.counts + new <= np.maximum(limits, 2 * self.counts)).all():
+            with suppress(MemoryError):
+                self._make_room(new)
+                return
+        sparse.count_absent(self._directory, self._layout, keys, new)
+        self._make_room(new)
+
+    def _make_room(self, new: npt.NDArray[np.uint64]) -> None:
+        """Make room for so many new rows in each bucket (uint64 [512])."""
+        counts = self.counts + new
         for bucket in np.flatnonzero(counts > self._directory[index.LIMIT : index.USED]).tolist():
             limit = self._next_limit(bucket, int(counts[bucket]) - 1)
             self._resize(bucket, limit, int(self._directory[index.TAIL + bucket]))

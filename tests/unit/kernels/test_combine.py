@@ -164,7 +164,7 @@ def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     dtype, *without = request.param.split(maxsplit=1)
     if without:
         monkeypatch.setattr(combine, "_converts_float16", lambda: False)
-    return dtype, combiner.__wrapped__(dtype)
+    return dtype, combine._compiled.__wrapped__(dtype)
 
 
 def test_every_half_survives_conversion(half: tuple[str, int]) -> None:

@@ -138,7 +138,7 @@ def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
 def test_every_kernel_has_a_case() -> None:
     in_cases = {case.kernel.__name__ for case in ARRAY_CASES}
     through_the_store = {"gather", "push", "write_records", "copy_records", "erase", "bucket_keys", "rehash"}
-    through_the_store |= {"read_records", "is_crowded", "is_run_too_long", "count_absent", "digest_records"}
+    through_the_store |= {"read_records", "has_room", "is_run_too_long", "count_absent", "digest_records"}
     texts = {"parse_criteo", "parse_libsvm", "hash_strings", "parse_floats"}  # test_text_kernels.py
     between_processes = {  # tests/integration/collectives
         *("publish_word", "read_word", "claim", "read_peer"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.kernels import index, reference
+from paceline.kernels import index, reference, sparse
 from paceline.kernels.cases import random_keys
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.ps.rules import FTRL, SGD, Adagrad, Adam, Constant, Momentum, UpdateRule
@@ -305,11 +305,55 @@ def test_bytes_per_row(dim: int, rule: UpdateRule, limit: float) -> None:
     bare = 8 + 4 * dim * (1 + rule.num_states)
     for start in range(0, len(keys), 100_000):
         batch = keys[start : start + 100_000]
+        store.reserve(batch)
         store.push(batch, np.ones(len(batch) * dim, np.float32))
         per_row = store.num_bytes / len(store)
         assert per_row < limit * bare or start < 900_000
     assert len(store) == len(np.unique(keys))
+    store.reserve(keys[:100_000])
+    assert store.num_bytes / len(store) < limit * bare
     assert (pull(store, keys[::1000].copy()) < 0).all()
+
+
+def fails(*arguments: object, **options: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+@pytest.mark.parametrize("num_old", [0, 3, 5000])
+@pytest.mark.parametrize("num_new", [0, 1, 64, 65, 4000])
+def test_what_is_reserved_is_enough(
+    dim: int, rule: UpdateRule, num_old: int, num_new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(num_old + num_new)
+    old, new = random_keys(rng, num_old), random_keys(rng, num_new)
+    keys = np.concatenate([old[: num_old // 2], new, new[: num_new // 2]])
+    store = SparseStore(dim=dim, rule=rule)
+    store.push(old, np.ones(num_old * dim, np.float32))
+    before = pull(store, keys)
+    store.reserve(keys)
+    assert len(store) == len(np.unique(old))
+    assert pull(store, keys).tobytes() == before.tobytes()
+    monkeypatch.setattr(store, "_resize", fails)
+    store.push(keys, np.ones(len(keys) * dim, np.float32))
+    assert len(store) == len(np.unique(np.concatenate([old, new])))
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+def test_rows_that_are_there_need_no_room(dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = random_keys(np.random.default_rng(8), 5000)
+    store = SparseStore(dim=dim, rule=rule)
+    store.push(keys, np.ones(5000 * dim, np.float32))
+    with monkeypatch.context() as short_of_memory:
+        short_of_memory.setattr(store, "_resize", fails)
+        store.reserve(keys)
+        store.reserve(np.concatenate([keys, keys]))
+        with pytest.raises(MemoryError):
+            store.reserve(random_keys(np.random.default_rng(9), 5000))
+    store.reserve(keys)
+    monkeypatch.setattr(index, "rehash", fails)
+    monkeypatch.setattr(sparse, "count_absent", fails)
+    store.reserve(keys)  # from now on it costs nothing
 
 
 def test_arrays_of_the_wrong_size_are_refused() -> None:
