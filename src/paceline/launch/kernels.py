@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
 
 
 def prepare_kernels(say: Callable[[str], None] | None = None) -> None:
@@ -16,7 +19,34 @@ def prepare_kernels(say: Callable[[str], None] | None = None) -> None:
             print(text, file=sys.stderr, flush=True)
         else:
             say(text)
-        compile_kernels()
+        _compile_side_by_side()
+        compile_kernels()  # what has failed there
+
+
+def _compile_side_by_side() -> None:
+    """Compile one half of the kernels here, and the other in a process beside, from whose cache they are loaded."""
+    from paceline.kernels.compile import compile_half
+
+    with (
+        suppress(OSError),
+        subprocess.Popen(
+            [sys.executable, "-c", _OTHER_HALF], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as other,
+    ):
+        try:
+            compile_half(0)
+            other.wait()
+        finally:
+            other.kill()
+
+
+_OTHER_HALF: Final = """
+import os
+from paceline.launch.roles import watch_parent
+watch_parent(lambda: os._exit(1))
+from paceline.kernels.compile import compile_half
+compile_half(1)
+"""
 
 
 def load_kernels() -> None:
