@@ -234,7 +234,9 @@ class LocalCluster:
 
     def _ask_to_end(self) -> None:
         try:
-            link = SchedulerLink(self.transport(), self.scheduler, Hello(role="observer"), timeout_s=2.0)
+            link = SchedulerLink(
+                self.transport(), self.scheduler, Hello(role="observer"), timeout_s=2.0, reconnect_s=0.0
+            )
             try:
                 link.call(messages.EndCluster())
             finally:
@@ -361,7 +363,9 @@ def wait_cluster(
     """
     deadline = time.monotonic() + patience_s
     observer = Hello(role="observer")
-    link = reach(lambda: SchedulerLink(transport, scheduler, observer, timeout_s=_START_S), patience_s, check)
+    link = reach(
+        lambda: SchedulerLink(transport, scheduler, observer, timeout_s=_START_S, reconnect_s=0.0), patience_s, check
+    )
     try:
         while ready and not link.call(messages.GetMap(), messages.ClusterMap).ready:
             check()

@@ -205,6 +205,10 @@ def run_server(
             ended = True
             stop.set()
 
+        def check() -> None:
+            if failure:
+                raise failure[0]
+
         def heard(notice: msgspec.Struct) -> None:
             if isinstance(notice, messages.ClusterMap):
                 if server is not None:
@@ -244,7 +248,11 @@ def run_server(
             )
         )
         try:
-            settings = await asyncio.to_thread(link.call, messages.GetSettings(), messages.Settings)
+            ask = partial(link.call, messages.GetSettings(), messages.Settings)
+            settings: messages.Settings | None = await _unless_stopped(link, stop, ask)
+            if settings is None:
+                check()
+                return
             server = Server(
                 consistency=parse_consistency(settings.consistency),
                 stale=parse_stale_policy(settings.stale),
@@ -262,8 +270,10 @@ def run_server(
                 register = messages.Register(
                     node=node, role="server", endpoint=listener.endpoint, rank=rank, extra=extra
                 )
-                welcome = await _register(link, register, stop)
+                # Until this server is a member of a cluster that has all its servers.
+                welcome = await _unless_stopped(link, stop, partial(link.register, register, timeout_s=math.inf))
                 if welcome is None:
+                    check()
                     return
                 who = f"server {welcome.rank}"
                 joined = Hello(
@@ -287,24 +297,23 @@ def run_server(
                 await listener.close()
         finally:
             await asyncio.to_thread(link.close)
-        if failure:
-            raise failure[0]
+        check()
 
     _run(serve, with_parent, fail)
 
 
-async def _register(link: SchedulerLink, message: messages.Register, stop: asyncio.Event) -> messages.Welcome | None:
-    """Wait until this server is a member of a cluster that has all its servers; None if it is to stop before."""
-    registering = asyncio.ensure_future(asyncio.to_thread(link.register, message, timeout_s=math.inf))
+async def _unless_stopped(link: SchedulerLink, stop: asyncio.Event, call: Callable[[], _Reached]) -> _Reached | None:
+    """Return what the scheduler answers to a call on the link; None if this server is to stop before."""
+    calling = asyncio.ensure_future(asyncio.to_thread(call))
     stopped = asyncio.ensure_future(stop.wait())
-    await asyncio.wait({registering, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({calling, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
-    if not registering.done():
+    if not calling.done():
         await asyncio.to_thread(link.close)
-        await asyncio.wait({registering})
-        registering.exception()
+        await asyncio.wait({calling})
+        calling.exception()
         return None
-    return registering.result()
+    return calling.result()
 
 
 async def _drain(link: SchedulerLink, stop: asyncio.Event, on_leaving: Callable[[], None]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.errors import ConnectionLostError
 from paceline.protocol import Sequential
 from paceline.ps import SGD, SchedulerLink, messages
 from paceline.ps.messages import ALL_DONE, NOTICE
+from paceline.transport import Hello
 
 from .harness import PATIENCE_S, Cluster, in_threads, wait_until
 
@@ -53,6 +55,34 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
         wait_until(lambda: all(link.reconnections >= 1 and link._is_connected for link in links))
         after = clients[0].link.call(messages.GetMap(), messages.ClusterMap)
         assert (after.members, after.version, after.groups) == (before.members, before.version, before.groups)
+
+
+def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cluster) -> None:
+    """What joins while a scheduler is taking over waits long between its question and its registration."""
+    hello = Hello(role="server", name="newcomer")
+    link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S)
+    try:
+        cut_all(cluster)
+        assert link.call(messages.GetSettings(), messages.Settings).replicas == 0
+        cut_all(cluster)
+        registering = messages.Register(node="newcomer", role="observer")
+        assert link.register(registering).incarnation > 0
+        assert link.reconnections == 0  # it was no member
+    finally:
+        link.close()
+
+
+def test_who_is_no_member_and_finds_no_scheduler_any_more_says_so() -> None:
+    with Cluster(servers=1) as cluster:
+        hello = Hello(role="server", name="newcomer")
+        link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S, reconnect_s=0.3)
+    try:
+        with pytest.raises(ConnectionLostError, match=r"is gone, and no other came in its place within 0.3 s"):
+            link.call(messages.GetSettings(), messages.Settings)
+        with pytest.raises(ConnectionLostError, match=r"is gone"):
+            link.register(messages.Register(node="newcomer", role="server"))
+    finally:
+        link.close()
 
 
 @pytest.fixture

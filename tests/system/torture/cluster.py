@@ -267,7 +267,17 @@ class Cluster:
         groups = self.map().groups
         enough = all(len(holders) > self.settings.replicas for holders in self.holders())
         known = len(self.members()) == len(self.map().of_role("server"))
-        return bool(groups) and enough and known and all(group.filling is None for group in groups)
+        return (
+            bool(groups) and enough and known and all(group.filling is None for group in groups) and self._is_newest()
+        )
+
+    def _is_newest(self) -> bool:
+        """Whether the scheduler has no newer map than the one that has come: it may just be back."""
+        try:
+            found = self.observer.link.call(messages.GetMap(), messages.ClusterMap, timeout_s=2.0)
+        except PacelineError:
+            return False
+        return bool((found.term, found.version) == (self.map().term, self.map().version))
 
     def is_safe(self, *victims: Node) -> bool:
         """Whether nothing is lost by the death of servers: what they have others have too, who are not in danger."""

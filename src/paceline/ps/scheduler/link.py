@@ -171,6 +171,9 @@ class SchedulerLink:
         except TimeoutError:
             with self._send_lock:
                 self._outgoing.take(sent.number)
+                is_nobody_there = not self._is_connected and self._registration is None
+            if is_nobody_there:
+                raise self._gone(timeout_s) from None
             raise DeadlineError(
                 f"the scheduler at {self.address} did not answer {type(sent.content).__name__} within {timeout_s:g} s"
             ) from None
@@ -348,8 +351,7 @@ class SchedulerLink:
     # When the connection is lost.
 
     def _may_come_back(self, error: Exception) -> bool:
-        is_member = self._registration is not None
-        return is_member and not (_is_told(error) or self._closing or self._is_over) and self._reconnect_s > 0
+        return not (_is_told(error) or self._closing or self._is_over) and self._reconnect_s > 0
 
     def _come_back(self) -> PacelineError | None:
         """Connect again, to the same scheduler or the one in its place; return why not."""
