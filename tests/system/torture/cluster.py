@@ -263,9 +263,10 @@ class Cluster:
         return [members[group.filling] for group in self.map().groups if group.filling in members]
 
     def is_whole(self) -> bool:
-        """Whether every bucket has all its replicas, on servers that live, and none is on its way."""
+        """Whether every bucket has all its replicas, on servers that live and stay, and none is on its way."""
         groups = self.map().groups
-        enough = all(len(holders) > self.settings.replicas for holders in self.holders())
+        staying = [[node for node in holders if not node.doomed] for holders in self.holders()]
+        enough = all(len(nodes) > self.settings.replicas for nodes in staying)
         known = len(self.members()) == len(self.map().of_role("server"))
         return (
             bool(groups) and enough and known and all(group.filling is None for group in groups) and self._is_newest()
