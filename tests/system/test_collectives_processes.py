@@ -23,6 +23,7 @@ from .running import MARK, PROMPT_S, our_processes, wait_until
 
 _PROGRAM = Path(__file__).with_name("collective_rank.py")
 _WAIT_S = 60.0
+_LATE_S = 6.0  # how much later than the time-out it may be, on a busy machine
 _SHARED_FIRST = pytest.mark.parametrize(
     "algorithm", ["", pytest.param("ring", marks=pytest.mark.thorough)], ids=["shared", "ring"]
 )
@@ -136,13 +137,13 @@ def programs() -> Iterator[Programs]:
         assert {name for name in os.listdir("/dev/shm") if "paceline" in name} <= shared
 
 
-def _check_lost(rank: Rank, culprit: int, since: float) -> dict[str, Any]:
+def _check_lost(rank: Rank, culprit: int, since: float, within_s: float = PROMPT_S) -> dict[str, Any]:
     word = rank.wait_for("raised", "closed")
     assert word["event"] == "raised", rank.said
     assert word["kind"] == "RankLostError", word
     assert word["ranks"] == [culprit], word
     assert f"rank {culprit}" in word["text"], word
-    assert word["at"] - since < PROMPT_S, f"only after {word['at'] - since:.2f} s: {word}"
+    assert word["at"] - since < within_s, f"only after {word['at'] - since:.2f} s: {word}"
     rank.wait_for("refuses")
     return word
 
@@ -185,7 +186,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(programs: Programs, algorith
     since = time.monotonic()
     ranks[1].process.send_signal(signal.SIGSTOP)
     for rank in (ranks[0], ranks[2]):
-        word = _check_lost(rank, 1, since)
+        word = _check_lost(rank, 1, since, 3.0 + _LATE_S)
         assert "stopped" in word["text"]
     ranks[1].process.send_signal(signal.SIGCONT)
     word = ranks[1].wait_for("raised")
@@ -210,7 +211,7 @@ def test_a_rank_that_never_calls_is_named(programs: Programs) -> None:
     ranks = programs.start("never_calls", TIMEOUT="2")
     since = max(rank.wait_for("joined")["at"] for rank in ranks)
     for rank in (ranks[0], ranks[2]):
-        _check_lost(rank, 1, since)
+        _check_lost(rank, 1, since, 2.0 + _LATE_S)
     _end_well(*ranks)
 
 

@@ -110,7 +110,7 @@ def test_a_worker_that_stays_stopped_is_not_waited_for(paceline: Commands, click
 
 
 def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    running = start(paceline, click_log, *LONG, "--servers", "2", "--save", "model")
+    running = start(paceline, click_log, *LONG, "--servers", "2", "--save", "model", "--heartbeat-timeout", "60")
     running.children("server")[-1].kill()
     finished = running.wait(PROMPT_S)
     assert finished.status == 1

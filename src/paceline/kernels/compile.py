@@ -1,9 +1,8 @@
 """Compile every kernel before it is needed, or load it from the cache on disk.
 
 Called once by whoever starts processes, so that no server and no worker compiles in the middle of training,
-and so that several processes do not compile the same thing at once. Every call here has the argument types of
-the real calls: arrays that are C-contiguous and writable, Python integers, and unsigned NumPy scalars for
-seeds and addresses.
+and so that they do not all compile the same. Every call here has the argument types of the real calls: arrays that
+are C-contiguous and writable, Python integers, and unsigned NumPy scalars for seeds and addresses.
 """
 
 from __future__ import annotations
@@ -59,46 +58,53 @@ def is_compiled() -> bool:
 
 def compile_kernels() -> None:
     """Compile every kernel, or load it from Numba's cache, for the one signature that real calls have."""
-    for half in range(2):
-        compile_half(half)
+    compile_values()
+    compile_rest()
 
 
-def compile_half(half: int) -> None:
-    """As :func:`compile_kernels`, but one half of them, 0 or 1, which takes about as long as the other."""
-    _compile_sparse(half)
-    if half == 0:
-        text.compile_kernels()
-        _compile_dense()
-        _compile_batch()
-        shared.compile_kernels(combine.combiner("uint8"))
+def compile_values() -> None:
+    """Compile the kernels that read and update sparse rows: with all update rules, they take half of the time."""
+    table = _EmptyTable()
+    floats = np.zeros(1, np.float32)
+    sparse.gather(table.directory, table.layout, table.parameters, table.keys, floats)
+    assert sparse.push(table.directory, table.layout, table.parameters, table.keys, floats, 0) == 0
 
 
-def _compile_sparse(half: int) -> None:
-    """On a directory whose buckets all share one empty line and may not hold a row.
+def compile_rest() -> None:
+    """Compile all other kernels."""
+    _compile_index()
+    _compile_dense()
+    _compile_batch()
+    text.compile_kernels()
+    shared.compile_kernels(combine.combiner("uint8"))
 
-    The second half is the kernels for values: a push, with its update rules, takes as long as all that is in the first.
-    """
-    num_lines = 1 + 1 + index.TAIL_LINES  # the header, home and tail
-    memory = np.zeros((num_lines + 1) * index.LINE_BYTES, np.uint8)
-    line = memory.ctypes.data + -memory.ctypes.data % index.LINE_BYTES + index.LINE_BYTES
-    directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
-    directory[index.LINES : index.ROWS : 2] = line
-    directory[index.LINES + 1 : index.ROWS : 2] = 1
-    directory[index.TAIL : index.SALT] = index.TAIL_LINES
-    directory[index.SALT :] = index.FIRST_SALT
-    layout = np.zeros(index.LAYOUT_WORDS, np.int64)
-    layout[[index.ENTRY_WORDS, index.SLOTS, index.INLINE, index.DIM, index.ROW_WORDS]] = 3, 5, 1, 1, 1
-    parameters = np.zeros(NUM_PARAMETERS, np.float64)
-    keys, rows = np.ones(1, np.uint64), np.zeros(0, np.uint64)
-    floats, buckets = np.zeros(1, np.float32), np.zeros(1, np.uint16)
-    if half:
-        sparse.gather(directory, layout, parameters, keys, floats)
-        assert sparse.push(directory, layout, parameters, keys, floats, 0) == 0
-        return
-    assert sparse.write_records(directory, layout, parameters, keys, floats, 0) == 0
+
+class _EmptyTable:
+    """A directory whose buckets all share one empty line and may not hold a row."""
+
+    def __init__(self) -> None:
+        num_lines = 1 + 1 + index.TAIL_LINES  # the header, home and tail
+        self._memory = np.zeros((num_lines + 1) * index.LINE_BYTES, np.uint8)
+        address = self._memory.ctypes.data
+        self.directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
+        self.directory[index.LINES : index.ROWS : 2] = address + -address % index.LINE_BYTES + index.LINE_BYTES
+        self.directory[index.LINES + 1 : index.ROWS : 2] = 1
+        self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
+        self.directory[index.SALT :] = index.FIRST_SALT
+        self.layout = np.zeros(index.LAYOUT_WORDS, np.int64)
+        self.layout[[index.ENTRY_WORDS, index.SLOTS, index.INLINE, index.DIM, index.ROW_WORDS]] = 3, 5, 1, 1, 1
+        self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
+        self.keys = np.ones(1, np.uint64)
+
+
+def _compile_index() -> None:
+    table = _EmptyTable()
+    directory, layout, keys = table.directory, table.layout, table.keys
+    rows, floats, buckets = np.zeros(0, np.uint64), np.zeros(1, np.float32), np.zeros(1, np.uint16)
+    assert sparse.write_records(directory, layout, table.parameters, keys, floats, 0) == 0
     sparse.copy_records(rows, 1, floats)
-    assert not sparse.has_room(directory, keys, directory[: index.NUM_BUCKETS].copy())
-    sparse.count_absent(directory, layout, keys, directory[: index.NUM_BUCKETS].copy())
+    assert not sparse.has_room(directory, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
+    sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
     sparse.read_records(directory, layout, keys, floats, np.zeros(1, np.uint8))
     sparse.largest(floats)
     sparse.digest_records(keys, floats.view(np.uint32).reshape(1, 1))

@@ -2,14 +2,16 @@
 
 Numba keeps one cache file per function and checks it against the function's own source file only. These
 kernels are inlined across files, so an upgrade that changes `index.py` alone would leave an old hash inside
-`sparse.gather`, which then looks in the wrong places. Here the check covers all of them. It reaches into
-private attributes of Numba (the same from 0.57 to 0.68); where they are missing, Numba's own check is what is
-left.
+`sparse.gather`, which then looks in the wrong places. Here the check covers all of them. Numba first writes in the
+index what a file will hold, and then the file: files are named by source and process, or one process could take for
+new what another one has yet to write. This reaches into private attributes of Numba (the same from 0.57 to 0.68);
+where they are missing, Numba's own check is what is left.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,9 @@ def njit(**options: Any) -> Any:
         file = _cache_file(kernel)
         if file is not None and hasattr(file, "_source_stamp"):
             file._source_stamp = (file._source_stamp, _package_stamp())
+        if file is not None and hasattr(file, "_data_name_pattern"):
+            base = file._data_name_pattern.removesuffix(".{number:d}.nbc")
+            file._data_name_pattern = f"{base}.{_package_stamp()[:12]}.{os.getpid()}.{{number:d}}.nbc"
         return kernel
 
     return decorate

@@ -1,11 +1,10 @@
-"""Kernels are compiled once, by the parent, before it starts processes that would all do it at once."""
+"""Kernels are compiled once, before the processes are started that would all do it at once."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 
@@ -14,39 +13,42 @@ def prepare_kernels(say: Callable[[str], None] | None = None) -> None:
     from paceline.kernels.compile import compile_kernels, is_compiled
 
     if not is_compiled():
-        text = "paceline: compiling kernels, once for this installation (about 20 s) ..."
+        text = "paceline: compiling kernels, once for this installation (about half a minute) ..."
         if say is None:
             print(text, file=sys.stderr, flush=True)
         else:
             say(text)
         _compile_side_by_side()
-        compile_kernels()  # what has failed there
+        compile_kernels()  # loads them, and compiles what has failed there
 
 
 def _compile_side_by_side() -> None:
     """Compile one half of the kernels here, and the other in a process beside, from whose cache they are loaded."""
-    from paceline.kernels.compile import compile_half
+    from paceline.kernels.compile import compile_rest
 
-    with (
-        suppress(OSError),
-        subprocess.Popen(
-            [sys.executable, "-c", _OTHER_HALF], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as other,
-    ):
+    command = [sys.executable, "-c", _COMPILE_VALUES]
+    try:
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except (OSError, TypeError):  # no process can be started, or no program is known (Python is embedded)
+        return
+    with other:
         try:
-            compile_half(0)
-            other.wait()
+            compile_rest()
+            other.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pass  # it is stopped, perhaps
         finally:
             other.kill()
 
 
-_OTHER_HALF: Final = """
+_COMPILE_VALUES: Final = """
 import os
 from paceline.launch.roles import watch_parent
 watch_parent(lambda: os._exit(1))
-from paceline.kernels.compile import compile_half
-compile_half(1)
+from paceline.kernels.compile import compile_values
+compile_values()
 """
+_PATIENCE_S: Final = 300.0
 
 
 def load_kernels() -> None:

@@ -275,6 +275,7 @@ def run_server(
                 if welcome is None:
                     check()
                     return
+                _check_settings(settings, welcome.settings, joining.scheduler)
                 who = f"server {welcome.rank}"
                 joined = Hello(
                     role="server",
@@ -300,6 +301,15 @@ def run_server(
         check()
 
     _run(serve, with_parent, fail)
+
+
+def _check_settings(asked: messages.Settings, joined: messages.Settings, scheduler: str) -> None:
+    """Raise PeerError unless a server has joined the cluster that it was made for: a scheduler may be started again."""
+    if msgspec.structs.replace(joined, cluster=asked.cluster, num_servers=asked.num_servers) != asked:
+        raise PeerError(
+            f"the scheduler at {scheduler} was started again with other settings while this server joined: start the "
+            "server again too"
+        )
 
 
 async def _unless_stopped(link: SchedulerLink, stop: asyncio.Event, call: Callable[[], _Reached]) -> _Reached | None:

@@ -145,26 +145,42 @@ class SparseStore:
         """Make room for the rows of `keys`; raise MemoryError, with all rows as they were, if there is none.
 
         A push of them does not run out of memory then: but where lines overflow so that a bucket's tail is full, which
-        takes crafted keys. To look up which keys have a row costs as much as the push: a bucket gets room for all of
-        its keys, unless they are more than its rows, or memory does not suffice.
+        takes crafted keys. To look up which keys have a row costs as much as the push: a bucket gets room for as many
+        rows as it is sent keys, unless that is more than it has, or memory does not suffice.
         """
-        new = np.empty(index.NUM_BUCKETS, np.uint64)
-        if sparse.has_room(self._directory, keys, new):
+        num_keys = np.empty(index.NUM_BUCKETS, np.uint64)
+        if sparse.has_room(self._directory, keys, num_keys):
             return
-        limits = self._directory[index.LIMIT : index.USED]
-        if (self.counts + new <= np.maximum(limits, 2 * self.counts)).all():
-            with suppress(MemoryError):
-                self._make_room(new)
+        limits = self._limits.copy()
+        if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
+            spare = None
+            try:
+                spare = _aligned_zeros(max(lines.nbytes for lines in self._lines))  # never written: it takes no memory
+                self._make_room(num_keys)
                 return
-        sparse.count_absent(self._directory, self._layout, keys, new)
-        self._make_room(new)
+            except MemoryError:
+                del spare  # where memory is reserved, there is enough now to make one bucket after the other smaller
+                self._take_back(limits)
+        num_absent = np.empty_like(num_keys)
+        sparse.count_absent(self._directory, self._layout, keys, num_absent)
+        self._make_room(num_absent)
 
-    def _make_room(self, new: npt.NDArray[np.uint64]) -> None:
+    def _make_room(self, num_new: npt.NDArray[np.uint64]) -> None:
         """Make room for so many new rows in each bucket (uint64 [512])."""
-        counts = self.counts + new
-        for bucket in np.flatnonzero(counts > self._directory[index.LIMIT : index.USED]).tolist():
+        counts = self.counts + num_new
+        for bucket in np.flatnonzero(counts > self._limits).tolist():
             limit = self._next_limit(bucket, int(counts[bucket]) - 1)
             self._resize(bucket, limit, int(self._directory[index.TAIL + bucket]))
+
+    def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
+        """Make the lines of buckets that have grown as small as they were, while memory suffices for that."""
+        with suppress(MemoryError):
+            for bucket in np.flatnonzero(limits < self._limits).tolist():
+                self._resize(bucket, int(limits[bucket]), int(self._directory[index.TAIL + bucket]))
+
+    @property
+    def _limits(self) -> npt.NDArray[np.uint64]:
+        return self._directory[index.LIMIT : index.USED]
 
     def push(self, keys: Keys, grads: Floats) -> None:
         """Apply the update rule with `grads` (float32, n * dim elements, contiguous) to the rows of `keys`.
@@ -275,7 +291,8 @@ class SparseStore:
         num_old = num_lines + int(directory[index.TAIL + bucket])
         if limit != directory[index.LIMIT + bucket]:
             num_lines = int(limit / (self._slots * self._fill)) + 1
-            self._grow_rows(bucket, limit)
+            if limit > directory[index.LIMIT + bucket]:
+                self._grow_rows(bucket, limit)
         grown[index.SALT + bucket] = salt or directory[index.SALT + bucket]
         for attempt in itertools.count():
             memory, address = _aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)

@@ -72,16 +72,40 @@ def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cl
         link.close()
 
 
-def test_who_is_no_member_and_finds_no_scheduler_any_more_says_so() -> None:
+@pytest.mark.parametrize(
+    ("timeout_s", "reconnect_s", "words"),
+    [(PATIENCE_S, 0.3, "is gone, and no other came in its place within 0.3 s"), (0.3, PATIENCE_S, "is gone: ")],
+)
+def test_who_is_no_member_and_finds_no_scheduler_any_more_says_so(
+    timeout_s: float, reconnect_s: float, words: str
+) -> None:
     with Cluster(servers=1) as cluster:
         hello = Hello(role="server", name="newcomer")
-        link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S, reconnect_s=0.3)
+        link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=5, reconnect_s=reconnect_s)
     try:
-        with pytest.raises(ConnectionLostError, match=r"is gone, and no other came in its place within 0.3 s"):
-            link.call(messages.GetSettings(), messages.Settings)
-        with pytest.raises(ConnectionLostError, match=r"is gone"):
-            link.register(messages.Register(node="newcomer", role="server"))
+        with pytest.raises(ConnectionLostError, match=words):
+            link.call(messages.GetSettings(), messages.Settings, timeout_s=timeout_s)
     finally:
+        link.close()
+
+
+def test_who_is_not_spoken_to_does_not_come_back_for_ever(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor without a pause."""
+    connected: list[Any] = []
+
+    def hang_up(peer: Any, *frame: Any) -> None:
+        connected.append(peer)
+        peer.abort()
+
+    monkeypatch.setattr(cluster.scheduler, "frame_received", hang_up)
+    hello = Hello(role="server", name="newcomer")
+    link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S, reconnect_s=0.5)
+    try:
+        with pytest.raises(ConnectionLostError, match=r"no other came in its place within 0.5 s"):
+            link.call(messages.GetSettings(), messages.Settings)
+        assert 2 <= len(set(connected)) <= 12
+    finally:
+        monkeypatch.undo()
         link.close()
 
 

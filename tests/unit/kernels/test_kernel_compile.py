@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numba
 import numpy as np
+import psutil
 import pytest
 
-from paceline.kernels import dedup, dense, jit
+from paceline.kernels import compile, dedup, dense, jit
 from paceline.kernels.cases import ARRAY_CASES, parameters
 from paceline.kernels.compile import KERNELS, compile_kernels, is_compiled
 from paceline.kernels.sparse import largest
+from paceline.launch import prepare_kernels
 from paceline.protocol import ALL
 from paceline.ps.messages import TableSpec
 from paceline.ps.rules import FTRL, Adam, Normal, to_fields
@@ -37,6 +40,7 @@ def test_real_use_adds_no_signatures() -> None:
     for dim, rule in ((1, FTRL()), (4, Adam(lr=0.1))):
         store = SparseStore(dim=dim, rule=rule, initializer=Normal(), seed=2**63 + 1)
         buffer = np.ones(dim * len(keys) + 3, np.float32)[3:]
+        store.reserve(keys)
         store.push(keys, buffer)
         store.push(keys, buffer.reshape(-1, dim))
         store.pull(keys, buffer)
@@ -69,6 +73,32 @@ def test_real_use_adds_no_signatures() -> None:
         if case.num_items <= 100:
             case.kernel(*case.arguments())
     assert signatures() == before
+
+
+def test_both_halves_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what could not be compiled beside is compiled here."""
+    done: list[str] = []
+    for name in ("compile_values", "compile_rest", "compile_kernels"):
+        monkeypatch.setattr(compile, name, partial(done.append, name))
+    monkeypatch.setattr(compile, "is_compiled", lambda: False)
+    said: list[str] = []
+    for program in (sys.executable, "/no/such/program", None):
+        monkeypatch.setattr(sys, "executable", program)
+        prepare_kernels(said.append)
+    assert done == ["compile_rest", "compile_kernels", "compile_kernels", "compile_kernels"]
+    assert len(said) == 3
+    assert psutil.Process().children() == []
+
+
+def test_who_compiles_beside_goes_with_its_parent() -> None:
+    code = "import subprocess, sys\nfrom paceline.launch import kernels\n"
+    code += "command = [sys.executable, '-c', kernels._COMPILE_VALUES + 'import time; time.sleep(600)']\n"
+    code += "print(subprocess.Popen(command, stdin=subprocess.PIPE).pid, flush=True)\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        beside = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    beside.wait(60)
 
 
 def test_one_signature_each_and_a_cache_for_the_next_process() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numba
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.kernels import index, reference, sparse
 from paceline.kernels.cases import random_keys
 from paceline.protocol.placement import NUM_BUCKETS
+from paceline.ps import sparse_store
 from paceline.ps.rules import FTRL, SGD, Adagrad, Adam, Constant, Momentum, UpdateRule
 from paceline.ps.sparse_store import SparseStore
 
@@ -28,6 +32,8 @@ LAYOUTS: list[tuple[int, UpdateRule]] = [
     (1, Momentum(lr=1.0, momentum=0.0)),
     (1, FTRL()),
     (3, SGD(lr=1.0)),
+    (1, Adagrad(lr=0.1)),
+    (1, Adagrad(lr=0.1, lr_decay=0.1)),
     (1, Adam(lr=0.1)),
     (16, Adagrad(lr=0.1)),
 ]
@@ -354,6 +360,40 @@ def test_rows_that_are_there_need_no_room(dim: int, rule: UpdateRule, monkeypatc
     monkeypatch.setattr(index, "rehash", fails)
     monkeypatch.setattr(sparse, "count_absent", fails)
     store.reserve(keys)  # from now on it costs nothing
+
+
+@pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
+def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
+    dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is memory for the rows that are absent, but not for as many as are sent."""
+    old, new = random_keys(np.random.default_rng(10), 20_000), random_keys(np.random.default_rng(11), 100)
+    keys = np.concatenate([old[::2], new])
+    store, other = (SparseStore(dim=dim, rule=rule) for _ in range(2))
+    for each in (store, other):
+        each.push(old, np.ones(len(old) * dim, np.float32))
+    other.push(new, np.ones(len(new) * dim, np.float32))
+    budget = sum(lines.nbytes for lines in other._lines) + (1 << 14)
+    allocate = sparse_store._aligned_zeros
+    allocated: list[weakref.ref[Any]] = []
+
+    def count_bytes() -> int:  # in a frame of its own: that of an error keeps what it refers to
+        every = [*store._lines, *(each() for each in allocated)]
+        return sum(memory.nbytes for memory in {id(each): each for each in every if each is not None}.values())
+
+    def allocate_within_budget(num_bytes: int) -> Any:
+        if count_bytes() + num_bytes > budget:
+            raise MemoryError
+        found = allocate(num_bytes)
+        allocated.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(sparse_store, "_aligned_zeros", allocate_within_budget)
+    before = pull(store, keys)
+    store.reserve(keys)
+    assert pull(store, keys).tobytes() == before.tobytes()
+    store.push(keys, np.ones(len(keys) * dim, np.float32))
+    assert len(store) == len(other)
 
 
 def test_arrays_of_the_wrong_size_are_refused() -> None:

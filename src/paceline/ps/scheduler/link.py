@@ -40,6 +40,7 @@ from paceline.transport import Address, Channel, Hello, Transport, read_meta
 _FIRST_HEARTBEAT_S = 0.1  # until the scheduler says how often: often enough for the shortest patience
 _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.25
+_LASTING_S = 1.0  # a connection that lasts so long was no refusal
 _ELSEWHERE_PAUSE_S = 2.0  # where another cluster is at the scheduler's address
 _CONNECT_S = 10.0
 _FAREWELL_S = 1.0  # how long the scheduler has to take a farewell
@@ -50,11 +51,11 @@ _WELCOME: Any = messages.Welcome | messages.Elsewhere
 class SchedulerLink:
     """Calls to the scheduler from any thread; its notices are given to `on_notice` in the link's own thread.
 
-    A process that loses the connection without :meth:`close`, and is a member or waits to be one, tries for
-    `reconnect_s` to reach a scheduler at the same address. In the link's thread `tables` says what tables a server
-    holds, `unreachable` which other servers it cannot reach, and `is_well` whether it may give signs of life. If the
-    link cannot, or is no member, `on_lost` is called there, once. `on_map` is called with every map of the cluster,
-    there or where one registers.
+    A process that loses the connection without :meth:`close` tries for `reconnect_s` to reach a scheduler at the same
+    address. What a member has asked is answered once; before it registers, what it has asked is asked again. In the
+    link's thread `tables` says what tables a server holds, `unreachable` which other servers it cannot reach, and
+    `is_well` whether it may give signs of life. If no scheduler comes, `on_lost` is called there, once. `on_map` is
+    called with every map of the cluster, there or where one registers.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SchedulerLink:
         self._channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, _CONNECT_S))
         self.address = address
         self.reconnections = 0
-        """How often the connection was made again."""
+        """How often a member's connection was made again."""
         self._transport = transport
         self._hello = hello
         self._timeout_s = timeout_s
@@ -91,6 +92,8 @@ class SchedulerLink:
         self._send_lock: threading.Lock | NoLock = threading.Lock()
         self._outgoing = Outgoing()
         self._is_connected = True
+        self._connected_at = time.monotonic()
+        self._refused_since: float | None = None  # the first of several connections that were broken at once
         self._is_leaving = False
         self._closing = False
         self._closed = threading.Event()
@@ -173,7 +176,7 @@ class SchedulerLink:
                 self._outgoing.take(sent.number)
                 is_nobody_there = not self._is_connected and self._registration is None
             if is_nobody_there:
-                raise self._gone(timeout_s) from None
+                raise self._gone() from None
             raise DeadlineError(
                 f"the scheduler at {self.address} did not answer {type(sent.content).__name__} within {timeout_s:g} s"
             ) from None
@@ -358,8 +361,12 @@ class SchedulerLink:
         with self._send_lock:
             self._is_connected = False
         self._channel.close()
-        deadline = time.monotonic() + self._reconnect_s
-        pause = _SHORTEST_PAUSE_S
+        pause, now = _SHORTEST_PAUSE_S, time.monotonic()
+        if self._refused_since is None or now > self._connected_at + _LASTING_S:
+            self._refused_since = now
+        else:
+            self._closed.wait(pause)
+        deadline = self._refused_since + self._reconnect_s
         while not self._closing and not self._is_over:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -388,6 +395,7 @@ class SchedulerLink:
             raise
         except PacelineError:
             raise _NobodyThere from None
+        self._connected_at = time.monotonic()
         with self._send_lock:
             self._channel = channel
             if self._closing:
@@ -412,6 +420,7 @@ class SchedulerLink:
         with self._send_lock:
             self._send_again(answer.received)
         self.reconnections += 1
+        self._refused_since = None
         return True
 
     def _wait_welcome(self, answer: Answer) -> None:

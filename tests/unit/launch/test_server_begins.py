@@ -1,0 +1,59 @@
+"""What a server does until it is a member."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from paceline.errors import ConnectionLostError, PeerError
+from paceline.launch.roles import _check_settings, _unless_stopped
+from paceline.ps import messages
+
+_SETTINGS = messages.Settings(consistency="eventual", stale="", num_servers=1, num_workers=1)
+
+
+class Link:
+    """Whose calls are answered when it is closed."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def call(self) -> str:
+        assert self.closed.wait(60)
+        raise ConnectionLostError("closed")
+
+
+def ask(call: Any, *, stops: bool) -> Any:
+    async def run() -> Any:
+        stop = asyncio.Event()
+        if stops:
+            stop.set()
+        return await _unless_stopped(link, stop, call or link.call)
+
+    link: Any = Link()
+    found = asyncio.run(run())
+    assert link.closed.is_set() == stops
+    return found
+
+
+def test_a_server_that_is_to_stop_waits_for_no_answer() -> None:
+    assert ask(None, stops=True) is None
+
+
+def test_an_answer_is_an_answer() -> None:
+    assert ask(lambda: 5, stops=False) == 5
+    with pytest.raises(PeerError, match="no"):
+        ask(lambda: (_ for _ in ()).throw(PeerError("no")), stops=False)
+
+
+def test_a_server_joins_the_cluster_that_it_was_made_for() -> None:
+    _check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, cluster="a", num_servers=2), "there:1")
+    with pytest.raises(PeerError, match="there:1 was started again with other settings"):
+        _check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, replicas=1), "there:1")
