@@ -3,9 +3,9 @@
     python benchmarks/memory.py [--rows 10000000] [--keys 10000] [--json]
 
 Each table is filled in a fresh process, with the memory settings of a local cluster's servers, by pushes of new
-random keys. Bytes per row are the growth of the process's resident memory, divided by the rows; beside them stands the
-bare size of key, values and state. Of the pushes, the longest is told, and the longest time that one push has spent in
-growing buckets. No network takes part.
+random keys, for which room is made first. Bytes per row are the growth of the process's resident memory, divided by
+the rows; beside them stands the bare size of key, values and state. Of the pushes, the longest is told, and the longest
+time that one push has spent in growing buckets. No network takes part.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class TimedStore(SparseStore):
 
     growth_s = 0.0
 
-    def _grow(self, key: np.uint64) -> None:
+    def _resize(self, bucket: int, limit: int, tail: int, salt: int = 0) -> None:
         start = time.perf_counter()
-        super()._grow(key)
+        super()._resize(bucket, limit, tail, salt)
         self.growth_s += time.perf_counter() - start
 
 
@@ -76,6 +76,7 @@ def measure(case: str, rows: int, keys_per_push: int) -> Result:
         keys = random.integers(0, 2**64, min(keys_per_push, rows - len(store)), dtype=np.uint64)
         store.growth_s = 0.0
         start = time.perf_counter()
+        store.reserve(keys)
         store.push(keys, grads[: len(keys) * dim])
         pushes.append((time.perf_counter() - start, store.growth_s, len(store)))
     resident = (process.memory_info().rss - before) / len(store)
