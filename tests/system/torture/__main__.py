@@ -33,13 +33,14 @@ def choose(seed: int, options: argparse.Namespace, folder: Path, *, is_network: 
     chance = random.Random(seed)
     replicas, is_apart, is_storm = chance.choice([0, 1, 1, 1, 2, 2]), chance.random() < 0.5, chance.random() < 0.25
     replicas = replicas if options.replicas is None else options.replicas
-    storm = options.faults if options.faults is not None else 24 if is_storm else 0
+    storm = options.faults if options.faults is not None else 24 if is_storm and not options.pause else 0
     return Settings(
         seed=seed,
         mode=options.mode or _MODES[seed % len(_MODES)],
         duration_s=options.duration,
         folder=str(folder),
         num_faults=storm,
+        pause_s=options.pause,
         servers=max(3, replicas + 2),
         replicas=replicas,
         is_network=is_network,
@@ -126,6 +127,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=_MODES, help="instead of all in turn")
     parser.add_argument("--replicas", type=int, help="instead of what the seed says")
     parser.add_argument("--faults", type=int, help="so many without a pause, instead of what the seed says")
+    parser.add_argument("--pause", type=float, default=0.0, help="between faults, in seconds, on average; no storms")
     parser.add_argument("--kind", action="append", default=[], help="only faults of this kind (as the table names it)")
     parser.add_argument("--no-network", action="store_true", help="all hosts on the loopback device: nothing is cut")
     parser.add_argument("--logs", type=Path, help="where what a run says and leaves is kept; a violation's always is")

@@ -38,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     num_faults: int = 0
     """So many without a pause between them; 0: as many as the time allows, with pauses."""
+    pause_s: float = 0.0
+    """How long the pauses are, on the average; 0: short ones and long ones."""
     servers: int = 3
     workers: int = 3
     replicas: int = 1

@@ -106,6 +106,8 @@ class Run:
         return True
 
     def _pause_s(self) -> float:
+        if self._settings.pause_s:
+            return self._chance.uniform(0.0, 2 * self._settings.pause_s)
         return self._chance.choice([self._chance.uniform(0.0, 0.5), self._chance.uniform(0.5, 3.0)])
 
     def _look(self) -> None:
