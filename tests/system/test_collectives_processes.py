@@ -273,8 +273,8 @@ class TestMeeting:
 
     def test_a_wrong_token(self, programs: Programs) -> None:
         port = free_port()
-        first, *_ = programs.start("works", 2, port=port, only=0, PACELINE_TOKEN="one secret of many", TIMEOUT="4")
-        other, *_ = programs.start("works", 2, port=port, only=1, PACELINE_TOKEN="quite another one", TIMEOUT="4")
+        first, *_ = programs.start("works", 2, port=port, only=0, PACELINE_TOKEN="one secret of many", TIMEOUT="10")
+        other, *_ = programs.start("works", 2, port=port, only=1, PACELINE_TOKEN="quite another one", TIMEOUT="10")
         self._refused(other, "AuthenticationError", "token")
         self._refused(first, "RankLostError", "rank 1 of 2 did not come", warns="does not hold this")
 
