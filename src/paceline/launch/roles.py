@@ -205,7 +205,7 @@ def run_server(
             ended = True
             stop.set()
 
-        def check() -> None:
+        def raise_failure() -> None:
             if failure:
                 raise failure[0]
 
@@ -251,7 +251,7 @@ def run_server(
             ask = partial(link.call, messages.GetSettings(), messages.Settings)
             settings: messages.Settings | None = await _unless_stopped(link, stop, ask)
             if settings is None:
-                check()
+                raise_failure()
                 return
             server = Server(
                 consistency=parse_consistency(settings.consistency),
@@ -273,7 +273,7 @@ def run_server(
                 # Until this server is a member of a cluster that has all its servers.
                 welcome = await _unless_stopped(link, stop, partial(link.register, register, timeout_s=math.inf))
                 if welcome is None:
-                    check()
+                    raise_failure()
                     return
                 _check_settings(settings, welcome.settings, joining.scheduler)
                 who = f"server {welcome.rank}"
@@ -298,7 +298,7 @@ def run_server(
                 await listener.close()
         finally:
             await asyncio.to_thread(link.close)
-        check()
+        raise_failure()
 
     _run(serve, with_parent, fail)
 

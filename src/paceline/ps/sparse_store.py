@@ -169,14 +169,13 @@ class SparseStore:
         """Make room for so many new rows in each bucket (uint64 [512])."""
         counts = self.counts + num_new
         for bucket in np.flatnonzero(counts > self._limits).tolist():
-            limit = self._next_limit(bucket, int(counts[bucket]) - 1)
-            self._resize(bucket, limit, int(self._directory[index.TAIL + bucket]))
+            self._resize(bucket, self._next_limit(bucket, int(counts[bucket]) - 1))
 
     def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
         """Make the lines of buckets that have grown as small as they were, while memory suffices for that."""
         with suppress(MemoryError):
             for bucket in np.flatnonzero(limits < self._limits).tolist():
-                self._resize(bucket, int(limits[bucket]), int(self._directory[index.TAIL + bucket]))
+                self._resize(bucket, int(limits[bucket]))
 
     @property
     def _limits(self) -> npt.NDArray[np.uint64]:
@@ -241,7 +240,7 @@ class SparseStore:
         _check_size("records", records, len(keys), self.row_words)
         self.drop_bucket(bucket)
         if len(keys):
-            self._resize(bucket, self._next_limit(bucket, len(keys)), index.TAIL_LINES)
+            self._resize(bucket, self._next_limit(bucket, len(keys)))
         self.write_records(keys, records)
 
     def items(self) -> Iterator[tuple[Keys, Floats]]:
@@ -270,29 +269,28 @@ class SparseStore:
         """
         directory, bucket = self._directory, self._bucket_of(key)
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
-        tail = int(directory[index.TAIL + bucket])
         if count >= limit:
-            self._resize(bucket, self._next_limit(bucket, count), tail)
+            self._resize(bucket, self._next_limit(bucket, count))
         elif index.is_run_too_long(directory, key, self._layout):
-            self._resize(bucket, limit, tail, salt=_new_salt())
+            self._resize(bucket, limit, salt=_new_salt())
         else:
-            self._resize(bucket, limit, 2 * tail)
+            self._resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
 
     def _next_limit(self, bucket: int, count: int) -> int:
         return _next_limit(bucket, count, _GROWTH if self._inline else _WIDE_GROWTH)
 
-    def _resize(self, bucket: int, limit: int, tail: int, salt: int = 0) -> None:
-        """Move one bucket to lines for `limit` rows with a tail of `tail` lines, or of more if it overflows.
+    def _resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
+        """Move one bucket to lines for `limit` rows, with a tail of `tail` lines and a salt; 0: as they are.
 
-        Its salt stays, unless there is another one, or one is needed.
+        If those do not suffice, the tail gets longer, or there is another salt.
         """
         directory, grown = self._directory, self._grown
+        tail = tail or int(directory[index.TAIL + bucket])
         num_lines = int(directory[2 * bucket + 1])
         num_old = num_lines + int(directory[index.TAIL + bucket])
         if limit != directory[index.LIMIT + bucket]:
             num_lines = int(limit / (self._slots * self._fill)) + 1
-            if limit > directory[index.LIMIT + bucket]:
-                self._grow_rows(bucket, limit)
+            self._grow_rows(bucket, limit)
         grown[index.SALT + bucket] = salt or directory[index.SALT + bucket]
         for attempt in itertools.count():
             memory, address = _aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
@@ -311,13 +309,13 @@ class SparseStore:
         self._lines[bucket] = memory
 
     def _grow_rows(self, bucket: int, limit: int) -> None:
-        """Make room for `limit` rows behind the entries of a bucket (indirect)."""
+        """Make room for `limit` rows behind the entries of a bucket (indirect); what is reserved stays."""
         if self._inline:
             return
         num_bytes = 4 * self.row_words * limit
         pages = self._rows[bucket]
         if pages is None:
             pages = self._rows[bucket] = Pages(num_bytes)
-        else:
+        elif num_bytes > pages.num_bytes:
             pages.resize(num_bytes)
         self._directory[index.ROWS + bucket] = pages.address

@@ -17,6 +17,7 @@ from paceline.kernels import index, reference, sparse
 from paceline.kernels.cases import random_keys
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.ps import sparse_store
+from paceline.ps.pages import Pages
 from paceline.ps.rules import FTRL, SGD, Adagrad, Adam, Constant, Momentum, UpdateRule
 from paceline.ps.sparse_store import SparseStore
 
@@ -388,6 +389,12 @@ def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
         allocated.append(weakref.ref(found[0]))
         return found
 
+    def enlarge(pages: Pages, num_bytes: int) -> None:
+        assert num_bytes > pages.num_bytes
+        resize(pages, num_bytes)
+
+    resize = Pages.resize
+    monkeypatch.setattr(Pages, "resize", enlarge)
     monkeypatch.setattr(sparse_store, "_aligned_zeros", allocate_within_budget)
     before = pull(store, keys)
     store.reserve(keys)
