@@ -20,8 +20,8 @@ import numpy as np
 
 from paceline.kernels.cases import ARRAY_CASES, SPARSE_CASES, SparseCase
 from paceline.kernels.compile import compile_kernels, is_compiled
-from paceline.ps.rules import FTRL, RULES, UpdateRule
-from paceline.ps.sparse_store import SparseStore
+from paceline.tables.rules import FTRL, RULES, UpdateRule
+from paceline.tables.sparse_store import SparseStore
 
 _BUDGET_S = 0.2  # per measurement, after the first round
 

@@ -27,9 +27,9 @@ import numpy as np
 from paceline.launch.local import LocalCluster
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.ps import Adagrad, Client, SparseTable
-from paceline.ps.snapshot_files import PART_BYTES, SnapshotManifest
-from paceline.ps.snapshot_loading import load_snapshot, read_newest
-from paceline.ps.snapshots import SnapshotTaker
+from paceline.ps.client.snapshot_files import PART_BYTES, SnapshotManifest
+from paceline.ps.client.snapshot_loading import load_snapshot, read_newest
+from paceline.ps.client.snapshots import SnapshotTaker
 
 _LOAD_KEYS = 200_000
 

@@ -24,6 +24,6 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
-    from paceline.torch._registration import create
+    from paceline.torch.backend.registration import create
 
     return create(options)

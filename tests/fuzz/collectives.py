@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from paceline.collectives._faults import unpack_abort
-from paceline.collectives._frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, Kind, Scanner
-from paceline.collectives._network_store import LIMITS, _Kind, _Request, _Served
-from paceline.collectives._p2p_matching import Matching
-from paceline.collectives._p2p_pending import ABORT, MESSAGE, Receiving, pack
-from paceline.collectives._p2p_progress import READ
-from paceline.collectives._p2p_streams import Incoming, Outgoing, deliver
-from paceline.collectives._verdicts import Place, received, to_error, unexpected
 from paceline.collectives.calls import Call
-from paceline.collectives.node import NodeInfo
+from paceline.collectives.network.faults import unpack_abort
+from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, Kind, Scanner
+from paceline.collectives.network.verdicts import Place, received, to_error, unexpected
+from paceline.collectives.p2p.matching import Matching
+from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack
+from paceline.collectives.p2p.progress import READ
+from paceline.collectives.p2p.streams import Incoming, Outgoing, deliver
+from paceline.collectives.rendezvous.network_store import LIMITS, _Kind, _Request, _Served
+from paceline.collectives.rendezvous.node import NodeInfo
 from paceline.errors import PacelineError, ProtocolError
 from paceline.transport import Address, Endpoint, Hello, Listener, MemoryTransport
 

@@ -12,13 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.data._batch import Batch
-from paceline.data._cache import _TRAILER, ShardCache
+from paceline.data.batch import Batch
+from paceline.data.cache import _TRAILER, ShardCache
 from paceline.errors import PacelineError
 from paceline.ps import SGD, Adagrad, Zeros, messages, read_model
-from paceline.ps.rules import to_fields
-from paceline.ps.saving import MANIFEST, save_model
-from paceline.ps.snapshot_files import (
+from paceline.ps.client.saving import MANIFEST, save_model
+from paceline.ps.client.snapshot_files import (
     FORMAT,
     FORMAT_VERSION,
     PartBuffer,
@@ -32,6 +31,7 @@ from paceline.ps.snapshot_files import (
     write_manifest,
     write_part,
 )
+from paceline.tables.rules import to_fields
 
 from .listening import Episode, FoundError
 from .mutations import Frame

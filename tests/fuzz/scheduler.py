@@ -10,10 +10,11 @@ import msgspec
 
 from paceline.protocol import Accept, Eventual
 from paceline.protocol.buckets import to_bytes
-from paceline.ps import SGD, Scheduler, Zeros, messages, snapshot_messages
+from paceline.ps import SGD, Scheduler, Zeros, messages
 from paceline.ps.messages import CALL, NOTICE, RESULT
-from paceline.ps.rules import to_fields
+from paceline.ps.messages import snapshots as snapshot_messages
 from paceline.ps.scheduler.processes import own_process
+from paceline.tables.rules import to_fields
 from paceline.transport import Address, Endpoint, Hello, Kind, Listener, MemoryTransport
 
 from .listening import Attacker, Episode, FoundError, Line

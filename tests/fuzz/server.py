@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paceline.kernels import reference
 from paceline.protocol import Accept, BoundedDelay, Consistency, DelayCompensate, Eventual, Sequential, StalePolicy
 from paceline.protocol.buckets import bucket_set, to_bytes
-from paceline.ps import SGD, Adagrad, Adam, Server, UpdateRule, Zeros, messages, snapshot_messages
+from paceline.ps import SGD, Adagrad, Adam, Server, UpdateRule, Zeros, messages
 from paceline.ps.messages import (
     ACK,
     CALL,
@@ -34,7 +34,8 @@ from paceline.ps.messages import (
     TICKS,
     VALUES,
 )
-from paceline.ps.rules import to_fields
+from paceline.ps.messages import snapshots as snapshot_messages
+from paceline.tables.rules import to_fields
 from paceline.transport import Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer, padded
 
 from .listening import Attacker, Episode, FoundError, Line

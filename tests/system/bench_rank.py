@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from paceline.bench.buffers import Buffers
+from paceline.bench.collectives import OPS
+from paceline.bench.peers import MAKERS
 from paceline.collectives import init
-from paceline.launch._bench_buffers import Buffers
-from paceline.launch._bench_peers import MAKERS
-from paceline.launch.bench_collectives import OPS
 
 
 def main(address: str, names: list[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from paceline.collectives import Group, join
-from paceline.collectives.rendezvous import rendezvous
+from paceline.collectives.rendezvous.rendezvous import rendezvous
 from paceline.errors import GroupClosedError, PacelineError
 from paceline.testing.ranks import _StoreOfOneHost
 

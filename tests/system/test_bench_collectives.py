@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.launch._bench_peers import find_absent
-from paceline.launch.bench_collectives import OPS
+from paceline.bench.collectives import OPS
+from paceline.bench.peers import find_absent
 
 from .running import Commands, parse_json
 from .test_collectives_processes import free_port

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from paceline.launch import LocalCluster
-from paceline.launch.train import Training, TrainOptions
-from paceline.launch.training_run import run_training
-from paceline.launch.training_snapshots import SnapshotPlan
+from paceline.launch.train.snapshots import SnapshotPlan
+from paceline.launch.train.train import Training, TrainOptions
+from paceline.launch.train.training_run import run_training
 from paceline.protocol import Accept, parse_consistency
-from paceline.ps import snapshot_loading
-from paceline.ps.connection import ServerConnection
-from paceline.ps.snapshot_loading import read_newest
-from paceline.ps.snapshot_messages import LoadState
+from paceline.ps.client import snapshot_loading
+from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.snapshot_loading import read_newest
+from paceline.ps.messages.snapshots import LoadState
 
 from .running import Commands, Running, wait_until
 

@@ -30,8 +30,8 @@ def bench_ps(
     floor is a bare socket echo of the same bytes. Takes about half a minute.
     Example: paceline bench ps --json
     """
+    from paceline.bench.ps import bench_ps
     from paceline.errors import UsageError
-    from paceline.launch.bench_ps import bench_ps
 
     if update not in ("sgd", "ftrl"):
         raise UsageError(f"--update {update}: expected sgd or ftrl")
@@ -71,7 +71,7 @@ def bench_collectives(
     Takes less than a minute.
     Example: paceline bench collectives --op all_reduce --ranks 4 --sizes 4,16K,1M --peer gloo
     """
-    from paceline.launch import bench_collectives as bench
+    from paceline.bench import collectives as bench
 
     peers, absent = bench.choose_peers(peer)
     plan = bench.Plan(

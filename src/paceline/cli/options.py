@@ -11,7 +11,7 @@ import typer
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.transport import TLS, make_token, read_token
-from paceline.transport.authentication import check_token
+from paceline.transport.security.authentication import check_token
 
 Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
 Format = Annotated[

@@ -12,8 +12,8 @@ import typer
 from . import options
 
 if TYPE_CHECKING:
-    from paceline.launch.train import TrainResult
-    from paceline.launch.training_snapshots import SnapshotPlan
+    from paceline.launch.train.snapshots import SnapshotPlan
+    from paceline.launch.train.train import TrainResult
 
 
 def train(
@@ -85,8 +85,8 @@ def train(
     """
     from paceline.data import Columns
     from paceline.errors import UsageError
-    from paceline.launch.train import TrainOptions
-    from paceline.launch.training_run import run_training
+    from paceline.launch.train.train import TrainOptions
+    from paceline.launch.train.training_run import run_training
     from paceline.models.update import make_update
     from paceline.protocol import parse_consistency, parse_stale_policy
 
@@ -151,7 +151,7 @@ def train(
 
 def _plan_snapshots(every: str | None, directory: Path | None, keep: int, save: Path | None) -> SnapshotPlan | None:
     from paceline.errors import UsageError
-    from paceline.launch.training_snapshots import SnapshotPlan, parse_every
+    from paceline.launch.train.snapshots import SnapshotPlan, parse_every
 
     if every is None:
         return None

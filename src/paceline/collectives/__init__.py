@@ -8,8 +8,8 @@
 
 from paceline.collectives.grid import Grid, dims_create, split_evenly
 from paceline.collectives.group import Group
+from paceline.collectives.rendezvous.store import MemoryStore, PrefixStore, Store
 from paceline.collectives.start import DEFAULT_TIMEOUT, init, join
-from paceline.collectives.store import MemoryStore, PrefixStore, Store
 from paceline.collectives.ticket import Ticket
 from paceline.collectives.tuner import Candidate
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.collectives import _objects
-from paceline.collectives._group_names import EndedError
-from paceline.collectives._operations import Operations, Work
+from paceline.collectives import objects as _objects
 from paceline.collectives.arrays import Memory, as_array
+from paceline.collectives.group_names import EndedError
+from paceline.collectives.operations import Operations, Work
 from paceline.collectives.ticket import MessageTicket, Ticket, no_waiting_in_callbacks
 from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
 from paceline.collectives.world import Connections, World

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Order, Reduction, copy
-from paceline.collectives.executing import execute, scale
-from paceline.collectives.executor import Blocks, Executor
+from paceline.collectives.network.executing import execute, scale
+from paceline.collectives.network.executor import Blocks, Executor
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 from paceline.collectives.schedules.base import renamed
-from paceline.collectives.shared_memory import SharedMemory
+from paceline.collectives.shared.engine import SharedMemory
 
 
 class Layered:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 
 from paceline.collectives.group import Group
-from paceline.collectives.rendezvous import rendezvous
-from paceline.collectives.store import Store
+from paceline.collectives.rendezvous.rendezvous import rendezvous
+from paceline.collectives.rendezvous.store import Store
 from paceline.collectives.tuner import check_algorithm
 from paceline.collectives.world import World
 from paceline.environment import environment

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import DeadlineError, UsageError
 
 if TYPE_CHECKING:
-    from paceline.collectives._p2p_pending import Pending
     from paceline.collectives.arrays import Memory
+    from paceline.collectives.p2p.pending import Pending
 
 _log = logging.getLogger(__name__)
 

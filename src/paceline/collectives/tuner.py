@@ -19,11 +19,11 @@ import numpy as np
 
 from paceline.collectives.calls import Call
 from paceline.collectives.engine import Area, Engine, Order, Reduction
-from paceline.collectives.executing import COMBINER
-from paceline.collectives.executor import Blocks
-from paceline.collectives.network import Network, num_pieces
+from paceline.collectives.network.engine import Network, num_pieces
+from paceline.collectives.network.executing import COMBINER
+from paceline.collectives.network.executor import Blocks
 from paceline.collectives.schedules import ALGORITHMS, Link, Receive, Schedule, Send, predict
-from paceline.collectives.shared_memory import DIRECT_BYTES, SharedMemory
+from paceline.collectives.shared.engine import DIRECT_BYTES, SharedMemory
 from paceline.errors import UsageError
 from paceline.kernels import combine
 

@@ -14,21 +14,21 @@ from typing import Protocol
 import msgspec
 from numba import config
 
-from paceline.collectives import _verdicts
-from paceline.collectives._frames import Abort
-from paceline.collectives._group_names import EndedError, GroupNames, absent
 from paceline.collectives.calls import Call, name_ranks
 from paceline.collectives.engine import Order
-from paceline.collectives.executor import Executor, Status
+from paceline.collectives.group_names import EndedError, GroupNames, absent
 from paceline.collectives.layered import Layered
-from paceline.collectives.mesh import Mesh
-from paceline.collectives.network import Choose, Network
-from paceline.collectives.node import Node, NodeInfo
-from paceline.collectives.point_to_point import PointToPoint
-from paceline.collectives.segment import Segment, SegmentError
-from paceline.collectives.shared_memory import SharedMemory
-from paceline.collectives.store import PrefixStore, Store, await_all, exchange
-from paceline.collectives.watching import is_alive
+from paceline.collectives.network import verdicts as _verdicts
+from paceline.collectives.network.engine import Choose, Network
+from paceline.collectives.network.executor import Executor, Status
+from paceline.collectives.network.frames import Abort
+from paceline.collectives.network.mesh import Mesh
+from paceline.collectives.p2p.point_to_point import PointToPoint
+from paceline.collectives.rendezvous.node import Node, NodeInfo
+from paceline.collectives.rendezvous.store import PrefixStore, Store, await_all, exchange
+from paceline.collectives.shared.engine import SharedMemory
+from paceline.collectives.shared.segment import Segment, SegmentError
+from paceline.collectives.shared.watching import is_alive
 from paceline.errors import (
     AddressError,
     CollectiveError,

@@ -5,12 +5,12 @@ batch_size)`` yields :class:`Batch`. Parsing is done by :mod:`paceline.kernels.t
 something is read. ``write_click_log(path)`` makes a log up whose best possible AUC is known.
 """
 
-from paceline.data._bad_lines import BadLine, BadLines
-from paceline.data._batch import Batch
-from paceline.data._columns import Columns
-from paceline.data._dataset import Dataset, Spec, open_dataset, open_spec
-from paceline.data._formats import FORMATS, detect_format
-from paceline.data._streams import line_number
+from paceline.data.bad_lines import BadLine, BadLines
+from paceline.data.batch import Batch
+from paceline.data.columns import Columns
+from paceline.data.dataset import Dataset, Spec, open_dataset, open_spec
+from paceline.data.formats import FORMATS, detect_format
+from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
 
 __all__ = [

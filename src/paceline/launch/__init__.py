@@ -1,10 +1,11 @@
 """Who starts the processes: local clusters, and single roles by hand."""
 
+from paceline.launch.run.run import RunOptions, run_script
+
 from .connecting import connect
 from .kernels import load_kernels, prepare_kernels
 from .local import LocalCluster, local_cluster
 from .roles import Joining, run_scheduler, run_server, watch_parent
-from .run import RunOptions, run_script
 
 __all__ = [
     "Joining",

@@ -21,9 +21,9 @@ from typing import IO, Any
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_stale_policy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
-from paceline.ps.non_finite import check_policy
+from paceline.tables.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
-from paceline.transport.authentication import check_token
+from paceline.transport.security.authentication import check_token
 
 from .kernels import prepare_kernels
 from .roles import check_replicas, reach

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from paceline.errors import UsageError
-from paceline.protocol._vector import VectorClock as VectorClock
 from paceline.protocol.consistency import Consistency, Sequential
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
+from paceline.protocol.vector import VectorClock as VectorClock
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,13 @@
 """Parameter servers: tables, update rules, server, scheduler, client."""
 
-from .client import Client, make_node_name
-from .dense_table import DenseTable
-from .records import read_records, write_records
-from .rules import (
+from paceline.ps.client.client import Client, make_node_name
+from paceline.ps.client.dense_table import DenseTable
+from paceline.ps.client.records import read_records, write_records
+from paceline.ps.client.saving import SavedModel, load_tables, read_model, save_tables
+from paceline.ps.client.sparse_table import SparseTable
+from paceline.ps.client.ticket import Ticket
+from paceline.ps.server.server import Server
+from paceline.tables.rules import (
     ASGD,
     FTRL,
     INITIALIZERS,
@@ -28,12 +32,9 @@ from .rules import (
     from_fields,
     to_fields,
 )
-from .saving import SavedModel, load_tables, read_model, save_tables
+from paceline.tables.sparse_store import SparseStore
+
 from .scheduler import Scheduler, SchedulerLink
-from .server import Server
-from .sparse_store import SparseStore
-from .sparse_table import SparseTable
-from .ticket import Ticket
 
 __all__ = [
     "ASGD",

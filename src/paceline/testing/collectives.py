@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 from paceline.collectives import Group
-from paceline.testing import _group_checks, _operation_checks
+from paceline.testing import group_checks as _group_checks
+from paceline.testing import operation_checks as _operation_checks
 from paceline.testing.ranks import nothing_left, run_ranks
 
 __all__ = ["COLLECTIVE_CHECKS", "Check", "RunRanks", "check_collectives", "nothing_left", "run_ranks"]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from paceline.collectives import Group, MemoryStore, Store, join
-from paceline.collectives.node import NodeInfo
+from paceline.collectives.rendezvous.node import NodeInfo
 
 _T = TypeVar("_T")
 

@@ -22,8 +22,9 @@ from paceline.errors import (
     ProtocolError,
     StaleEpochError,
 )
-from paceline.testing._opened_checks import OPENED_CHECKS
-from paceline.testing._transport_setting import (
+from paceline.testing.opened_checks import OPENED_CHECKS
+from paceline.testing.serving import serve_in_thread
+from paceline.testing.transport_setting import (
     ANSWER,
     CLOSE,
     ECHO,
@@ -35,7 +36,6 @@ from paceline.testing._transport_setting import (
     MakeTransport,
     Setting,
 )
-from paceline.testing.serving import serve_in_thread
 from paceline.transport import Channel, Hello, pack_header
 
 __all__ = ["CHECKS", "CLOSE", "ECHO", "SILENT", "EchoHandler", "MakeTransport", "check_transport"]

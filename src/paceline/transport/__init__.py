@@ -1,12 +1,11 @@
 """Bytes between processes: frames, the server's loop, clients' channels, authentication."""
 
 from paceline.transport.addresses import Address, Endpoint, host_identity
-from paceline.transport.authentication import Hello, make_token, read_token
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
 from paceline.transport.decoding import UNREADABLE, known, read_meta, reader
 from paceline.transport.failures import error_meta, error_of, raise_error
-from paceline.transport.faults import Fault, FaultPlan
-from paceline.transport.faulty import FaultyTransport
+from paceline.transport.faulty.plan import Fault, FaultPlan
+from paceline.transport.faulty.transport import FaultyTransport
 from paceline.transport.frames import (
     FIRST_APPLICATION_KIND,
     HEADER,
@@ -24,9 +23,10 @@ from paceline.transport.frames import (
     unpack_header,
 )
 from paceline.transport.memory import MemoryTransport
+from paceline.transport.security.authentication import Hello, make_token, read_token
 from paceline.transport.sockets import SocketTransport
 from paceline.transport.spinning import new_event_loop
-from paceline.transport.tls import TLS
+from paceline.transport.tls.contexts import TLS
 
 __all__ = [
     "FIRST_APPLICATION_KIND",

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineError, PacelineError, ProtocolError
-from paceline.transport.authentication import Hello
 from paceline.transport.base import Handler
 from paceline.transport.binding import transport_binding
 from paceline.transport.connection import Connection
@@ -18,8 +17,9 @@ from paceline.transport.failures import error_meta
 from paceline.transport.frames import Header, Kind, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool
 from paceline.transport.reception import Reception
+from paceline.transport.security.authentication import Hello
+from paceline.transport.security.strangers import Complaints, Strangers, max_strangers
 from paceline.transport.sending import TransportPeer
-from paceline.transport.strangers import Complaints, Strangers, max_strangers
 
 _logger = logging.getLogger("paceline.transport")
 

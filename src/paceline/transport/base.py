@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.transport.addresses import Address, Endpoint
-from paceline.transport.authentication import Hello
 from paceline.transport.frames import Buffer, Header, Kind, WritableBuffer
+from paceline.transport.security.authentication import Hello
 
 
 class Statistics(NamedTuple):

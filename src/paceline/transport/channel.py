@@ -15,9 +15,6 @@ from paceline.errors import (
     VersionError,
 )
 from paceline.transport.addresses import Address
-from paceline.transport.authentication import (
-    Hello,
-)
 from paceline.transport.base import Channel, Frame, Statistics
 from paceline.transport.failures import raise_error
 from paceline.transport.frames import (
@@ -38,7 +35,10 @@ from paceline.transport.frames import (
     view_of,
 )
 from paceline.transport.receiving import allocate
-from paceline.transport.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
+from paceline.transport.security.authentication import (
+    Hello,
+)
+from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
 _ERROR = int(Kind.ERROR)  # looking a member up costs as much as unpacking a header
 

@@ -13,10 +13,10 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 from paceline.errors import ConnectionLostError
-from paceline.transport.authentication import Hello
 from paceline.transport.base import Handler
 from paceline.transport.frames import Kind, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool, FrameReceiver
+from paceline.transport.security.authentication import Hello
 from paceline.transport.sending import TransportPeer
 
 _logger = logging.getLogger("paceline.transport")

@@ -11,7 +11,7 @@ from paceline.errors import AddressError
 from paceline.transport.addresses import Address
 from paceline.transport.client import cannot_reach
 from paceline.transport.opening import OpenedConnection
-from paceline.transport.tls_channel import no_tls
+from paceline.transport.tls.channel import no_tls
 from paceline.transport.unix_sockets import check_user
 
 _FULL_S = 0.005

@@ -13,8 +13,8 @@ from typing import Any
 
 from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Endpoint
-from paceline.transport.authentication import Hello
 from paceline.transport.base import Listener
+from paceline.transport.security.authentication import Hello
 from paceline.transport.unix_sockets import is_other_user, remove_unix
 
 _logger = logging.getLogger("paceline.transport")

@@ -28,7 +28,7 @@ from paceline.transport.frames import (
     not_a_header,
     view_of,
 )
-from paceline.transport.sealing import TAG_BYTES, Seal, not_sealed
+from paceline.transport.security.sealing import TAG_BYTES, Seal, not_sealed
 
 BUFFER_BYTES = 1 << 18
 _KEPT_BYTES = 1 << 26

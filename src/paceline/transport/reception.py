@@ -11,7 +11,7 @@ import secrets
 import msgspec
 
 from paceline.errors import AddressError, AuthenticationError
-from paceline.transport.authentication import (
+from paceline.transport.security.authentication import (
     NONCE_BYTES,
     Challenge,
     Hello,
@@ -24,7 +24,7 @@ from paceline.transport.authentication import (
     prove,
     read_hello,
 )
-from paceline.transport.sealing import Seals, derive_seals
+from paceline.transport.security.sealing import Seals, derive_seals
 
 
 class Reception:

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from paceline.errors import UsageError
-from paceline.transport.authentication import Hello
 from paceline.transport.base import Peer, Statistics
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Buffer, Header, Kind, Limits, frame_parts, join, size_of, view_of
 from paceline.transport.receiving import FrameReceiver
-from paceline.transport.sealing import PIECE_BYTES, TAG_BYTES, Seal
+from paceline.transport.security.authentication import Hello
+from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
 
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16

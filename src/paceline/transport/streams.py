@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 from paceline.errors import AuthenticationError, PacelineError, ProtocolError
 from paceline.transport.addresses import Address
-from paceline.transport.authentication import Hello
 from paceline.transport.binding import certificate_binding, socket_binding
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Kind, Limits
-from paceline.transport.handshake import greet
 from paceline.transport.reception import Reception
-from paceline.transport.tls_channel import TLSChannel, wrap_tls
-from paceline.transport.tls_stream import plain_end
+from paceline.transport.security.authentication import Hello
+from paceline.transport.security.handshake import greet
+from paceline.transport.tls.channel import TLSChannel, wrap_tls
+from paceline.transport.tls.stream import plain_end
 from paceline.transport.unix_sockets import check_user
 
 _HANDSHAKE_BYTES = Limits().max_handshake_bytes

@@ -15,8 +15,8 @@ import pytest
 import trustme
 
 from paceline.collectives import Group
-from paceline.collectives.node import Node
-from paceline.collectives.rendezvous import rendezvous
+from paceline.collectives.rendezvous.node import Node
+from paceline.collectives.rendezvous.rendezvous import rendezvous
 from paceline.environment import Environment
 from paceline.errors import AuthenticationError, PacelineError, RankLostError, UsageError
 from paceline.testing import COLLECTIVE_CHECKS, nothing_left, run_ranks

@@ -16,8 +16,8 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
-from paceline.ps.bucket_arrays import buckets_of_keys
 from paceline.ps.fail_stop import watch_loop
+from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.testing import Served, serve_in_thread
 from paceline.transport import Channel, Hello, SocketTransport, Transport
 

@@ -12,11 +12,11 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, Client
-from paceline.ps.chain_links import ChainLinks
 from paceline.ps.messages import FORWARD, PING, PONG
+from paceline.ps.server.chain_links import ChainLinks
 from paceline.testing import FaultPlan, serve_in_thread
 from paceline.transport import Address, Endpoint, Fault, Handler, Header, Hello, Peer, SocketTransport
-from paceline.transport.faulty_peer import FaultyHandler
+from paceline.transport.faulty.peer import FaultyHandler
 
 from .harness import TOKEN, Cluster, ServerNode, in_threads, wait_until
 

@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import PacelineError, PeerError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, Client, SparseTable
-from paceline.ps.bucket_arrays import buckets_of_keys
+from paceline.tables.bucket_arrays import buckets_of_keys
 
 from .harness import Cluster, Keys, ServerNode, in_threads, wait_until
 

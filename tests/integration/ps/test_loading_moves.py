@@ -15,10 +15,12 @@ import pytest
 
 from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
 from paceline.protocol.buckets import buckets_in, from_bytes
-from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform, replicator, server_snapshots
-from paceline.ps.snapshot_loading import Snapshot, load_snapshot, read_newest
-from paceline.ps.snapshot_messages import LoadParts
-from paceline.ps.snapshots import SnapshotTaker
+from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
+from paceline.ps.client.snapshot_loading import Snapshot, load_snapshot, read_newest
+from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.messages.snapshots import LoadParts
+from paceline.ps.server import replicator
+from paceline.ps.server import snapshots as server_snapshots
 
 from .harness import Cluster, Floats, ServerNode, in_threads, random_keys, wait_until
 from .test_replication import cluster_map, is_whole

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import FTRL, SGD, Adam, Client, DenseTable, SparseTable, UpdateRule
-from paceline.ps.dense_part import DensePart
+from paceline.tables.dense_part import DensePart
 
 from .harness import Cluster, ServerNode, in_threads, wait_until
 from .test_replication import is_whole

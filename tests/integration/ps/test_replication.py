@@ -16,7 +16,7 @@ from paceline.errors import ConnectionLostError, UsageError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.protocol.buckets import from_bytes
 from paceline.ps import SGD, Adagrad, Client, messages
-from paceline.ps.bucket_arrays import buckets_of_keys
+from paceline.tables.bucket_arrays import buckets_of_keys
 
 from .harness import Cluster, Floats, ServerNode, in_threads, wait_until
 

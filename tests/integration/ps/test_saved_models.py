@@ -26,13 +26,13 @@ from paceline.ps import (
     SparseTable,
     Uniform,
     UpdateRule,
-    lasting,
     load_tables,
     read_model,
     save_tables,
-    saving,
 )
-from paceline.ps.directory_lock import DirectoryLock
+from paceline.ps.client import saving
+from paceline.storage import durable_io as lasting
+from paceline.storage.directory_lock import DirectoryLock
 
 from .harness import Cluster, Floats, Keys, floats, random_keys
 

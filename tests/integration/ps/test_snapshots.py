@@ -15,11 +15,13 @@ import pytest
 
 from paceline.errors import ModelError, PeerError, TableMismatchError, UsageError
 from paceline.protocol import Sequential
-from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform, server_snapshots, snapshots
-from paceline.ps.snapshot_files import SnapshotManifest, SnapshotWriteError, folder_name, numbers_in
-from paceline.ps.snapshot_loading import load_snapshot, read_newest
-from paceline.ps.snapshot_messages import DropSnapshot
-from paceline.ps.snapshots import SnapshotTaker
+from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
+from paceline.ps.client import snapshots
+from paceline.ps.client.snapshot_files import SnapshotManifest, SnapshotWriteError, folder_name, numbers_in
+from paceline.ps.client.snapshot_loading import load_snapshot, read_newest
+from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.messages.snapshots import DropSnapshot
+from paceline.ps.server import snapshots as server_snapshots
 
 from .harness import Cluster, Floats, files_up_to, in_threads, keys_of, random_keys, wait_until
 

@@ -12,9 +12,10 @@ import pytest
 
 from paceline.kernels import reference
 from paceline.protocol import Consistency, Eventual, Sequential
-from paceline.ps import SGD, server_snapshots
-from paceline.ps.snapshot_files import SnapshotManifest, SnapshotWriteError, read_part
-from paceline.ps.snapshots import SnapshotTaker
+from paceline.ps import SGD
+from paceline.ps.client.snapshot_files import SnapshotManifest, SnapshotWriteError, read_part
+from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.server import snapshots as server_snapshots
 
 from .harness import Cluster, ServerNode, random_keys, wait_until
 from .test_replication import drain, is_whole

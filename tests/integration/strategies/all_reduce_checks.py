@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.one_device import OneDevice
-from paceline.torch.strategies.sync_batch_norm import SyncBatchNorm, with_sync_batch_norm
+from paceline.torch.strategies.replicas.sync_batch_norm import SyncBatchNorm, with_sync_batch_norm
 
 _ROWS = 4
 _OPTIMIZERS: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.errors import UsageError
 from paceline.torch.embeddings import Embedding
 from paceline.torch.strategies import CentralStorage, Mirrored, OneDevice, Strategy
-from paceline.torch.strategies._replicas import ReplicaValues
-from paceline.torch.strategies.central_storage import Fetched
+from paceline.torch.strategies.replicas.central_storage import Fetched
+from paceline.torch.strategies.replicas.replica_set import ReplicaValues
 
 MakeOptimizer = Callable[[Any], Optimizer]
 

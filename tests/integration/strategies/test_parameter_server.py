@@ -26,10 +26,10 @@ from paceline.launch.local import LocalCluster  # noqa: E402
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential  # noqa: E402
 from paceline.ps import messages  # noqa: E402
 from paceline.testing import run_ranks  # noqa: E402
-from paceline.torch.strategies import parameter_server  # noqa: E402
-from paceline.torch.strategies._ranks import Ranks  # noqa: E402
 from paceline.torch.strategies.base import Strategy  # noqa: E402
-from paceline.torch.strategies.parameter_server import ParameterServer  # noqa: E402
+from paceline.torch.strategies.ranks import Ranks  # noqa: E402
+from paceline.torch.strategies.server import parameter_server  # noqa: E402
+from paceline.torch.strategies.server.parameter_server import ParameterServer  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("parameter_server")
 MEAN = Sequential(aggregate="mean")

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import ConnectionLostError, DeadlineError, UsageError
 from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport, serve_in_thread
-from paceline.testing._opened_checks import Inbox
+from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO, SILENT
 from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport, pack_header
 

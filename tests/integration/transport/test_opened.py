@@ -26,7 +26,7 @@ from paceline.errors import (
     VersionError,
 )
 from paceline.testing import EchoHandler, serve_in_thread
-from paceline.testing._opened_checks import Inbox
+from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO, SILENT
 from paceline.transport import (
     FIRST_APPLICATION_KIND,
@@ -49,9 +49,9 @@ from paceline.transport import (
     pack_header,
     unpack_header,
 )
-from paceline.transport.authentication import Challenge
 from paceline.transport.dialing import dial
 from paceline.transport.frames import join
+from paceline.transport.security.authentication import Challenge
 from paceline.transport.streams import welcome_stream
 
 TOKEN = "the-token-of-tests"

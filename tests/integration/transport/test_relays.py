@@ -13,8 +13,8 @@ from paceline.errors import AddressError, AuthenticationError, ConnectionLostErr
 from paceline.testing import EchoHandler, serve_in_thread
 from paceline.testing.transports import ECHO
 from paceline.transport import TLS, Address, Channel, Endpoint, Hello, Kind, SocketTransport, frame_parts
-from paceline.transport.authentication import Challenge, Proof
 from paceline.transport.frames import HEADER_BYTES, join, unpack_header
+from paceline.transport.security.authentication import Challenge, Proof
 from paceline.transport.streams import connect_stream, welcome_stream
 from paceline.version import __version__
 

@@ -14,14 +14,14 @@ from contextlib import ExitStack, contextmanager
 import psutil
 import pytest
 
-from paceline.collectives.node import Node
+from paceline.collectives.rendezvous.node import Node
 from paceline.errors import AddressError
 from paceline.testing import EchoHandler, serve_in_thread
-from paceline.testing._opened_checks import Inbox
+from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport
 from paceline.transport.client import open_socket
-from paceline.transport.strangers import max_strangers
+from paceline.transport.security.strangers import max_strangers
 
 from .conftest import TOKEN
 

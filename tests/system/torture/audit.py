@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from paceline.ps import Client
-from paceline.ps.records import read_records
+from paceline.ps.client.records import read_records
 
 from .ledger import (
     GROWN,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from paceline.collectives.links import Link, Links
+from paceline.collectives.network.links import Link, Links
 from paceline.errors import RankLostError
 
 _T = TypeVar("_T")

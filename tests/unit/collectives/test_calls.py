@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from paceline.collectives._frames import Heads
 from paceline.collectives.calls import Call, describe_mismatch, name_ranks, shortened
+from paceline.collectives.network.frames import Heads
 
 
 def test_equal_calls_have_equal_signatures_and_others_differ() -> None:

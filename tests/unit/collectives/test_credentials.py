@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.collectives import credentials
-from paceline.collectives.credentials import choose_secret, derive_token, user_key
+from paceline.collectives.rendezvous import credentials
+from paceline.collectives.rendezvous.credentials import choose_secret, derive_token, user_key
 from paceline.errors import UsageError
 
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.collectives.calls import Call
-from paceline.collectives.executor import Blocks, Combine, Executor
+from paceline.collectives.network.executor import Blocks, Combine, Executor
 from paceline.collectives.schedules.base import Copy, Receive, Schedule, Send
 from paceline.collectives.schedules.pairwise import all_to_all
 from paceline.collectives.schedules.recursive_doubling import all_reduce as recursive_doubling

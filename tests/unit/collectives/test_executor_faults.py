@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.collectives.calls import Call
-from paceline.collectives.executor import Blocks, Combine, Executor, Status
+from paceline.collectives.network.executor import Blocks, Combine, Executor, Status
 from paceline.collectives.schedules.base import Receive, Schedule, Send
 from paceline.collectives.schedules.registry import ALGORITHMS
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError, RankLostError

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives._blocks import collide, rest_touches
-from paceline.collectives._culprits import Status, find_culprits
-from paceline.collectives._frames import Abort, Heads, Kind, Scanner, pack_abort
 from paceline.collectives.calls import Call
+from paceline.collectives.network.blocks import collide, rest_touches
+from paceline.collectives.network.culprits import Status, find_culprits
+from paceline.collectives.network.frames import Abort, Heads, Kind, Scanner, pack_abort
 from paceline.errors import ProtocolError
 
 CALL = Call("barrier")

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.collectives.calls import Call
 from paceline.collectives.engine import Area, Order, Reduction
-from paceline.collectives.executor import Executor
-from paceline.collectives.links import Links
-from paceline.collectives.network import Network
+from paceline.collectives.network.engine import Network
+from paceline.collectives.network.executor import Executor
+from paceline.collectives.network.links import Links
 from paceline.collectives.schedules import ALGORITHMS
 from paceline.kernels import combine
 

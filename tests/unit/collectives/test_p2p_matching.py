@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives._p2p_matching import Matching, Message, Posted
+from paceline.collectives.p2p.matching import Matching, Message, Posted
 
 
 def posted(source: int | None, tag: int = 0, size: int = 0) -> Posted:

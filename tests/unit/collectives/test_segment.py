@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.collectives.segment import Segment, SegmentError
+from paceline.collectives.shared.segment import Segment, SegmentError
 from paceline.testing import nothing_left
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from paceline.collectives import shared_memory
 from paceline.collectives.calls import Call, shortened
 from paceline.collectives.engine import Area, Order, Reduction
-from paceline.collectives.segment import Segment
-from paceline.collectives.shared_memory import SharedMemory, Story
+from paceline.collectives.shared import engine as shared_memory
+from paceline.collectives.shared.engine import SharedMemory, Story
+from paceline.collectives.shared.segment import Segment
 from paceline.errors import CollectiveError, MismatchError, RankLostError
 from paceline.kernels import combine, steps
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.collectives._group_names import GroupNames
-from paceline.collectives._network_store import NetworkStore, StoreServer
-from paceline.collectives.store import MemoryStore, PrefixStore, SealedStore, Store, exchange
+from paceline.collectives.group_names import GroupNames
+from paceline.collectives.rendezvous.network_store import NetworkStore, StoreServer
+from paceline.collectives.rendezvous.store import MemoryStore, PrefixStore, SealedStore, Store, exchange
 from paceline.errors import AuthenticationError, DeadlineError, GroupClosedError, RankLostError, UsageError
 from paceline.transport import Address, Hello
 
@@ -132,8 +132,8 @@ def test_collect_waits_for_all_and_says_which_are_missing(store: Store) -> None:
 def test_an_exchange_looks_from_time_to_time_whether_the_missing_live(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.collectives.store._FIRST_LOOK_S", 0.05)
-    monkeypatch.setattr("paceline.collectives.store._LOOK_S", 0.05)
+    monkeypatch.setattr("paceline.collectives.rendezvous.store._FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr("paceline.collectives.rendezvous.store._LOOK_S", 0.05)
     looks: list[Sequence[int]] = []
 
     def look(missing: Sequence[int]) -> None:

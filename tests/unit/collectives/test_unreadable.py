@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from paceline.collectives._faults import unpack_abort
-from paceline.collectives._frames import HEADER, MAGIC, WIRE_VERSION, Frame, Kind, unpack_header
-from paceline.collectives._network_store import _decode
-from paceline.collectives._p2p_pending import ABORT, pack
-from paceline.collectives._p2p_progress import READ
-from paceline.collectives._p2p_streams import Outgoing
-from paceline.collectives._verdicts import Place, unexpected
 from paceline.collectives.calls import Call
-from paceline.collectives.node import NodeInfo
+from paceline.collectives.network.faults import unpack_abort
+from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Frame, Kind, unpack_header
+from paceline.collectives.network.verdicts import Place, unexpected
+from paceline.collectives.p2p.pending import ABORT, pack
+from paceline.collectives.p2p.progress import READ
+from paceline.collectives.p2p.streams import Outgoing
+from paceline.collectives.rendezvous.network_store import _decode
+from paceline.collectives.rendezvous.node import NodeInfo
 from paceline.errors import ProtocolError
 
 NO_TEXT = b"\x91\xa1\xff"  # a list of a text that is no UTF-8

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Batch
-from paceline.data._batch import rebatch
+from paceline.data.batch import rebatch
 
 
 def make(widths: list[int], first: int = 0, *, ones: bool = False) -> Batch:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from paceline.data import Batch, Dataset, open_dataset, open_spec
-from paceline.data import _text as text_reader
-from paceline.data._cache import _TRAILER, VERSION, ShardCache
+from paceline.data import text as text_reader
+from paceline.data.cache import _TRAILER, VERSION, ShardCache
 from paceline.errors import DataError, UsageError
 
 LINES = [b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)]

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Dataset, line_number, open_dataset
-from paceline.data._streams import GzipStream
-from paceline.data._text import LineReader
+from paceline.data.streams import GzipStream
+from paceline.data.text import LineReader
 from paceline.errors import UsageError
 
 

@@ -10,7 +10,7 @@ from paceline.kernels.cases import ARRAY_CASES, RULE_CASES, SPARSE_CASES, ArrayC
 from paceline.kernels.compile import KERNELS
 from paceline.kernels.initializers import NORMAL
 from paceline.kernels.rules import NUM_HYPER
-from paceline.ps.rules import (
+from paceline.tables.rules import (
     ASGD,
     FTRL,
     RULES,
@@ -30,7 +30,7 @@ from paceline.ps.rules import (
     UpdateRule,
     Zeros,
 )
-from paceline.ps.sparse_store import SparseStore
+from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

@@ -20,9 +20,9 @@ from paceline.kernels.sparse import largest
 from paceline.launch import prepare_kernels
 from paceline.protocol import ALL
 from paceline.ps.messages import TableSpec
-from paceline.ps.rules import FTRL, Adam, Normal, to_fields
-from paceline.ps.sparse_store import SparseStore
-from paceline.ps.tables import Selection, make_part
+from paceline.tables.rules import FTRL, Adam, Normal, to_fields
+from paceline.tables.sparse_part import Selection, make_part
+from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="nothing to compile")  # type: ignore[attr-defined]
 

@@ -9,8 +9,8 @@ import pytest
 from paceline.kernels import dense, reference
 from paceline.kernels.cases import parameters, random_keys
 from paceline.kernels.initializers import CONSTANT, NORMAL, UNIFORM, ZEROS
-from paceline.ps.rules import SGD, Adagrad, Constant, Initializer, Normal, Uniform, Zeros
-from paceline.ps.sparse_store import SparseStore
+from paceline.tables.rules import SGD, Adagrad, Constant, Initializer, Normal, Uniform, Zeros
+from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.kernels import dense, rules_reference
 from paceline.kernels.cases import parameters
 from paceline.kernels.initializers import CONSTANT, ZEROS
-from paceline.ps.rules import (
+from paceline.tables.rules import (
     ASGD,
     FTRL,
     SGD,
@@ -29,7 +29,7 @@ from paceline.ps.rules import (
     Rprop,
     UpdateRule,
 )
-from paceline.ps.sparse_store import SparseStore
+from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.errors import UsageError
-from paceline.launch import _bench_others
-from paceline.launch._bench_buffers import Buffers
-from paceline.launch._bench_peers import Ours
-from paceline.launch.bench_collectives import (
+from paceline.bench import others as _bench_others
+from paceline.bench.buffers import Buffers
+from paceline.bench.collectives import (
     DEFAULT_SIZES,
     OPS,
     Measurement,
@@ -25,6 +23,8 @@ from paceline.launch.bench_collectives import (
     parse_sizes,
     plan_sizes,
 )
+from paceline.bench.peers import Ours
+from paceline.errors import UsageError
 
 
 def measurement(peer: str, median_us: float, *, num_bytes: int = 1 << 20, algorithm: str = "") -> Measurement:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 import paceline.launch.local as local_module
-from paceline.launch._run_servers import RunServers
 from paceline.launch.local import LocalCluster, Share
+from paceline.launch.run.servers import RunServers
 from paceline.protocol import Accept, Eventual
 from paceline.ps import Client, messages
 from paceline.transport import SocketTransport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch._run_news import News
+from paceline.launch.run.news import News
 
 
 def make_news(*incarnations: int) -> News:

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch._run_blame import (
+from paceline.launch.run.blame import (
     Failure,
     Recent,
     Tracebacks,
@@ -17,7 +17,7 @@ from paceline.launch._run_blame import (
     is_consequence,
     last_words,
 )
-from paceline.launch._run_output import LineSplitter, label
+from paceline.launch.run.output import LineSplitter, label
 
 _START = b"Traceback (most recent call last):"
 _FRAME = [b'  File "x.py", line 1, in <module>', b"    f()"]
@@ -83,7 +83,7 @@ class TestBlame:
 
     def test_consequences(self) -> None:
         for text in (
-            b"paceline.torch._errors.BackendRankLostError: rank 1 is gone",
+            b"paceline.torch.backend.errors.BackendRankLostError: rank 1 is gone",
             b"GroupClosedError: x",
             b"paceline.errors.ConnectionLostError: x",
             b"RuntimeError: [/pair.cc:534] Connection closed by peer [127.0.0.1]:1",

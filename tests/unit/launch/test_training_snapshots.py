@@ -8,11 +8,11 @@ import pytest
 
 from paceline.data import open_dataset
 from paceline.errors import DataError, UsageError
-from paceline.launch.train import TrainOptions
-from paceline.launch.training_snapshots import Resumption, describe_training, parse_every
-from paceline.ps.snapshot_files import FORMAT, FORMAT_VERSION, SnapshotManifest
-from paceline.ps.snapshot_loading import Snapshot
-from paceline.ps.snapshot_messages import DoneShards, JobAccount
+from paceline.launch.train.snapshots import Resumption, describe_training, parse_every
+from paceline.launch.train.train import TrainOptions
+from paceline.ps.client.snapshot_files import FORMAT, FORMAT_VERSION, SnapshotManifest
+from paceline.ps.client.snapshot_loading import Snapshot
+from paceline.ps.messages.snapshots import DoneShards, JobAccount
 
 
 @pytest.mark.parametrize(

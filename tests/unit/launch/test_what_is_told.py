@@ -6,10 +6,10 @@ import json
 import math
 from pathlib import Path
 
-from paceline.launch.bad_data import BadData, describe_bad_lines
 from paceline.launch.local import describe_status
-from paceline.launch.train import TrainResult, summarize_staleness
-from paceline.launch.training_run import _RunningLoss
+from paceline.launch.train.bad_data import BadData, describe_bad_lines
+from paceline.launch.train.train import TrainResult, summarize_staleness
+from paceline.launch.train.training_run import _RunningLoss
 from paceline.models.metrics import evaluate
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from paceline.ps import messages
-from paceline.ps.account import Account, Memory
 from paceline.ps.messages import JobMemory
+from paceline.ps.scheduler.account import Account, Memory
 
 encode = msgspec.msgpack.encode
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from paceline.protocol import ALL, Buckets, bucket_set
-from paceline.ps.aggregation import IterationBuffer, apply_sum
 from paceline.ps.messages import TableSpec
-from paceline.ps.rules import SGD, Adagrad, UpdateRule, Zeros, to_fields
-from paceline.ps.sparse_store import Floats
-from paceline.ps.tables import Selection, TablePart, make_part
+from paceline.tables.aggregation import IterationBuffer, apply_sum
+from paceline.tables.rules import SGD, Adagrad, UpdateRule, Zeros, to_fields
+from paceline.tables.sparse_part import Selection, TablePart, make_part
+from paceline.tables.sparse_store import Floats
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

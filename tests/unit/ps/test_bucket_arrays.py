@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.kernels import reference
 from paceline.kernels.cases import random_keys
 from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
-from paceline.ps.bucket_arrays import buckets_of_keys, from_flags, to_flags, to_words
+from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags, to_words
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

@@ -15,10 +15,10 @@ import pytest
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, StaleEpochError, UsageError
 from paceline.protocol.buckets import ALL, to_bytes
 from paceline.ps import SGD, Client, Ticket, messages
-from paceline.ps import client as client_module
-from paceline.ps.bucket_arrays import buckets_of_keys
+from paceline.ps.client import client as client_module
 from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, SYNCED, TICK, TICKS, VALUES
-from paceline.ps.ranges import bucket_width, clip_runs, runs_in
+from paceline.tables.bucket_arrays import buckets_of_keys
+from paceline.tables.ranges import bucket_width, clip_runs, runs_in
 from paceline.testing import Served, serve_in_thread
 from paceline.transport import Handler, Header, MemoryTransport, Peer
 

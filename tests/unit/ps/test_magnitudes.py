@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from paceline.protocol import ALL, NUM_BUCKETS
-from paceline.ps.magnitudes import _GROWN, Bounds
 from paceline.ps.messages import TableSpec
-from paceline.ps.rules import (
+from paceline.tables.magnitudes import _GROWN, Bounds
+from paceline.tables.rules import (
     ASGD,
     FTRL,
     RULES,
@@ -33,7 +33,7 @@ from paceline.ps.rules import (
     Zeros,
     to_fields,
 )
-from paceline.ps.tables import Selection, TablePart, make_part
+from paceline.tables.sparse_part import Selection, TablePart, make_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")  # without the JIT
 

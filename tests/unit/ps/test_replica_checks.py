@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paceline.kernels.sparse import digest_records
 from paceline.protocol import ALL, ChainGroup, bucket_set
 from paceline.protocol.replication import Change, Forwarded, LinkUp, Push, Replication
-from paceline.ps.replica_checks import BucketOrders, ReplicaChecks
-from paceline.ps.server_tables import ServerTables
+from paceline.ps.server.replica_checks import BucketOrders, ReplicaChecks
+from paceline.tables.server_tables import ServerTables
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.kernels import initializers as kernel_initializers
 from paceline.kernels import rules as kernel_rules
-from paceline.ps.rules import (
+from paceline.tables.rules import (
     ASGD,
     FTRL,
     INITIALIZERS,

@@ -17,9 +17,7 @@ from safetensors.numpy import load_file
 
 from paceline.errors import ModelError, UsageError
 from paceline.protocol import Shards, shards
-from paceline.ps.directory_lock import DirectoryLock
-from paceline.ps.messages import TableSpec
-from paceline.ps.snapshot_files import (
+from paceline.ps.client.snapshot_files import (
     FORMAT,
     FORMAT_VERSION,
     PartBuffer,
@@ -33,9 +31,11 @@ from paceline.ps.snapshot_files import (
     write_manifest,
     write_part,
 )
-from paceline.ps.snapshot_loading import read_newest
-from paceline.ps.snapshot_messages import DoneShards, JobAccount, SnapshotPart, done_shards, shards_in
-from paceline.ps.snapshots import SnapshotFolder
+from paceline.ps.client.snapshot_loading import read_newest
+from paceline.ps.client.snapshots import SnapshotFolder
+from paceline.ps.messages import TableSpec
+from paceline.ps.messages.snapshots import DoneShards, JobAccount, SnapshotPart, done_shards, shards_in
+from paceline.storage.directory_lock import DirectoryLock
 
 
 def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> SnapshotPart:
@@ -203,7 +203,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
 def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys\n"
-        "from paceline.ps.directory_lock import DirectoryLock\n"
+        "from paceline.storage.directory_lock import DirectoryLock\n"
         "kept = DirectoryLock.take(pathlib.Path(sys.argv[1]))\n"
         "print('locked', flush=True)\n"
         "sys.stdin.read()\n"

@@ -16,10 +16,10 @@ from paceline.errors import UsageError
 from paceline.kernels import index, reference, sparse
 from paceline.kernels.cases import random_keys
 from paceline.protocol.placement import NUM_BUCKETS
-from paceline.ps import sparse_store
-from paceline.ps.pages import Pages
-from paceline.ps.rules import FTRL, SGD, Adagrad, Adam, Constant, Momentum, UpdateRule
-from paceline.ps.sparse_store import SparseStore
+from paceline.tables import sparse_store
+from paceline.tables.pages import Pages
+from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, Constant, Momentum, UpdateRule
+from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 compiled_only = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="too slow")  # type: ignore[attr-defined]

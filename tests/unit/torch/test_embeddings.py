@@ -15,8 +15,8 @@ from torch import nn
 import paceline
 from paceline.errors import NonFiniteError, UsageError
 from paceline.ps import Constant, Normal, Zeros, from_fields
-from paceline.ps.rules import RULES
-from paceline.ps.sparse_store import Keys
+from paceline.tables.rules import RULES
+from paceline.tables.sparse_store import Keys
 from paceline.torch.embeddings import (
     Embedder,
     Embedding,

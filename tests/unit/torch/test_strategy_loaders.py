@@ -22,9 +22,9 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from paceline.errors import UsageError  # noqa: E402
-from paceline.torch.strategies._ranks import Ranks  # noqa: E402
 from paceline.torch.strategies.base import Strategy  # noqa: E402
 from paceline.torch.strategies.loaders import Loader, moved  # noqa: E402
+from paceline.torch.strategies.ranks import Ranks  # noqa: E402
 
 _Pair = namedtuple("_Pair", "x y")
 

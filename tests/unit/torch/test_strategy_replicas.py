@@ -9,9 +9,9 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.torch.strategies import CentralStorage, Mirrored
-from paceline.torch.strategies._replica_strategy import replica_devices
-from paceline.torch.strategies._replica_threads import ReplicaThreads
-from paceline.torch.strategies._splitting import check_outputs, gather, scatter, split
+from paceline.torch.strategies.replicas.strategy import replica_devices
+from paceline.torch.strategies.replicas.threads import ReplicaThreads
+from paceline.torch.strategies.splitting import check_outputs, gather, scatter, split
 
 CPU = torch.device("cpu")
 

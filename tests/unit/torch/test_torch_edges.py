@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import HashStore  # noqa: E402
 import paceline.torch  # noqa: F401, E402
 from paceline.collectives import Ticket  # noqa: E402
 from paceline.errors import MismatchError, UsageError  # noqa: E402
-from paceline.torch._errors import Terms  # noqa: E402
-from paceline.torch._work import TicketWork  # noqa: E402
+from paceline.torch.backend.errors import Terms  # noqa: E402
+from paceline.torch.backend.work import TicketWork  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from paceline.transport import Header, Limits, frame_parts
 from paceline.transport.frames import join
 from paceline.transport.receiving import BUFFER_BYTES, BufferPool, FrameReceiver
-from paceline.transport.sealing import Seal
+from paceline.transport.security.sealing import Seal
 
 
 class Collector(FrameReceiver):

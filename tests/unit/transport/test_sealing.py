@@ -4,7 +4,7 @@ import hmac
 
 import pytest
 
-from paceline.transport.sealing import PIECE_BYTES, TAG_BYTES, Seal, derive_seals
+from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, derive_seals
 
 KEY = bytes(range(32))
 

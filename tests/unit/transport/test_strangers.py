@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.transport.strangers import Complaints, Strangers
+from paceline.transport.security.strangers import Complaints, Strangers
 
 
 def test_below_the_limit_nobody_goes() -> None:

@@ -14,10 +14,10 @@ import msgspec
 
 from paceline.protocol import Shards, shards
 from paceline.ps import messages
-from paceline.ps.account import Account
 from paceline.ps.messages import ALL_DONE, NOTHING_NOW
+from paceline.ps.messages.snapshots import JobAccount, done_shards, shards_in
+from paceline.ps.scheduler.account import Account
 from paceline.ps.scheduler.sessions import Call
-from paceline.ps.snapshot_messages import JobAccount, done_shards, shards_in
 
 _BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
 

@@ -10,8 +10,8 @@ from paceline.errors import PeerError
 from paceline.protocol import Membership, Role
 from paceline.protocol.scheduler import events
 from paceline.ps import messages
-from paceline.ps.account import Account
 from paceline.ps.messages import ALL_DONE, JobMemory
+from paceline.ps.scheduler.account import Account
 from paceline.ps.scheduler.job import JobBoard
 from paceline.ps.scheduler.sessions import Call, Session
 

@@ -2,8 +2,8 @@
 
 The connection may break: the line connects again and goes on where it was (:mod:`paceline.ps.scheduler.sessions`). The
 scheduler may die and another come in its place, at the same address: the line tells the new one who this process is and
-what it remembers (:mod:`paceline.ps.account`), and what waits for an answer is asked again. Whoever uses the line
-notices a pause.
+what it remembers (:mod:`~paceline.ps.scheduler.account`), and what waits for an answer is asked again. Whoever uses the
+line notices a pause.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from paceline.errors import (
 )
 from paceline.protocol.scheduler import KnownViews
 from paceline.ps import messages
-from paceline.ps.account import Memory
 from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
+from paceline.ps.scheduler.account import Memory
 from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
 from paceline.ps.scheduler.processes import own_process
 from paceline.transport import Address, Channel, Hello, Transport, read_meta

@@ -24,12 +24,12 @@ from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, ev
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, NOTICE
-from paceline.ps.non_finite import REFUSE, check_policy
 from paceline.ps.scheduler.jobs import Jobs
 from paceline.ps.scheduler.maps import ROLES, change_of, map_of, member_of, view_of
 from paceline.ps.scheduler.processes import ProcessWatch
 from paceline.ps.scheduler.sessions import Call, Session, notify_all
 from paceline.ps.scheduler.tables import Tables
+from paceline.tables.non_finite import REFUSE, check_policy
 from paceline.transport import Endpoint, Handler, Header, Peer
 
 _FLUSH_S = 0.02

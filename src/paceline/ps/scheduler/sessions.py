@@ -2,7 +2,7 @@
 
 A process numbers what it sends. The scheduler's :class:`Session` of it knows the last number that it has, and keeps its
 answers until they are known to have come: when the process comes again on another connection, both go on where they
-were. (Another scheduler has another session: what is asked again then is a matter of :mod:`paceline.ps.account`.)
+were. (Another scheduler has another session: what is asked again then is a matter of `account`.)
 
 On the wire: `sequence` of a frame to the scheduler is its number (0: one that is no matter if it is lost), `clock` the
 lowest number of a call that is not answered; `sequence` of a frame from the scheduler is the last number that it has.

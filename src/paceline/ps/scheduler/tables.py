@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.errors import TableMismatchError, UsageError
-from paceline.ps.bounds import MAX_TABLES
 from paceline.ps.messages import KnownTable, TableSpec
-from paceline.ps.rules import RULES, from_fields
+from paceline.tables.bounds import MAX_TABLES
+from paceline.tables.rules import RULES, from_fields
 
 
 class Tables:

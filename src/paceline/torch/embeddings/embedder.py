@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.ps import SGD, Initializer, UpdateRule
-from paceline.torch.embeddings._distinct import sum_equal_keys
-from paceline.torch.embeddings._gradients import RowGradients
-from paceline.torch.embeddings._prefetching import Prefetcher
-from paceline.torch.embeddings._source import LastKeys, RowSource
+from paceline.torch.embeddings.distinct import sum_equal_keys
+from paceline.torch.embeddings.gradients import RowGradients
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag
+from paceline.torch.embeddings.prefetching import Prefetcher
+from paceline.torch.embeddings.source import LastKeys, RowSource
 from paceline.torch.embeddings.tables import Push, RowTable, RowTables
 from paceline.torch.update_rules import rule_of
 

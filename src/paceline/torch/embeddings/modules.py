@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from paceline.errors import UsageError
 from paceline.ps import Initializer, Normal, UpdateRule
-from paceline.ps.sparse_store import Floats
-from paceline.torch.embeddings._distinct import DistinctKeys
-from paceline.torch.embeddings._lookup import OnGradient, gather, rows_of
-from paceline.torch.embeddings._source import RowSource
+from paceline.tables.sparse_store import Floats
+from paceline.torch.embeddings.distinct import DistinctKeys
+from paceline.torch.embeddings.lookup import OnGradient, gather, rows_of
+from paceline.torch.embeddings.source import RowSource
 
 MODES = ("sum", "mean", "max")
 

@@ -16,7 +16,7 @@ from paceline.ps import (
     write_records,
 )
 from paceline.ps.messages import TableSpec
-from paceline.ps.sparse_store import Floats, Keys
+from paceline.tables.sparse_store import Floats, Keys
 from paceline.torch.embeddings.tables import Push, RowTable, RowTables, RowTicket
 
 

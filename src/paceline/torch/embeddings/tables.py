@@ -12,9 +12,9 @@ import numpy as np
 from paceline.collectives import Group
 from paceline.ps import Initializer, SparseStore, UpdateRule, to_fields
 from paceline.ps.messages import TableSpec
-from paceline.ps.sparse_store import Floats, Keys
-from paceline.ps.tables import check_finite
-from paceline.torch.embeddings._distinct import sum_equal_keys
+from paceline.tables.sparse_part import check_finite
+from paceline.tables.sparse_store import Floats, Keys
+from paceline.torch.embeddings.distinct import sum_equal_keys
 
 Push = tuple["RowTable", Keys, Floats]
 """A table, distinct keys of it, uint64 [n], and their gradients, float32 [n, dim]."""

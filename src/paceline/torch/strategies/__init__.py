@@ -2,12 +2,12 @@
 
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import Strategy
-from paceline.torch.strategies.central_storage import CentralStorage
 from paceline.torch.strategies.choosing import strategy
 from paceline.torch.strategies.hybrid import Hybrid
-from paceline.torch.strategies.mirrored import Mirrored
 from paceline.torch.strategies.one_device import OneDevice
-from paceline.torch.strategies.parameter_server import ParameterServer
+from paceline.torch.strategies.replicas.central_storage import CentralStorage
+from paceline.torch.strategies.replicas.mirrored import Mirrored
+from paceline.torch.strategies.server.parameter_server import ParameterServer
 
 __all__ = [
     "AllReduce",

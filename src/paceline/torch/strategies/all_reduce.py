@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.torch.embeddings import ReplicatedTables, RowTables
-from paceline.torch.strategies._compression import check_compression, compress
-from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT, Ranks
-from paceline.torch.strategies._reached import Reached
-from paceline.torch.strategies._replica import Replica, check_steps
 from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
-from paceline.torch.strategies.sync_batch_norm import with_sync_batch_norm
+from paceline.torch.strategies.compression import check_compression, compress
+from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies.reached import Reached
+from paceline.torch.strategies.replicas.replica import Replica, check_steps
+from paceline.torch.strategies.replicas.sync_batch_norm import with_sync_batch_norm
 
 BACKENDS = ("paceline", "gloo", "nccl")
 

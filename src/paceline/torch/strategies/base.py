@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.torch.embeddings import Embedder, RowTables, find_embeddings
-from paceline.torch.strategies._ranks import Ranks
 from paceline.torch.strategies.loaders import Loader
+from paceline.torch.strategies.ranks import Ranks
 
 
 class Strategy(ABC):

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from paceline.protocol import Consistency
 from paceline.ps import Client
 from paceline.torch.embeddings import RowTables, ServerTables
-from paceline.torch.strategies._cluster import check_cluster, connect_workers
-from paceline.torch.strategies._ranks import DEFAULT_TIMEOUT
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import warn
+from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT
+from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
 
 
 class Hybrid(AllReduce):
@@ -29,8 +29,8 @@ class Hybrid(AllReduce):
     rank's are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
 
     Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
-    `min_replicas` as :class:`~paceline.torch.strategies.parameter_server.ParameterServer` has them. A model without
-    embeddings is trained as under all-reduce, and standard error says so.
+    `min_replicas` as `ParameterServer` has them. A model without embeddings is trained as under all-reduce, and
+    standard error says so.
 
     Raises UsageError where there are no servers: start the program with ``paceline run --strategy hybrid``.
 

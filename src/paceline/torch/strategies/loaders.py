@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from paceline.errors import UsageError
-from paceline.torch.strategies._sharding import ShardedSampler, is_sharded, seeded, set_epoch, sharded_stream
+from paceline.torch.strategies.sharding import ShardedSampler, is_sharded, seeded, set_epoch, sharded_stream
 
 if TYPE_CHECKING:
     from paceline.torch.strategies.base import Strategy

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.torch.embeddings import LocalTables, RowTables
-from paceline.torch.strategies._ranks import Ranks
 from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.ranks import Ranks
 
 
 def only_rank(name: str) -> Ranks:

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from paceline.collectives.mesh import Mesh
-from paceline.collectives.node import Node
-from paceline.collectives.point_to_point import PointToPoint
+from paceline.collectives.network.mesh import Mesh
+from paceline.collectives.p2p.point_to_point import PointToPoint
+from paceline.collectives.rendezvous.node import Node
 
 _T = TypeVar("_T")
 PATIENCE_S = 60.0

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from paceline.collectives.links import Link
-from paceline.collectives.mesh import Mesh
-from paceline.collectives.node import Node, NodeInfo
+from paceline.collectives.network.links import Link
+from paceline.collectives.network.mesh import Mesh
+from paceline.collectives.rendezvous.node import Node, NodeInfo
 from paceline.errors import AuthenticationError, GroupClosedError, RankLostError, UsageError
 
 from .ranks import TOKEN, meshes, nodes, on_ranks, soon

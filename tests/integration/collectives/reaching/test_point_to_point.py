@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.collectives._p2p_pending import MESSAGE, pack
-from paceline.collectives.point_to_point import Pending, PointToPoint
+from paceline.collectives.p2p.pending import MESSAGE, pack
+from paceline.collectives.p2p.point_to_point import Pending, PointToPoint
 from paceline.errors import GroupClosedError, MismatchError, RankLostError, UsageError
 
 from .ranks import PATIENCE_S, nodes, on_ranks, soon, talkers

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from paceline.collectives.rendezvous import Meeting, is_loopback, own_host, rendezvous
+from paceline.collectives.rendezvous.rendezvous import Meeting, is_loopback, own_host, rendezvous
 from paceline.environment import Environment
 from paceline.errors import (
     AddressError,

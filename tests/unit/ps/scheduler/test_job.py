@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from paceline.ps import messages
-from paceline.ps.account import Account
 from paceline.ps.messages import ALL_DONE, JobMemory
+from paceline.ps.messages.snapshots import DoneShards
+from paceline.ps.scheduler.account import Account
 from paceline.ps.scheduler.job import JobBoard
 from paceline.ps.scheduler.sessions import Call, Session
-from paceline.ps.snapshot_messages import DoneShards
 
 from .lines import End
 

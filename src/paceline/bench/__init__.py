@@ -1,0 +1,1 @@
+"""What ``paceline bench`` and the programs of ``benchmarks/`` share."""

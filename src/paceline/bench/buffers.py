@@ -1,0 +1,63 @@
+"""The arrays that a collective benchmark works on: of known values for the check, of zeros for the clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.bench.plan import ITEM_BYTES
+
+_PERIOD = 251
+"""A prime: a block that lands in another's place is seen."""
+
+
+class Buffers:
+    """What one rank gives and takes in one operation. All peers get the same memory, so none has the luckier pages."""
+
+    def __init__(self, op: str, num_bytes: int, dtype: str, rank: int, num_ranks: int) -> None:
+        self._op, self._rank, self._num_ranks = op, rank, num_ranks
+        whole = num_bytes // ITEM_BYTES[dtype]
+        part = whole // num_ranks
+        self.given: np.ndarray[Any, Any] = np.zeros(part if op == "all_gather" else whole, dtype)
+        self.taken = self.given
+        """The same array where the operation is done in place."""
+        if op in ("all_gather", "all_to_all"):
+            self.taken = np.zeros(whole, dtype)
+        elif op == "reduce_scatter":
+            self.taken = np.zeros(part, dtype)
+        self.root = num_ranks - 1
+        """Of a broadcast. Not rank 0, which holds the clock: a root may be done before anybody has the data."""
+
+    def fill(self) -> None:
+        """Put this rank's known values in."""
+        self.taken[...] = 0
+        if self._op == "broadcast" and self._rank != self.root:
+            return
+        self.given[...] = self._values(self.given.size)
+        self.given *= self._rank + 1
+
+    def is_right(self) -> bool:
+        """Return whether the operation has made of all ranks' known values what it should."""
+        ranks, rank, taken = self._num_ranks, self._rank, self.taken
+        if self._op == "barrier":
+            return True
+        total = ranks * (ranks + 1) // 2
+        if self._op == "all_reduce":
+            return np.array_equal(taken, self._values(taken.size) * total)
+        if self._op == "broadcast":
+            return np.array_equal(taken, self._values(taken.size) * (self.root + 1))
+        if self._op == "reduce_scatter":
+            own = slice(rank * taken.size, (rank + 1) * taken.size)
+            return np.array_equal(taken, self._values(self.given.size)[own] * total)
+        part = taken.size // ranks
+        sent = self._values(part) if self._op == "all_gather" else self._values(taken.size)[rank * part :][:part]
+        return all(np.array_equal(taken[i * part :][:part], sent * (i + 1)) for i in range(ranks))
+
+    def clear(self) -> None:
+        """Make all zeros: a sum of them stays finite however often it is done in place."""
+        self.given[...] = 0
+        self.taken[...] = 0
+
+    def _values(self, count: int) -> np.ndarray[Any, Any]:
+        return np.resize(np.arange(1, _PERIOD + 1, dtype=self.given.dtype), count)

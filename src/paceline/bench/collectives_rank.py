@@ -1,0 +1,183 @@
+"""One rank of ``bench collectives``: ``python -m paceline.bench.collectives_rank PLAN HOST:PORT FOLDER``.
+
+It takes part in all peers, in turns. Rank 0 holds the clock and reports on standard output, a JSON object a line:
+``{"absent": …, "why": …}``, ``{"size": …}`` when it begins with a size, ``{"measured": [ … ]}`` when it is done with
+it, and at last ``{"done": true}``. Any rank reports an ``{"error": …}``, and then ends at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.bench.buffers import Buffers
+from paceline.bench.peers import MAKERS, TIMEOUT, Ours, Peer
+from paceline.bench.plan import OURS, ROUNDS, Measurement, Plan
+from paceline.collectives import Group, init
+from paceline.environment import environment
+from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.launch.roles import watch_parent
+from paceline.transport import known
+
+_BUDGET_S = 0.7
+"""For one size and peer, over all rounds."""
+_MOST_REPETITIONS = 2000
+"""In one round."""
+_MOST_WARM_UPS = 50
+_NUM_TRIED = 3
+
+
+def main() -> int:
+    """Run the plan in the first argument with the ranks that meet at the second; return the exit status.
+
+    The third is the folder of temporary files: whoever made it removes it, or is gone.
+    """
+    told = environment()
+    plan = msgspec.json.decode(sys.argv[1], type=known(Plan))
+    # mpirun hands its standard input to rank 0 only, and ends the others when that one ends.
+    if "mpi" not in plan.peers or told.rank == 0:
+        watch_parent(_end_orphaned)
+    try:
+        with init(address=sys.argv[2], timeout=TIMEOUT, algorithm=plan.algorithm) as group:
+            _measure_all(plan, group)
+    except Exception as error:  # whatever a peer raises: the command says it in one sentence
+        text = str(error) if isinstance(error, PacelineError) else f"rank {told.rank}: {_first_line(error)}"
+        _tell({"error": text, "usage": isinstance(error, UsageError)})
+        # Not a return: the peers' own clean-up waits for ranks that are in the middle of something else.
+        os._exit(1)
+    return 0
+
+
+def _end_orphaned() -> None:
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
+    os._exit(1)
+
+
+def _measure_all(plan: Plan, group: Group) -> None:
+    peers = _join_peers(plan, group)
+    for size in plan.sizes:
+        if group.rank == 0:
+            _tell({"size": size})
+        measured = _measure(plan, size, peers, group)
+        if group.rank == 0:
+            _tell({"measured": [dataclasses.asdict(each) for each in measured]})
+    group.barrier()
+    for peer in peers:
+        peer.close()
+    if group.rank == 0:
+        _tell({"done": True})
+    group.barrier()
+
+
+def _join_peers(plan: Plan, group: Group) -> list[Peer]:
+    """Connect to all peers; one that fails on some rank is left out on all."""
+    peers: list[Peer] = [Ours(group)]
+    for name in plan.peers:
+        if name == OURS:
+            continue
+        peer, why = None, "another rank could not join"
+        try:
+            peer = MAKERS[name](group)
+        except Exception as error:  # whatever keeps it from running here is told, and the others are measured
+            why = _first_line(error)
+        if group.all_reduce(np.array([peer is not None]), "min")[0]:
+            assert peer is not None
+            peers.append(peer)
+        elif group.rank == 0:
+            _tell({"absent": name, "why": why})
+    return peers
+
+
+def _measure(plan: Plan, size: int, peers: list[Peer], group: Group) -> list[Measurement]:
+    buffers = Buffers(plan.op, size, plan.dtype, group.rank, group.size)
+    calls = [peer.prepare(plan.op, buffers) for peer in peers]
+    for peer, call in zip(peers, calls, strict=True):
+        _check(plan, size, peer, call, buffers, group)
+    buffers.clear()
+    repetitions = [_choose_repetitions(call, group) for call in calls]
+    times: list[list[float]] = [[] for _ in peers]
+    for number in range(ROUNDS):
+        for turn in range(len(peers)):
+            # Another one begins each round, so none always follows the same.
+            i = (turn + number) % len(peers)
+            times[i] += _time_batch(calls[i], repetitions[i], group)
+    algorithm = _algorithm(plan.op, size, group)
+    return [
+        _summarize(plan, size, peer.name, algorithm if peer.name == OURS else "", taken)
+        for peer, taken in zip(peers, times, strict=True)
+    ]
+
+
+def _check(plan: Plan, size: int, peer: Peer, call: Callable[[], object], buffers: Buffers, group: Group) -> None:
+    """Do the operation on known values. Raises PeerError if the result is wrong on this rank."""
+    buffers.fill()
+    group.barrier()
+    call()
+    if not buffers.is_right():
+        raise PeerError(f"{peer.name} gave a wrong result for {plan.op} of {size} bytes on rank {group.rank}")
+    group.barrier()
+
+
+def _choose_repetitions(call: Callable[[], object], group: Group) -> int:
+    """Return how often to call in a round; rank 0 decides."""
+    tried = _time_batch(call, _NUM_TRIED, group)
+    wanted = int(_BUDGET_S / ROUNDS / float(np.median(tried)))
+    return int(group.broadcast(np.array([min(max(wanted, 1), _MOST_REPETITIONS)], np.int64))[0])
+
+
+def _time_batch(call: Callable[[], object], repetitions: int, group: Group) -> list[float]:
+    """Return the seconds of each call. The ranks begin together, and a few calls go before that do not count."""
+    group.barrier()
+    for _ in range(min(repetitions // 10 + 1, _MOST_WARM_UPS)):
+        call()
+    times = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _algorithm(op: str, size: int, group: Group) -> str:
+    """Return what our tuner takes: the marked line of what it explains."""
+    if op == "barrier":
+        return ""
+    found = re.search(r"^\* (\S+)", group.explain(size, op), re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def _summarize(plan: Plan, size: int, peer: str, algorithm: str, times: list[float]) -> Measurement:
+    low, median, high = (round(float(each) * 1e6, 2) for each in np.percentile(times, (25, 50, 75)))
+    return Measurement(
+        op=plan.op,
+        bytes=size,
+        ranks=plan.ranks,
+        peer=peer,
+        algorithm=algorithm,
+        median_us=median,
+        low_us=low,
+        high_us=high,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _tell(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

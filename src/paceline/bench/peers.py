@@ -1,0 +1,141 @@
+"""The libraries that ``bench collectives`` measures, each behind the same small face; imported only where wanted."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import shutil
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+
+from paceline.bench.buffers import Buffers
+from paceline.bench.plan import OURS
+from paceline.collectives import Group
+
+TIMEOUT: Final = timedelta(seconds=60)
+_INSTALL_MPI: Final = "pip install mpi4py, and Open MPI itself (Debian: apt install openmpi-bin)"
+
+
+class Peer(ABC):
+    """One library, connected on this rank."""
+
+    name: str
+
+    @abstractmethod
+    def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
+        """Return the call that does an operation on these buffers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the connections."""
+
+
+class Ours(Peer):
+    """Paceline."""
+
+    name = OURS
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
+        """See :class:`Peer`."""
+        group, given, taken = self._group, buffers.given, buffers.taken
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: group.all_reduce(given, out=given),
+            "broadcast": lambda: group.broadcast(given, root=buffers.root),
+            "all_gather": lambda: group.all_gather(given, out=taken),
+            "reduce_scatter": lambda: group.reduce_scatter(given, out=taken),
+            "all_to_all": lambda: group.all_to_all(given, out=taken),
+            "barrier": group.barrier,
+        }
+        return calls[op]
+
+    def close(self) -> None:
+        """See :class:`Peer`; whoever made the group closes it."""
+
+
+class Gloo(Peer):
+    """PyTorch's, over its own sockets; one thread of computation per rank."""
+
+    name = "gloo"
+
+    def __init__(self, group: Group) -> None:
+        self._torch = importlib.import_module("torch")
+        self._torch.set_num_threads(1)
+        self._distributed = importlib.import_module("torch.distributed")
+        rank, size = group.rank, group.size
+        make_store = self._distributed.TCPStore
+        # Rank 0 listens at any free port and tells the others, over our group.
+        store = make_store("127.0.0.1", 0, size, True, TIMEOUT, wait_for_workers=False) if rank == 0 else None
+        port = int(group.broadcast(np.array([store.port if store is not None else 0], np.int64))[0])
+        store = store or make_store("127.0.0.1", port, size, False, TIMEOUT)
+        self._distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+    def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
+        """See :class:`Peer`."""
+        distributed = self._distributed
+        given, taken = self._torch.from_numpy(buffers.given), self._torch.from_numpy(buffers.taken)
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: distributed.all_reduce(given),
+            "broadcast": lambda: distributed.broadcast(given, buffers.root),
+            "all_gather": lambda: distributed.all_gather_into_tensor(taken, given),
+            "reduce_scatter": lambda: distributed.reduce_scatter_tensor(taken, given),
+            "all_to_all": lambda: distributed.all_to_all_single(taken, given),
+            "barrier": distributed.barrier,
+        }
+        return calls[op]
+
+    def close(self) -> None:
+        """See :class:`Peer`."""
+        self._distributed.destroy_process_group()
+
+
+class MPI(Peer):
+    """What mpirun started these ranks under."""
+
+    name = "mpi"
+
+    def __init__(self, group: Group) -> None:
+        self._mpi: Any = importlib.import_module("mpi4py.MPI")
+        self._world = self._mpi.COMM_WORLD
+        if (self._world.rank, self._world.size) != (group.rank, group.size):
+            raise RuntimeError("mpi4py uses another MPI than mpirun does")
+
+    def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
+        """See :class:`Peer`."""
+        world, given, taken, in_place = self._world, buffers.given, buffers.taken, self._mpi.IN_PLACE
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: world.Allreduce(in_place, given),
+            "broadcast": lambda: world.Bcast(given, buffers.root),
+            "all_gather": lambda: world.Allgather(given, taken),
+            "reduce_scatter": lambda: world.Reduce_scatter_block(given, taken),
+            "all_to_all": lambda: world.Alltoall(given, taken),
+            "barrier": world.Barrier,
+        }
+        return calls[op]
+
+    def close(self) -> None:
+        """See :class:`Peer`; mpi4py does it when Python ends."""
+
+
+MAKERS: Final[dict[str, Callable[[Group], Peer]]] = {OURS: Ours, "gloo": Gloo, "mpi": MPI}
+
+
+def find_absent() -> dict[str, str]:
+    """Return the peers that are not installed, and how to have them."""
+    absent = {}
+    if importlib.util.find_spec("torch") is None:
+        absent["gloo"] = "not installed: pip install torch"
+    if importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun") is None:
+        absent["mpi"] = f"not installed: {_INSTALL_MPI}"
+    else:
+        told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+        if "Open MPI" not in told.stdout:
+            absent["mpi"] = f"the mpirun found here is not Open MPI's: {_INSTALL_MPI}"
+    return absent

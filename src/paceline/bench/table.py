@@ -1,0 +1,59 @@
+"""The table of ``bench collectives``, line by line, as the sizes are measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from paceline.bench.plan import OURS, ROUNDS, Measurement, Plan, format_size
+
+_PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
+
+
+def format_header(peers: Sequence[str]) -> str:
+    """Return the line above the figures; `peers` without ours."""
+    ours = f"{'size':>8} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
+    return (ours + "".join(f" {f'{peer} µs':>11} {'±':>4} {'ratio':>6}" for peer in peers)).rstrip()
+
+
+def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
+    """Return the line of one size; a peer that was not measured has dashes."""
+    found = {each.peer: each for each in measured}
+    ours = found[OURS]
+    bandwidth = f"{ours.gb_per_s:6.2f}" if ours.bytes else f"{'-':>6}"
+    line = f"{format_size(ours.bytes):>8} {_time(ours):>12} {ours.spread:4.0%} {bandwidth}  {ours.algorithm or '-':10}"
+    for peer in peers:
+        other = found.get(peer)
+        if other is None:
+            line += f" {'-':>11} {'-':>4} {'-':>6}"
+        else:
+            line += f" {_time(other):>11} {other.spread:4.0%} {_ratio(other.median_us / ours.median_us):>6}"
+    return line.rstrip()
+
+
+def format_footer(plan: Plan, others: float) -> str:
+    """Return what was measured, and how; `others`: the part of the cores' time that went to other processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    what = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
+    if plan.op == "all_reduce":
+        what += ", in place"
+    return (
+        f"{what}; {plan.ranks} ranks on {cores} cores of this machine. Medians over {ROUNDS} interleaved rounds,\n"
+        "each call timed on rank 0. ± is half the distance between the quartiles; GB/s are the array's\n"
+        "bytes by the time; ratio is the peer's time by ours; 1K is 1024 bytes.\n"
+        f"Others took {others:.0%} of the cores' time meanwhile."
+    )
+
+
+def format_absent(peer: str, why: str) -> str:
+    """Return why a peer is not in the table."""
+    return f"{_PEER_NAMES[peer]} is not in the table: {why}"
+
+
+def _time(measured: Measurement) -> str:
+    median = measured.median_us
+    return f"{median:,.{2 if median < 99.995 else 1 if median < 9999.95 else 0}f}"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f}"

@@ -1,0 +1,211 @@
+"""Runs one rank's part of a collective schedule on non-blocking links, and gives up together with the others.
+
+One thread runs calls, one at a time; :meth:`Executor.status` may be called from any. The loop is in ``_round_loop``,
+messages in ``_sending`` and ``_receiving``, the fault case in ``_faults``, ``_verdicts`` and ``_culprits``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Final, NoReturn
+
+from paceline.collectives.calls import Call
+from paceline.collectives.network import verdicts as _verdicts
+from paceline.collectives.network.blocks import Blocks
+from paceline.collectives.network.culprits import Ask, Status
+from paceline.collectives.network.faults import find_abort, read_frame, spread, unpack_abort
+from paceline.collectives.network.frames import Abort, Heads, Kind
+from paceline.collectives.network.links import Links
+from paceline.collectives.network.patience import GIVE_UP_S, Disagreement, GivenUp, Patience, TooLate
+from paceline.collectives.network.peers import LinkBroken, Peer, UnexpectedMessage
+from paceline.collectives.network.receiving import Combine, Scratch
+from paceline.collectives.network.round_loop import RoundLoop
+from paceline.collectives.network.rounds import Planner
+from paceline.collectives.network.verdicts import Place
+from paceline.collectives.schedules.base import Copy, Schedule
+from paceline.errors import CollectiveError, GroupClosedError, ProtocolError, RankLostError
+
+__all__ = ["Ask", "Blocks", "Combine", "Executor", "Status"]
+
+_LAST_WORDS_S: Final = 0.2
+"""How long an ABORT is looked for on a link that has broken, and sent when the time of the call is over."""
+_MAX_LINKED: Final = 1000
+_CONNECT_S: Final = 2.5
+"""How long a connection is awaited before the other links are looked at."""
+
+
+class Executor:
+    """Runs the calls of one rank of a group, until one fails: then the group is over."""
+
+    def __init__(self, links: Links, *, group: str, ask: Ask | None = None) -> None:
+        """``ask`` asks a rank where it is, for the case that a call does not finish in time."""
+        self._links = links
+        self._group = group
+        self._ask = ask
+        self._peers: dict[int, Peer] = {}
+        self._linked: dict[int, Schedule] = {}
+        """By ``id``, the schedules whose links are made; they are kept, so that an ``id`` stays theirs."""
+        self._loop = RoundLoop()
+        self._scratch = Scratch()
+        self._status = Status(-1, None, ())
+        self._failure = ""
+        self._interruption: CollectiveError | None = None
+
+    def status(self) -> Status:
+        """Return where this rank is. Any thread may call it."""
+        return self._status
+
+    def run(
+        self,
+        schedule: Schedule,
+        blocks: Blocks,
+        *,
+        call: Call,
+        sequence: int,
+        combine: Combine | None,
+        item_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        """Run this rank's part of one call; all ranks must run theirs with an equal ``call`` and ``sequence``.
+
+        ``combine`` is needed where the schedule reduces. Returns when this rank's part is done, not when all are.
+        Whatever is raised, the other ranks are told, the links are closed, and further runs raise GroupClosedError.
+
+        Raises MismatchError if ranks made different calls; RankLostError, which names them, if ranks died, left or did
+        not come within ``timeout_s``; CollectiveError if another rank failed in any other way.
+        """
+        if self._failure:
+            raise GroupClosedError(f"group {self._group!r} refuses further work since a call failed: {self._failure}")
+        self._status = Status(sequence, call, ())
+        place = Place(self._group, self._links.rank, call, sequence)
+        patience = Patience(timeout_s, self._ask, self._links, self._wait_for, call, sequence, self._interrupted)
+        try:
+            self._run(schedule, blocks, Heads(call, sequence), combine, item_bytes, patience)
+        except (UnexpectedMessage, LinkBroken, _LostError, TooLate, Disagreement, GivenUp) as signal:
+            self._fail(place, signal, patience)
+        except BaseException as error:
+            self._give_up(_verdicts.failed(place, error), (), time.monotonic() + GIVE_UP_S)
+            raise
+        self._status = Status(sequence, None, ())
+
+    def interrupt(self, error: CollectiveError) -> None:
+        """End the call that is under way in another thread, soon, with this error; any thread may call it."""
+        self._interruption = error
+
+    def abort(self, call: Call, sequence: int, error: BaseException) -> None:
+        """Give up a call outside :meth:`run`: the ranks linked to this one raise, as if it had failed in it."""
+        if not self._failure:
+            place = Place(self._group, self._links.rank, call, sequence)
+            self._give_up(_verdicts.of_error(place, error), (), time.monotonic() + GIVE_UP_S)
+
+    def _run(
+        self,
+        schedule: Schedule,
+        blocks: Blocks,
+        heads: Heads,
+        combine: Combine | None,
+        item_bytes: int,
+        patience: Patience,
+    ) -> None:
+        assert schedule.num_blocks == len(blocks)
+
+        if id(schedule) not in self._linked:  # before the first round: all ranks then make their links in one order
+            self._connect(schedule, patience)
+            if len(self._linked) >= _MAX_LINKED:
+                self._linked.clear()
+            self._linked[id(schedule)] = schedule
+
+        def peer(rank: int) -> Peer:
+            return self._peers[rank]
+
+        planner = Planner(self._links.rank, heads, blocks, combine, item_bytes, self._scratch, peer)
+        for actions in schedule.rounds:
+            self._loop.finish(planner.begin(actions), patience.wake)
+
+    def _connect(self, schedule: Schedule, patience: Patience) -> None:
+        """Make all links that a schedule needs.
+
+        All ranks make theirs in one order, that of the pairs of ranks: the first pair that is not yet linked is the
+        next on both its sides, so there is no circle of ranks that wait for one another.
+        """
+        own = self._links.rank
+        needed = {action.peer for actions in schedule.rounds for action in actions if not isinstance(action, Copy)}
+        for rank in sorted(needed - self._peers.keys(), key=lambda rank: (min(rank, own), max(rank, own))):
+            while rank not in self._peers:
+                until = min(patience.wait_for((rank,)), time.monotonic() + _CONNECT_S)
+                try:
+                    self._peers[rank] = Peer(self._links.link(rank, until))
+                except RankLostError as error:
+                    if time.monotonic() < until - 0.05:
+                        raise _LostError(error.ranks or (rank,)) from error
+                    self._look_for_aborts()
+
+    def _look_for_aborts(self) -> None:
+        for peer in self._peers.values():
+            try:
+                peer.peek()
+            except LinkBroken:  # it may have finished all its work; if we need it, we shall see
+                pass
+
+    def _fail(
+        self,
+        place: Place,
+        signal: UnexpectedMessage | LinkBroken | _LostError | TooLate | Disagreement | GivenUp,
+        patience: Patience,
+    ) -> NoReturn:
+        heard: Collection[int] = ()
+        if isinstance(signal, TooLate):
+            abort = _verdicts.late(place, patience.culprits(place.sequence, signal.ranks), patience.timeout_s)
+        elif isinstance(signal, GivenUp):
+            abort = _verdicts.received(place, signal.abort)
+        elif isinstance(signal, Disagreement):
+            abort = _verdicts.disagreement(place, signal.calls)
+        elif isinstance(signal, _LostError):
+            abort = _verdicts.lost(place, signal.ranks)
+        elif isinstance(signal, LinkBroken):
+            told = find_abort(signal.peer, time.monotonic() + _LAST_WORDS_S)
+            abort = _verdicts.received(place, told) if told else _verdicts.lost(place, (signal.peer.rank,))
+            heard = (signal.peer.rank,)
+        else:
+            abort, heard = self._explain(place, signal.peer)
+        if abort.kind == "lost":
+            heard = (*heard, *abort.ranks)
+        now = time.monotonic()
+        self._give_up(abort, heard, min(now + GIVE_UP_S, max(patience.deadline, now + _LAST_WORDS_S)))
+        raise _verdicts.to_error(abort, self._group) from signal.__cause__
+
+    def _explain(self, place: Place, peer: Peer) -> tuple[Abort, Sequence[int]]:
+        """Read what came instead of what was awaited."""
+        try:
+            frame = read_frame(peer, time.monotonic() + GIVE_UP_S)
+            if frame is None:
+                return _verdicts.lost(place, (peer.rank,)), (peer.rank,)
+            if frame.header.kind == Kind.ABORT:
+                return _verdicts.received(place, unpack_abort(frame)), (peer.rank,)
+            return _verdicts.unexpected(place, peer.rank, frame), ()
+        except ProtocolError as error:
+            return _verdicts.garbled(place, peer.rank, error), (peer.rank,)
+
+    def _give_up(self, abort: Abort, heard: Collection[int], deadline: float) -> None:
+        self._failure = str(_verdicts.to_error(abort, self._group))
+        try:
+            peers = [self._peers.get(link.rank) or Peer(link) for link in self._links.connected()]
+            spread(abort, peers, has_come=heard, deadline=deadline)
+        finally:
+            self._links.close()
+
+    def _interrupted(self) -> Abort | None:
+        return None if self._interruption is None else _verdicts.abort_of(self._interruption)
+
+    def _wait_for(self, ranks: tuple[int, ...]) -> None:
+        if ranks != self._status.waiting_for:
+            self._status = Status(self._status.sequence, self._status.call, ranks)
+
+
+class _LostError(Exception):
+    """A rank is gone before there was a link to it."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks

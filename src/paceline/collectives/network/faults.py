@@ -1,0 +1,150 @@
+"""Giving up together: what a rank reads from its links and writes to them once a call has failed.
+
+The first to see a fault sends an ABORT on all its links; whoever gets one sends it on, once, on all of its own, back to
+where it came from too. So an ABORT reaches all that are connected, and the one that comes back says that nothing more
+will come on this link: only then is it closed, for to close a socket with unread bytes in it resets the connection,
+and the other end could lose the ABORT. Until then what comes is read and thrown away; nobody waits longer for that than
+a given time.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from paceline.collectives.network.frames import Abort, Frame, Kind, pack_abort
+from paceline.collectives.network.peers import Peer
+from paceline.errors import PacelineError, ProtocolError
+from paceline.transport.decoding import UNREADABLE, known
+
+_CHUNK_BYTES = 1 << 17
+_NUM_CHUNKS = 16  # from one link, before others get their turn
+
+
+def read_frame(peer: Peer, deadline: float) -> Frame | None:
+    """Return the next message of a link without its body, or None if it ends or does not come.
+
+    Raises ProtocolError on bytes that are no message.
+    """
+    scanner = peer.scan()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    poll = select.poll()
+    poll.register(peer.link.fileno(), select.POLLIN)
+    while not scanner.frames:
+        try:
+            count = peer.link.receive_some(buffer)
+        except PacelineError:
+            return None
+        if count:
+            scanner.feed(buffer[:count])
+        elif not poll.poll(max(0, math.ceil((deadline - time.monotonic()) * 1e3))):
+            return None
+    return scanner.frames.popleft()
+
+
+def find_abort(peer: Peer, deadline: float) -> Abort | None:
+    """Return the ABORT that a link whose other end has gone may still hold."""
+    try:
+        while (frame := read_frame(peer, deadline)) is not None:
+            if frame.header.kind == Kind.ABORT:
+                return unpack_abort(frame)
+    except ProtocolError:
+        pass
+    return None
+
+
+def unpack_abort(frame: Frame) -> Abort:
+    """Return the ABORT of a message; raise ProtocolError if it is none."""
+    try:
+        return msgspec.msgpack.decode(frame.text, type=known(Abort))
+    except UNREADABLE as error:
+        raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
+
+
+def spread(abort: Abort, peers: Iterable[Peer], *, has_come: Iterable[int], deadline: float) -> None:
+    """Send an ABORT on all links, and read them until theirs come back.
+
+    From the ranks in ``has_come`` nothing more is awaited: theirs is here, or they are lost.
+    """
+    frame = pack_abort(abort)
+    poll = select.poll()
+    leaving: dict[int, _Leaving] = {}
+    for peer in peers:
+        one = _Leaving(peer, frame, peer.rank not in has_come)
+        fd = peer.link.fileno()
+        if one.is_done or fd < 0:
+            continue
+        leaving[fd] = one
+        poll.register(fd, one.awaited)
+    while leaving and (left_s := deadline - time.monotonic()) > 0:
+        for fd, _ in poll.poll(math.ceil(left_s * 1e3)):
+            one = leaving[fd]
+            one.advance()
+            if one.is_done:
+                poll.unregister(fd)
+                del leaving[fd]
+            else:
+                poll.modify(fd, one.awaited)
+
+
+class _Leaving:
+    """One link in its last moments."""
+
+    def __init__(self, peer: Peer, frame: bytes, awaits: bool) -> None:
+        self._peer = peer
+        self._awaits = awaits
+        self._is_readable = True
+        rest = peer.sends[0].rest if peer.sends else []
+        self._buffers = [*rest, memoryview(frame)]
+        self._chunk = memoryview(bytearray(_CHUNK_BYTES))
+        try:
+            self._scanner = peer.scan()
+        except ProtocolError:  # what has come is no message: nothing that follows it is one
+            self._awaits = self._is_readable = False
+        self.advance()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._buffers and not self._awaits
+
+    @property
+    def awaited(self) -> int:
+        return (select.POLLIN if self._is_readable else 0) | (select.POLLOUT if self._buffers else 0)
+
+    def advance(self) -> None:
+        try:
+            self._send()
+        except PacelineError:  # the other end is gone: what it sent may still be here, but it reads no more
+            self._buffers = []
+        try:
+            self._receive()
+        except PacelineError:
+            self._awaits = self._is_readable = False
+            self._buffers = []
+
+    def _send(self) -> None:
+        while self._buffers:
+            count = self._peer.link.send_some(self._buffers[:64])
+            if not count:
+                return
+            while self._buffers and count >= len(self._buffers[0]):
+                count -= len(self._buffers.pop(0))
+            if count:
+                self._buffers[0] = self._buffers[0][count:]
+
+    def _receive(self) -> None:
+        if not self._is_readable:
+            return
+        for _ in range(_NUM_CHUNKS):
+            while self._scanner.frames:
+                if self._scanner.frames.popleft().header.kind == Kind.ABORT:
+                    self._awaits = self._is_readable = False
+                    return
+            count = self._peer.link.receive_some(self._chunk)
+            if not count:
+                return
+            self._scanner.feed(self._chunk[:count])

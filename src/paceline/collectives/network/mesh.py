@@ -1,0 +1,169 @@
+"""The links of one group over sockets: Unix ones between ranks of one host, TCP ones between hosts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from paceline.collectives.network.links import Link, Links
+from paceline.collectives.rendezvous.node import Node, NodeInfo, Purpose
+from paceline.errors import (
+    AddressError,
+    AuthenticationError,
+    DeadlineError,
+    GroupClosedError,
+    PeerError,
+    RankLostError,
+    UsageError,
+)
+from paceline.transport.client import shut
+
+_MAX_BUFFERS = 64
+"""POSIX promises 16 in one call, Linux and macOS take 1024."""
+_LOOK_S = 1.0
+"""How often one who waits for a connection looks whether the other is still there."""
+
+
+class SocketLink(Link):
+    """A link on a connected non-blocking socket, which it owns."""
+
+    def __init__(self, rank: int, connected: socket.socket) -> None:
+        self.rank = rank
+        self._socket = connected
+
+    def fileno(self) -> int:
+        """See :meth:`Link.fileno`; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def send_some(self, buffers: Sequence[memoryview]) -> int:
+        """See :meth:`Link.send_some`."""
+        try:
+            if len(buffers) == 1:
+                return self._socket.send(buffers[0])
+            return self._socket.sendmsg(buffers[:_MAX_BUFFERS])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._broken(error) from None
+
+    def receive_some(self, buffer: memoryview) -> int:
+        """See :meth:`Link.receive_some`."""
+        if not buffer.nbytes:
+            return 0
+        try:
+            received = self._socket.recv_into(buffer)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._broken(error) from None
+        if not received:
+            raise self._broken(None)
+        return received
+
+    def close(self) -> None:
+        """See :meth:`Link.close`; a thread that polls the link wakes."""
+        shut(self._socket)
+
+    def _broken(self, error: OSError | None) -> RankLostError | GroupClosedError:
+        if self._socket.fileno() < 0:
+            return GroupClosedError(f"the link to rank {self.rank} was closed here while it was in use")
+        return connection_closed(self.rank, error)
+
+
+def connection_closed(rank: int, error: OSError | None) -> RankLostError:
+    """Return the error for a connection that has come to its end, or broke."""
+    cause = "" if error is None or isinstance(error, ConnectionError) else f": {error.strerror or error}"
+    return RankLostError(
+        f"rank {rank} has closed its connection (its process ended or it left the group){cause}", (rank,)
+    )
+
+
+class Mesh(Links):
+    """The links of one rank. Of two ranks the lower connects and the higher accepts, when both first need to."""
+
+    def __init__(
+        self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo], purpose: Purpose = "collective"
+    ) -> None:
+        """``group`` must be the same on all its ranks, and no other group's; ``infos`` are the ranks' nodes."""
+        self.rank = rank
+        self.size = len(infos)
+        self.infos = infos
+        self.group = group
+        self._node = node
+        self._purpose: Purpose = purpose
+        self._lock = threading.Lock()
+        self._making = [threading.Lock() for _ in infos]
+        self._links: dict[int, SocketLink] = {}
+        self._is_closed = False
+
+    def link(self, rank: int, deadline: float) -> Link:
+        """See :meth:`Links.link`."""
+        made = self._links.get(rank)
+        if made is not None:
+            return made
+        if not 0 <= rank < self.size or rank == self.rank:
+            raise UsageError(f"rank {self.rank} of {self.size} has no link to rank {rank}")
+        with self._making[rank]:
+            if rank not in self._links:
+                self._keep(SocketLink(rank, self._connected(rank, deadline)))
+            return self._links[rank]
+
+    def connected(self) -> Sequence[Link]:
+        """See :meth:`Links.connected`."""
+        with self._lock:
+            return list(self._links.values())
+
+    def close(self) -> None:
+        """See :meth:`Links.close`."""
+        with self._lock:
+            self._is_closed = True
+            links = list(self._links.values())
+        for link in links:
+            link.close()
+
+    def _keep(self, link: SocketLink) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._links[link.rank] = link
+                return
+        link.close()
+        raise GroupClosedError(f"group {self.group!r} was closed while it connected to rank {link.rank}")
+
+    def _connected(self, rank: int, deadline: float) -> socket.socket:
+        if self._is_closed:
+            raise GroupClosedError(f"group {self.group!r} is closed")
+        start = time.monotonic()
+        try:
+            if self.rank < rank:
+                return self._node.connect(self.infos[rank], self.group, self.rank, self._purpose, deadline)
+            return self._accepted(rank, deadline)
+        except DeadlineError as error:
+            raise RankLostError(
+                f"rank {rank} did not connect to rank {self.rank} within {time.monotonic() - start:.3g} s ({error}); "
+                "its process is stopped, waits elsewhere or cannot reach this machine",
+                (rank,),
+            ) from None
+        except (AddressError, PeerError) as error:
+            if isinstance(error, (AuthenticationError, GroupClosedError, RankLostError)):
+                raise
+            raise unreachable(rank, error) from None
+
+    def _accepted(self, rank: int, deadline: float) -> socket.socket:
+        while True:
+            until = min(deadline, time.monotonic() + _LOOK_S)
+            try:
+                return self._node.accept(self.group, rank, self._purpose, until)
+            except DeadlineError:
+                if time.monotonic() >= deadline:
+                    raise
+            if self._is_closed:
+                raise GroupClosedError(f"group {self.group!r} was closed while it waited for rank {rank}")
+            if not self._node.is_there(self.infos[rank]):
+                raise unreachable(rank, AddressError(f"nobody listens at {self.infos[rank].endpoint} any more"))
+
+
+def unreachable(rank: int, error: Exception) -> RankLostError:
+    """Return the error for a rank that cannot be connected to."""
+    return RankLostError(f"rank {rank} cannot be reached, most likely its process has ended: {error}", (rank,))

@@ -1,0 +1,126 @@
+"""One link as the executor keeps it: the messages that are to go and to come on it, and where its streams stand."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from paceline.collectives.network.frames import HEADER_BYTES, MAX_HEAD_BYTES, Kind, Scanner, unpack_header
+from paceline.collectives.network.links import Link
+from paceline.errors import ProtocolError, RankLostError
+
+if TYPE_CHECKING:
+    from paceline.collectives.network.receiving import Incoming
+    from paceline.collectives.network.sending import Outgoing
+
+SMALL_BYTES: Final = 1 << 13
+"""A body up to this size is received together with its head, by one system call."""
+
+
+class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
+    """A peer sent another head than the one awaited."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__(peer.rank)
+        self.peer = peer
+
+
+class LinkBroken(Exception):  # noqa: N818
+    """A link has ended or broken."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__(peer.rank)
+        self.peer = peer
+
+
+class Peer:
+    """One link: the messages that are to go and to come on it, and the head that has come so far."""
+
+    __slots__ = ("got", "link", "rank", "receives", "scanner", "sends", "stage")
+
+    def __init__(self, link: Link) -> None:
+        self.rank = link.rank
+        self.link = link
+        self.sends: deque[Outgoing] = deque()
+        self.receives: deque[Incoming] = deque()
+        self.stage = np.empty(MAX_HEAD_BYTES + SMALL_BYTES, np.uint8).data
+        self.got = 0
+        self.scanner: Scanner | None = None
+
+    def push(self) -> bool:
+        """Send what the link takes; tell whether it took something."""
+        moved = False
+        sends = self.sends
+        was_stuck = bool(sends) and sends[0].has_begun
+        try:
+            while sends and sends[0].advance(self.link):
+                moved = True
+                if not sends[0].is_done:
+                    break
+                sends.popleft()
+        except RankLostError as error:
+            raise LinkBroken(self) from error
+        if was_stuck and not self.receives:
+            self._look_back()
+        return moved
+
+    def pull(self) -> bool:
+        """Receive what is awaited and there; tell whether something came or found its place."""
+        moved = False
+        receives = self.receives
+        try:
+            while receives and receives[0].advance():
+                moved = True
+                if not receives[0].is_done:
+                    break
+                receives.popleft()
+        except RankLostError as error:
+            raise LinkBroken(self) from error
+        return moved
+
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether a receive is open that has not got everything."""
+        return bool(self.receives) and self.receives[0].wants_bytes
+
+    @property
+    def has_next_head(self) -> bool:
+        """Whether a message that nobody awaits yet has begun to come."""
+        return self.got >= HEADER_BYTES and not self.receives
+
+    def peek(self) -> None:
+        """Look whether a link from which nothing is awaited has ended, or brings an ABORT; keep what came."""
+        try:
+            count = self.link.receive_some(self.stage[self.got : HEADER_BYTES]) if self.got < HEADER_BYTES else 0
+        except RankLostError as error:
+            raise LinkBroken(self) from error
+        self.got += count
+        if self.got >= HEADER_BYTES and not self._is_data():
+            raise UnexpectedMessage(self)
+
+    def scan(self) -> Scanner:
+        """Return what reads this link from now on, in the fault case."""
+        if self.scanner is None:
+            receive = self.receives[0] if self.receives else None
+            if receive is not None and receive.is_headed:
+                self.scanner = Scanner(skip=receive.nbytes - receive.got)
+            else:
+                self.scanner = Scanner()
+                self.scanner.feed(self.stage[: self.got])
+        return self.scanner
+
+    def _look_back(self) -> None:
+        # One that gives up sends its ABORT before it takes, only to throw it away, what we could not send so far.
+        try:
+            self.peek()
+        except LinkBroken:
+            if self.sends:  # else it may have taken all, finished and closed
+                raise
+
+    def _is_data(self) -> bool:
+        try:
+            return unpack_header(self.stage).kind == Kind.DATA
+        except ProtocolError:
+            return False

@@ -1,0 +1,241 @@
+"""Messages that are awaited: what of them has come, and when it may be put where it belongs.
+
+All sends of a round read the memory as it was at the round's beginning. So bytes that come may be written only where
+nothing is left to be sent; until then they wait in scratch memory, piece by piece. The same rule puts receives that
+write to the same memory in the order of their actions: floating-point sums come out the same on every run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from paceline.collectives.network.blocks import Ranges, rest_touches
+from paceline.collectives.network.frames import HEADER_BYTES
+from paceline.collectives.network.peers import SMALL_BYTES, Peer, UnexpectedMessage
+from paceline.collectives.network.sending import Blocker
+
+Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
+"""Combine what came into the target, in place: ``(target, incoming, incoming_first)``, both bytes of whole items.
+
+Of two ranks' values that of the lower rank is the first operand, on both of them: where both compute the same
+(recursive doubling), they must agree about the sign of min(-0, 0) and about which of two NaNs it is.
+"""
+
+PIECE_BYTES: Final = 1 << 17
+"""What is combined at once; meanwhile the next comes into the system's buffer. It should stay in the L2 cache."""
+_KEPT_BYTES: Final = 1 << 24
+_MIN_IN_PLACE_BYTES: Final = 1 << 14  # per view; below, one system call per view costs more than a copy
+_NUM_RECEIVES: Final = 8  # before others get their turn
+
+
+class Scratch:
+    """Pieces of memory, used again; up to 16 MiB are kept between calls."""
+
+    def __init__(self) -> None:
+        self._pieces: list[memoryview] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return a piece of at least ``nbytes``."""
+        if nbytes <= PIECE_BYTES and self._pieces:
+            return self._pieces.pop()
+        return np.empty(max(nbytes, PIECE_BYTES), np.uint8).data
+
+    def give(self, piece: memoryview) -> None:
+        """Take back a piece."""
+        if len(piece) == PIECE_BYTES and len(self._pieces) < _KEPT_BYTES // PIECE_BYTES:
+            self._pieces.append(piece)
+
+
+class Incoming:
+    """One message that is awaited."""
+
+    __slots__ = (
+        "_applied",
+        "_backlog",
+        "_combine",
+        "_filled",
+        "_head",
+        "_index",
+        "_is_first",
+        "_is_in_place",
+        "_limit",
+        "_offset",
+        "_peer",
+        "_piece",
+        "_piece_bytes",
+        "_ranges",
+        "_scratch",
+        "_views",
+        "blockers",
+        "got",
+        "is_done",
+        "is_headed",
+        "nbytes",
+    )
+
+    def __init__(
+        self,
+        peer: Peer,
+        head: bytes,
+        views: list[memoryview],
+        ranges: Ranges,
+        nbytes: int,
+        combine: Combine | None,
+        item_bytes: int,
+        scratch: Scratch,
+        *,
+        is_first: bool,
+    ) -> None:
+        """`is_first`: whether what comes is the first operand."""
+        self._peer = peer
+        self._head = head
+        self._views = views
+        self._ranges = ranges
+        self._combine = combine
+        self._is_first = is_first
+        self._scratch = scratch
+        self._limit = len(head) + nbytes if nbytes <= SMALL_BYTES else len(head)
+        self._piece_bytes = PIECE_BYTES // item_bytes * item_bytes or item_bytes
+        self._piece: memoryview | None = None
+        self._filled = self._applied = self._index = self._offset = 0
+        self._is_in_place = combine is None and nbytes >= len(views) * _MIN_IN_PLACE_BYTES
+        self._backlog: deque[tuple[memoryview | None, memoryview]] = deque()
+        self.nbytes = nbytes
+        self.blockers: list[Blocker] = []
+        self.got = 0
+        """Bytes of the body that have come."""
+        self.is_headed = self.is_done = False
+
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether something of it has yet to come."""
+        return not self.is_headed or self.got < self.nbytes
+
+    def advance(self) -> bool:
+        """Receive what is there, write what may be written; tell whether either was something."""
+        if not self.is_headed:
+            return self._receive_head()
+        moved = self._settle() if self._backlog else False
+        if self.got < self.nbytes:
+            receive = self._receive_in_place if self._is_in_place and not self.blockers else self._receive_pieces
+            moved = receive() or moved
+        return moved
+
+    def holds(self, low: int, high: int) -> bool:
+        """See :class:`Blocker`."""
+        return not self.is_done and rest_touches(self._ranges, self._applied, low, high)
+
+    def _receive_head(self) -> bool:
+        peer = self._peer
+        if peer.got >= HEADER_BYTES:
+            self._check_head()
+        count = peer.link.receive_some(peer.stage[peer.got : self._limit])
+        if not count:
+            return False
+        peer.got += count
+        if peer.got >= HEADER_BYTES:
+            self._check_head()
+        if peer.got == self._limit:
+            peer.got = 0
+            self.is_headed = True
+            head_bytes = len(self._head)
+            if self._limit > head_bytes:
+                self.got = self.nbytes
+                self._backlog.append((None, peer.stage[head_bytes : self._limit]))
+                self._settle()
+            elif not self.nbytes:
+                self.is_done = True
+        return True
+
+    def _check_head(self) -> None:
+        # The header has the call's signature: if it is the same, so is the text behind it.
+        if self._peer.stage[:HEADER_BYTES] != self._head[:HEADER_BYTES]:
+            raise UnexpectedMessage(self._peer)
+
+    def _receive_in_place(self) -> bool:
+        link, views = self._peer.link, self._views
+        moved = False
+        for _ in range(_NUM_RECEIVES):
+            count = link.receive_some(views[self._index][self._offset :])
+            if not count:
+                return moved
+            moved = True
+            self.got += count
+            self._step(count)
+            self._applied = self.got
+            if self.got == self.nbytes:
+                self.is_done = True
+                break
+        return moved
+
+    def _receive_pieces(self) -> bool:
+        link = self._peer.link
+        moved = False
+        for _ in range(_NUM_RECEIVES):
+            piece = self._piece
+            if piece is None:
+                piece = self._piece = self._scratch.take(self._piece_bytes)
+                self._filled = 0
+            limit = min(self._piece_bytes, self.nbytes - self.got + self._filled)
+            count = link.receive_some(piece[self._filled : limit])
+            if not count:
+                return moved
+            moved = True
+            self.got += count
+            self._filled += count
+            if self._filled == limit:
+                self._backlog.append((piece, piece[:limit]))
+                self._piece = None
+                self._settle()
+                if self._backlog or self.got == self.nbytes:  # let the sends go on that it waits for
+                    break
+        return moved
+
+    def _settle(self) -> bool:
+        moved = False
+        while self._backlog:
+            piece, data = self._backlog[0]
+            if self.blockers and not self._may_write(len(data)):
+                break
+            self._write(data)
+            self._backlog.popleft()
+            if piece is not None:
+                self._scratch.give(piece)
+            moved = True
+        self.is_done = self._applied == self.nbytes
+        return moved
+
+    def _may_write(self, nbytes: int) -> bool:
+        index, offset = self._index, self._offset
+        while nbytes > 0:
+            start, end = self._ranges[index]
+            low, high = start + offset, min(end, start + offset + nbytes)
+            if any(blocker.holds(low, high) for blocker in self.blockers):
+                return False
+            nbytes -= high - low
+            index, offset = index + 1, 0
+        return True
+
+    def _write(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            target = self._views[self._index]
+            count = min(len(target) - self._offset, len(data) - at)
+            target = target[self._offset : self._offset + count]
+            if self._combine is None:
+                target[:] = data[at : at + count]
+            else:
+                self._combine(target, data[at : at + count], self._is_first)
+            at += count
+            self._step(count)
+        self._applied += len(data)
+
+    def _step(self, count: int) -> None:
+        self._offset += count
+        if self._offset == len(self._views[self._index]):
+            self._index += 1
+            self._offset = 0

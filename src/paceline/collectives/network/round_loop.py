@@ -1,0 +1,113 @@
+"""Runs a round to its end: tries what may go on, looks for a moment, then sleeps until a link is ready."""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.collectives.network.peers import Peer
+from paceline.collectives.network.rounds import Round
+from paceline.errors import GroupClosedError
+from paceline.transport.spinning import Spinner
+
+_IN = select.POLLIN
+_OUT = select.POLLOUT
+_MOVED = (-1, 0)  # instead of a descriptor: what was looked for has already been done
+_MAX_TRIED = 3  # links; to look at more, one poll costs less than a try of each
+
+
+class RoundLoop:
+    """The loop of one executor. What it watches stays registered from round to round."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._watched: dict[int, int] = {}
+        self._spinner = Spinner()
+
+    def finish(self, round_: Round, wake: Callable[[Round], float]) -> None:
+        """Run a round until all its actions are done.
+
+        Before each sleep ``wake`` is told what is open; it returns by when (``time.monotonic``) it wants to be asked
+        again, or raises.
+        """
+        sending: Sequence[Peer] = round_.sending
+        receiving: Sequence[Peer] = round_.receiving
+        while True:
+            if _advance(round_, sending, receiving):
+                round_.prune()
+                if round_.is_done:
+                    return
+                sending, receiving = round_.sending, round_.receiving
+            elif round_.is_done:
+                return
+            else:
+                sending, receiving = self._wait(round_, wake)
+
+    def _wait(self, round_: Round, wake: Callable[[Round], float]) -> tuple[Sequence[Peer], Sequence[Peer]]:
+        everything = round_.sending, round_.receiving
+        look: Callable[[int], list[tuple[int, int]]]
+        if len(round_.sending) + len(round_.receiving) <= _MAX_TRIED:
+
+            def look(_: int) -> list[tuple[int, int]]:
+                return [_MOVED] if _advance(round_, *everything) else []
+
+            if self._spinner.look(look):
+                round_.prune()
+                return round_.sending, round_.receiving
+            self._watch(round_)
+            events: list[tuple[int, int]] = []
+        else:
+            self._watch(round_)
+            events = self._spinner.look(self._poll.poll)
+        while not events:
+            wait_s = wake(round_) - time.monotonic()
+            events = self._poll.poll(max(0, math.ceil(wait_s * 1e3)))
+        return _ready(round_, events)
+
+    def _watch(self, round_: Round) -> None:
+        """Let the poll know what is open: both ways also where we only send, for the other end may give up."""
+        wanted = {peer.link.fileno(): _IN for peer in round_.receiving if peer.wants_bytes}
+        for peer in round_.sending:
+            fd = peer.link.fileno()
+            watches = wanted.get(fd, _IN if not (peer.receives or peer.has_next_head) else 0)
+            wanted[fd] = watches | _OUT
+        if -1 in wanted:
+            raise GroupClosedError("the group was closed while a call was under way")
+        watched = self._watched
+        if wanted == watched:
+            return
+        for fd in [fd for fd in watched if fd not in wanted]:
+            self._poll.unregister(fd)
+            del watched[fd]
+        for fd, events in wanted.items():
+            if watched.get(fd) != events:
+                self._poll.register(fd, events)
+                watched[fd] = events
+
+
+def _advance(round_: Round, sending: Sequence[Peer], receiving: Sequence[Peer]) -> bool:
+    moved = False
+    for peer in sending:
+        if peer.push():
+            moved = True
+    for copy in round_.copies:
+        if not copy.is_done and copy.advance():
+            moved = True
+    for peer in receiving:
+        if peer.pull():
+            moved = True
+    return moved
+
+
+def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[Peer], Sequence[Peer]]:
+    """Return the peers to be tried."""
+    happened = dict(events)
+    sending = [peer for peer in round_.sending if happened.get(peer.link.fileno(), 0) & ~_IN]
+    for peer in round_.sending:
+        if happened.get(peer.link.fileno(), 0) & ~_OUT and not peer.receives:
+            peer.peek()
+    if sending:  # what has gone may make room for what has come
+        return sending, round_.receiving
+    return sending, [peer for peer in round_.receiving if peer.link.fileno() in happened]

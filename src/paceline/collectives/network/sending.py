@@ -1,0 +1,86 @@
+"""What leaves the memory of a rank in a round: messages that are sent, and copies that have to wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from paceline.collectives.network.blocks import Ranges, rest_touches, scatter
+from paceline.collectives.network.links import Link
+
+_MAX_BUFFERS: Final = 512  # in one sendmsg; IOV_MAX is 1024
+
+
+class Blocker(Protocol):
+    """What must be over with a piece of memory before it may be written."""
+
+    def holds(self, low: int, high: int) -> bool:
+        """Tell whether the addresses low:high are still needed as they are."""
+
+
+class Outgoing:
+    """One message that is sent."""
+
+    __slots__ = ("_buffers", "_head_bytes", "_num_left", "_ranges", "_total", "is_done")
+
+    def __init__(self, head: bytes, views: list[memoryview], ranges: Ranges, nbytes: int) -> None:
+        self._buffers = [memoryview(head), *views]
+        self._ranges = ranges
+        self._head_bytes = len(head)
+        self._total = self._num_left = len(head) + nbytes
+        self.is_done = False
+
+    def advance(self, link: Link) -> bool:
+        """Send what the link takes at once."""
+        buffers = self._buffers
+        count = link.send_some(buffers if len(buffers) <= _MAX_BUFFERS else buffers[:_MAX_BUFFERS])
+        if not count:
+            return False
+        self._num_left -= count
+        if not self._num_left:
+            self.is_done = True
+            return True
+        for index, buffer in enumerate(buffers):
+            if count < len(buffer):
+                buffers[: index + 1] = [buffer[count:]]
+                break
+            count -= len(buffer)
+        return True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some of it has gone."""
+        return self._num_left < self._total
+
+    @property
+    def rest(self) -> list[memoryview]:
+        """What is still to go of a message that has begun to go: without it, the link's next message is no message."""
+        return [] if self.is_done or not self.has_begun else self._buffers
+
+    def holds(self, low: int, high: int) -> bool:
+        """See :class:`Blocker`."""
+        sent = max(0, self._total - self._num_left - self._head_bytes)
+        return not self.is_done and rest_touches(self._ranges, sent, low, high)
+
+
+class LateCopy:
+    """A copy inside this rank whose target is still being sent: the source is saved, the target written later."""
+
+    def __init__(self, sources: Sequence[memoryview], targets: Sequence[memoryview], ranges: Ranges) -> None:
+        self._saved = memoryview(b"".join(sources))
+        self._targets = targets
+        self._ranges = ranges
+        self.blockers: list[Blocker] = []
+        self.is_done = False
+
+    def advance(self) -> bool:
+        """Write the target if nothing needs it any more."""
+        if any(blocker.holds(low, high) for blocker in self.blockers for low, high in self._ranges):
+            return False
+        scatter(self._targets, self._saved)
+        self.is_done = True
+        return True
+
+    def holds(self, low: int, high: int) -> bool:
+        """See :class:`Blocker`."""
+        return not self.is_done and rest_touches(self._ranges, 0, low, high)

@@ -1,0 +1,1 @@
+"""Tagged send and receive between the ranks of one group."""

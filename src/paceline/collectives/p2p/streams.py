@@ -1,0 +1,277 @@
+"""The two ends of a connection that carries messages one way, from sender to receiver.
+
+Both are called with the lock of their :class:`Progress` held, by whichever thread leads.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from typing import Protocol
+
+from paceline.collectives.network.frames import Abort
+from paceline.collectives.network.mesh import connection_closed
+from paceline.collectives.p2p.matching import Matching, Message
+from paceline.collectives.p2p.pending import ABORT, HEADER, Receiving, Sending, mismatch, unpack, unpack_last
+from paceline.collectives.p2p.progress import READ, WRITE, Progress, Watched
+from paceline.errors import CollectiveError, PeerError, ProtocolError, RankLostError
+from paceline.transport.client import shut
+from paceline.transport.receiving import allocate
+
+_AT_ONCE_BYTES = 1 << 22
+"""How much one connection may move before the others have their turn."""
+
+
+class Ends(Protocol):
+    """Whom the two ends tell what has become of them."""
+
+    def told(self, abort: Abort) -> None:
+        """Take note that another rank has given up."""
+
+    def failed(self, error: CollectiveError) -> None:
+        """Take note that a message has failed, and everything with it."""
+
+    def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None:
+        """Take note that the connection has ended."""
+
+    def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
+        """Take note that the connection has ended."""
+
+
+class Incoming(Watched):
+    """The receiver's end: each message into the buffer of the receive that takes it, without a copy in between."""
+
+    def __init__(
+        self, source: int, rank: int, connected: socket.socket, matching: Matching, progress: Progress, ends: Ends
+    ) -> None:
+        self.source = source
+        self.connected = connected
+        self._rank = rank
+        self._matching = matching
+        self._progress = progress
+        self._ends = ends
+        self._header = bytearray(HEADER.size)
+        self._into = memoryview(self._header)
+        self._message: Message | None = None
+        self._last_words: memoryview | None = None
+        self.is_paused = False
+
+    @property
+    def message(self) -> Message | None:
+        """The message that is arriving, or waits for room."""
+        return self._message
+
+    def ready(self, events: int) -> None:
+        """See :meth:`Watched.ready`."""
+        try:
+            moved = 0
+            while moved < _AT_ONCE_BYTES and not self.is_paused:
+                got = self.connected.recv_into(self._into)
+                if not got:
+                    self._ends.incoming_lost(self, None)
+                    return
+                moved += got
+                self._into = self._into[got:]
+                if not self._into and self._received():
+                    return  # most likely nothing has followed yet; the selector knows
+        except BlockingIOError:
+            pass
+        except (OSError, PeerError) as error:
+            self._ends.incoming_lost(self, error)
+
+    def resume(self) -> None:
+        """Look again whether the message that waits has a receive, or room; one was posted."""
+        if self.is_paused:
+            self.is_paused = False
+            try:
+                self._place()
+            except PeerError as error:
+                self._ends.incoming_lost(self, error)
+                return
+            if not self.is_paused:
+                self._progress.watch(self, READ)
+                if not self._into:
+                    self._complete()
+
+    def stop(self) -> None:
+        """Read no more."""
+        self.is_paused = True
+        self._progress.watch(self, 0)
+
+    def _received(self) -> bool:
+        """Take note that what was awaited has come; return whether a message is complete."""
+        if self._last_words is not None:
+            self.stop()
+            self._ends.told(unpack_last(self._last_words))
+            return True
+        if self._message is None:
+            kind, tag, nbytes, what = unpack(self._header)
+            if kind == ABORT:
+                self._into = self._last_words = memoryview(bytearray(nbytes))
+                return False
+            self._message = Message(self.source, tag, what, nbytes)
+            self._place()
+            if self._into or self.is_paused:
+                return False
+        self._complete()
+        return True
+
+    def _place(self) -> None:
+        """Decide where the message goes whose header has come."""
+        message = self._message
+        assert message is not None
+        self._into = memoryview(b"")
+        if self._matching.match(message):
+            posted = message.receive
+            assert posted is not None
+            if posted.fits(message):
+                self._into = posted.buffer
+            else:
+                self.stop()
+                refuse(message, self._rank, self._ends)
+                return
+        elif self._matching.has_room(message):
+            message.payload = self._room_for(message)
+            self._into = message.payload
+            self._matching.keep(message)
+        else:
+            self.stop()
+            return
+        if not message.nbytes:
+            self._into = memoryview(b"")
+
+    def _room_for(self, message: Message) -> memoryview:
+        try:
+            return memoryview(allocate(message.nbytes))
+        except (MemoryError, OverflowError, ValueError):
+            raise PeerError(
+                f"rank {self.source} announces a message of {message.nbytes} bytes that no receive has asked for, and "
+                "there is no memory for it"
+            ) from None
+
+    def _complete(self) -> None:
+        message = self._message
+        assert message is not None
+        message.is_complete = True
+        self._message = None
+        self._into = memoryview(self._header)
+        if message.receive is not None:
+            deliver(message, self._rank, self._ends)
+
+
+def deliver(message: Message, rank: int, ends: Ends) -> None:
+    """Finish the receive that takes a complete message; what was kept of the message is copied to it."""
+    posted = message.receive
+    assert posted is not None
+    assert isinstance(posted.owner, Receiving)
+    if not posted.fits(message):
+        refuse(message, rank, ends)
+        return
+    if message.payload:
+        posted.buffer[:] = message.payload
+    posted.owner.finish(message.source)
+
+
+def refuse(message: Message, rank: int, ends: Ends) -> None:
+    """Fail a receive with a message that is not what it expects."""
+    assert message.receive is not None
+    assert isinstance(message.receive.owner, Receiving)
+    error = mismatch(message, message.receive, rank)
+    message.receive.owner.fail(error)
+    ends.failed(error)
+
+
+class Outgoing(Watched):
+    """The sender's end: messages in the order sent. It may be given messages before it is connected."""
+
+    def __init__(self, to: int, progress: Progress, ends: Ends) -> None:
+        self.to = to
+        self.connected: socket.socket
+        self.is_connected = False
+        self.error: RankLostError | None = None
+        self.queue: deque[Sending] = deque()
+        self._progress = progress
+        self._ends = ends
+        self._answer = bytearray()
+
+    def attach(self, connected: socket.socket) -> None:
+        """Begin to send."""
+        self.connected = connected
+        self.is_connected = True
+        self._progress.watch(self, READ)
+        self.flush()
+
+    def add(self, sending: Sending) -> None:
+        """Send a message, at once if the connection takes it."""
+        self.queue.append(sending)
+        if self.is_connected and len(self.queue) == 1:
+            self.flush()
+
+    def ready(self, events: int) -> None:
+        """See :meth:`Watched.ready`."""
+        if events & READ:
+            self._read()
+        if events & WRITE and self.is_connected:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what the connection takes."""
+        try:
+            moved = 0
+            while self.queue and moved < _AT_ONCE_BYTES:
+                first = self.queue[0]
+                sent = self.connected.sendmsg(first.parts)
+                moved += sent
+                if first.advance(sent):
+                    self.queue.popleft()
+                    first.finish(first.to)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._read()  # why, perhaps
+            if self.is_connected:
+                self._ends.outgoing_lost(self, error)
+            return
+        self._progress.watch(self, READ | WRITE if self.queue else READ)
+
+    def fail(self, error: RankLostError) -> bool:
+        """Fail every message that has not gone, and all that will be sent; return whether there was any."""
+        self.error = error
+        had_any = bool(self.queue)
+        while self.queue:
+            self.queue.popleft().fail(error)
+        self.disconnect()
+        return had_any
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one."""
+        if self.is_connected:
+            self.is_connected = False
+            self._progress.unwatch(self)
+            shut(self.connected)
+
+    def _read(self) -> None:
+        """Take what comes back, which is nothing, or why the other rank gives up."""
+        try:
+            while got := self.connected.recv(1 << 16):
+                self._answer += got
+                if len(self._answer) >= HEADER.size:
+                    kind, _, nbytes, _ = unpack(self._answer[: HEADER.size])
+                    if kind != ABORT:
+                        raise ProtocolError(f"got a message from rank {self.to} on a connection to it")
+                    if len(self._answer) >= HEADER.size + nbytes:
+                        self._progress.watch(self, 0)
+                        self._ends.told(unpack_last(self._answer[HEADER.size :]))
+                        return
+            self._ends.outgoing_lost(self, None)
+        except BlockingIOError:
+            pass
+        except (OSError, PeerError) as error:
+            self._ends.outgoing_lost(self, error)
+
+
+def lost_connection(rank: int, error: OSError | PeerError | None) -> RankLostError:
+    """Return the error for a connection that ended."""
+    if isinstance(error, PeerError):
+        return RankLostError(f"the connection to rank {rank} was given up: {error}", (rank,))
+    return connection_closed(rank, error)

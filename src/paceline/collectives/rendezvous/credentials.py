@@ -1,0 +1,112 @@
+"""What the ranks of one program know one another by: a token that they were given, or a key of this machine's user.
+
+Without ``PACELINE_TOKEN``, ranks of one machine use a random key in a file that only their user can read. It is made
+by the first program that needs it and stays there, as a key of ssh does: a process of the same user could read the
+ranks' memory as well, one of another user finds nothing to guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.transport.security.authentication import check_token, join_fields
+
+_FILE: Final = "key"
+_KEY_BYTES: Final = 32
+
+
+def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir: Path | None) -> str:
+    """Return the token, or where all ranks are on this machine and none was given, one made of the user's key.
+
+    ``where`` names the place where the ranks meet, ``runtime_dir`` is ``XDG_RUNTIME_DIR``. Raises UsageError if other
+    machines may take part and there is no token, or if there is no folder for the key.
+    """
+    if token is not None:
+        return check_token(token)
+    if is_local:
+        return derive_token(user_key(runtime_dir).hex(), "the ranks of one machine")
+    raise UsageError(
+        f"the ranks meet at {where}, which other machines reach, and have no token to know one another by; set "
+        "PACELINE_TOKEN to the same secret on every rank"
+    )
+
+
+def derive_token(secret: str, *context: str) -> str:
+    """Return a token that only holders of ``secret`` can make, another one for each context; 64 hex digits."""
+    text = join_fields(b"paceline", *(part.encode() for part in context))
+    return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
+
+
+def user_key(runtime_dir: Path | None = None) -> bytes:
+    """Return the key of this machine's user, made if there is none yet. Raises UsageError if there is no place for it.
+
+    The folder and the file must belong to this user and be closed to all others; a folder that is not is passed over,
+    so nobody else can put a key of his own there.
+    """
+    for folder in _folders(runtime_dir):
+        try:
+            folder.mkdir(mode=0o700, parents=folder.parent.name == ".cache", exist_ok=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and _is_private(found):
+                return _read_or_make(folder)
+        except OSError:
+            continue
+    raise UsageError(
+        "the ranks have no token, and there is no folder in which this user could keep a key that nobody else can "
+        f"read (tried {', '.join(map(str, _folders(runtime_dir)))}); set PACELINE_TOKEN to the same secret on every "
+        "rank"
+    )
+
+
+def _folders(runtime_dir: Path | None) -> Iterator[Path]:
+    """Yield the folders that may hold the key, the best first; all ranks of a machine try them in this order."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    if runtime_dir is not None:
+        yield runtime_dir / "paceline"
+    yield Path(f"/run/user/{user}/paceline")
+    with contextlib.suppress(ImportError, KeyError, RuntimeError):
+        yield _home(user) / ".cache" / "paceline"
+    yield Path(tempfile.gettempdir()) / f"paceline-{user}"
+
+
+def _home(user: int) -> Path:
+    import pwd
+
+    return Path(pwd.getpwuid(user).pw_dir)
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o077)
+
+
+def _read_or_make(folder: Path) -> bytes:
+    """Return what is in the file; the first process to come makes it, whole or not at all."""
+    path = folder / _FILE
+    if not path.exists():
+        fresh = folder / f"{_FILE}.{os.getpid()}.{secrets.token_hex(4)}"
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+                os.link(fresh, path)
+        finally:
+            fresh.unlink()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    with open(descriptor, "rb") as file:
+        if not _is_private(os.fstat(descriptor)):
+            raise UsageError(f"the key {path} can be read by others, or is not of this user; remove it")
+        key = file.read(_KEY_BYTES + 1)
+    if len(key) != _KEY_BYTES:
+        raise UsageError(f"the key {path} has {len(key)} bytes, expected {_KEY_BYTES}; remove it")
+    return key

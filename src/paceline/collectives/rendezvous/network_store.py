@@ -1,0 +1,314 @@
+"""The store that rank 0 serves to the others: one asyncio loop in a daemon thread, blocking clients.
+
+Every request is one frame (key in the meta, value in the body), answered by one frame. The answer to a get waits for
+its key, that to a collect for all of its keys, or tells after a given time which are set. A client takes a connection
+of its own for each call that is under way, so that a get that waits holds up nobody, and keeps it for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from enum import IntEnum
+from typing import Annotated, Final
+
+import msgspec
+
+from paceline.collectives.rendezvous.store import Store, never_set, written_twice
+from paceline.errors import DeadlineError, GroupClosedError, PacelineError, ProtocolError, UsageError
+from paceline.transport.addresses import Address
+from paceline.transport.base import Channel, Handler, Listener, Peer
+from paceline.transport.decoding import reader
+from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Limits
+from paceline.transport.security.authentication import Hello
+from paceline.transport.sockets import SocketTransport
+from paceline.transport.tls.contexts import TLS
+
+LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
+_LINGER_S = 2.0
+_ANSWER_S = 30.0
+"""How long an answer may take that waits for nothing."""
+_MAX_COLLECT_S: Final = 60.0
+"""For which a collect waits at a time."""
+
+
+class _Kind(IntEnum):
+    SET = FIRST_APPLICATION_KIND
+    GET = FIRST_APPLICATION_KIND + 1
+    DELETE = FIRST_APPLICATION_KIND + 2
+    DONE = FIRST_APPLICATION_KIND + 3
+    ABSENT = FIRST_APPLICATION_KIND + 4
+    COLLECT = FIRST_APPLICATION_KIND + 5
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """The meta of every request."""
+
+    key: str = ""
+    wait: bool = False
+
+
+class _Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """The body of a COLLECT."""
+
+    keys: tuple[str, ...]
+    wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_COLLECT_S)]
+
+
+_decode = reader(_Request, "a request to the store")
+_decode_wanted = reader(_Wanted, "a request to the store")
+_decode_values = reader(list[bytes | None], "an answer of the store")
+
+
+class _Collecting:
+    """A COLLECT that waits."""
+
+    def __init__(self, peer: Peer, keys: Sequence[str], missing: set[str]) -> None:
+        self.peer, self.keys, self.missing = peer, keys, missing
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class _Served(Handler):
+    """The values, and who waits for which. In the loop's thread only."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[Peer]] = {}
+        self._collecting: dict[str, list[_Collecting]] = {}
+        """By each key that is missing."""
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Answer a request, or keep it until its key is set."""
+        request = _decode(meta)
+        key = request.key
+        if header.kind == _Kind.SET:
+            value = bytes(body)
+            if self._values.setdefault(key, value) != value:
+                raise written_twice(key)
+            peer.send_frame(_Kind.DONE)
+            for waiting in self._waiting.pop(key, ()):
+                waiting.send_frame(_Kind.DONE, body=value)
+            for collecting in self._collecting.pop(key, ()):
+                collecting.missing.discard(key)
+                if not collecting.missing:
+                    self._answer(collecting)
+        elif header.kind == _Kind.GET:
+            if key in self._values:
+                peer.send_frame(_Kind.DONE, body=self._values[key])
+            elif request.wait:
+                self._waiting.setdefault(key, []).append(peer)
+            else:
+                peer.send_frame(_Kind.ABSENT)
+        elif header.kind == _Kind.DELETE:
+            self._values.pop(key, None)
+            peer.send_frame(_Kind.DONE)
+        elif header.kind == _Kind.COLLECT:
+            self._collect(peer, body)
+        else:
+            raise ProtocolError(f"got a request of kind {header.kind} that the store does not know")
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        """Wait no longer for it."""
+        for key, peers in list(self._waiting.items()):
+            self._waiting[key] = [other for other in peers if other is not peer]
+            if not self._waiting[key]:
+                del self._waiting[key]
+        for collecting in {each for waiting in self._collecting.values() for each in waiting if each.peer is peer}:
+            self._forget(collecting)
+
+    def _collect(self, peer: Peer, body: memoryview) -> None:
+        wanted = _decode_wanted(body)
+        missing = {key for key in wanted.keys if key not in self._values}
+        collecting = _Collecting(peer, wanted.keys, missing)
+        if not missing or not wanted.wait_s:
+            self._answer(collecting)
+            return
+        for key in missing:
+            self._collecting.setdefault(key, []).append(collecting)
+        collecting.timer = asyncio.get_running_loop().call_later(wanted.wait_s, self._answer, collecting)
+
+    def _answer(self, collecting: _Collecting) -> None:
+        self._forget(collecting)
+        values = [self._values.get(key) for key in collecting.keys]
+        collecting.peer.send_frame(_Kind.DONE, body=msgspec.msgpack.encode(values))
+
+    def _forget(self, collecting: _Collecting) -> None:
+        if collecting.timer is not None:
+            collecting.timer.cancel()
+        for key in collecting.missing:
+            left = [other for other in self._collecting.get(key, ()) if other is not collecting]
+            if left:
+                self._collecting[key] = left
+            else:
+                self._collecting.pop(key, None)
+
+
+class StoreServer:
+    """The store itself, served at one address until :meth:`close`. Raises AddressError if it cannot be had."""
+
+    def __init__(self, address: Address, token: str, hello: Hello, tls: TLS | None = None) -> None:
+        self._ready: Future[Listener] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._transport = SocketTransport(token, tls=tls, limits=LIMITS)
+        self._thread = threading.Thread(
+            target=self._run, args=(address, hello), name="paceline-store-server", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._listener = self._ready.result()
+        except BaseException:
+            self._thread.join()
+            raise
+        self.address = Address("tcp", address.host, self._listener.endpoint.tcp.port)
+
+    def _run(self, address: Address, hello: Hello) -> None:
+        try:
+            asyncio.run(self._serve(address, hello))
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+
+    async def _serve(self, address: Address, hello: Hello) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        listener = await self._transport.serve(_Served(), hello, address=address, unix=False)
+        try:
+            self._ready.set_result(listener)
+            await self._stop.wait()
+            deadline = time.monotonic() + _LINGER_S
+            while listener.num_connections and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)  # the others may still read what they need
+        finally:
+            await listener.close()
+
+    def close(self) -> None:
+        """Stop serving, once the others have let go of the store or a moment has passed. Idempotent."""
+        if self._thread.is_alive() and self._loop is not None and self._stop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._stop.set)
+            except RuntimeError:
+                pass  # the loop has ended by itself
+        self._thread.join()
+
+
+class NetworkStore(Store):
+    """A client of the store that rank 0 serves; at rank 0 it closes the server too."""
+
+    server_rank = 0
+
+    def __init__(
+        self,
+        address: Address,
+        token: str,
+        hello: Hello,
+        *,
+        timeout_s: float,
+        server: StoreServer | None = None,
+        answer_s: float = _ANSWER_S,
+        tls: TLS | None = None,
+    ) -> None:
+        """Connect. Raises what :meth:`Transport.connect` does.
+
+        `answer_s`: how long an answer may take beyond the wait that it was asked for.
+        """
+        self.address = address
+        self._answer_s = min(answer_s, _ANSWER_S)
+        self._transport = SocketTransport(token, tls=tls, limits=LIMITS)
+        self._hello = hello
+        self._server = server
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._busy: set[Channel] = set()
+        first = self._transport.connect(address, hello, timeout_s=timeout_s)
+        self.peer = first.peer
+        """What the server said of itself."""
+        self._idle = [first]
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        self._call(_Kind.SET, _Request(key), value, self._answer_s)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """See :meth:`Store.get`."""
+        start = time.monotonic()
+        wait = deadline > start
+        try:
+            kind, value = self._call(_Kind.GET, _Request(key, wait), b"", deadline - start if wait else self._answer_s)
+        except DeadlineError:
+            if not wait:
+                raise
+            kind, value = _Kind.ABSENT, b""
+        if kind == _Kind.ABSENT:
+            raise never_set(key, self.address.netloc, time.monotonic() - start)
+        return value
+
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """See :meth:`Store.collect`."""
+        while True:
+            left = min(max(deadline - time.monotonic(), 0.0), _MAX_COLLECT_S)
+            wanted = msgspec.msgpack.encode(_Wanted(tuple(keys), left))
+            _, answer = self._call(_Kind.COLLECT, _Request(), wanted, left + self._answer_s)
+            values: list[bytes | None] = _decode_values(answer)
+            if len(values) != len(keys):
+                raise ProtocolError(f"got {len(values)} values of the store for {len(keys)} keys")
+            if None not in values or time.monotonic() >= deadline:
+                return values
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._call(_Kind.DELETE, _Request(key), b"", self._answer_s)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`. A call that waits in another thread raises GroupClosedError."""
+        with self._lock:
+            self._is_closed = True
+            channels = [*self._idle, *self._busy]
+            self._idle = []
+        for channel in channels:
+            channel.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _call(self, kind: _Kind, request: _Request, value: bytes, timeout_s: float) -> tuple[int, bytes]:
+        channel = self._take(timeout_s)
+        is_whole = False
+        try:
+            channel.send_frame(kind, meta=msgspec.msgpack.encode(request), body=value)
+            answer = channel.receive_frame(timeout_s)
+            is_whole = True
+            return answer.header.kind, bytes(answer.body)
+        except PacelineError as error:
+            is_whole = isinstance(error, UsageError)  # the server's answer; what else there is broke the connection
+            self._raise_if_closed()
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(channel)
+                keep = is_whole and not self._is_closed
+                if keep:
+                    self._idle.append(channel)
+            if not keep:
+                channel.close()
+
+    def _take(self, timeout_s: float) -> Channel:
+        self._raise_if_closed()
+        with self._lock:
+            channel = self._idle.pop() if self._idle else None
+            if channel is not None:
+                self._busy.add(channel)
+        if channel is not None:
+            return channel
+        channel = self._transport.connect(self.address, self._hello, timeout_s=min(timeout_s, self._answer_s))
+        with self._lock:
+            self._busy.add(channel)
+        self._raise_if_closed(channel)
+        return channel
+
+    def _raise_if_closed(self, channel: Channel | None = None) -> None:
+        if self._is_closed:
+            if channel is not None:
+                channel.close()
+            raise GroupClosedError("the store was closed while it was in use") from None

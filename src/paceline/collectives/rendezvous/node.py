@@ -1,0 +1,403 @@
+"""This process's presence among the ranks: it listens, tells who connects from who may not, and hands connections
+to the groups that wait for them.
+
+One acceptor thread takes every connection; each does its handshake in a short-lived thread of its own, so a client that
+is silent holds up nobody, and of too many of them the oldest is dropped. The client's Hello says which group, which
+rank of it and what for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeAlias
+
+import msgspec
+
+from paceline.errors import (
+    AddressError,
+    ConnectionLostError,
+    DeadlineError,
+    GroupClosedError,
+    PacelineError,
+    PeerError,
+)
+from paceline.transport import TLS
+from paceline.transport.addresses import (
+    Address,
+    Endpoint,
+    bind_tcp,
+    host_identity,
+    namespace,
+)
+from paceline.transport.client import open_socket, shut
+from paceline.transport.decoding import read_meta
+from paceline.transport.security.authentication import Hello, check_token
+from paceline.transport.security.strangers import Strangers
+from paceline.transport.streams import connect_stream, welcome_stream
+from paceline.transport.unix_sockets import bind_unix, has_unix_sockets, is_other_user, remove_unix
+
+Purpose: TypeAlias = Literal["collective", "p2p", "ask"]
+
+_logger = logging.getLogger("paceline.collectives")
+_HANDSHAKE_S = 10.0
+_MAX_STRANGERS = 64
+"""Connections that have proved nothing yet."""
+_NUM_ATTEMPTS = 4
+"""To connect: a node may drop a connection that it does not yet know, where too many come at once."""
+_PAUSE_S = 0.02
+_MAX_ANSWER_BYTES = 1 << 20
+_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+"""A host that vanished without a word is noticed after 40 s."""
+
+
+class NodeInfo(msgspec.Struct, frozen=True):
+    """What others must know of a node to reach it."""
+
+    id: str
+    """Random; tells the node from one that has its address later."""
+    endpoint: Endpoint
+    pid: int
+    memory_domain: str
+    """Equal for two nodes exactly if their processes can share memory."""
+    algorithm: str = ""
+    """The one that this rank demands, which must be the same everywhere; empty: the tuner's choice."""
+
+    def encode(self) -> bytes:
+        """Return it as msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> NodeInfo:
+        """Read what :meth:`encode` wrote; raise ProtocolError if it is something else."""
+        info: NodeInfo = read_meta(data, cls, "a description of a node")
+        return info
+
+
+class Taker(Protocol):
+    """Who takes every connection of one group and purpose; called in the acceptor's threads."""
+
+    def coming(self, rank: int) -> None:
+        """Take note that a rank connects; ``arrived`` follows. The rank does not yet know that it may speak.
+
+        Must not wait, nor call the node.
+        """
+
+    def arrived(self, rank: int, connected: socket.socket | None) -> None:
+        """Take the connection (non-blocking); ``None`` if it broke after all."""
+
+
+def memory_domain() -> str:
+    """Return a string that is equal in two processes exactly if they can share memory: of one user on one host, with
+    the same process numbers and the same ``/dev/shm``.
+    """
+    try:
+        shared = f"shm:{os.stat('/dev/shm').st_dev}"
+    except OSError:
+        shared = ""
+    user = f"uid:{os.getuid()}" if hasattr(os, "getuid") else ""
+    return "/".join(filter(None, (host_identity(), namespace("pid"), user, shared)))
+
+
+class Node:
+    """Listens from construction to :meth:`close`. For several threads at once, but not for a forked child."""
+
+    def __init__(self, token: str, *, host: str = "127.0.0.1", tls: TLS | None = None) -> None:
+        """Listen on a free port of ``host`` and on a Unix socket. Raises AddressError.
+
+        With ``tls`` it is spoken on all connections but those of Unix sockets. Raises UsageError for a bad file.
+        """
+        self._token = check_token(token)
+        self._server_context = None if tls is None else tls.server_context()
+        self._client_context = None if tls is None else tls.client_context()
+        self._certificate = b"" if tls is None else tls.certificate()
+        listening = bind_tcp(Address("tcp", host, 0))
+        unix: Address | None = None
+        if has_unix_sockets():
+            try:
+                on_host, unix = bind_unix()
+                listening.append(on_host)
+            except (AddressError, OSError) as error:
+                _logger.warning("without a Unix socket, TCP is used on this host too: %s", error)
+        number = secrets.token_hex(8)
+        endpoint = Endpoint(Address("tcp", host, listening[0].getsockname()[1]), unix, host_identity(), number)
+        self.info = NodeInfo(number, endpoint, os.getpid(), memory_domain())
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
+        self._takers: dict[tuple[str, str], Taker] = {}
+        self._answers: dict[str, Callable[[], bytes]] = {}
+        self._greeting: set[socket.socket] = set()
+        self._greeters: set[threading.Thread] = set()
+        self._strangers: Strangers[socket.socket] = Strangers(_MAX_STRANGERS)
+        self._waker, self._wakened = socket.socketpair()
+        self._thread = threading.Thread(
+            target=self._accept_all, args=(listening,), name="paceline-acceptor", daemon=True
+        )
+        self._thread.start()
+
+    # what groups call
+
+    def connect(self, info: NodeInfo, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
+        """Connect to another node, for ``rank`` (the caller's own in the group); return a non-blocking socket.
+
+        Raises AddressError (nobody listens there), DeadlineError, AuthenticationError or another PeerError.
+        """
+        return ready(self._open(info, group, rank, purpose, deadline))
+
+    def accept(self, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
+        """Wait for a rank of the group to connect; return a non-blocking socket. Raises DeadlineError."""
+        key = (group, rank, purpose)
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: self._is_closed or self._parked.get(key), max(deadline - time.monotonic(), 0.0)
+            )
+            if self._is_closed:
+                raise GroupClosedError("the node was closed while it waited for a connection")
+            if not arrived:
+                raise DeadlineError(f"rank {rank} of group {group!r} did not connect in time")
+            connected = self._parked[key].popleft()
+            if not self._parked[key]:
+                del self._parked[key]
+            return connected
+
+    def take(self, group: str, purpose: Purpose, taker: Taker) -> None:
+        """Give every connection of this group and purpose to ``taker``, those that wait already included."""
+        with self._changed:
+            self._takers[group, purpose] = taker
+            waiting = [key for key in self._parked if key[0] == group and key[2] == purpose]
+            parked = [(key[1], each) for key in waiting for each in self._parked.pop(key)]
+        for rank, connected in parked:
+            taker.coming(rank)
+            taker.arrived(rank, connected)
+
+    def answer(self, group: str, answer: Callable[[], bytes]) -> None:
+        """Answer what others :meth:`ask` of this group; called in a thread of the node's, so it must not wait."""
+        with self._changed:
+            self._answers[group] = answer
+
+    def ask(self, info: NodeInfo, group: str, timeout_s: float) -> bytes | None:
+        """Return another node's answer for a group, empty if it has no such group.
+
+        ``None``: no answer in time, so its process is stopped or its machine unreachable. Raises AddressError when
+        nobody listens there (its process has ended), and PeerError when the connection broke.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            connected = self._open(info, group, -1, "ask", deadline)
+            with connected:
+                parts = bytearray()
+                while True:
+                    connected.settimeout(max(deadline - time.monotonic(), 1e-3))
+                    part = connected.recv(1 << 16)
+                    if not part or len(parts) > _MAX_ANSWER_BYTES:
+                        return bytes(parts)
+                    parts += part
+        except (DeadlineError, TimeoutError):
+            return None
+        except OSError as error:
+            raise PeerError(f"the node at {info.endpoint} broke the connection ({error})") from None
+
+    def is_there(self, info: NodeInfo, timeout_s: float = 1.0) -> bool:
+        """Return whether somebody listens where that node does; a process that is stopped still does."""
+        try:
+            open_socket(info.endpoint.best(), timeout_s).close()
+        except AddressError:
+            return False
+        except DeadlineError:
+            pass
+        return True
+
+    def forget(self, group: str) -> None:
+        """Close the connections of a group that nobody has taken, and answer for it no more."""
+        with self._changed:
+            self._answers.pop(group, None)
+            for taken in [key for key in self._takers if key[0] == group]:
+                del self._takers[taken]
+            for key in [key for key in self._parked if key[0] == group]:
+                for connected in self._parked.pop(key):
+                    connected.close()
+
+    def close(self) -> None:
+        """Listen no more, close what nobody has taken, remove the Unix socket. Idempotent."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+            for connected in self._greeting:
+                shut(connected)
+            for parked in self._parked.values():
+                for connected in parked:
+                    connected.close()
+            self._parked.clear()
+        with contextlib.suppress(OSError):  # it has seen the flag by itself
+            self._waker.send(b"\0")
+        self._thread.join()
+        for greeter in list(self._greeters):
+            greeter.join()
+        self._waker.close()
+        if self.info.endpoint.unix is not None:
+            remove_unix(self.info.endpoint.unix)
+
+    def _open(self, info: NodeInfo, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
+        hello = Hello(role=purpose, rank=rank, name=self.info.id, extra={"group": group})
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return self._introduce(info, hello, deadline)
+            except ConnectionLostError:
+                if attempt == _NUM_ATTEMPTS:
+                    raise
+            time.sleep(random.uniform(0.5, 1.5) * _PAUSE_S * attempt)
+
+    def _introduce(self, info: NodeInfo, hello: Hello, deadline: float) -> socket.socket:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(f"there was no time left to connect to {info.endpoint}")
+        address = info.endpoint.best()
+        try:
+            return self._stream(address, hello, left, info)
+        except AddressError:
+            if address == info.endpoint.tcp:
+                raise
+        left = max(deadline - time.monotonic(), 1e-3)
+        return self._stream(info.endpoint.tcp, hello, left, info)
+
+    def _stream(self, address: Address, hello: Hello, timeout_s: float, info: NodeInfo) -> socket.socket:
+        context = self._client_context if address.scheme == "tcp" else None
+        return connect_stream(address, self._token, hello, timeout_s, listener=info.id, context=context)[0]
+
+    # the acceptor's thread, and the greeters'
+
+    def _accept_all(self, listening: list[socket.socket]) -> None:
+        with selectors.DefaultSelector() as selector:
+            for each in (*listening, self._wakened):
+                selector.register(each, selectors.EVENT_READ)
+            while not self._is_closed:
+                for key, _ in selector.select():
+                    if key.fileobj is not self._wakened:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._accept(key.fileobj)
+        for each in (*listening, self._wakened):
+            each.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            connected, peer = listening.accept()
+        except OSError as error:
+            if not isinstance(error, (BlockingIOError, ConnectionError)):
+                _logger.warning("cannot accept a connection: %s", error)
+                time.sleep(0.05)  # most likely there are no descriptors left; others may be given back
+            return
+        if is_other_user(connected):
+            connected.close()
+            return
+        greeter = threading.Thread(target=self._greet, args=(connected,), name="paceline-greeter", daemon=True)
+        with self._changed:
+            if self._is_closed:
+                connected.close()
+                return
+            self._greeting.add(connected)
+            self._greeters.add(greeter)
+            dropped = self._strangers.enter(connected, peer[0] if isinstance(peer, tuple) else "")
+            greeter.start()
+        if dropped is not None:
+            _logger.debug("too many connections that prove nothing; the oldest is dropped")
+            # Only its greeter closes it: a number that is closed here may by now be another connection's there.
+            with contextlib.suppress(OSError):
+                dropped.shutdown(socket.SHUT_RDWR)
+
+    def _greet(self, connected: socket.socket) -> None:
+        expected: list[tuple[Taker, int]] = []
+
+        def expect(hello: Hello) -> None:
+            with self._changed:
+                self._strangers.leave(connected)
+                taker = self._takers.get((_group_of(hello), hello.role))
+            if taker is not None:
+                expected.append((taker, hello.rank))
+                taker.coming(hello.rank)
+
+        handed: socket.socket | None = None
+        hello: Hello | None = None
+        try:
+            connected.setblocking(True)
+            mine = Hello(role="node", name=self.info.id)
+            stream, hello = welcome_stream(
+                connected,
+                self._token,
+                mine,
+                _HANDSHAKE_S,
+                expect,
+                listener=self.info.id,
+                context=None if connected.family == getattr(socket, "AF_UNIX", None) else self._server_context,
+                certificate=self._certificate,
+            )
+            if hello.role == "ask":
+                self._answer(stream, _group_of(hello))
+                stream.close()
+            else:
+                handed = ready(stream)
+        except (PacelineError, OSError) as error:
+            _logger.debug("a connection was refused: %s", error)
+        except Exception:
+            _logger.exception("the answer to a question failed")
+        finally:
+            with self._changed:
+                self._greeting.discard(connected)
+                self._strangers.leave(connected)
+                if handed is not connected:
+                    connected.close()
+                if handed is None or hello is None or self._is_closed:
+                    if handed is not None:
+                        handed.close()
+                    handed = None
+                elif not expected:
+                    taker = self._takers.get((_group_of(hello), hello.role))
+                    if taker is not None:  # it has come in the meantime
+                        expected.append((taker, hello.rank))
+                        taker.coming(hello.rank)
+                    else:
+                        self._parked.setdefault((_group_of(hello), hello.rank, hello.role), deque()).append(handed)
+                        self._changed.notify_all()
+            for taker, rank in expected:
+                taker.arrived(rank, handed)
+            with self._changed:
+                self._greeters.discard(threading.current_thread())
+
+    def _answer(self, connected: socket.socket, group: str) -> None:
+        with self._changed:
+            answer = self._answers.get(group)
+        connected.settimeout(_HANDSHAKE_S)
+        if answer is not None:
+            connected.sendall(answer())
+
+
+def _group_of(hello: Hello) -> str:
+    return str(hello.extra.get("group", ""))
+
+
+def ready(connected: socket.socket) -> socket.socket:
+    """Make a connected socket fit for links: non-blocking, no delays, large Unix buffers, a lost host noticed."""
+    if connected.family == getattr(socket, "AF_UNIX", None):
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connected.setsockopt(socket.SOL_SOCKET, option, 1 << 22)
+    else:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connected.setblocking(False)
+    return connected

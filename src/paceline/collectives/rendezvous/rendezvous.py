@@ -1,0 +1,306 @@
+"""How the ranks of a program find one another: rank 0 serves a store at a place that all know.
+
+The place is ``MASTER_ADDR:MASTER_PORT``. Under torchrun that port is taken: its agent serves PyTorch's own store
+there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free one of the eight ports that follow, and the
+others try them in turn until one answers that serves the same run (``TORCHELASTIC_RUN_ID`` and restart).
+
+Trust: all ranks hold the same token (``PACELINE_TOKEN``). Where all of them are on one machine it may be missing: see
+:mod:`paceline.collectives.rendezvous.credentials`.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.collectives.rendezvous.credentials import choose_secret
+from paceline.collectives.rendezvous.network_store import NetworkStore, StoreServer
+from paceline.collectives.rendezvous.store import MemoryStore, Store
+from paceline.environment import Environment, environment
+from paceline.errors import (
+    AddressError,
+    AuthenticationError,
+    ConnectionLostError,
+    DeadlineError,
+    PeerError,
+    ProtocolError,
+    UsageError,
+)
+from paceline.transport.addresses import Address, announced_host
+from paceline.transport.security.authentication import Hello, make_token
+from paceline.transport.tls.contexts import TLS
+
+_NUM_AGENT_PORTS = 8
+_ATTEMPT_S = 5.0
+_SHORT_ATTEMPT_S = 1.0
+"""Where there are several places to try, and what listens at one may be silent."""
+_PAUSE_S = 0.02
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """What a rank knows once it has found the store of its program."""
+
+    store: Store
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    """``None`` where no launcher said."""
+    local_world_size: int | None = None
+    address: Address | None = None
+    """Where the store is served; ``None`` if this is the only rank."""
+    token: str = field(repr=False)
+    """What all ranks must prove to hold."""
+    host: str = _LOOPBACK
+    """The address of this machine under which the other ranks reach it."""
+
+    def close(self) -> None:
+        """Let go of the store; rank 0 waits a moment for the others to do so. Idempotent."""
+        self.store.close()
+
+
+def rendezvous(
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+    token: str | None = None,
+    timeout_s: float = 300.0,
+    *,
+    told: Environment | None = None,
+    tls: TLS | None = None,
+) -> Meeting:
+    """Find the store of this program; what is not given is taken from the environment (``told``).
+
+    ``address`` is ``host:port``. Rank 0 serves the store there, the others connect, and try again until ``timeout_s``
+    has passed, so ranks may start in any order. Nobody waits for all the others: :func:`.store.exchange` does.
+
+    Raises UsageError (numbers that cannot be, no address or token, two programs at one address), AddressError (rank 0
+    cannot listen there), AuthenticationError (another token), DeadlineError (nobody is there in time) or
+    ProtocolError (something else is).
+    """
+    told = environment() if told is None else told
+    rank, world_size = _numbers(rank, world_size, told)
+    if world_size == 1:
+        own = token or told.token or make_token()
+        return Meeting(store=MemoryStore(), rank=0, world_size=1, local_rank=0, local_world_size=1, token=own)
+    places = _places(address, world_size, told)
+    token = choose_secret(
+        token or told.token,
+        is_local=is_loopback(places[0].host) or told.local_world_size == world_size,
+        where=places[0].netloc,
+        runtime_dir=told.runtime_dir,
+    )
+    hello = Hello(role="rank", rank=rank, extra={"world_size": world_size, "run": told.run_id or ""})
+    if rank == 0:
+        server = _serve(places, token, hello, tls)
+        try:
+            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)  # which the certificate names
+            reached = Address("tcp", everywhere if server.is_everywhere else server.address.host, server.address.port)
+            store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s, tls=tls)
+        except BaseException:
+            server.close()
+            raise
+    else:
+        store = _find(places, token, hello, timeout_s, tls)
+    try:
+        _check_in(store, rank, world_size)
+    except BaseException:
+        store.close()
+        raise
+    return Meeting(
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        local_rank=told.local_rank,
+        local_world_size=told.local_world_size,
+        address=Address("tcp", places[0].host, store.address.port),
+        token=token,
+        host=own_host(places[0].host),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host as it was written leads no further than this machine; names other than localhost do."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def own_host(rendezvous_host: str) -> str:
+    """Return the address of this machine from which the rendezvous is reached, and so the other ranks are."""
+    if is_loopback(rendezvous_host):
+        return "::1" if ":" in rendezvous_host else _LOOPBACK
+    try:
+        family, _, _, _, place = socket.getaddrinfo(rendezvous_host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing: only asks the routing table
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise AddressError(
+            f"the rendezvous host {rendezvous_host!r} is not known or not reachable ({error}); check MASTER_ADDR"
+        ) from None
+    # Debian lets a machine's own name stand for 127.0.1.1, which is no way to it for others.
+    return announced_host("0.0.0.0") if is_loopback(found) else found
+
+
+def _numbers(rank: int | None, world_size: int | None, told: Environment) -> tuple[int, int]:
+    rank = told.rank if rank is None else rank
+    world_size = told.world_size if world_size is None else world_size
+    if rank is None and world_size in (None, 1):
+        return 0, 1
+    if rank is None or world_size is None:
+        given, missing = ("the world size", "the rank") if rank is None else ("the rank", "the world size")
+        raise UsageError(
+            f"{given} is given and {missing} is not; give both, or set RANK and WORLD_SIZE as torchrun, mpirun and "
+            "srun do"
+        )
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} of {world_size} was given, a rank from 0 to the world size - 1 was expected")
+    return rank, world_size
+
+
+def _places(address: str | None, world_size: int, told: Environment) -> list[Address]:
+    if address is not None:
+        place = Address.parse(address)
+        if place.scheme != "tcp" or not place.port:
+            raise UsageError(f"the rendezvous is {address!r}, host:port with a port from 1 up was expected")
+        return [place]
+    host, port = told.master_addr, told.master_port
+    if host is None and told.local_world_size == world_size:
+        host = _LOOPBACK  # all ranks are on this machine
+    if host is None or not port:
+        missing = " and ".join(
+            name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port or None)) if value is None
+        )
+        raise UsageError(
+            f"{world_size} ranks need a place to meet: set {missing}, the same on every rank (the host of rank 0 and a "
+            "free port on it), or give the address as host:port"
+        )
+    if not told.has_agent_store:
+        return [Address("tcp", host, port)]
+    return [Address("tcp", host, port + shift) for shift in range(1, _NUM_AGENT_PORTS + 1)]
+
+
+class _Server(StoreServer):
+    """The server, and whether it listens on every address of this machine."""
+
+    def __init__(self, place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
+        # An address that is not this machine's own, or is so for itself only: the others come by another way.
+        self.is_everywhere = not is_loopback(place.host) and not _is_own(place.host)
+        super().__init__(Address("tcp", "0.0.0.0", place.port) if self.is_everywhere else place, token, hello, tls)
+
+
+def _is_own(host: str) -> bool:
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(place)
+            return not is_loopback(str(place[0]))
+    except OSError:
+        return False
+
+
+def _serve(places: Sequence[Address], token: str, hello: Hello, tls: TLS | None) -> _Server:
+    for place in places:
+        try:
+            return _Server(place, token, hello, tls)
+        except AddressError as error:
+            if not _is_in_use(error):
+                raise AddressError(f"rank 0 cannot serve the rendezvous: {error}") from None
+    if len(places) > 1:
+        raise AddressError(
+            f"rank 0 cannot serve the rendezvous: torchrun's agent has MASTER_PORT, and all of the ports "
+            f"{places[0].port} to {places[-1].port} of {places[0].host} are in use; give torchrun another --master-port"
+        )
+    _look_for_another_program(places[0], token, hello, tls)
+    raise AddressError(
+        f"rank 0 cannot serve the rendezvous at {places[0].netloc}: the port is in use by another program; choose "
+        "another MASTER_PORT, the same on every rank"
+    )
+
+
+def _look_for_another_program(place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
+    """Raise UsageError if it is a rendezvous of ours that is served where rank 0 would."""
+    try:
+        other = NetworkStore(place, token, hello, timeout_s=1.0, tls=tls)
+    except (PeerError, AddressError):
+        return
+    try:
+        _check_in(other, hello.rank, int(hello.extra["world_size"]))
+    finally:
+        other.close()
+
+
+def _is_in_use(error: BaseException) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
+
+
+def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float, tls: TLS | None) -> NetworkStore:
+    """Connect to the store, once it is there."""
+    start = time.monotonic()
+    failure: Exception | None = None
+    attempt_s = _ATTEMPT_S if len(places) == 1 else _SHORT_ATTEMPT_S
+    while True:
+        for place in places:
+            left = start + timeout_s - time.monotonic()
+            try:
+                connect_s = max(min(left, attempt_s), 0.01)
+                store = NetworkStore(place, token, hello, timeout_s=connect_s, answer_s=timeout_s, tls=tls)
+            except (AddressError, ConnectionLostError, DeadlineError) as error:
+                failure = failure if isinstance(error, AddressError) and failure is not None else error
+            except AuthenticationError as error:
+                if len(places) == 1:
+                    raise
+                failure = error
+            except ProtocolError:
+                if len(places) == 1:
+                    raise ProtocolError(
+                        f"what listens at {place.netloc} is no Paceline rendezvous: another program has the port; "
+                        "choose another MASTER_PORT, the same on every rank"
+                    ) from None
+            else:
+                if len(places) == 1 or store.peer.extra.get("run") == hello.extra["run"]:
+                    return store
+                store.close()
+        if time.monotonic() - start + _PAUSE_S > timeout_s:
+            raise _nobody(places, timeout_s, failure)
+        time.sleep(_PAUSE_S)
+
+
+def _nobody(places: Sequence[Address], timeout_s: float, failure: Exception | None) -> Exception:
+    where = places[0].netloc if len(places) == 1 else f"{places[0].netloc} to {places[-1].port}"
+    if isinstance(failure, AuthenticationError):
+        return failure
+    return DeadlineError(
+        f"rank 0 has not served the rendezvous at {where} within {timeout_s:g} s; check that it was started, and that "
+        f"MASTER_ADDR and MASTER_PORT are the same on every rank (last: {failure})"
+    )
+
+
+def _check_in(store: NetworkStore, rank: int, world_size: int) -> None:
+    """Take this rank's place, or raise UsageError."""
+    where = store.address.netloc
+    other_size = store.peer.extra.get("world_size")
+    if other_size != world_size:
+        raise UsageError(
+            f"this program has {world_size} ranks, the one that meets at {where} has {other_size}: two programs use "
+            "the rendezvous; give each its own MASTER_PORT"
+        )
+    try:
+        store.set(f"rank {rank}", secrets.token_bytes(16))
+    except UsageError:
+        raise UsageError(
+            f"rank {rank} of {world_size} is here already: this process has met the others before (make one strategy, "
+            f"or group of all ranks, and keep it), or two programs use the rendezvous {where}; give each its own "
+            "MASTER_PORT"
+        ) from None

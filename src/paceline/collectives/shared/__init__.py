@@ -1,0 +1,1 @@
+"""The engine for ranks on one host: kernels on shared memory."""

@@ -1,0 +1,218 @@
+"""Which columns of a csv or parquet file are label, categories and numbers; Arrow columns to batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
+from paceline.data.batch import Batch
+from paceline.errors import UsageError
+from paceline.kernels.text_reference import MAX_FLOAT32, name_seed, powers_of_ten
+
+LABEL_NAMES = ("label", "click", "clicked", "target", "y")
+"""The names under which a label is found when no columns are given; the first that is there counts."""
+
+_MISSING = frozenset({"na", "n/a", "nan", "null", "none"})
+_LABEL_WORDS = {"true": 1.0, "false": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a csv or parquet file that are read.
+
+    `label`: positive where it is a number above 0 or true; `categorical`: each value, as text, is a feature
+    with value 1, a missing one a feature too; `numeric`: each column is one feature whose value is the
+    number; a missing one is left out of the row.
+    """
+
+    label: str
+    categorical: tuple[str, ...] = ()
+    numeric: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if len(names) < 2:
+            raise UsageError("columns name a label but no feature: name a categorical or a numeric column too")
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(f"column '{name}' is named twice: a column is label, categorical or numeric")
+
+    @property
+    def names(self) -> list[str]:
+        """All the columns, in the order in which they are read."""
+        return [self.label, *self.categorical, *self.numeric]
+
+    def check_in(self, path: str, names: Sequence[str]) -> None:
+        """Raise :exc:`UsageError` unless the file, which has columns `names`, has them all, once each."""
+        for name in self.names:
+            if name not in names:
+                raise UsageError(f"{path} has no column '{name}': its columns are {', '.join(names)}")
+            if list(names).count(name) > 1:
+                raise UsageError(f"{path} has more than one column '{name}': rename all but one")
+
+
+def import_arrow() -> Any:
+    """The module pyarrow, or a :exc:`UsageError` that says how to get it."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UsageError(
+            "reading csv and parquet needs pyarrow, which is not installed: pip install 'paceline[parquet]'"
+        ) from error
+    return pyarrow
+
+
+def guess_columns(path: str, schema: Any) -> Columns:
+    """Columns for a schema when none are given: label by its name, numbers numeric, the rest categorical."""
+    types = import_arrow().types
+    label = next((name for name in LABEL_NAMES if name in schema.names), None)
+    if label is None:
+        raise UsageError(
+            f"{path} has no column named {', '.join(LABEL_NAMES)}, so say which is the label: "
+            f"its columns are {', '.join(schema.names)}"
+        )
+    categorical: list[str] = []
+    numeric: list[str] = []
+    for column in schema:
+        if column.name == label or types.is_nested(column.type):
+            continue
+        is_number = (types.is_integer, types.is_floating, types.is_decimal)
+        (numeric if any(test(column.type) for test in is_number) else categorical).append(column.name)
+    columns = Columns(label, tuple(categorical), tuple(numeric))
+    columns.check_in(path, schema.names)
+    return columns
+
+
+@dataclass(slots=True)
+class Converted:
+    """A batch of an Arrow table's good rows, and what was wrong with the others."""
+
+    batch: Batch
+    num_bad: int
+    bad: list[BadLine] = field(default_factory=list)
+
+
+class Converter:
+    """Arrow record batches, with the columns in ``columns.names``'s order, to :class:`Batch`."""
+
+    def __init__(self, path: str, columns: Columns) -> None:
+        from paceline.kernels import text as kernels
+
+        self._path = path
+        self._columns = columns
+        self._arrow = import_arrow()
+        self._kernels = kernels
+        self._powers = powers_of_ten()
+        self._seeds = [np.uint64(name_seed(name)) for name in (*columns.categorical, *columns.numeric)]
+
+    def convert(self, record_batch: Any, first_row: int) -> Converted:
+        """Convert a record batch whose first row is row `first_row` of the file, counted from 0."""
+        num_rows, num_categorical = record_batch.num_rows, len(self._columns.categorical)
+        label, label_ok, label_missing = self._numbers(record_batch.column(0), _LABEL_WORDS)
+        label_ok &= ~label_missing
+        good = label_ok.copy()
+        width = len(self._seeds)
+        keys = np.empty((num_rows, width), np.uint64)
+        present = np.ones((num_rows, width), np.bool_)
+        values = np.ones((num_rows, width), np.float32) if self._columns.numeric else None
+        faults = [(self._columns.label, label_ok)]
+        for at, name in enumerate(self._columns.names[1:]):
+            column = record_batch.column(at + 1)
+            if at < num_categorical:
+                self._hash(column, self._seeds[at], keys.reshape(-1), at, width)
+            else:
+                assert values is not None
+                keys[:, at] = self._seeds[at]
+                values[:, at], ok, missing = self._numbers(column, {})
+                present[:, at] = ~missing
+                good &= ok
+                faults.append((name, ok))
+        labels = (label > 0).astype(np.float32)
+        if good.all() and present.all():
+            indptr = np.arange(0, num_rows * width + 1, width, dtype=np.int64)
+            return Converted(Batch(labels, indptr, keys.reshape(-1), _flat(values)), 0)
+        present &= good[:, np.newaxis]
+        indptr = np.zeros(int(good.sum()) + 1, np.int64)
+        np.cumsum(present.sum(axis=1)[good], out=indptr[1:])
+        batch = Batch(labels[good], indptr, keys[present], None if values is None else values[present])
+        bad_rows = np.flatnonzero(~good)
+        bad = [self._describe(record_batch, int(row), first_row, faults) for row in bad_rows[:NUM_KEPT]]
+        return Converted(batch, len(bad_rows), bad)
+
+    def _describe(
+        self, record_batch: Any, row: int, first_row: int, faults: list[tuple[str, npt.NDArray[np.bool_]]]
+    ) -> BadLine:
+        name = next(name for name, ok in faults if not ok[row])
+        value = record_batch.column(record_batch.schema.get_field_index(name))[row].as_py()
+        what = f"its label '{name}'" if name == self._columns.label else f"its column '{name}'"
+        cells = [column[row].as_py() for column in record_batch.columns]
+        text = ",".join("" if cell is None else str(cell) for cell in cells)
+        missing = value is None or value == ""
+        reason = f"{what} is {'missing' if missing else 'not a finite number'}"
+        return BadLine(self._path, None, first_row + row + 1, shorten(text), reason)
+
+    def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:
+        """The keys of a column's values, as text, into every `stride`-th element of `out`."""
+        types = self._arrow.types
+        if types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
+            strings = self._arrow.concat_arrays([self._text(column.dictionary), self._arrow.array([""])])
+            known = np.empty(len(strings), np.uint64)
+            self._kernels.hash_strings(*self._buffers(strings), seed, known, 0, 1)
+            indices = column.indices.fill_null(len(strings) - 1) if column.null_count else column.indices
+            out[first::stride] = known[indices.to_numpy(zero_copy_only=False)]
+            return
+        self._kernels.hash_strings(*self._buffers(self._text(column)), seed, out, first, stride)
+
+    def _text(self, column: Any) -> Any:
+        types = self._arrow.types
+        if not types.is_string(column.type):
+            column = column.cast(self._arrow.string())
+        return column.fill_null("") if column.null_count else column
+
+    def _buffers(self, strings: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """Bytes and offsets of an Arrow string array, typed as the kernels want them."""
+        _, offset_buffer, data_buffer = strings.buffers()
+        if offset_buffer is None or not len(strings):
+            offsets = np.zeros(1, np.int64)
+        else:
+            part = slice(strings.offset, strings.offset + len(strings) + 1)
+            offsets = np.frombuffer(offset_buffer, np.int32)[part].astype(np.int64)
+        data = np.empty(0, np.uint8)
+        if data_buffer is not None and data_buffer.size:
+            data = np.frombuffer(data_buffer, np.uint8)
+        return self._kernels.read_only(data), self._kernels.read_only(offsets)
+
+    def _numbers(
+        self, column: Any, words: dict[str, float]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """A column as float32, which rows are ok or missing, which are missing; `words` count as numbers."""
+        types = self._arrow.types
+        is_text = (types.is_string, types.is_large_string, types.is_dictionary)
+        if any(test(column.type) for test in is_text):
+            return self._parsed_numbers(self._text(column), words)
+        doubles = column.cast(self._arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
+        missing = np.isnan(doubles)
+        ok = missing | (np.abs(doubles) <= MAX_FLOAT32)
+        return np.where(ok & ~missing, doubles, 0.0).astype(np.float32), ok, missing
+
+    def _parsed_numbers(
+        self, strings: Any, words: dict[str, float]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        numbers, status = np.empty(len(strings), np.float32), np.empty(len(strings), np.uint8)
+        self._kernels.parse_floats(*self._buffers(strings), self._powers, numbers, status)
+        for row in np.flatnonzero(status == self._kernels.FLOAT_BAD).tolist():
+            word = strings[row].as_py().strip().lower()
+            if word in _MISSING:
+                status[row] = self._kernels.FLOAT_MISSING
+            elif word in words:
+                numbers[row], status[row] = words[word], self._kernels.FLOAT_OK
+        return numbers, status != self._kernels.FLOAT_BAD, status == self._kernels.FLOAT_MISSING
+
+
+def _flat(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | None:
+    return None if values is None else values.reshape(-1)

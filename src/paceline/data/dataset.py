@@ -1,0 +1,349 @@
+"""Data files as shards of minibatches: the object that workers read from."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
+from paceline.data.batch import Batch, rebatch
+from paceline.data.cache import CacheWriter, ShardCache
+from paceline.data.columns import Columns, guess_columns, import_arrow
+from paceline.data.formats import COLUMN_FORMATS, FORMATS, TEXT_FORMATS, detect_format
+from paceline.data.reader import ShardReader
+from paceline.data.streams import is_gzip_name, line_number, stat_file
+from paceline.errors import DataError, UsageError
+
+MIN_SHARD_BYTES = 256 << 10
+MAX_SHARD_BYTES = 16 << 20
+_SHARDS_WANTED = 64
+_GZIP_RATIO = 3  # click logs shrink to about a third
+_SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir")
+_MAX_IDLE = 4  # readers that wait, each with an open file
+
+Spec = dict[str, str | int | bool | list[str]]
+"""All that another process needs to open the same dataset; JSON and msgpack can carry it."""
+
+
+def open_dataset(
+    paths: str | Path | Sequence[str | Path],
+    format: str | None = None,
+    columns: Columns | None = None,
+    shard_bytes: int | None = None,
+    strict: bool = False,
+    cache_dir: str | Path | None = None,
+) -> Dataset:
+    """Open data files, all of one format and read in this order, as a :class:`Dataset`.
+
+    `format` is one of ``criteo``, ``libsvm``, ``csv``, ``parquet``; None tells it from the first file's
+    content. `columns` is for csv and parquet, and guessed by names and types if None. `shard_bytes` is the
+    size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
+    MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
+    parsed shards for later passes.
+
+    :exc:`DataError` for a file that is missing, empty, unreadable or of no known format; :exc:`UsageError`
+    for arguments that do not fit each other, and where pyarrow is needed and missing.
+    """
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    if not paths:
+        raise UsageError("no data file was named: a dataset has at least one")
+    files = [os.path.abspath(path) for path in paths]
+    sizes = [stat_file(file).st_size for file in files]
+    if format is None:
+        format = detect_format(files[0])
+    elif format not in FORMATS:
+        raise UsageError(f"'{format}' is no format: choose one of {', '.join(FORMATS)}")
+    if shard_bytes is None:
+        total = sum(size * (_GZIP_RATIO if is_gzip_name(file) else 1) for file, size in zip(files, sizes, strict=True))
+        shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+    elif shard_bytes < 1:
+        raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
+    columns = _columns_for(files, format, columns)
+    return Dataset(files, format, columns, shard_bytes, strict, None if cache_dir is None else Path(cache_dir))
+
+
+def _columns_for(files: list[str], format: str, columns: Columns | None) -> Columns | None:
+    if format not in COLUMN_FORMATS:
+        if columns is not None:
+            raise UsageError(f"{format} has no columns to choose: leave columns out, or say csv or parquet")
+        return None
+    import_arrow()
+    from paceline.data.tables import csv_schema, parquet_schema
+
+    if format == "parquet":
+        zipped = next((file for file in files if is_gzip_name(file)), None)
+        if zipped is not None:
+            raise UsageError(f"{zipped}: a parquet file is not read through gzip: unpack it")
+    schema = csv_schema(files[0]) if format == "csv" else parquet_schema(files[0])
+    if columns is None:
+        return guess_columns(files[0], schema)
+    columns.check_in(files[0], schema.names)
+    return columns
+
+
+def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:
+    """Open the dataset that :meth:`Dataset.spec` described, in any process that sees the same files."""
+    missing = [name for name in _SPEC_NAMES if name not in spec]
+    if missing:
+        raise UsageError(f"the spec lacks {', '.join(missing)}: pass what Dataset.spec() returned")
+    content: dict[str, Any] = dict(spec)
+    label, cache_dir = content["label"], content["cache_dir"]
+    columns = None
+    if label:
+        columns = Columns(label, tuple(content["categorical"]), tuple(content["numeric"]))
+    for file in content["files"]:
+        stat_file(file)
+    return Dataset(
+        content["files"],
+        content["format"],
+        columns,
+        content["shard_bytes"],
+        content["strict"],
+        Path(cache_dir) if cache_dir else None,
+    )
+
+
+class Dataset:
+    """Shards of several files, each read as a stream of :class:`Batch`; made by :func:`open_dataset`.
+
+    Files are named by their place in `files`, shards by their number within the file. Reading is streamed:
+    about 1 MiB of text and what was parsed from it is held. A reader of each of the last few files stays
+    open, so reading shards in rising order never goes back. For one thread at a time.
+    """
+
+    def __init__(
+        self,
+        files: list[str],
+        format: str,
+        columns: Columns | None,
+        shard_bytes: int,
+        strict: bool,
+        cache_dir: Path | None,
+    ) -> None:
+        self.files = tuple(files)
+        self.format = format
+        self.columns = columns
+        self.shard_bytes = shard_bytes
+        self.strict = strict
+        self.cache_error: str | None = None
+        """Why caching stopped, as when the disk is full; reading goes on without."""
+        self._cache_dir = None if cache_dir is None else cache_dir.absolute()
+        self._cache = self._open_cache()
+        self._log = BadLineLog()
+        self._num_shards: dict[int, int] = {}
+        self._idle: dict[int, ShardReader] = {}
+
+    def __enter__(self) -> Dataset:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; reading again opens them again."""
+        while self._idle:
+            self._idle.popitem()[1].close()
+
+    @property
+    def bad_lines(self) -> BadLines:
+        """The malformed lines of all the shards read so far; a shard that is read again counts once."""
+        return self._log.total()
+
+    @property
+    def bad_lines_by_shard(self) -> dict[tuple[int, int], int]:
+        """How many lines were malformed in each shard, named by file and number, that had any."""
+        return self._log.by_shard()
+
+    def num_shards(self, file: int) -> int | None:
+        """How many shards a file has; None for a gzip or csv file until its end was read."""
+        if file not in self._num_shards:
+            path = self.files[file]
+            if self.format in TEXT_FORMATS and not is_gzip_name(path):
+                self._num_shards[file] = -(-stat_file(path).st_size // self.shard_bytes)
+            elif self.format == "parquet":
+                self._give_back(file, self._take(file))
+        return self._num_shards.get(file)
+
+    def ended(self, file: int) -> int | None:
+        """The file's number of shards, if it is known by now; asks nothing of the disk."""
+        return self._num_shards.get(file)
+
+    def read(self, file: int, shard: int, batch_size: int) -> Iterator[Batch]:
+        """The examples of one shard, in order, in batches of exactly `batch_size` rows, the last excepted.
+
+        A shard behind the file's end has none. The arrays are the caller's. :exc:`DataError` if the file
+        turns out to be damaged or of another format, and, if `strict`, on the first malformed line.
+        """
+        if not 0 <= file < len(self.files):
+            raise UsageError(f"there is no file {file}: the dataset has {len(self.files)}, numbered from 0")
+        if shard < 0 or batch_size < 1:
+            raise UsageError(f"shard {shard} with batches of {batch_size}: a shard is 0 or more, a batch 1 or more")
+        return rebatch(self._blocks(file, shard), batch_size)
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """All examples of all files, in order, in batches of exactly `batch_size` rows, the last excepted."""
+
+        def blocks() -> Iterator[Batch]:
+            for file in range(len(self.files)):
+                for shard in itertools.count():
+                    num_shards = self.num_shards(file)
+                    if num_shards is not None and shard >= num_shards:
+                        break
+                    yield from self._blocks(file, shard)
+
+        if batch_size < 1:
+            raise UsageError(f"batches of {batch_size} rows: a batch is 1 or more")
+        return rebatch(blocks(), batch_size)
+
+    def spec(self) -> Spec:
+        """A plain description from which :func:`open_spec` opens the same dataset elsewhere."""
+        columns = self.columns
+        return {
+            "files": list(self.files),
+            "format": self.format,
+            "label": "" if columns is None else columns.label,
+            "categorical": [] if columns is None else list(columns.categorical),
+            "numeric": [] if columns is None else list(columns.numeric),
+            "shard_bytes": self.shard_bytes,
+            "strict": self.strict,
+            "cache_dir": "" if self._cache_dir is None else str(self._cache_dir),
+        }
+
+    def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
+        self._log.begin(file, shard)
+        if self._cache is not None:
+            cached = self._cache.load(self.files[file], shard)
+            if cached is not None and not (self.strict and cached.num_bad):
+                self._log.add(file, shard, cached.num_bad, cached.bad)
+                if cached.num_shards is not None:
+                    self._num_shards[file] = cached.num_shards
+                yield from cached.blocks
+                return
+        yield from self._parsed_blocks(file, shard)
+
+    def _parsed_blocks(self, file: int, shard: int) -> Iterator[Batch]:
+        """The shard from its file; what comes by is written to the cache."""
+        writing = _Writing(self, file, shard)
+        reader = self._take(file)
+        whole = False
+        try:
+            for block in reader.blocks(shard, writing.report):
+                writing.append(block)
+                yield block
+            self._give_back(file, reader)
+            writing.commit(reader.num_shards)
+            whole = True
+        except GeneratorExit:
+            self._give_back(file, reader)
+            raise
+        except BaseException:
+            reader.close()
+            raise
+        finally:
+            if not whole:
+                writing.discard()
+
+    def _take(self, file: int) -> ShardReader:
+        reader = self._idle.pop(file, None)
+        return self._open_reader(file) if reader is None else reader
+
+    def _give_back(self, file: int, reader: ShardReader) -> None:
+        if reader.num_shards is not None:
+            self._num_shards[file] = reader.num_shards
+        older = self._idle.pop(file, None)
+        if older is not None:
+            older.close()
+        self._idle[file] = reader
+        while len(self._idle) > _MAX_IDLE:
+            self._idle.pop(next(iter(self._idle))).close()
+
+    def _open_reader(self, file: int) -> ShardReader:
+        path = self.files[file]
+        size = stat_file(path).st_size
+        if self.format in TEXT_FORMATS:
+            from paceline.data.text import TextReader
+
+            return TextReader(path, self.format, self.shard_bytes, size)
+        from paceline.data.tables import CsvReader, ParquetReader
+
+        assert self.columns is not None
+        if self.format == "csv":
+            return CsvReader(path, self.columns, self.shard_bytes)
+        return ParquetReader(path, self.columns)
+
+    def _open_cache(self) -> ShardCache | None:
+        if self._cache_dir is None:
+            return None
+        identity = {name: value for name, value in self.spec().items() if name not in ("files", "strict", "cache_dir")}
+        try:
+            return ShardCache(self._cache_dir, identity)
+        except OSError as error:
+            self._stop_caching(error)
+            return None
+
+    def _stop_caching(self, error: OSError) -> None:
+        self._cache = None
+        self.cache_error = (
+            f"parsed shards are not kept in {self._cache_dir}: {error.strerror or error}; "
+            "every pass parses the text again"
+        )
+
+    def _bad(self, file: int, shard: int, count: int, first: Sequence[BadLine]) -> None:
+        if count and self.strict:
+            line = first[0]
+            if line.offset is not None:
+                where = f"line {line_number(line.file, line.offset):,}"
+            else:
+                where = "a row" if line.row is None else f"row {line.row:,}"
+            raise DataError(f"{line.file}: {where} is malformed: {line.reason}: '{line.text}'")
+        self._log.add(file, shard, count, first)
+
+
+class _Writing:
+    """The cache's side of reading a shard: any failure to write ends caching, never reading."""
+
+    def __init__(self, dataset: Dataset, file: int, shard: int) -> None:
+        self._dataset = dataset
+        self._file = file
+        self._shard = shard
+        self._writer: CacheWriter | None = None
+        if dataset._cache is not None:
+            try:
+                self._writer = dataset._cache.writer(dataset.files[file], shard)
+            except OSError as error:
+                dataset._stop_caching(error)
+
+    def report(self, count: int, first: Sequence[BadLine]) -> None:
+        self._dataset._bad(self._file, self._shard, count, first)
+        if self._writer is not None:
+            self._writer.add_bad(count, first)
+
+    def append(self, block: Batch) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.append(block)
+        except OSError as error:
+            self._fail(error)
+
+    def commit(self, num_shards: int | None) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.commit(num_shards)
+        except OSError as error:
+            self._fail(error)
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()
+            self._writer = None
+
+    def _fail(self, error: OSError) -> None:
+        self._dataset._stop_caching(error)
+        self.discard()

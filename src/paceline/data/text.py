@@ -1,0 +1,259 @@
+"""The readers of the line formats, criteo and libsvm: byte ranges to whole lines, whole lines to batches.
+
+A shard is a range of bytes of the (gunzipped) text. A line belongs to the shard in which its first byte
+lies, so the shards together have every line exactly once, wherever their borders fall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
+from paceline.data.batch import Batch
+from paceline.data.formats import BYTE_ORDER_MARK, detect_format
+from paceline.data.reader import BLOCK_BYTES, Report
+from paceline.data.streams import is_gzip_name, open_stream
+from paceline.errors import DataError
+
+MAX_LINE_BYTES = 1 << 24
+_PADDING = 64  # the kernels may load eight bytes behind the end, and a final newline may be missing
+
+
+@dataclass(slots=True)
+class Block:
+    """Whole lines, ``buffer[start:stop]``; ``buffer[0]`` is byte `base` of the text."""
+
+    buffer: bytearray
+    start: int
+    stop: int
+    base: int
+    last: bool
+    """Whether the text ends with this block."""
+
+
+class LineReader:
+    """Whole lines of a stream by ranges of bytes; the buffer is reused from block to block.
+
+    The invariant: ``buffer[begin]``, byte ``base + begin`` of the text, begins a line, and it is the first
+    line that begins at `low` or later.
+    """
+
+    def __init__(self, path: str, block_bytes: int = BLOCK_BYTES) -> None:
+        self._path = path
+        self._stream = open_stream(path)
+        self._block_bytes = block_bytes
+        self._buffer = bytearray(block_bytes + _PADDING)
+        self._base = self._begin = self._end = self._low = 0
+        self.num_bytes: int | None = None
+        """The length of the text, once its end was seen."""
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._stream.close()
+
+    def blocks(self, start: int, stop: int) -> Iterator[Block]:
+        """The lines that begin in [start, stop). A block is valid until the next is asked for."""
+        self._go_to(start)
+        grown = 0
+        while self._base + self._begin < stop:
+            self._fill(grown or min(self._block_bytes, max(stop - self._base - self._begin + 4096, 65536)))
+            buffer, begin = self._buffer, self._begin
+            cut = buffer.rfind(b"\n", begin, self._end) + 1
+            if self._base + cut >= stop:  # the line with byte stop - 1 is the last that begins before stop
+                cut = buffer.find(b"\n", max(stop - 1 - self._base, begin), self._end) + 1
+                end = cut
+            elif self.num_bytes is not None:
+                end = cut = self._end
+                if begin == cut:
+                    break
+                if buffer[cut - 1] != 10:
+                    buffer[cut] = 10
+                    end = cut + 1
+            elif cut == 0:
+                if self._end - begin >= MAX_LINE_BYTES:
+                    raise DataError(
+                        f"{self._path} has a line of more than {MAX_LINE_BYTES >> 20} MiB, "
+                        f"from byte {self._base + begin:,} on: it is no text with one example a line"
+                    )
+                grown = min(2 * (self._end - begin), MAX_LINE_BYTES)
+                continue
+            else:
+                end = cut
+            self._begin = cut
+            self._low = min(self._base + cut, stop)
+            grown = 0
+            yield Block(buffer, begin, end, self._base, self._base + cut == self.num_bytes)
+
+    def _go_to(self, start: int) -> None:
+        """Make `begin` the first line that begins at `start` or later."""
+        if self._low <= start <= self._base + self._begin:
+            return
+        if start == 0:
+            self._drop(0)
+        else:
+            if start < self._low or start - 1 > self._base + self._end:
+                self._drop(start - 1)
+            else:
+                self._begin = start - 1 - self._base
+            while not (newline := self._buffer.find(b"\n", self._begin, self._end) + 1):
+                self._begin = self._end
+                if self.num_bytes is not None:
+                    break
+                self._fill(65536)
+            else:
+                self._begin = newline
+        self._low = start if self._base + self._begin >= start else self._base + self._begin
+
+    def _drop(self, position: int) -> None:
+        self._stream.seek(position)
+        self._base, self._begin, self._end = self._stream.position, 0, 0
+        self.num_bytes = None
+
+    def _fill(self, num_bytes: int) -> None:
+        """Have `num_bytes` in the buffer from `begin` on, or all there is."""
+        held = self._end - self._begin
+        if held >= num_bytes or self.num_bytes is not None:
+            return
+        if num_bytes + _PADDING > len(self._buffer):
+            larger = bytearray(num_bytes + _PADDING)
+            larger[:held] = memoryview(self._buffer)[self._begin : self._end]
+            self._buffer = larger
+        else:
+            self._buffer[:held] = self._buffer[self._begin : self._end]
+        self._base += self._begin
+        self._begin, self._end = 0, held
+        with memoryview(self._buffer) as view:
+            while self._end < num_bytes:
+                count = self._stream.readinto(view[self._end : num_bytes])
+                if not count:
+                    self.num_bytes = self._base + self._end
+                    break
+                self._end += count
+
+
+@dataclass(slots=True)
+class Parsed:
+    """What a kernel made of a part of a block: rows, and the places and codes of the first bad lines."""
+
+    batch: Batch
+    position: int
+    num_bad: int
+    bad: list[tuple[int, int]]
+
+
+Parse = Callable[[npt.NDArray[np.uint8], int, int], Parsed]
+
+
+def criteo_parser() -> Parse:
+    """A function that parses ``text[start:stop]`` as Criteo rows, as many as it made room for."""
+    from paceline.kernels import text as kernels
+    from paceline.kernels.text_reference import CRITEO_FEATURES, criteo_tables
+
+    tables = criteo_tables()
+
+    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
+        capacity = (stop - start) // 128 + 16
+        labels = np.empty(capacity, np.float32)
+        keys = np.empty(capacity * CRITEO_FEATURES, np.uint64)
+        bad_at, bad_why, counts = _result_arrays(kernels.NUM_COUNTS)
+        kernels.parse_criteo(text, start, stop, *tables, labels, keys, bad_at, bad_why, counts)
+        rows, num_bad, position, pairs, _ = counts.tolist()
+        indptr = np.arange(0, pairs + 1, CRITEO_FEATURES, dtype=np.int64)
+        batch = Batch(labels[:rows], indptr, keys[:pairs])
+        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
+
+    return parse
+
+
+def libsvm_parser() -> Parse:
+    """A function that parses ``text[start:stop]`` as LIBSVM rows, as many as it made room for."""
+    from paceline.kernels import text as kernels
+    from paceline.kernels.text_reference import powers_of_ten
+
+    powers = powers_of_ten()
+
+    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
+        row_capacity, pair_capacity = (stop - start) // 16 + 16, (stop - start) // 4 + 1  # a pair has 4 bytes
+        labels, indptr = np.empty(row_capacity, np.float32), np.empty(row_capacity + 1, np.int64)
+        keys, values = np.empty(pair_capacity, np.uint64), np.empty(pair_capacity, np.float32)
+        bad_at, bad_why, counts = _result_arrays(kernels.NUM_COUNTS)
+        kernels.parse_libsvm(text, start, stop, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
+        rows, num_bad, position, pairs, all_ones = counts.tolist()
+        batch = Batch(labels[:rows], indptr[: rows + 1], keys[:pairs], None if all_ones else values[:pairs])
+        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
+
+    return parse
+
+
+def _result_arrays(
+    num_counts: int,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    return np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64), np.empty(num_counts, np.int64)
+
+
+def _first_bad(bad_at: npt.NDArray[np.int64], bad_why: npt.NDArray[np.int64], num_bad: int) -> list[tuple[int, int]]:
+    return list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
+
+
+class TextReader:
+    """Shards of a criteo or libsvm file."""
+
+    def __init__(self, path: str, format: str, shard_bytes: int, num_bytes: int) -> None:
+        self._path = path
+        self._format = format
+        self._shard_bytes = shard_bytes
+        self._lines = LineReader(path)
+        self._parse = criteo_parser() if format == "criteo" else libsvm_parser()
+        self.num_shards = None if is_gzip_name(path) else -(-num_bytes // shard_bytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
+        """The shard's rows, about 1 MiB of text at a time."""
+        start = shard * self._shard_bytes
+        for block in self._lines.blocks(start, start + self._shard_bytes):
+            yield from self._parse_block(block, report)
+        if self.num_shards is None and self._lines.num_bytes is not None:
+            self.num_shards = -(-self._lines.num_bytes // self._shard_bytes)
+            if not self._lines.num_bytes:
+                raise DataError(f"{self._path} is empty: it unpacks to no text at all")
+
+    def _parse_block(self, block: Block, report: Report) -> Iterator[Batch]:
+        text = np.frombuffer(block.buffer, np.uint8)
+        position = block.start
+        if block.base + position == 0 and block.buffer.startswith(BYTE_ORDER_MARK):
+            position += len(BYTE_ORDER_MARK)
+        judged = block.base + block.start > 0
+        while position < block.stop:
+            parsed = self._parse(text, position, block.stop)
+            position = parsed.position
+            if parsed.num_bad:
+                no_good = not judged and parsed.batch.num_examples == 0
+                if no_good and (parsed.num_bad >= 10 or (block.last and position >= block.stop)):
+                    raise self._other_format(block)
+                report(parsed.num_bad, [self._describe(block, at, why) for at, why in parsed.bad])
+            judged = True
+            if parsed.batch.num_examples:
+                yield parsed.batch
+
+    def _describe(self, block: Block, at: int, why: int) -> BadLine:
+        from paceline.kernels.text_reference import REASONS
+
+        line = bytes(block.buffer[at : block.buffer.find(b"\n", at)][:1000])
+        return BadLine(self._path, block.base + at, None, shorten(line), REASONS[why])
+
+    def _other_format(self, block: Block) -> DataError:
+        first = bytes(block.buffer[block.start : block.stop][:1000]).partition(b"\n")[0]
+        message = f"{self._path} does not look like {self._format}: its first line is '{shorten(first)}'"
+        try:
+            found = detect_format(self._path)
+        except DataError:
+            found = self._format
+        hint = "" if found == self._format else f"; it looks like {found}: say --format {found}"
+        return DataError(message + hint)

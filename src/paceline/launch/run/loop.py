@@ -1,0 +1,247 @@
+"""A run while its ranks live: their output, signals that are passed on, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from paceline.launch.run.blame import (
+    Failure,
+    Tracebacks,
+    choose_culprit,
+    describe_failure,
+    exit_status,
+)
+from paceline.launch.run.processes import RankProcesses
+from paceline.launch.run.streams import Screen, Stream
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNAL_GRACE_S = 30.0
+"""How long ranks may take after a signal from outside: they may write a checkpoint. As torchrun gives them."""
+_FAILURE_GRACE_S = 3.0
+_SETTLE_S = 1.0
+"""How long a rank that has itself failed may come after one that failed because of it."""
+_GLIMPSE_S = 5.0
+_SAY_S = 2.0
+_LOOK_S = 1.0
+
+
+class Signals:
+    """While its block runs, signals are passed on to the ranks, and a child's end wakes the loop up."""
+
+    def __init__(self, processes: RankProcesses) -> None:
+        self.first: int | None = None
+        """The first signal that came."""
+        self.since = 0.0
+        self._processes = processes
+        self._before: dict[int, Any] = {}
+        self.wakeup, self._other_end = socket.socketpair()
+        self.wakeup.setblocking(False)
+        self._other_end.setblocking(False)
+        self._wakeup_before = -1
+        self.is_awake = threading.current_thread() is threading.main_thread()
+        """Whether signals come here; else the loop has to look by itself."""
+
+    def __enter__(self) -> Signals:
+        if self.is_awake:
+            for number in _PASSED_ON:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                    self._before[number] = signal.signal(number, self._pass_on)
+            self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+            self._wakeup_before = signal.set_wakeup_fd(self._other_end.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_awake:
+            signal.set_wakeup_fd(self._wakeup_before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        self.wakeup.close()
+        self._other_end.close()
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        # Here and not in the loop, which may be held up by whoever reads our output.
+        if self.first is not None:
+            self._processes.signal(signal.SIGKILL, groups=True)
+            return
+        self.first, self.since = number, time.monotonic()
+        # A terminal's signals go to all of a program's processes; others to the one that is in charge of them.
+        self._processes.signal(number, groups=number != signal.SIGTERM)
+
+
+class RunLoop:
+    """Sees a run to its end."""
+
+    def __init__(
+        self,
+        processes: RankProcesses,
+        screen: Screen,
+        tracebacks: Tracebacks,
+        *,
+        world_size: int,
+        log_dir: Path | None,
+        find_lost_server: Callable[[], str | None],
+    ) -> None:
+        self._processes, self._screen, self._tracebacks = processes, screen, tracebacks
+        self._world_size, self._log_dir, self._find_lost_server = world_size, log_dir, find_lost_server
+        self._started = time.monotonic()
+        self._failures: list[Failure] = []
+        self._settles_at: float | None = None
+        self._culprit: Failure | None = None
+        self._lost_server: str | None = None
+        self._kills_at: float | None = None
+        self._has_said = False
+
+    def run(self, signals: Signals) -> int:
+        """Return the exit status, when every rank has ended."""
+        selector = selectors.DefaultSelector()
+        with selector:
+            selector.register(signals.wakeup, selectors.EVENT_READ)
+            for rank in self._processes.ranks:
+                for stream in rank.streams:
+                    selector.register(stream.pipe, selectors.EVENT_READ, stream)
+            looks_at = glimpses_at = 0.0
+            while self._processes.living():
+                now = time.monotonic()
+                events = selector.select(self._patience(now, signals))
+                must_look = time.monotonic() >= looks_at or not signals.is_awake
+                for key, _ in events:
+                    if key.data is None:
+                        must_look = _drain(signals.wakeup) or must_look
+                    else:
+                        self._read(key.data, selector)
+                if must_look:
+                    self._look(signals, selector)
+                    looks_at = time.monotonic() + _LOOK_S
+                now = time.monotonic()
+                for number, lines in self._tracebacks.overdue(now):
+                    self._screen.write(number, lines, is_error=True)
+                if now >= glimpses_at:
+                    glimpses_at = now + _GLIMPSE_S
+                    for rank in self._processes.living():
+                        for stream in rank.streams:
+                            stream.glimpse()
+                self._decide(now, signals)
+        return self._finish(signals)
+
+    def _patience(self, now: float, signals: Signals) -> float:
+        if not signals.is_awake:
+            return 0.05
+        times = [self._tracebacks.due(), self._settles_at, self._kills_at, now + _LOOK_S]
+        return max(min(each for each in times if each is not None) - now, 0.0)
+
+    def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
+        if stream.pipe >= 0 and not stream.read():
+            # Readable, and nothing in it: closed, though its rank may live on.
+            selector.unregister(stream.pipe)
+            stream.close(drain=True)
+
+    def _look(self, signals: Signals, selector: selectors.BaseSelector) -> None:
+        """See who has ended."""
+        for rank in self._processes.find_ended():
+            for stream in rank.streams:
+                if stream.pipe >= 0:  # before it is closed, when its number may come to mean another
+                    selector.unregister(stream.pipe)
+            self._processes.take_leave(rank)
+            assert rank.status is not None
+            if rank.status and signals.first is None:
+                self._failures.append(Failure(rank.rank, rank.status, rank.said()))
+        if self._lost_server is None and signals.first is None:
+            self._lost_server = self._find_lost_server()
+
+    def _decide(self, now: float, signals: Signals) -> None:
+        """Find out who is to blame, and have the others end."""
+        if signals.first is not None:
+            self._wait_for_end_after_signal(now, signals)
+        elif self._culprit is None and self._kills_at is None:
+            if self._lost_server is not None:
+                self._end_all(now, None)
+            elif self._failures:
+                culprit = choose_culprit(self._failures)
+                if self._settles_at is None:
+                    self._settles_at = now + _SETTLE_S
+                if culprit is None and (now >= self._settles_at or not self._processes.living()):
+                    culprit = self._failures[0]
+                if culprit is not None:
+                    self._culprit = culprit
+                    self._end_all(now, culprit.rank)
+        if self._kills_at is not None and now >= self._kills_at:
+            self._kills_at = now + _LOOK_S
+            self._processes.signal(signal.SIGKILL, groups=True)
+
+    def _end_all(self, now: float, culprit: int | None) -> None:
+        self._settles_at = None
+        self._kills_at = now + _FAILURE_GRACE_S
+        lines = self._tracebacks.blame(culprit)
+        if culprit is not None:
+            self._screen.write(culprit, lines, is_error=True)
+        self._processes.signal(signal.SIGTERM, groups=True)
+
+    def _wait_for_end_after_signal(self, now: float, signals: Signals) -> None:
+        if self._kills_at is None or self._settles_at is not None:
+            self._settles_at = None
+            self._kills_at = signals.since + _SIGNAL_GRACE_S
+        if not self._has_said and now >= signals.since + _SAY_S and self._processes.living():
+            self._has_said = True
+            who = ", ".join(str(rank.rank) for rank in self._processes.living())
+            text = (
+                f"paceline run: waiting up to {_SIGNAL_GRACE_S:g} s for rank {who} to end; a second signal kills it\n"
+            )
+            self._screen.write_bytes(text.encode(), is_error=True)
+
+    def _finish(self, signals: Signals) -> int:
+        if signals.first is not None:
+            self._tracebacks.blame(None)
+        else:
+            self._decide(time.monotonic(), signals)
+        for number, lines in self._tracebacks.finish():
+            self._screen.write(number, lines, is_error=True)
+        if signals.first is not None:
+            return 128 + signals.first
+        if self._lost_server is not None:
+            text = f"paceline run: {self._lost_server}; the ranks cannot go on, and were ended\n"
+            self._screen.write_bytes(text.encode(), is_error=True)
+            return 1
+        if self._culprit is None:
+            return 0
+        self._tell_culprit(self._culprit)
+        return exit_status(self._culprit.status)
+
+    def _tell_culprit(self, culprit: Failure) -> None:
+        is_captured = any(rank.streams for rank in self._processes.ranks)
+        if not is_captured and culprit.status > 0:
+            return  # what it had to say stands there already, and last
+        told = describe_failure(
+            culprit,
+            world_size=self._world_size,
+            seconds=time.monotonic() - self._started,
+            num_held=self._tracebacks.num_dropped,
+            log_dir=str(self._log_dir) if self._log_dir is not None else None,
+        )
+        self._screen.write_bytes(told, is_error=True)
+
+
+def _drain(wakeup: socket.socket) -> bool:
+    try:
+        while wakeup.recv(4096):
+            pass
+    except BlockingIOError:
+        pass
+    return True
+
+
+def find_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

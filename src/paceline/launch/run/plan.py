@@ -1,0 +1,147 @@
+"""Which ranks ``paceline run`` starts on this machine, and what it tells each of them. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.launch.run.cluster_file import ClusterFile
+from paceline.protocol import StrategyChoice
+from paceline.transport import TLS
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500
+"""Where the ranks of several nodes meet unless it is said: torchrun's default."""
+
+# What another launcher, or an outer run of this one, has told this process is not true of its ranks.
+_FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+_OURS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "PACELINE_TLS_CERT", "PACELINE_TLS_KEY", "PACELINE_TLS_CA",
+    "PACELINE_ROLE", "PACELINE_SCHEDULER", "PACELINE_TOKEN", "PACELINE_STRATEGY", "PACELINE_REPLICAS",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The ranks that are started here, and where all ranks meet."""
+
+    ranks: tuple[int, ...]
+    local_ranks: tuple[int, ...]
+    """Of the same length as `ranks`: their numbers on this host."""
+    world_size: int
+    local_world_size: int
+    node: int
+    """This launcher's number among all; ``GROUP_RANK``, as torchrun calls it."""
+    master_addr: str
+    master_port: int
+    """0: a free one is still to be found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """One process to start: its rank and its whole environment."""
+
+    rank: int
+    environment: dict[str, str]
+
+
+def lay_out_node(
+    *, nproc_per_node: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
+) -> Layout:
+    """Return the ranks of one of `nnodes` nodes that each start the same number. Raises UsageError."""
+    for name, value in (("--nproc-per-node", nproc_per_node), ("--nnodes", nnodes)):
+        if value < 1:
+            raise UsageError(f"{name} {value}: expected 1 or more")
+    if not 0 <= node_rank < nnodes:
+        raise UsageError(
+            f"--node-rank {node_rank}: there are {nnodes} nodes (--nnodes), expected a number from 0 to {nnodes - 1}"
+        )
+    if nnodes > 1 and not master_addr:
+        raise UsageError(f"--nnodes {nnodes}: give --master-addr, the address of node 0 that all nodes can reach")
+    if master_port is None:
+        master_port = 0 if nnodes == 1 else DEFAULT_PORT
+    elif not 1 <= master_port <= 65534:
+        raise UsageError(f"--master-port {master_port}: expected a port from 1 to 65534")
+    first = node_rank * nproc_per_node
+    return Layout(
+        ranks=tuple(range(first, first + nproc_per_node)),
+        local_ranks=tuple(range(nproc_per_node)),
+        world_size=nnodes * nproc_per_node,
+        local_world_size=nproc_per_node,
+        node=node_rank,
+        master_addr=master_addr or LOOPBACK,
+        master_port=master_port,
+    )
+
+
+def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
+    """Return the one rank that is worker `index` of a cluster described in a file; it meets the others at worker 0."""
+    host = cluster.workers[index].host
+    neighbours = [i for i, place in enumerate(cluster.workers) if place.host == host]
+    first = cluster.workers[0]
+    return Layout(
+        ranks=(index,),
+        local_ranks=(neighbours.index(index),),
+        world_size=len(cluster.workers),
+        local_world_size=len(neighbours),
+        node=index,
+        master_addr=first.host,
+        master_port=first.port,
+    )
+
+
+def servers_of_node(servers: int, nnodes: int, node_rank: int) -> tuple[int, ...]:
+    """Return the servers that a node starts: they are dealt round robin."""
+    return tuple(range(node_rank, servers, nnodes))
+
+
+def plan_ranks(
+    layout: Layout,
+    choice: StrategyChoice,
+    inherited: Mapping[str, str],
+    *,
+    token: str,
+    scheduler: str | None,
+    threads: int | None,
+    cores: int,
+    tls: TLS | None = None,
+) -> list[RankPlan]:
+    """Return what each rank of this launcher is told.
+
+    `threads` is OMP_NUM_THREADS; None: the user's own if it is set, else the cores are shared out among several ranks.
+    """
+    kept = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _OURS}
+    told = {
+        **kept,
+        "WORLD_SIZE": str(layout.world_size),
+        "LOCAL_WORLD_SIZE": str(layout.local_world_size),
+        "GROUP_RANK": str(layout.node),
+        "MASTER_ADDR": layout.master_addr,
+        "MASTER_PORT": str(layout.master_port),
+        "PACELINE_ROLE": "worker",
+        "PACELINE_STRATEGY": choice.name,
+        "PACELINE_TOKEN": token,
+    }
+    if choice.replicas is not None:
+        told["PACELINE_REPLICAS"] = str(choice.replicas)
+    if scheduler is not None:
+        told["PACELINE_SCHEDULER"] = scheduler
+    if tls is not None:  # a script may go to another folder
+        files = {"CERT": tls.cert, "KEY": tls.key, "CA": tls.ca}
+        told |= {f"PACELINE_TLS_{name}": os.path.abspath(file) for name, file in files.items() if file is not None}
+    if threads is not None:
+        told["OMP_NUM_THREADS"] = str(threads)
+    elif layout.local_world_size > 1 and not inherited.get("OMP_NUM_THREADS"):
+        told["OMP_NUM_THREADS"] = str(max(cores // layout.local_world_size, 1))
+    return [
+        RankPlan(rank=rank, environment={**told, "RANK": str(rank), "LOCAL_RANK": str(local)})
+        for rank, local in zip(layout.ranks, layout.local_ranks, strict=True)
+    ]
+
+
+def command_of(python: str, script: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
+    """Return the command of every rank: unbuffered, so that lines come when they are written."""
+    return [python, "-u", *(["-m"] if is_module else []), script, *arguments]

@@ -1,0 +1,368 @@
+"""``paceline run``: starts a script as the ranks of a strategy, with the servers it needs, and sees it to its end.
+
+Knows no torch: the ranks are told by their environment what they are, and ``paceline.torch.strategy()`` reads that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
+from paceline.environment import environment
+from paceline.errors import AddressError, UsageError
+from paceline.launch.local import Share, wait_cluster
+from paceline.launch.roles import check_replicas
+from paceline.launch.run.blame import Tracebacks
+from paceline.launch.run.cluster_file import ClusterFile, read_cluster_file
+from paceline.launch.run.loop import RunLoop, Signals, find_cores
+from paceline.launch.run.plan import (
+    Layout,
+    command_of,
+    lay_out_node,
+    lay_out_worker,
+    plan_ranks,
+    servers_of_node,
+)
+from paceline.launch.run.processes import RankProcesses
+from paceline.launch.run.servers import RunServers
+from paceline.launch.run.streams import Screen, check_log_dir
+from paceline.protocol import Accept, StrategyChoice, check_stale_policy, choose_strategy, parse_stale_policy
+from paceline.transport import TLS, Address, SocketTransport, make_token
+from paceline.transport.addresses import bind_tcp
+from paceline.transport.security.authentication import MAKE_TOKEN, check_token
+
+_PATIENCE_S = 300.0
+_HEARTBEAT_TIMEOUT_S = 30.0
+"""Who is killed is noticed by its connections; this is for who is stopped or cut off. A rank may be busy for long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What ``paceline run`` is asked for; names and meanings are the command line's."""
+
+    script: str | None
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    nproc_per_node: int | None = None
+    nnodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    strategy: str | None = None
+    servers: int | None = None
+    consistency: str | None = None
+    stale: str | None = None
+    replicas: int | None = None
+    min_replicas: int | None = None
+    non_finite: str | None = None
+    heartbeat_timeout_s: float | None = None
+    threads: int | None = None
+    log_dir: Path | None = None
+    cluster: Path | None = None
+    job: str | None = None
+    index: int | None = None
+    tls: TLS | None = None
+    """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setup:
+    """A run that has been checked."""
+
+    layout: Layout | None
+    """The ranks here; None for a process of the static cluster that is a server."""
+    choice: StrategyChoice
+    token: str
+    tls: TLS | None
+    num_ranks: int
+    """Of all machines."""
+    share: Share | None
+    """What runs here of a cluster of servers that several machines share; None: all of it."""
+
+
+def run_script(options: RunOptions) -> int:
+    """Run a script to its end; return the exit status: 0, that of the first rank that failed, or 128 and the signal.
+
+    Raises UsageError, before anything is started, for what cannot work, and PeerError if servers do not start.
+    """
+    _check_script(options)
+    if options.threads is not None and options.threads < 1:
+        raise UsageError(f"--threads {options.threads}: expected 1 or more")
+    setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
+    stale = Accept() if options.stale is None else parse_stale_policy(options.stale)
+    choice = setup.choice
+    if choice.consistency is not None:
+        check_stale_policy(choice.consistency, stale)
+        check_replicas(choice.server_replicas, choice.servers, options.min_replicas or 0)
+    else:
+        _check_no_servers(options, choice.name)
+    if options.log_dir is not None:
+        check_log_dir(options.log_dir)
+    with contextlib.ExitStack() as stack:
+        servers: RunServers | None = None
+        scheduler: str | None = None
+        if choice.consistency is not None:
+            if setup.share is not None and not setup.share.runs_scheduler and not setup.share.servers:
+                scheduler = f"tcp://{setup.share.scheduler}"
+                wait_cluster(SocketTransport(setup.token, tls=setup.tls), scheduler, _PATIENCE_S)
+            else:
+                servers = stack.enter_context(
+                    RunServers(
+                        servers=choice.servers,
+                        workers=setup.num_ranks,
+                        consistency=choice.consistency,
+                        stale=stale,
+                        replicas=choice.server_replicas,
+                        min_replicas=options.min_replicas or 0,
+                        non_finite=options.non_finite or "refuse",
+                        token=setup.token,
+                        tls=setup.tls,
+                        share=setup.share,
+                        heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
+                    )
+                )
+                scheduler = servers.scheduler
+        if setup.layout is None:
+            assert servers is not None
+            assert setup.share is not None
+            print(f"paceline run: server {options.index} is ready at {setup.share.scheduler}", file=sys.stderr)
+            servers.serve()
+            return 0
+        status = _run_ranks(options, setup, setup.layout, scheduler, servers)
+        if status == 0 and servers is not None:
+            servers.wait_others()
+        return status
+
+
+def _run_ranks(
+    options: RunOptions, setup: _Setup, layout: Layout, scheduler: str | None, servers: RunServers | None
+) -> int:
+    assert options.script is not None
+    plans = plan_ranks(
+        layout,
+        setup.choice,
+        os.environ,
+        token=setup.token,
+        tls=setup.tls,
+        scheduler=scheduler,
+        threads=options.threads,
+        cores=find_cores(),
+    )
+    command = command_of(sys.executable, options.script, options.arguments, is_module=options.is_module)
+    is_alone = layout.world_size == 1
+    screen, tracebacks = Screen(labelled=not is_alone), Tracebacks()
+    with contextlib.ExitStack() as stack:
+        processes = RankProcesses()
+        stack.callback(processes.close)
+        with Signals(processes) as signals:
+            # One alone writes to where this process writes, be it a terminal.
+            captured = not is_alone or options.log_dir is not None
+            processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
+            if signals.first is not None:  # it came while not all of them were there
+                processes.signal(signals.first, groups=True)
+            loop = RunLoop(
+                processes,
+                screen,
+                tracebacks,
+                world_size=layout.world_size,
+                log_dir=options.log_dir,
+                find_lost_server=(lambda: None) if servers is None else servers.failure,
+            )
+            return loop.run(signals)
+
+
+# What is checked before anything starts.
+
+
+def _check_script(options: RunOptions) -> None:
+    script = options.script
+    if script is None:
+        if options.job == "server" and options.cluster is not None:
+            return
+        raise UsageError("which script? give its path: paceline run [options] SCRIPT [arguments of the script]")
+    if options.job == "server":
+        raise UsageError(f"--job server runs no script: leave {script} out")
+    if options.is_module:
+        _check_module(script)
+    elif not Path(script).exists():
+        raise UsageError(f"there is no script {script}; options of 'paceline run' stand before it, its own behind it")
+    elif Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
+        raise UsageError(f"{script} is a folder without a __main__.py, and no script")
+
+
+def _check_no_servers(options: RunOptions, strategy: str) -> None:
+    given = {
+        "--stale": options.stale,
+        "--min-replicas": options.min_replicas,
+        "--non-finite": options.non_finite,
+        "--heartbeat-timeout": options.heartbeat_timeout_s,
+    }
+    for name, value in given.items():
+        if value is not None:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise UsageError(f"strategy {strategy} has no servers: leave {name} {shown} out")
+
+
+def _check_module(name: str) -> None:
+    """Find a module as ``python -m`` would, but without running the packages that it is in."""
+    places: list[str] | None = None
+    if all(part.isidentifier() for part in name.split(".")):
+        before, sys.path[:] = list(sys.path), [os.getcwd(), *sys.path]
+        try:
+            found = None
+            for depth in range(1, name.count(".") + 2):
+                part = ".".join(name.split(".")[:depth])
+                specs = (finder.find_spec(part, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+                found = next((spec for spec in specs if spec is not None), None)
+                if found is None:
+                    break
+                places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
+                if places is None and depth <= name.count("."):
+                    found = None
+                    break
+            if found is not None:
+                return
+        finally:
+            sys.path[:] = before
+    raise UsageError(f"there is no module {name}: -m expects one that Python can import from here, as package.module")
+
+
+def _plan_node(options: RunOptions) -> _Setup:
+    tls = _find_tls(options)
+    for name, value in (("--job", options.job), ("--index", options.index)):
+        if value is not None:
+            raise UsageError(f"{name} {value} belongs to --cluster FILE, which is not given")
+    nnodes = 1 if options.nnodes is None else options.nnodes
+    layout = lay_out_node(
+        nproc_per_node=1 if options.nproc_per_node is None else options.nproc_per_node,
+        nnodes=nnodes,
+        node_rank=options.node_rank or 0,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+    )
+    choice = choose_strategy(
+        options.strategy,
+        processes=layout.world_size,
+        servers=options.servers,
+        consistency=options.consistency,
+        replicas=options.replicas,
+    )
+    if not layout.master_port:
+        layout = _with_free_port(layout)
+    elif layout.node == 0 and nnodes == 1:
+        _check_free(Address("tcp", layout.master_addr, layout.master_port), "--master-port")
+    if nnodes == 1:
+        token = environment().token
+        token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")
+        return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=None)
+    token = _need_token(f"the ranks of {nnodes} nodes")
+    share = None
+    if choice.consistency is not None:
+        scheduler = Address("tcp", layout.master_addr, layout.master_port + 1)
+        host = own_host(layout.master_addr)
+        here = Address("tcp", host, 0).netloc
+        bind = Address("tcp", host, scheduler.port)
+        if layout.node == 0:
+            _check_free(bind, "the scheduler, at --master-port + 1")
+        share = Share(
+            scheduler=scheduler.netloc,
+            runs_scheduler=layout.node == 0,
+            servers=dict.fromkeys(servers_of_node(choice.servers, nnodes, layout.node), here),
+            bind=bind.netloc,
+            patience_s=_PATIENCE_S,
+        )
+    return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=share)
+
+
+def _plan_cluster(options: RunOptions) -> _Setup:
+    tls = _find_tls(options)
+    assert options.cluster is not None
+    for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--cluster FILE says where processes are: leave --{name.replace('_', '-')} out")
+    cluster = read_cluster_file(options.cluster)
+    job, index = cluster.check_task(options.job, options.index)
+    num_servers = len(cluster.servers)
+    choice = choose_strategy(
+        options.strategy,
+        processes=len(cluster.workers),
+        servers=num_servers or (0 if options.strategy in ("parameter-server", "hybrid") else None),
+        consistency=options.consistency,
+        replicas=options.replicas,
+    )
+    token = _need_token(f"the processes of {options.cluster}")
+    layout = None
+    if job == "worker":
+        layout = lay_out_worker(cluster, index)
+        if index == 0 and len(cluster.workers) > 1:
+            _check_free(_bindable(cluster.workers[0]), f"worker 0 of {options.cluster}")
+    share = None
+    if num_servers:
+        share = _share_of(cluster, job, index, str(options.cluster))
+    return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=len(cluster.workers), share=share)
+
+
+def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
+    first = cluster.servers[0]
+    servers: dict[int, str] = {}
+    if job == "server":
+        bind = _bindable(cluster.servers[index])
+        _check_free(bind, f"server {index} of {name}")
+        # The scheduler has the first server's address; the server itself takes a free port beside it.
+        servers[index] = Address("tcp", bind.host, 0 if index == 0 else bind.port).netloc
+    return Share(
+        scheduler=first.netloc,
+        runs_scheduler=job == "server" and index == 0,
+        servers=servers,
+        bind=_bindable(first).netloc if job == "server" and index == 0 else "",
+        patience_s=_PATIENCE_S,
+    )
+
+
+def _bindable(place: Address) -> Address:
+    """Return what to bind for an address that others reach this machine by: a host's own name may be its loopback."""
+    return Address("tcp", own_host(place.host), place.port)
+
+
+def _find_tls(options: RunOptions) -> TLS | None:
+    """Return what is asked for, or what the environment says. Raises UsageError if it cannot be used."""
+    told = environment()
+    tls = options.tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    if tls is not None:
+        tls.server_context()
+        tls.client_context()
+    return tls
+
+
+def _need_token(who: str) -> str:
+    token = environment().token
+    if token is None:
+        raise UsageError(
+            f"{who} need a token to know one another by: set PACELINE_TOKEN to the same secret for all of them "
+            f"(make one: {MAKE_TOKEN})"
+        )
+    return check_token(token, "PACELINE_TOKEN")
+
+
+def _check_free(place: Address, what: str) -> None:
+    """Raise UsageError if nobody could listen there."""
+    try:
+        for listening in bind_tcp(place):
+            listening.close()
+    except AddressError as error:
+        reason = str(error).partition("; ")[0]
+        raise UsageError(f"{what}: {reason}; give another that is free") from None
+
+
+def _with_free_port(layout: Layout) -> Layout:
+    if not is_loopback(layout.master_addr):
+        raise UsageError(f"--master-addr {layout.master_addr}: give --master-port too, a port of it that is free")
+    with socket.socket(socket.AF_INET6 if ":" in layout.master_addr else socket.AF_INET) as probe:
+        probe.bind((layout.master_addr, 0))
+        port = int(probe.getsockname()[1])
+    return replace(layout, master_port=port)

@@ -1,0 +1,137 @@
+"""Where ranks' output goes: labelled lines to this process's own, and everything as it is to files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from paceline.errors import UsageError
+from paceline.launch.run.blame import Recent, Tracebacks
+from paceline.launch.run.output import LineSplitter, label
+
+
+class Screen:
+    """This process's standard output and error, to which whole lines are written."""
+
+    def __init__(self, *, labelled: bool) -> None:
+        self._outputs = (sys.stdout, sys.stderr)
+        self._labelled = labelled
+        self._coloured = tuple(_is_coloured(output) for output in self._outputs)
+
+    def write(self, rank: int, lines: list[bytes], *, is_error: bool) -> None:
+        """Write lines of a rank. Raises BrokenPipeError if nobody reads them."""
+        if lines:
+            before = label(rank, coloured=self._coloured[is_error]) if self._labelled else b""
+            self.write_bytes(b"".join(before + line for line in lines), is_error=is_error)
+
+    def write_bytes(self, data: bytes, *, is_error: bool) -> None:
+        """Write what needs no label."""
+        output = self._outputs[is_error].buffer
+        output.write(data)
+        output.flush()
+
+
+class Stream:
+    """One rank's standard output or error: a pipe that is read as far as there is something."""
+
+    def __init__(
+        self,
+        rank: int,
+        pipe: int,
+        screen: Screen,
+        *,
+        is_error: bool,
+        log: IO[bytes] | None,
+        tracebacks: Tracebacks,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rank, self.pipe, self.is_error = rank, pipe, is_error
+        self.recent = Recent()
+        self._screen, self._log, self._tracebacks, self._clock = screen, log, tracebacks, clock
+        self._torch_prefix = b"[rank%d]: " % rank
+        self._splitter = LineSplitter()
+        os.set_blocking(pipe, False)
+
+    def read(self) -> bool:
+        """Take a piece of what is there; return whether there may be more."""
+        try:
+            data = os.read(self.pipe, 65536)
+        except BlockingIOError:
+            return False
+        if data:
+            self._keep(data)
+            self._show(self._splitter.feed(data))
+        return bool(data)
+
+    def glimpse(self) -> None:
+        """Show what stands in a line that is being overwritten, as progress bars are."""
+        self._show(self._splitter.glimpse())
+
+    def close(self, *, drain: bool) -> None:
+        """Let go of the pipe, after what is in it. A last line without its end is a line."""
+        if self.pipe < 0:
+            return
+        try:
+            while drain and self.read():
+                pass
+            if drain:
+                self._show(self._splitter.flush())
+        finally:
+            os.close(self.pipe)
+            self.pipe = -1
+            if self._log is not None:
+                self._log.close()
+
+    def _show(self, lines: list[bytes]) -> None:
+        if not self.is_error:
+            self._screen.write(self.rank, lines, is_error=False)
+            return
+        now, shown = self._clock(), []
+        for line in lines:
+            # torch.distributed puts it before the lines of tracebacks, which would not be known as such.
+            line = line.removeprefix(self._torch_prefix)
+            self.recent.add(line)
+            shown += self._tracebacks.feed(self.rank, line, now)
+        self._screen.write(self.rank, shown, is_error=True)
+
+    def _keep(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+        except OSError as error:
+            log, self._log = self._log, None
+            text = f"paceline run: {log.name} ends here, the run goes on: {error.strerror}\n"
+            self._screen.write_bytes(text.encode(), is_error=True)
+            try:
+                log.close()
+            except OSError:
+                pass
+
+
+def open_logs(folder: Path, rank: int) -> tuple[IO[bytes], IO[bytes]]:
+    """Open a rank's two files, for writing without delay. Raises UsageError."""
+    check_log_dir(folder)
+    out: IO[bytes] | None = None
+    try:
+        out = open(folder / f"rank{rank}.stdout", "wb", buffering=0)  # noqa: SIM115
+        return out, open(folder / f"rank{rank}.stderr", "wb", buffering=0)
+    except OSError as error:
+        if out is not None:
+            out.close()
+        raise UsageError(f"--log-dir {folder}: {error.filename} cannot be written: {error.strerror}") from None
+
+
+def check_log_dir(folder: Path) -> None:
+    """Make the folder for ranks' output if it is not there. Raises UsageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir {folder}: this folder cannot be made: {error.strerror}") from None
+
+
+def _is_coloured(output: IO[str]) -> bool:
+    return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,1 @@
+"""``paceline train`` and ``paceline predict``: the driver of a click model."""

@@ -1,0 +1,106 @@
+"""Prediction as a person runs it: a file of probabilities, and how good they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from paceline.data import Dataset, open_dataset
+from paceline.errors import DataError, ModelError
+from paceline.launch.kernels import prepare_kernels
+from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
+from paceline.models.metrics import Evaluation, evaluate
+from paceline.models.prediction import Predictor
+
+
+@dataclass(frozen=True)
+class PredictionResult:
+    """What a prediction amounts to."""
+
+    evaluation: Evaluation
+    seconds: float
+    bad_lines: BadData
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of ``paceline predict --json``."""
+        found = self.evaluation
+        return {
+            "auc": None if np.isnan(found.auc) else found.auc,
+            "log_loss": found.log_loss,
+            "calibration": None if np.isnan(found.calibration) else found.calibration,
+            "accuracy": found.accuracy,
+            "examples": found.examples,
+            "seconds": self.seconds,
+            "examples_per_s": found.examples / self.seconds,
+            "bad_lines": self.bad_lines.count,
+        }
+
+    def sentence(self) -> str:
+        """Return the result for people."""
+        found = self.evaluation
+        text = (
+            f"{found.examples:,} predictions in {self.seconds:.2f} s: "
+            f"AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
+            f"calibration {found.calibration:.3f}, accuracy {found.accuracy:.4f}"
+        )
+        if self.bad_lines.count:
+            text += f"\npaceline: no prediction for what was not understood: {self.bad_lines.sentence()}"
+        return text
+
+
+def run_prediction(
+    model: Path, data: Sequence[str], *, output: Path | None, format: str | None, strict: bool, echo: bool
+) -> PredictionResult:
+    """Predict every line of the data; write probabilities to `output`, or to standard output if `echo`."""
+    prepare_kernels()
+    predictor = Predictor(model)
+    with open_dataset(data, format or predictor.format, predictor.columns, strict=strict) as dataset:
+        start = time.perf_counter()
+        labels, probabilities = [], []
+        with _opened(output, echo) as out:
+            for found, predicted in predictor.predict(dataset):
+                if not np.isfinite(predicted).all():
+                    raise ModelError(
+                        f"the model in {model} gives predictions that are no numbers: its training diverged; train "
+                        "again with a smaller --lr"
+                    )
+                labels.append(found.copy())
+                probabilities.append(predicted)
+                if out is not None:
+                    out.write("".join([f"{value:.9g}\n" for value in predicted.tolist()]))
+        if not labels:
+            raise DataError(f"{data[0]} has no line that can be predicted")
+        seconds = time.perf_counter() - start
+        return PredictionResult(
+            evaluate(np.concatenate(labels), np.concatenate(probabilities)), seconds, _bad_data(dataset)
+        )
+
+
+def _bad_data(dataset: Dataset) -> BadData:
+    by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
+    return describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
+
+
+@contextlib.contextmanager
+def _opened(output: Path | None, echo: bool) -> Iterator[TextIO | None]:
+    """Open the output aside and rename it into place at the end, so that a failure leaves no half file."""
+    if output is None:
+        yield sys.stdout if echo else None
+        return
+    aside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with open(aside, "w", encoding="ascii") as out:
+            yield out
+        os.replace(aside, output)
+    except OSError as error:
+        raise ModelError(f"cannot write the predictions to {output}: {error.strerror or error}") from None
+    finally:
+        aside.unlink(missing_ok=True)

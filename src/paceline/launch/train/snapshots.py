@@ -1,0 +1,185 @@
+"""Snapshots of a training: when one is due, what is told when it does not come about, and how to go on from one.
+
+Whom it talks to: the driver (:mod:`paceline.launch.train.train`), which looks in now and then, and
+:mod:`paceline.ps.client.snapshots` and :mod:`~paceline.ps.client.snapshot_loading`, which have servers write and read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.data import Dataset
+from paceline.errors import DataError, PacelineError, UsageError
+from paceline.models import jobs
+from paceline.ps import Client, messages
+from paceline.ps.client.snapshot_files import SnapshotManifest, SnapshotWriteError
+from paceline.ps.client.snapshot_loading import Snapshot, load_snapshot, read_newest
+from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.messages.snapshots import JobAccount
+
+if TYPE_CHECKING:
+    from paceline.launch.train.train import TrainOptions
+
+_EVERY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)|(\d[\d_]*)")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotPlan:
+    """How often snapshots are taken (every so many `seconds` or `examples`), where they lie, and how many are kept."""
+
+    directory: str | Path
+    """A directory that all servers and this process share."""
+    seconds: float | None = None
+    examples: int | None = None
+    keep: int = 3
+
+
+def parse_every(text: str) -> tuple[float | None, int | None]:
+    """Return the seconds or the examples that a text means: ``30s``, ``5m``, ``1h`` or ``100000``."""
+    found = _EVERY.fullmatch(text.strip())
+    if found is not None and found[3] is None and float(found[1]) > 0:
+        return float(found[1]) * _SECONDS[found[2]], None
+    if found is not None and found[3] is not None and int(found[3]) > 0:
+        return None, int(found[3])
+    raise UsageError(f"every {text!r}: expected a time such as 30s, 5m or 1h, or a number of examples such as 100000")
+
+
+class TrainingSnapshots:
+    """Takes the snapshots of one training on time; nothing that goes wrong with them is the training's concern."""
+
+    def __init__(self, client: Client, plan: SnapshotPlan, warn: Callable[[str], None]) -> None:
+        self.directory = plan.directory
+        self._client = client
+        self._plan = plan
+        self._warn = warn
+        self._taker = SnapshotTaker(client, plan.directory, keep=plan.keep)
+        self._job = 0
+        self._training: dict[str, Any] = {}
+        self._last_s = 0.0
+        self._last_examples = 0
+        self.newest: SnapshotManifest | None = None
+        """The last one of this training."""
+
+    def begin(self, job: int, training: dict[str, Any], examples: int) -> None:
+        """Take them of a job from now on; `examples` were done before."""
+        self._job = job
+        self._training = training
+        self._last_s = time.monotonic()
+        self._last_examples = examples
+
+    def look(self, state: messages.JobState) -> None:
+        """Begin a snapshot if one is due, go on with the one that is being taken; never waits."""
+        try:
+            if self._taker.is_taking:
+                self.newest = self._taker.poll() or self.newest
+            elif self._is_due(state):
+                account = self._client.link.call(messages.GetAccount(job=self._job), JobAccount)
+                self._taker.begin(account, self._training)
+        except SnapshotWriteError as error:
+            self._warn(f"{error}; the training goes on")
+        except PacelineError as error:  # whether it can go on without this server, the driver sees
+            self._taker.give_up()
+            self._warn(f"a snapshot was not taken: {error}")
+
+    def _is_due(self, state: messages.JobState) -> bool:
+        now, examples = time.monotonic(), int(state.progress.get("examples", 0))
+        if self._plan.seconds is not None:
+            due = now - self._last_s >= self._plan.seconds
+        else:
+            assert self._plan.examples is not None
+            due = examples - self._last_examples >= self._plan.examples
+        if due:
+            self._last_s, self._last_examples = now, examples
+        return due
+
+    def end(self) -> None:
+        """Take none any more; one that is not there yet is given up."""
+        try:
+            self._taker.close()
+        except PacelineError:
+            pass  # the cluster is gone, and with it what was being written
+
+
+def describe_training(dataset: Dataset, options: TrainOptions, consistency: str) -> dict[str, Any]:
+    """Return what a snapshot says of the training that it is of."""
+    return {
+        "model": "lr",
+        "table": jobs.TABLE,
+        "dataset": dataset.spec(),
+        "files": _files(dataset.files),
+        "epochs": options.epochs,
+        "batch_size": options.batch_size,
+        "consistency": consistency,
+    }
+
+
+def _files(paths: Sequence[str | Path]) -> list[list[Any]]:
+    return [[os.path.basename(path), os.path.getsize(path)] for path in paths]
+
+
+class Resumption:
+    """The snapshot that a training goes on from."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        if snapshot.manifest.account is None or "dataset" not in snapshot.manifest.training:
+            raise UsageError(f"{snapshot} is of no training that 'paceline train' has done: load it from Python")
+        self.account: JobAccount = snapshot.manifest.account
+        self._training = snapshot.manifest.training
+
+    @classmethod
+    def find(cls, directory: str | Path, warn: Callable[[str], None]) -> Resumption:
+        """Take the newest whole snapshot of a directory. Raises ModelError if there is none."""
+        return cls(read_newest(directory, warn))
+
+    @property
+    def examples(self) -> int:
+        """Those of the shards that were done."""
+        return int(self.account.progress.get("examples", 0))
+
+    @property
+    def shard_bytes(self) -> int:
+        """How the data was cut into shards, and must be again."""
+        return int(self._training["dataset"]["shard_bytes"])
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Raise DataError unless a data set is the one that the snapshot's training has read."""
+        before, now = [list(each) for each in self._training["files"]], _files(dataset.files)
+        if len(before) != len(now):
+            raise DataError(
+                f"{self.snapshot} is of a training on {len(before)} files, and {len(now)} are given: resume with the "
+                "same files in the same order"
+            )
+        for number, ((name, size), (name_now, size_now)) in enumerate(zip(before, now, strict=True), 1):
+            if (name, size) != (name_now, size_now):
+                raise DataError(
+                    f"{self.snapshot} is of a training whose file {number} was {name} of {size:,} bytes, and it is "
+                    f"{name_now} of {size_now:,} bytes now: resume with the same files in the same order"
+                )
+        ours, theirs = dataset.spec(), self._training["dataset"]
+        for name in ("format", "label", "categorical", "numeric", "shard_bytes"):
+            if ours[name] != theirs[name]:
+                raise DataError(
+                    f"{self.snapshot} is of a training that read the data with {name} {theirs[name]!r}, and it is "
+                    f"{ours[name]!r} now: resume with the same options"
+                )
+
+    def load(self, client: Client, check: Callable[[], None]) -> None:
+        """Load the tables; `check` is called now and then, and may raise. Raises as :func:`load_snapshot`."""
+        load_snapshot(client, self.snapshot, check=check)
+
+    def describe(self) -> str:
+        """Say where the training goes on."""
+        manifest = self.snapshot.manifest
+        done = sum(int.from_bytes(each.shards, "little").bit_count() for each in self.account.done)
+        known = [size for size in self.account.files if size is not None]
+        of = f" of {sum(known) * self._training['epochs']:,}" if len(known) == len(self.account.files) else ""
+        at = "" if manifest.iteration is None else f", iteration {manifest.iteration:,}"
+        return f"resuming from {self.snapshot}: {done:,}{of} shards done, {self.examples:,} examples{at}"

@@ -1,0 +1,509 @@
+"""Training and evaluation of a click model: the driver's side.
+
+It posts jobs to a cluster (its own, or one that was started by hand), watches how far they are, gathers the findings,
+and saves the model. Workers do the work (:mod:`paceline.models.worker`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Columns, Dataset, open_dataset
+from paceline.errors import (
+    DataError,
+    DeadlineError,
+    ModelLostError,
+    PacelineError,
+    PeerError,
+    TableMismatchError,
+    UsageError,
+)
+from paceline.launch.interrupts import DeferredSignals
+from paceline.launch.local import LocalCluster, describe_status
+from paceline.launch.train.bad_data import BadData, describe_bad_lines
+from paceline.launch.train.data_files import check_files, open_training_data, total_size
+from paceline.launch.train.snapshots import Resumption, SnapshotPlan, TrainingSnapshots, describe_training
+from paceline.models import jobs
+from paceline.models.metrics import Evaluation, evaluate
+from paceline.protocol import NUM_BUCKETS, Consistency, Sequential
+from paceline.ps import FTRL, Client, UpdateRule, messages, to_fields
+from paceline.ps.client.saving import MANIFEST
+from paceline.tables.staleness import HISTOGRAM_SIZE
+
+_POLL_S = 0.05
+_ANSWER_S = 1.0
+_PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
+_DIVERGED_LOSS = 20.0  # nats; who always says 0.5 has 0.69
+_ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What to train, and how."""
+
+    data: Sequence[str | Path]
+    """Files to train on."""
+    evaluation: Sequence[str | Path] = ()
+    """Files to evaluate on after training."""
+    format: str | None = None
+    """criteo, libsvm, csv or parquet; None: guessed from the content."""
+    columns: Columns | None = None
+    """Of csv and parquet."""
+    epochs: int = 4
+    """Passes over the data."""
+    batch_size: int = 256
+    """Examples per minibatch of one worker."""
+    update: UpdateRule = field(default_factory=lambda: FTRL(alpha=0.05, beta=1.0, l1=1.0))
+    """How servers update weights."""
+    save: str | Path | None = None
+    """Directory for the model."""
+    cache: str | Path | None = None
+    """Directory that keeps parsed data for later passes; None: a temporary one, if there are several passes."""
+    strict: bool = False
+    """Whether the first malformed line ends the training."""
+    snapshots: SnapshotPlan | None = None
+    """Whether, when and where snapshots are taken."""
+    resume: str | Path | None = None
+    """Directory of snapshots, whose newest whole one is gone on from."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is."""
+
+    task: str
+    """``train``, or ``evaluate``, which follows."""
+    fraction: float | None
+    """Of the whole work, evaluation included; None until it is known how much there is."""
+    epoch: int | None
+    """The pass that the next shard belongs to, from 1."""
+    examples: int
+    """Of this task, as are the figures that follow."""
+    loss: float
+    num_bytes: int
+    num_workers: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came of a training. Seconds run from the first shard leased to the last update applied."""
+
+    examples: int
+    seconds: float
+    examples_per_s: float
+    train_log_loss: float
+    num_features: int
+    evaluation: Evaluation | None
+    staleness: dict[str, Any]
+    bad_lines: BadData
+    lost_workers: int
+    bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the final object of ``paceline train --json``."""
+        found = self.evaluation
+        return {
+            "auc": None if found is None else _number(found.auc),
+            "log_loss": None if found is None else _number(found.log_loss),
+            "calibration": None if found is None else _number(found.calibration),
+            "accuracy": None if found is None else found.accuracy,
+            "eval_examples": None if found is None else found.examples,
+            "train_log_loss": _number(self.train_log_loss),
+            "examples": self.examples,
+            "seconds": self.seconds,
+            "examples_per_s": self.examples_per_s,
+            "num_features": self.num_features,
+            "staleness": self.staleness,
+            "bad_lines": self.bad_lines.count,
+            "lost_workers": self.lost_workers,
+            "bytes": self.bytes,
+        }
+
+
+def _number(value: float) -> float | None:
+    """A number as JSON knows it: NaN, such as the AUC of examples that are all clicks, is null there."""
+    return float(value) if math.isfinite(value) else None
+
+
+class Training:
+    """One training on a cluster. `processes`, if it is our own cluster, is asked who has died."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        client: Client,
+        *,
+        num_workers: int,
+        processes: LocalCluster | None = None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if options.epochs < 1 or options.batch_size < 1:
+            raise UsageError(
+                f"epochs={options.epochs}, batch_size={options.batch_size}: expected positive whole numbers"
+            )
+        self._options = options
+        self._client = client
+        self._num_workers = num_workers
+        self._processes = processes
+        self._on_progress = on_progress
+        self._warn = warn
+        self._lost = self._lost_before = 0
+        self._format = ""
+        self._span = (0.0, 1.0)
+        self._signals = DeferredSignals()
+        self._alone_since: float | None = None
+        self._reconnections = client.link.reconnections
+        self._first_servers = client.server_ranks
+        self._server_restarts = 0
+        self._resumption: Resumption | None = None
+        self._snapshots = None if options.snapshots is None else TrainingSnapshots(client, options.snapshots, warn)
+
+    def run(self) -> TrainResult:
+        """Train, save, evaluate. On Ctrl-C or a failure in mid-training the model so far is saved, if it was to be.
+
+        Raises DataError for what is wrong with the data, PeerError when servers or all workers have died.
+        """
+        options, spare = self._options, None if self._processes is None else self._processes.scratch
+        if options.resume is not None:
+            self._resumption = Resumption.find(options.resume, self._warn)
+        with self._signals:
+            before = 0 if self._resumption is None else self._resumption.examples
+            shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
+            dataset = open_training_data(options, self._num_workers, spare, shard_bytes)
+            train_share = 1.0
+            if options.evaluation:
+                trained, evaluated = options.epochs * total_size(options.data), total_size(options.evaluation)
+                train_share = trained / (trained + evaluated)
+            self._span = (0.0, train_share)
+            staleness = ObservedStaleness(self._client)
+            with dataset:
+                if self._resumption is not None:
+                    self._resume(self._resumption, dataset)
+                try:
+                    state, reports = self._run_job("train", dataset, options.epochs)
+                except (KeyboardInterrupt, PacelineError) as error:
+                    if not isinstance(error, KeyboardInterrupt | ModelLostError):
+                        self._check_gone()  # which may be what is behind it
+                    self._save_what_there_is(error)
+                    raise
+            statistics = self._client.statistics()
+            found_staleness = staleness.summary()
+            rows = sum(each.tables[jobs.TABLE].rows for each in statistics)
+            examples = int(state.progress.get("examples", 0))
+            bad_data = self._report_bad_data(reports)
+            if not examples:
+                raise DataError(f"{options.data[0]} has no line that can be trained on")
+            if self._resumption is not None and examples == before:
+                done = f"{self._resumption.snapshot} has all examples of {options.epochs} epochs"
+                self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
+            if state.progress.get("loss", 0.0) / examples > _DIVERGED_LOSS:
+                self._warn("the training diverged: its mean log loss is beyond all measure; choose a smaller --lr")
+            if options.save is not None:
+                self.save(options.save)
+            self._span = (train_share, 1.0)
+            evaluation = self._evaluate(dataset) if options.evaluation else None
+        return TrainResult(
+            examples=examples,
+            seconds=state.seconds,
+            examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
+            train_log_loss=state.progress.get("loss", 0.0) / examples,
+            num_features=max(rows - 1, 0),  # the bias is no feature
+            evaluation=evaluation,
+            staleness=found_staleness,
+            bad_lines=bad_data,
+            lost_workers=self._lost,
+            bytes=int(state.progress.get("bytes", 0)),
+        )
+
+    def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
+        """Bring the cluster to where the snapshot was."""
+        resumption.check_data(dataset)
+        self._client.sparse_table(jobs.TABLE, dim=1, update=self._options.update)
+        resumption.load(self._client, self._signals.check)
+        self._warn(resumption.describe())
+
+    def save(self, directory: str | Path, *, finished: bool = True) -> None:
+        """Save the model."""
+        columns = self._options.columns
+        model = {
+            "kind": "lr",
+            "finished": finished,
+            "format": self._format,
+            "columns": None
+            if columns is None
+            else {"label": columns.label, "categorical": list(columns.categorical), "numeric": list(columns.numeric)},
+        }
+        self._client.save(directory, **model)
+
+    def _save_what_there_is(self, reason: BaseException) -> None:
+        """Save the unfinished model: after Ctrl-C under the name given, after a failure never over a finished one."""
+        if self._options.save is None:
+            return
+        directory = Path(self._options.save)
+        if not isinstance(reason, KeyboardInterrupt) and (directory / MANIFEST).exists():
+            directory = directory.with_name(f"{directory.name}-unfinished")
+        try:
+            if self._processes is not None:
+                self._processes.end_workers()
+                if self._gone():
+                    return  # and the model with it
+            if not any(table.rows for each in self._client.statistics() for table in each.tables.values()):
+                self._warn(f"nothing was trained yet, and nothing is saved in {directory}")
+                return
+            self.save(directory, finished=False)
+            self._warn(f"the model so far is saved in {directory}")
+        except PacelineError as error:
+            self._warn(f"the model so far could not be saved: {error}")
+
+    def _evaluate(self, trained_on: Dataset) -> Evaluation:
+        options = self._options
+        with open_dataset(options.evaluation, trained_on.format, trained_on.columns, strict=options.strict) as dataset:
+            _, reports = self._run_job("evaluate", dataset, 1)
+        found = [body for fields, body in reports if fields["kind"] == "predictions"]
+        halves = [np.frombuffer(body, np.float32).reshape(2, -1) for body in found]
+        self._report_bad_data(reports)
+        if not halves:
+            raise DataError(f"{options.evaluation[0]} has no line that can be evaluated")
+        return evaluate(np.concatenate([h[0] for h in halves]), np.concatenate([h[1] for h in halves]))
+
+    # A job, start to end.
+
+    def _run_job(
+        self, task: str, dataset: Dataset, epochs: int
+    ) -> tuple[messages.JobState, list[tuple[dict[str, Any], bytes]]]:
+        link = self._client.link
+        consistency: Consistency = self._client.consistency
+        job = jobs.Job(
+            task=task,
+            model="lr",
+            dataset=dataset.spec(),
+            batch_size=self._options.batch_size,
+            update=to_fields(self._options.update),
+            consistency=str(consistency),
+        )
+        self._format = dataset.format
+        self._lost_before = self._lost
+        strided = task == "train" and isinstance(consistency, Sequential)
+        resumed = self._resumption.account if task == "train" and self._resumption is not None else None
+        known = [None] * len(dataset.files) if resumed is None else resumed.files
+        number = link.call(
+            messages.PostJob(
+                description=jobs.encode(job),
+                files=tuple(dataset.num_shards(i) if size is None else size for i, size in enumerate(known)),
+                epochs=epochs,
+                assignment="strided" if strided else "first-come",
+                done=() if resumed is None else resumed.done,
+                progress={} if resumed is None else resumed.progress,
+            ),
+            int,
+        )
+        if task == "train" and self._snapshots is not None:
+            examples = 0 if self._resumption is None else self._resumption.examples
+            training = describe_training(dataset, self._options, str(consistency))
+            self._snapshots.begin(number, training, examples)
+        try:
+            return self._watch_job(task, number)
+        finally:
+            if task == "train" and self._snapshots is not None:
+                self._snapshots.end()
+
+    def _watch_job(self, task: str, number: int) -> tuple[messages.JobState, list[tuple[dict[str, Any], bytes]]]:
+        """Watch a job to its end."""
+        reports: list[tuple[dict[str, Any], bytes]] = []
+        reported = 0.0
+        while True:
+            state = self._ask_state(number)
+            self._note_lost(task, state)
+            self._take_reports(number, state.num_reports, reports)
+            if state.failed is not None:
+                raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
+            if state.finished:
+                self._report(task, state)
+                self._take_reports(number, 1 << 30, reports)
+                return state, reports
+            self._check_signals(number)
+            self._check_alive(state)
+            if task == "train" and self._snapshots is not None:
+                self._snapshots.look(state)
+            if time.monotonic() - reported >= 0.2:
+                reported = time.monotonic()
+                self._report(task, state)
+            time.sleep(_POLL_S)
+
+    def _ask_state(self, number: int) -> messages.JobState:
+        """Ask how far a job is. That may take long, while the scheduler is replaced; what else happens is noticed."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                state: messages.JobState = self._client.link.call(
+                    messages.JobStatus(job=number), messages.JobState, timeout_s=_ANSWER_S
+                )
+                return state
+            except DeadlineError:
+                self._check_signals(number)
+                if self._processes is not None:
+                    self._check_gone()
+                if time.monotonic() > deadline:
+                    raise
+
+    def _check_signals(self, number: int) -> None:
+        try:
+            self._signals.check()
+        except KeyboardInterrupt:
+            interrupted = messages.JobFailed(job=number, error="PacelineError", message="the training was interrupted")
+            self._client.link.tell(interrupted)
+            raise
+
+    def _take_reports(self, number: int, most: int, reports: list[tuple[dict[str, Any], bytes]]) -> None:
+        for _ in range(most):
+            report, body = self._client.link.call_with_body(
+                messages.TakeReports(job=number), messages.TakenReport | None
+            )
+            if report is None:
+                return
+            reports.append((report.fields, bytes(body)))
+
+    def _report(self, task: str, state: messages.JobState) -> None:
+        done = state.done / state.total if state.total else None
+        self._on_progress(
+            Progress(
+                task=task,
+                fraction=None if done is None else self._span[0] + done * (self._span[1] - self._span[0]),
+                epoch=None if done is None else min(int(done * self._options.epochs) + 1, self._options.epochs),
+                examples=int(state.progress.get("examples", 0)),
+                loss=state.progress.get("loss", 0.0),
+                num_bytes=int(state.progress.get("bytes", 0)),
+                num_workers=state.num_workers,
+                seconds=state.seconds,
+            )
+        )
+
+    def _note_lost(self, task: str, state: messages.JobState) -> None:
+        if self._lost_before + state.lost_workers > self._lost:
+            self._lost = self._lost_before + state.lost_workers
+            self._warn(f"a worker died: {state.num_workers} go on, and its unfinished shards are read again ({task})")
+
+    def _gone(self) -> str | None:
+        """Say that a server, and what it had, or the scheduler, is gone."""
+        if self._processes is not None:
+            dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
+            if dead:
+                return f"{dead[0][0]} {describe_status(dead[0][1])}"
+        cluster = self._client.link.cluster
+        if cluster is None or not cluster.num_lost:
+            return None
+        missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role("server")})
+        return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
+
+    def _check_alive(self, state: messages.JobState) -> None:
+        if self._client.link.reconnections > self._reconnections:
+            self._reconnections = self._client.link.reconnections
+            self._warn("the scheduler died: another one has taken its place")
+        if self._processes is not None and self._processes.server_restarts > self._server_restarts:
+            self._server_restarts = self._processes.server_restarts
+            self._warn("a server died: its replicas serve what it had, and another server takes its place")
+        self._check_gone()
+        if self._processes is not None:
+            if not self._processes.pids("worker"):
+                raise PeerError("all workers have died: nobody is left to train")
+        elif state.num_workers:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
+            self._warn("the cluster has no worker: this waits until there is one (see 'paceline worker --help')")
+
+    def _check_gone(self) -> None:
+        gone = self._gone()
+        if gone is not None:
+            what = (
+                "as were those that took its place"
+                if gone.startswith("scheduler")
+                else "and with it its part of the model"
+            )
+            if self._snapshots is None or self._snapshots.newest is None:
+                raise ModelLostError(f"{gone}, {what}: start again from the last saved one")
+            directory = str(self._snapshots.directory)
+            number = self._snapshots.newest.number
+            raise ModelLostError(f"{gone}, {what}: go on from snapshot {number} with --resume {directory}", directory)
+
+    def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]]) -> BadData:
+        found = [fields for fields, _ in reports if fields["kind"] == "data"]
+        for fields in found:
+            if fields["cache_error"]:
+                self._warn(fields["cache_error"])
+                break
+        bad = describe_bad_lines([(fields["bad_lines"], fields["first"]) for fields in found])
+        if bad.count:
+            self._warn(bad.sentence())
+        return bad
+
+
+def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return mean, maximum and histogram of the staleness that servers observed."""
+    total = np.sum(np.array(histograms, np.int64), axis=0)
+    count = int(total.sum())
+    seen = np.flatnonzero(total)
+    last = int(seen[-1]) if count else 0
+    return {
+        "mean": float((total * np.arange(len(total))).sum() / count) if count else 0.0,
+        "max": last,
+        "histogram": total[: last + 1].tolist(),
+    }
+
+
+class ObservedStaleness:
+    """The staleness that a cluster's servers have counted since this was made."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before = self._counts()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `summarize_staleness` does; zeros if no gradient has come."""
+        return summarize_staleness([(self._counts() - self._before).tolist()])
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        counts = np.zeros(HISTOGRAM_SIZE, np.int64)
+        for server in self._client.statistics():
+            if jobs.TABLE in server.tables:
+                counts += np.array(server.tables[jobs.TABLE].staleness, np.int64)
+        return counts
+
+
+def train_locally(
+    options: TrainOptions,
+    *,
+    servers: int = 1,
+    workers: int = 1,
+    consistency: Consistency | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    warn: Callable[[str], None] = lambda text: None,
+    on_compile: Callable[[str], None] | None = None,
+    **cluster_options: Any,
+) -> TrainResult:
+    """Train on processes of this machine that live as long as the training. Arguments as LocalCluster and Training."""
+    check_files(options)  # what is wrong is said before anything starts
+    with (
+        LocalCluster(
+            servers=servers,
+            workers=workers,
+            consistency=consistency,
+            on_compile=on_compile,
+            start_workers=True,
+            **cluster_options,
+        ) as cluster,
+        cluster.connect(observer=True) as client,
+    ):
+        cluster.wait_workers(client, workers)
+        training = Training(options, client, num_workers=workers, processes=cluster, on_progress=on_progress, warn=warn)
+        return training.run()

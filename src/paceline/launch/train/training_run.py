@@ -1,0 +1,149 @@
+"""A training as a person runs it: the cluster, the progress line on standard error, warnings as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from typing import Any
+
+from rich.console import Console
+
+from paceline.errors import ModelLostError
+from paceline.launch.local import LocalCluster
+from paceline.launch.train.data_files import check_files
+from paceline.launch.train.train import ObservedStaleness, Progress, Training, TrainOptions, TrainResult
+from paceline.observe import RateMeter, Snapshot, TrainingProgress
+from paceline.protocol import Consistency, StalePolicy
+from paceline.ps import Client, messages
+from paceline.transport import TLS, SocketTransport
+
+_STALENESS_EVERY_S = 0.5
+_LOSS_EXAMPLES = 50_000
+
+
+def run_training(
+    options: TrainOptions,
+    *,
+    servers: int,
+    workers: int,
+    consistency: Consistency,
+    stale: StalePolicy,
+    replicas: int = 0,
+    min_replicas: int = 0,
+    non_finite: str = "refuse",
+    auto_resume: bool = False,
+    scheduler: str | None = None,
+    token: str | None = None,
+    tls: TLS | None = None,
+    quiet: bool = False,
+    heartbeat_timeout_s: float = 10.0,
+) -> TrainResult:
+    """Train with a progress line; on the cluster of `scheduler`, or on processes that live as long as this call.
+
+    With `auto_resume` a training on own processes that loses a part of its model goes on, on new ones, from its newest
+    snapshot.
+    """
+    console = Console(stderr=True)
+    check_files(options)
+
+    def warn(text: str) -> None:
+        console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def train_once() -> TrainResult:
+        nonlocal workers
+        with contextlib.ExitStack() as stack:
+            line = stack.enter_context(TrainingProgress(console, None, not quiet))
+            cluster: LocalCluster | None = None
+            if scheduler is not None:
+                assert token is not None
+                client = stack.enter_context(Client(SocketTransport(token, tls=tls), scheduler, observer=True))
+                workers = client.link.call(messages.GetSettings(), messages.Settings).num_workers
+            else:
+                cluster = LocalCluster(
+                    servers=servers,
+                    workers=workers,
+                    consistency=consistency,
+                    stale=stale,
+                    replicas=replicas,
+                    min_replicas=min_replicas,
+                    non_finite=non_finite,
+                    tls=tls,
+                    heartbeat_timeout_s=heartbeat_timeout_s,
+                    on_compile=lambda text: console.print(text, highlight=False),
+                    start_workers=True,
+                )
+                stack.enter_context(cluster)
+                client = stack.enter_context(cluster.connect(observer=True))
+                cluster.wait_workers(client, workers)
+            show = _Display(line, client, options.epochs).show
+            training = Training(options, client, num_workers=workers, processes=cluster, on_progress=show, warn=warn)
+            return training.run()
+
+    while True:
+        try:
+            return train_once()
+        except ModelLostError as error:
+            if not auto_resume or error.resume_from is None:
+                raise
+            warn(f"{error}: which it does by itself")
+            options = dataclasses.replace(options, resume=error.resume_from)
+
+
+class _Display:
+    """Makes progress line after progress line of what the driver tells."""
+
+    def __init__(self, line: TrainingProgress, client: Client, epochs: int) -> None:
+        self._line = line
+        self._epochs = epochs
+        self._examples, self._bytes = RateMeter(), RateMeter()
+        self._loss = _RunningLoss()
+        self._observed = ObservedStaleness(client)
+        self._staleness: dict[str, Any] = {}
+        self._looked = time.monotonic()
+
+    def show(self, progress: Progress) -> None:
+        """Show this from now on."""
+        now = time.monotonic()
+        self._examples.add(now, progress.examples)
+        self._bytes.add(now, progress.num_bytes)
+        training = progress.task == "train"
+        if training and now - self._looked > _STALENESS_EVERY_S:
+            self._looked = now
+            self._staleness = self._observed.summary()
+        if not progress.examples:
+            return
+        self._line.update(
+            Snapshot(
+                examples=progress.examples,
+                examples_per_s=self._examples.per_s,
+                done_fraction=progress.fraction,
+                log_loss=self._loss.add(progress.examples, progress.loss) if training else None,
+                staleness_mean=self._staleness.get("mean") if training else None,
+                staleness_max=self._staleness.get("max") if training else None,
+                bytes_per_s=self._bytes.per_s,
+                workers=progress.num_workers,
+                epoch=f"{progress.epoch}/{self._epochs}" if training and progress.epoch else None,
+                phase=None if training else "evaluating",
+            )
+        )
+
+
+class _RunningLoss:
+    """The mean loss of the last examples: of the newest report that covers enough of them."""
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[int, float]] = deque([(0, 0.0)])
+
+    def add(self, examples: int, loss: float) -> float | None:
+        """Take the sums so far; return the mean over the last so many thousand examples."""
+        reports = self._reports
+        if examples < reports[-1][0]:  # a worker died, and what it had not finished counts no more
+            reports.clear()
+        if not reports or examples > reports[-1][0]:
+            reports.append((examples, loss))
+        while len(reports) > 2 and examples - reports[1][0] >= _LOSS_EXAMPLES:
+            reports.popleft()
+        (first, first_loss), (last, last_loss) = reports[0], reports[-1]
+        return (last_loss - first_loss) / (last - first) if last > first else None

@@ -1,0 +1,1 @@
+"""A worker's side of parameter servers: the client, its connections and its tables."""

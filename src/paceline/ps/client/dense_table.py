@@ -1,0 +1,242 @@
+"""A dense table as a worker holds it: push and pull by range or by key, each bucket to its server."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import UsageError
+from paceline.protocol.buckets import bucket_set
+from paceline.ps.client.table import Table
+from paceline.ps.client.ticket import Parts, Ticket
+from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
+from paceline.tables.bucket_arrays import dense_buckets
+from paceline.tables.ranges import clip_runs, range_buckets, runs_in
+from paceline.tables.sparse_store import Floats, Keys
+
+if TYPE_CHECKING:
+    from paceline.ps.client.client import Client
+
+
+class DenseTable(Table):
+    """`size` float32 with keys 0 to size - 1, in contiguous buckets. Declared by ``client.dense_table``.
+
+    Every method takes either a range or `keys`: ``push(grads, start=0)`` means [0, len(grads)).
+    """
+
+    def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
+        super().__init__(client, number, spec)
+        self._runs: list[Sequence[tuple[int, int]]] = []  # of each server
+        self._runs_of = 0  # version of the map
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.spec.size
+
+    def push(
+        self, grads: npt.ArrayLike, *, start: int = 0, keys: npt.ArrayLike | None = None, tick: bool = False
+    ) -> Ticket:
+        """Send gradients (float32 [n]) for [start, start + n), or for `keys` (uint64 [n]; equal ones are summed).
+
+        Other arguments, result and errors as :meth:`SparseTable.push`.
+        """
+        with self._client.lock:
+            if keys is None:
+                start, stop = self._check_range(start, None, self._count(grads))
+                flat = self._check_grads(grads, stop - start, 1)
+                return self._send_range(PUSH, start, stop, flat, None, tick)
+            distinct, flat, _ = self._prepare_keys(keys, grads)
+            return self._send_dense_keys(PUSH, distinct, flat, None, None, tick)
+
+    def pull(
+        self,
+        out: Floats | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        keys: npt.ArrayLike | None = None,
+    ) -> Floats:
+        """Return the values of [start, stop) (default: all from `start`), or of `keys`, as float32 [n]."""
+        values: Floats = self.pull_async(out, start=start, stop=stop, keys=keys).result()
+        return values
+
+    def pull_async(
+        self,
+        out: Floats | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        keys: npt.ArrayLike | None = None,
+    ) -> Ticket:
+        """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does."""
+        with self._client.lock:
+            if keys is not None:
+                checked = self._check_dense_keys(keys)
+                target = self._check_out(out, len(checked), 1).reshape(-1)
+                return self._send_dense_keys(PULL, checked, None, target, None, False)
+            start, stop = self._check_range(start, stop, None if out is None else np.size(out))
+            target = self._check_out(out, stop - start, 1).reshape(-1)
+            return self._send_range(PULL, start, stop, None, target, False)
+
+    def push_pull(
+        self, grads: npt.ArrayLike, out: Floats | None = None, *, start: int = 0, keys: npt.ArrayLike | None = None,
+        tick: bool = False,
+    ) -> Floats:  # fmt: skip
+        """Push gradients and read the same elements after that, in one message; with `tick`, of the next iteration."""
+        values: Floats = self.push_pull_async(grads, out, start=start, keys=keys, tick=tick).result()
+        return values
+
+    def push_pull_async(
+        self, grads: npt.ArrayLike, out: Floats | None = None, *, start: int = 0, keys: npt.ArrayLike | None = None,
+        tick: bool = False,
+    ) -> Ticket:  # fmt: skip
+        """Do as :meth:`push_pull` without waiting."""
+        with self._client.lock:
+            count = self._count(grads)
+            if keys is None:
+                start, stop = self._check_range(start, None, count)
+                flat = self._check_grads(grads, count, 1)
+                target = self._check_out(out, count, 1).reshape(-1)
+                return self._send_range(PUSH_PULL, start, stop, flat, target, tick)
+            distinct, flat, inverse = self._prepare_keys(keys, grads)
+            target = self._check_out(out, count, 1).reshape(-1)
+            return self._send_dense_keys(PUSH_PULL, distinct, flat, target, inverse, tick)
+
+    def _count(self, grads: npt.ArrayLike) -> int:
+        shape = np.shape(grads)
+        if not shape:
+            raise UsageError(f"gradients for table {self.name!r} are a single number: expected float32 [n]")
+        return int(shape[0])
+
+    def _check_range(self, start: int, stop: int | None, count: int | None) -> tuple[int, int]:
+        try:
+            first = operator.index(start)
+            end = operator.index(stop) if stop is not None else self.size if count is None else first + count
+        except TypeError:
+            raise UsageError(
+                f"range [{start!r}, {stop!r}) of dense table {self.name!r}: expected whole numbers"
+            ) from None
+        if not 0 <= first <= end <= self.size:
+            raise UsageError(
+                f"range [{first}, {end}) of dense table {self.name!r}: expected one within [0, {self.size})"
+            )
+        return first, end
+
+    def _check_dense_keys(self, keys: npt.ArrayLike) -> Keys:
+        checked = self._check_keys(keys)
+        if len(checked) and int(checked.max()) >= self.size:
+            raise UsageError(
+                f"keys of dense table {self.name!r} hold {checked.max()}: they go from 0 to {self.size - 1}"
+            )
+        return checked
+
+    def _prepare_keys(
+        self, keys: npt.ArrayLike, grads: npt.ArrayLike
+    ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
+        checked = self._check_dense_keys(keys)
+        flat = self._check_grads(grads, len(checked), 1)
+        return self._sum_equal(checked, flat, 1)
+
+    def _send_dense_keys(
+        self,
+        kind: int,
+        keys: Keys,
+        grads: Floats | None,
+        out: Floats | None,
+        inverse: npt.NDArray[np.int32] | None,
+        ticks: bool,
+    ) -> Ticket:
+        client = self._client
+        values = out if inverse is None or out is None else np.empty(len(keys), np.float32)
+        flags = client.tick_flag() if ticks else 0
+        sequence = client.next_sequence() if grads is not None else client.last_sequence()
+        connections = client.connections
+        buckets = dense_buckets(self.size, keys)
+        if client.routes.lost:
+            client.check_there(bucket_set(np.unique(buckets).tolist()))
+        owners = client.owners[buckets]
+        sent: Parts = []
+        places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
+        for i, connection in enumerate(connections):
+            chosen = np.flatnonzero(owners == i)
+            if not len(chosen):
+                if ticks:
+                    sent.append((connection, connection.send(TICK, 0, 0, client.clock, 0, ())))
+                continue
+            parts: list[Any] = [keys[chosen]]
+            if grads is not None:
+                parts.append(grads[chosen])
+            own_out = None if values is None else np.empty(len(chosen), np.float32)
+            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            pending.is_private = True
+            sent.append((connection, pending))
+            if own_out is not None:
+                places.append((own_out, chosen))
+        if ticks:
+            client.ticked_by_push()
+
+        def finish() -> Floats | None:
+            if values is not None:
+                for own, chosen in places:
+                    values[chosen] = own
+                if out is not None and inverse is not None:
+                    out[:] = values[inverse]
+            return out
+
+        return Ticket(client, sent, finish)
+
+    def _runs_now(self) -> list[Sequence[tuple[int, int]]]:
+        """The elements of each of the client's connections, as ranges."""
+        routes = self._client.routes
+        if self._runs_of != routes.version:
+            self._runs = [runs_in(self.size, led) for led in routes.leads]
+            self._runs_of = routes.version
+        return self._runs
+
+    def _send_range(
+        self, kind: int, start: int, stop: int, grads: Floats | None, out: Floats | None, ticks: bool
+    ) -> Ticket:
+        client = self._client
+        flags = RANGE | (client.tick_flag() if ticks else 0)
+        sequence = client.next_sequence() if grads is not None else client.last_sequence()
+        bounds = np.array([start, stop], np.uint64)
+        connections = client.connections
+        if client.routes.lost:
+            client.check_there(range_buckets(self.size, start, stop))
+        sent: Parts = []
+        places: list[tuple[Floats, list[tuple[int, int]]]] = []
+        for connection, runs in zip(connections, self._runs_now(), strict=True):
+            own = clip_runs(runs, start, stop)
+            length = sum(b - a for a, b in own)
+            if not length:
+                if ticks:
+                    sent.append((connection, connection.send(TICK, 0, 0, client.clock, 0, ())))
+                continue
+            whole = length == stop - start
+            parts: list[Any] = [bounds]
+            if grads is not None:
+                parts.append(grads if whole else np.concatenate([grads[a - start : b - start] for a, b in own]))
+            own_out = None if out is None else out if whole else np.empty(length, np.float32)
+            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
+            pending.is_private = not whole
+            sent.append((connection, pending))
+            if own_out is not None and not whole:
+                places.append((own_out, own))
+        if ticks:
+            client.ticked_by_push()
+
+        def finish() -> Floats | None:
+            for values, own in places:
+                at = 0
+                for a, b in own:
+                    assert out is not None
+                    out[a - start : b - start] = values[at : at + b - a]
+                    at += b - a
+            return out
+
+        return Ticket(client, sent, finish)

@@ -1,0 +1,84 @@
+"""Whole records of a table, values and state together, as saved models and checkpoints hold them: read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import PeerError
+from paceline.kernels.dedup import split
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.buckets import bucket_set
+from paceline.ps import messages
+from paceline.ps.client.client import Client
+from paceline.ps.messages import TableSpec
+from paceline.tables.bounds import Natural
+from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
+from paceline.tables.sparse_store import Floats, Keys
+
+
+def read_records(
+    client: Client, spec: TableSpec, buckets: Iterable[int] = range(NUM_BUCKETS)
+) -> Iterator[tuple[Keys, Floats]]:
+    """Yield a table's keys (uint64 [n]) and records (float32 [n, words]) by those of `buckets` that hold something.
+
+    A record is the values of a key, then the state of the table's update rule. What workers push meanwhile may or may
+    not be part of it.
+    """
+    handle = client.open_table(spec)
+    client.flush()
+    for bucket in buckets:
+        with client.lock:
+            rows, body = client.retry(partial(_read_bucket, client, handle.number, bucket))
+        if len(body) != rows * (8 + 4 * spec.record_words):
+            raise PeerError(
+                f"bucket {bucket} of table {spec.name!r} came as {len(body)} bytes for {rows} rows of "
+                f"{spec.record_words} float32: are servers and clients of one version?"
+            )
+        if rows:
+            keys = np.frombuffer(body, np.uint64, rows)
+            yield keys, np.frombuffer(body, np.float32, offset=8 * rows).reshape(rows, -1)
+
+
+def _read_bucket(client: Client, number: int, bucket: int) -> tuple[int, memoryview]:
+    connections = client.connections
+    client.check_there(1 << bucket)
+    return connections[int(client.owners[bucket])].call(messages.ReadBucket(table=number, bucket=bucket), Natural)
+
+
+def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) -> None:
+    """Set whole records (float32 [n, words]) of `keys` (uint64 [n]), each on the server that has it, at once."""
+    number = client.open_table(spec).number
+    rest = np.arange(len(keys))
+
+    def write_rest() -> None:
+        nonlocal rest
+        while len(rest):
+            connections = client.connections
+            order, starts = _by_server(client, spec, keys[rest])
+            first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
+            chosen = rest[order[starts[first] : starts[first + 1]]]
+            message = messages.WriteRecords(table=number, rows=len(chosen))
+            connections[first].call(message, body=(keys[chosen], records[chosen]))
+            rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
+
+    with client.lock:
+        client.retry(write_rest)
+
+
+def _by_server(client: Client, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return positions of keys grouped by server, and where each server's begin, as :func:`split` does."""
+    num_servers = len(client.connections)
+    if spec.kind == "sparse":
+        client.check_there(buckets_of_keys(keys) if client.routes.lost else 0)
+        order, starts = np.empty(len(keys), np.int64), np.empty(num_servers + 1, np.int64)
+        split(keys, client.owners, starts, order)
+        return order, starts
+    buckets = dense_buckets(spec.size, keys)
+    client.check_there(bucket_set(np.unique(buckets).tolist()) if client.routes.lost else 0)
+    owners = client.owners[buckets]
+    order = np.argsort(owners, kind="stable")
+    return order, np.searchsorted(owners[order], np.arange(num_servers + 1))

@@ -1,0 +1,225 @@
+"""Snapshots read back: the newest whole one of a directory, and its rows into a new cluster.
+
+Each server reads its own buckets, as primary or as replica; this process reads for those that do not see the directory.
+What lies there is :mod:`paceline.ps.client.snapshot_files`', what took it :mod:`paceline.ps.client.snapshots`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ModelError, PeerError, StaleEpochError, TableMismatchError, UsageError
+from paceline.protocol.buckets import Buckets, bucket_set, to_bytes
+from paceline.ps.client.client import Client
+from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.records import write_records
+from paceline.ps.client.snapshot_files import (
+    SnapshotManifest,
+    SnapshotTable,
+    check_part,
+    folder_name,
+    numbers_in,
+    read_manifest,
+    read_part,
+)
+from paceline.ps.client.snapshots import shares_of
+from paceline.ps.messages import ClusterMap, GetMap
+from paceline.ps.messages.snapshots import GetLoadState, LoadParts, LoadState
+
+_READERS = 2
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that was found whole."""
+
+    directory: Path
+    manifest: SnapshotManifest
+
+    def __str__(self) -> str:
+        return f"{self.directory / folder_name(self.manifest.number)}"
+
+
+def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] = lambda text: None) -> Snapshot:
+    """Return the newest snapshot of a directory whose files are all there and undamaged.
+
+    `warn` is told of each newer one that is not, with the checksum found. Raises ModelError if none is whole.
+    """
+    folder = Path(directory)
+    numbers = [number for number in numbers_in(folder) if (folder / folder_name(number) / "manifest.json").exists()]
+    if not numbers:
+        raise ModelError(f"{folder} holds no whole snapshot to resume from")
+    whole: set[str] = set()
+    reasons: dict[int, str] = {}
+    for number in reversed(numbers):
+        try:
+            manifest = read_manifest(folder, number)
+            _check_files(folder, manifest, whole)
+        except ModelError as error:
+            reasons[number] = str(error)
+            continue
+        for newer, reason in reasons.items():
+            warn(f"{folder_name(newer)} is not used, {folder_name(number)} is: {reason}")
+        return Snapshot(folder, manifest)
+    raise ModelError(f"{folder} holds no whole snapshot to resume from: {'; '.join(reasons.values())}")
+
+
+def _check_files(folder: Path, manifest: SnapshotManifest, whole: set[str]) -> None:
+    """Raise ModelError unless a snapshot's files are whole; those that are known to be are not read again."""
+    parts = {use.part.file: use.part for table in manifest.tables for use in table.uses}
+    unknown = [part for file, part in parts.items() if file not in whole]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="paceline-snapshot") as pool:
+        checks = [(part, pool.submit(check_part, folder, part)) for part in unknown]
+        try:
+            for part, check in checks:
+                check.result()
+                whole.add(part.file)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def load_snapshot(
+    client: Client, snapshot: Snapshot, timeout_s: float = 600.0, check: Callable[[], None] = lambda: None
+) -> None:
+    """Load a snapshot's tables into a new cluster, whatever its number of servers; each server reads its own buckets.
+
+    Servers may join, leave and die meanwhile: it begins again until none did. `check` is called now and then, and may
+    raise. Raises PeerError if it gets no further, table by table, for `timeout_s`, TableMismatchError if the cluster
+    has such a table with other settings, UsageError if it has rows already, ModelError for a file that is damaged,
+    ConnectionLostError if buckets are lost.
+    """
+    known = {spec.name: spec for spec in client.tables()}
+    for table in snapshot.manifest.tables:
+        spec, other = table.spec, known.get(table.spec.name)
+        if other is not None and other != spec:
+            raise TableMismatchError(
+                f"{snapshot} holds table {spec.name!r} as {spec}, and this cluster has it as {other}: resume with the "
+                "settings that it was taken with"
+            )
+    for server in client.statistics():
+        for name, statistics in server.tables.items():
+            if statistics.rows and known[name].kind == "sparse":
+                raise UsageError(f"table {name!r} has rows already: a snapshot is loaded into a new cluster")
+    loading = _Loading(client, snapshot, timeout_s, check)
+    while not loading.load():
+        loading.pause("servers join, leave or die all the while")
+
+
+class _Loading:
+    """A snapshot on its way into a cluster.
+
+    A server reads what it holds, as primary or replica; nothing goes down the chains. So what is loaded while nobody is
+    being filled, by one version of the map from beginning to end, is on every server that has a part in it: one filled
+    later is filled from those. Whatever else was loaded is loaded again.
+    """
+
+    def __init__(self, client: Client, snapshot: Snapshot, timeout_s: float, check: Callable[[], None]) -> None:
+        self._client = client
+        self._directory = snapshot.directory.absolute()
+        self._tables = snapshot.manifest.tables
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._num_through = 0  # tables, in the attempt that came furthest
+        self._check = check
+
+    def load(self) -> bool:
+        """Load all tables; return False if they have to be loaded again, since servers came or went."""
+        cluster = self._map()
+        if any(group.filling is not None for group in cluster.groups):
+            return False
+        try:
+            for number, table in enumerate(self._tables):
+                self._load_table(table, cluster.version)
+                if number >= self._num_through:
+                    self._num_through = number + 1
+                    self._deadline = time.monotonic() + self._timeout_s
+        except StaleEpochError:
+            return False
+        return self._map().version == cluster.version
+
+    def pause(self, awaited: str) -> None:
+        """Wait a moment. Raises PeerError if there was time enough for something to get through."""
+        self._check()
+        if time.monotonic() > self._deadline:
+            raise PeerError(
+                f"the snapshot in {self._directory} was not loaded: for {self._timeout_s:g} s nothing came of it "
+                f"({awaited}); see to the servers, and resume again"
+            )
+        time.sleep(_POLL_S)
+
+    def _map(self) -> ClusterMap:
+        found: ClusterMap = self._client.link.call(GetMap(), ClusterMap)
+        return found
+
+    def _load_table(self, table: SnapshotTable, version: int) -> None:
+        client = self._client
+        number = client.open_table(table.spec).number
+        waits: list[ServerConnection] = []
+        with client.lock:
+            for connection, _ in self._shares(version):
+                request = LoadParts(
+                    version=version,
+                    table=number,
+                    directory=str(self._directory),
+                    parts=tuple(use.part for use in table.uses),
+                    buckets=tuple(to_bytes(bucket_set(use.buckets)) for use in table.uses),
+                )
+                connection.call(request)
+                waits.append(connection)
+        unseen: Buckets = 0
+        while waits:
+            with client.lock:
+                self._shares(version)
+                states = [(connection, _load_state(connection)) for connection in waits]
+            waits = [connection for connection, state in states if not state.done]
+            for connection, state in states:
+                if not state.is_seen:
+                    unseen |= _held_by(client, connection.incarnation)
+            if waits:
+                self.pause(f"server {waits[0].rank} still reads its part")
+        if unseen:  # a server runs elsewhere, and does not see this directory
+            self._load_through(table, unseen)
+
+    def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:
+        """Return the shares of the servers by this version of the map. Raises StaleEpochError if it is another now."""
+        shares = list(shares_of(self._client))
+        if self._client.routes.version != version:
+            raise StaleEpochError(f"the map of the cluster has changed since version {version}")
+        return shares
+
+    def _load_through(self, table: SnapshotTable, wanted: Buckets) -> None:
+        """Load buckets through this process."""
+        for use in table.uses:
+            mine = bucket_set(use.buckets) & wanted
+            if not mine:
+                continue
+            self._check()
+            keys, records = read_part(self._directory, use.part)
+            at = 0
+            for bucket, rows in zip(use.part.buckets, use.part.rows, strict=True):
+                if rows and mine >> bucket & 1:
+                    write_records(self._client, table.spec, keys[at : at + rows], records[at : at + rows])
+                at += rows
+
+
+def _held_by(client: Client, server: int) -> Buckets:
+    """Return the buckets of whose chain a server is a member."""
+    held = 0
+    for group in client.routes.groups:
+        if server in group.members:
+            held |= group.buckets
+    return held
+
+
+def _load_state(connection: ServerConnection) -> LoadState:
+    state: LoadState = connection.call(GetLoadState(), LoadState)[0]
+    if state.error:
+        raise ModelError(f"server {connection.rank} could not load its part of the snapshot: {state.error}")
+    return state

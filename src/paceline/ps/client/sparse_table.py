@@ -1,0 +1,242 @@
+"""A sparse table as a worker holds it: push and pull by key, each key to the server that owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import UsageError
+from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
+from paceline.ps import messages
+from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.table import Table
+from paceline.ps.client.ticket import Parts, Ticket
+from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
+from paceline.tables.bounds import Natural
+from paceline.tables.bucket_arrays import buckets_of_keys
+from paceline.tables.sparse_store import Floats, Keys
+
+if TYPE_CHECKING:
+    from paceline.ps.client.client import Client
+
+
+class SparseTable(Table):
+    """uint64 key → row of `dim` float32, spread over the servers by key. Declared by ``client.sparse_table``."""
+
+    @property
+    def dim(self) -> int:
+        """Values per row."""
+        return self.spec.dim
+
+    def push(
+        self, keys: npt.ArrayLike, grads: npt.ArrayLike, *, tick: bool = False, assume_unique: bool = False
+    ) -> Ticket:
+        """Send gradients; the servers apply the table's update rule once per key.
+
+        `keys`: uint64 [n], any order; gradients of equal keys are summed. `grads`: float32 [n, dim] (or [n] if dim is
+        1), all finite. `tick` ends the iteration with this push, as :meth:`Client.tick` does. `assume_unique` skips
+        the search for equal keys. Returns at once; the arrays must not change until the ticket is done.
+
+        Raises UsageError for a wrong dtype or shape, NonFiniteError for NaN or Inf; then no server has seen any of it.
+        """
+        with self._client.lock:
+            distinct, flat, _ = self._prepare_push(keys, grads, assume_unique)
+            return self._send_by_key(PUSH, distinct, flat, None, self.dim, ticks=tick)
+
+    def pull(self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False) -> Floats:
+        """Return the values of `keys` (uint64 [n]) as float32 [n, dim], in `out` if given; waits for the gate."""
+        values: Floats = self.pull_async(keys, out, assume_unique=assume_unique).result()
+        return values
+
+    def pull_async(
+        self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False, ahead: int = 0
+    ) -> Ticket:
+        """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does.
+
+        With `ahead` they are asked for as of the iteration so many after the current one, before the worker has ticked:
+        that hides the round trip, and the values may lack this worker's own last pushes. Only under a consistency whose
+        τ is at least `ahead`; else UsageError.
+        """
+        with self._client.lock:
+            if ahead:
+                self._check_ahead(ahead)
+            checked = self._check_keys(keys)
+            out = self._check_out(out, len(checked), self.dim)
+            if not len(checked):
+                return _empty_ticket(self._client, out)
+            distinct, inverse = (checked, None) if assume_unique else self._dedup(checked)
+            return self._ask(PULL, distinct, inverse, None, out, False, ahead)
+
+    def push_pull(
+        self, keys: npt.ArrayLike, grads: npt.ArrayLike, out: Floats | None = None, *, tick: bool = False,
+        assume_unique: bool = False,
+    ) -> Floats:  # fmt: skip
+        """Push gradients and read the same keys' values after that, in one message; with `tick`, the next iteration's.
+
+        (Under sequential consistency a gradient shows only in the next iteration.)
+        """
+        ticket = self.push_pull_async(keys, grads, out, tick=tick, assume_unique=assume_unique)
+        values: Floats = ticket.result()
+        return values
+
+    def push_pull_async(
+        self, keys: npt.ArrayLike, grads: npt.ArrayLike, out: Floats | None = None, *, tick: bool = False,
+        assume_unique: bool = False,
+    ) -> Ticket:  # fmt: skip
+        """Do as :meth:`push_pull` without waiting."""
+        with self._client.lock:
+            distinct, flat, inverse = self._prepare_push(keys, grads, assume_unique)
+            out = self._check_out(out, len(distinct) if inverse is None else len(inverse), self.dim)
+            return self._ask(PUSH_PULL, distinct, inverse, flat, out, tick)
+
+    def erase(self, keys: npt.ArrayLike) -> int:
+        """Erase rows, so that they read as never pushed; return how many there were."""
+        with self._client.lock:
+            self._client.flush()
+            rest, erased = self._check_keys(keys), 0
+
+            def erase_rest() -> None:
+                nonlocal rest, erased
+                while len(rest):
+                    connections = self._client.connections
+                    self._check_there(rest)
+                    order = np.empty(len(rest), np.int64)
+                    starts = np.empty(len(connections) + 1, np.int64)
+                    split(rest, self._client.owners, starts, order)
+                    first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
+                    own = rest[order[starts[first] : starts[first + 1]]]
+                    erased += connections[first].call(messages.Erase(table=self._number), Natural, (own,))[0]
+                    rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
+
+            self._client.retry(erase_rest)
+            return erased
+
+    def _check_there(self, keys: Keys) -> None:
+        """Raise ConnectionLostError if a key's bucket is lost."""
+        if self._client.routes.lost:
+            self._client.check_there(buckets_of_keys(keys))
+
+    def __len__(self) -> int:
+        """Return the number of rows on all servers."""
+        return sum(server.tables[self.name].rows for server in self._client.statistics())
+
+    def _check_ahead(self, ahead: int) -> None:
+        tau = self._client.consistency.tau
+        if ahead < 0 or (tau is not None and ahead > tau):
+            raise UsageError(
+                f"ahead={ahead}: under {self._client.consistency} consistency a worker may read 0 to {tau} iterations "
+                "ahead of its own pushes"
+            )
+
+    def _prepare_push(
+        self, keys: npt.ArrayLike, grads: npt.ArrayLike, assume_unique: bool
+    ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
+        checked = self._check_keys(keys)
+        flat = self._check_grads(grads, len(checked), self.dim)
+        return (checked, flat, None) if assume_unique else self._sum_equal(checked, flat, self.dim)
+
+    def _ask(
+        self,
+        kind: int,
+        keys: Keys,
+        inverse: npt.NDArray[np.int32] | None,
+        grads: Floats | None,
+        out: Floats,
+        ticks: bool,
+        ahead: int = 0,
+    ) -> Ticket:
+        values = out.reshape(-1) if inverse is None else np.empty(len(keys) * self.dim, np.float32)
+        ticket = self._send_by_key(kind, keys, grads, values, self.dim, ticks=ticks, ahead=ahead)
+        inner = ticket._finish
+
+        def finish() -> Floats:
+            if inner is not None:
+                inner()
+            if inverse is not None:
+                take_rows(values, inverse, self.dim, out.reshape(-1))
+            return out
+
+        ticket._finish = finish
+        return ticket
+
+    def _send_by_key(
+        self,
+        kind: int,
+        keys: Keys,
+        grads: Floats | None,
+        out: Floats | None,
+        dim: int,
+        *,
+        ticks: bool = False,
+        ahead: int = 0,
+    ) -> Ticket:
+        """Send a request for distinct keys to the servers that own them; `grads` and `out` are flat."""
+        client = self._client
+        connections = client.connections
+        if client.routes.lost:
+            self._check_there(keys)
+        clock, flags = client.clock + ahead, client.tick_flag() if ticks else 0
+        sequence = client.next_sequence() if grads is not None else client.last_sequence()
+        if len(connections) == 1:
+            parts: Sequence[Any] = (keys,) if grads is None else (keys, grads)
+            pending = connections[0].send(kind, self._number, flags, clock, sequence, parts, out)
+            sent, finish = [(connections[0], pending)], None
+        else:
+            sent, finish = self._send_split(connections, kind, keys, grads, out, dim, flags, clock, sequence)
+        if ticks:
+            client.ticked_by_push()
+        return Ticket(client, sent, finish)
+
+    def _send_split(
+        self,
+        connections: Sequence[ServerConnection],
+        kind: int,
+        keys: Keys,
+        grads: Floats | None,
+        out: Floats | None,
+        dim: int,
+        flags: int,
+        clock: int,
+        sequence: int,
+    ) -> tuple[Parts, Callable[[], None] | None]:
+        order = np.empty(len(keys), np.int64)
+        starts = np.empty(len(connections) + 1, np.int64)
+        split(keys, self._client.owners, starts, order)
+        sent: Parts = []
+        places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
+        for i, connection in enumerate(connections):
+            chosen = order[starts[i] : starts[i + 1]]
+            if not len(chosen):
+                if flags:
+                    sent.append((connection, connection.send(TICK, 0, 0, clock, 0, ())))
+                continue
+            own_keys = np.empty(len(chosen), np.uint64)
+            take_keys(keys, chosen, own_keys)
+            parts: list[Any] = [own_keys]
+            if grads is not None:
+                own_grads = np.empty(len(chosen) * dim, np.float32)
+                take_rows(grads, chosen, dim, own_grads)
+                parts.append(own_grads)
+            own_out = None
+            if out is not None:
+                own_out = np.empty(len(chosen) * dim, np.float32)
+                places.append((own_out, chosen))
+            pending = connection.send(kind, self._number, flags, clock, sequence, parts, own_out)
+            pending.is_private = True
+            sent.append((connection, pending))
+        if out is None:
+            return sent, None
+        target = out
+
+        def put_all() -> None:
+            for values, chosen in places:
+                put_rows(values, chosen, dim, target)
+
+        return sent, put_all
+
+
+def _empty_ticket(client: Client, result: Any) -> Ticket:
+    return Ticket(client, [], lambda: result)

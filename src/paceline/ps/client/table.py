@@ -1,0 +1,125 @@
+"""What sparse and dense tables share on the worker's side: who they are, and checks of what a user passes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import UsageError
+from paceline.kernels.dedup import dedup, scratch_size, sum_rows
+from paceline.ps import messages
+from paceline.ps.messages import TableSpec
+from paceline.tables.rules import UpdateRule, to_fields
+from paceline.tables.sparse_part import check_finite
+from paceline.tables.sparse_store import Floats, Keys
+
+if TYPE_CHECKING:
+    from paceline.ps.client.client import Client
+
+
+class Table:
+    """A table as a client holds it. Abstract: a SparseTable or a DenseTable."""
+
+    def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
+        self._client = client
+        self._number = number
+        self.spec = spec
+        self._scratch = np.empty(0, np.int32)
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.spec.name
+
+    @property
+    def number(self) -> int:
+        """The table's number in this cluster."""
+        return self._number
+
+    def set_update(self, update: UpdateRule) -> None:
+        """Change hyperparameters, the learning rate for instance, on every server; the rule must be the same one.
+
+        A model that is saved from now on has them. Processes that declare the table may name them, or those that it
+        was first declared with. Raises UsageError for another rule; then nothing has changed.
+        """
+        if not isinstance(update, UpdateRule):
+            raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
+        with self._client.lock:
+            fields = to_fields(update)
+            self._client.call_all(messages.SetUpdate(table=self._number, update=fields))
+            self._client.link.call(messages.NoteUpdate(table=self.name, update=fields))
+            self.spec = self.spec.with_update(fields)
+
+    def _check_keys(self, keys: npt.ArrayLike) -> Keys:
+        array = np.asarray(keys)
+        if array.dtype != np.uint64:
+            array = self._convert_keys(array)
+        if array.ndim != 1:
+            raise UsageError(f"keys of table {self.name!r} have shape {array.shape}: expected one dimension, [n]")
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+    def _convert_keys(self, array: npt.NDArray[Any]) -> Keys:
+        if array.size == 0:
+            return array.astype(np.uint64)
+        if array.dtype.kind not in "iu":
+            raise UsageError(
+                f"keys of table {self.name!r} are {array.dtype}: expected uint64 (or another integer type)"
+            )
+        if array.dtype.kind == "i" and array.min() < 0:
+            raise UsageError(
+                f"keys of table {self.name!r} hold {array.min()}: keys are uint64; if negative numbers are meant as "
+                "bit patterns, pass keys.view(np.uint64)"
+            )
+        return array.astype(np.uint64)
+
+    def _check_grads(self, grads: npt.ArrayLike, count: int, dim: int) -> Floats:
+        array = np.asarray(grads)
+        if array.dtype != np.float32:
+            raise UsageError(
+                f"gradients for table {self.name!r} are {array.dtype}: expected float32; convert with "
+                "grads.astype(np.float32)"
+            )
+        if array.shape != (count, dim) and not (dim == 1 and array.shape == (count,)):
+            raise UsageError(
+                f"gradients for table {self.name!r} have shape {array.shape}: expected {(count, dim)}, one row per key"
+            )
+        flat = np.ascontiguousarray(array).reshape(-1)
+        check_finite(flat, f"{self._client.role} {self._client.rank}", self.name)
+        return flat
+
+    def _check_out(self, out: Floats | None, count: int, dim: int) -> Floats:
+        if out is None:
+            return np.empty((count, dim), np.float32)
+        if not isinstance(out, np.ndarray):
+            raise UsageError(
+                f"out for table {self.name!r} is a {type(out).__name__}: expected a NumPy array of float32"
+            )
+        is_fit = out.flags.c_contiguous and out.flags.writeable
+        if out.dtype != np.float32 or out.size != count * dim or not is_fit:
+            raise UsageError(
+                f"out for table {self.name!r} is {out.dtype} of shape {out.shape}: expected a contiguous, writable "
+                f"float32 array of {count * dim} elements"
+            )
+        return out
+
+    def _dedup(self, keys: Keys) -> tuple[Keys, npt.NDArray[np.int32] | None]:
+        """Return the distinct keys and, unless all are distinct, the inverse."""
+        if len(keys) < 2:
+            return keys, None
+        size = scratch_size(len(keys))
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, np.int32)
+        unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
+        count = dedup(keys, self._scratch[:size], unique, inverse)
+        return (keys, None) if count == len(keys) else (unique[:count], inverse)
+
+    def _sum_equal(self, keys: Keys, grads: Floats, dim: int) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
+        """Return the distinct keys, the summed gradients (flat) of equal ones and, unless all differ, the inverse."""
+        distinct, inverse = self._dedup(keys)
+        if inverse is None:
+            return keys, grads, None
+        summed = np.empty(len(distinct) * dim, np.float32)
+        sum_rows(inverse, grads, dim, summed)
+        return distinct, summed, inverse

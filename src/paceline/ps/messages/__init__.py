@@ -1,0 +1,230 @@
+"""What the processes of a cluster say to each other: kinds of frames, and typed control messages.
+
+Data frames (PUSH, PULL and their answers) have no meta: all that they need is in the header and the arrays of the body.
+Control is a CALL frame whose meta is one of the structs below (a tagged union in msgpack), answered by a RESULT frame,
+or by an ERROR frame of the transport. A NOTICE is a control message that wants no answer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.ps.messages import snapshots
+from paceline.ps.messages.between_servers import (
+    CheckInfo,
+    ClocksInfo,
+    ForwardInfo,
+    PieceInfo,
+    StateInfo,
+)
+from paceline.ps.messages.cluster import (
+    ClusterMap,
+    CommitMap,
+    DeclareTable,
+    Drain,
+    Elsewhere,
+    EndCluster,
+    Ended,
+    Expelled,
+    Filled,
+    GetMap,
+    GetSettings,
+    GroupInfo,
+    Heartbeat,
+    KnownTable,
+    Leave,
+    ListTables,
+    MapChange,
+    MemberInfo,
+    NoteUpdate,
+    Prepared,
+    PrepareMap,
+    Process,
+    Promise,
+    Promised,
+    Register,
+    Rejoin,
+    Settings,
+    Welcome,
+)
+from paceline.ps.messages.jobs import (
+    ALL_DONE,
+    NOTHING_NOW,
+    FileEnded,
+    GetJob,
+    Job,
+    JobFailed,
+    JobMemory,
+    JobNews,
+    JobState,
+    JobStatus,
+    Lease,
+    LeaseDone,
+    PostJob,
+    Report,
+    TakeLease,
+    TakenReport,
+    TakeReports,
+)
+from paceline.ps.messages.kinds import (
+    ACK,
+    CALL,
+    CHECK,
+    CLOCKS,
+    DROPPED,
+    FORWARD,
+    FORWARDED,
+    NOTICE,
+    PING,
+    PONG,
+    PULL,
+    PUSH,
+    PUSH_PULL,
+    RANGE,
+    READY,
+    RESULT,
+    STATE,
+    STATE_TAKEN,
+    SYNCED,
+    TICK,
+    TICKS,
+    VALUES,
+)
+from paceline.ps.messages.servers import (
+    CreateTable,
+    Erase,
+    GetStatistics,
+    JoinClock,
+    ReadBucket,
+    Retire,
+    ServerStatistics,
+    SetUpdate,
+    TableStatistics,
+    WriteRecords,
+)
+from paceline.ps.messages.snapshots import (
+    DoneShards,
+    GetAccount,
+)
+from paceline.tables.spec import TableSpec
+from paceline.transport import reader
+
+__all__ = [
+    "ACK",
+    "ALL_DONE",
+    "CALL",
+    "CHECK",
+    "CLOCKS",
+    "CheckInfo",
+    "ClocksInfo",
+    "ClusterMap",
+    "CommitMap",
+    "CreateTable",
+    "DROPPED",
+    "DeclareTable",
+    "DoneShards",
+    "Drain",
+    "Elsewhere",
+    "EndCluster",
+    "Ended",
+    "Erase",
+    "Expelled",
+    "FORWARD",
+    "FORWARDED",
+    "FileEnded",
+    "Filled",
+    "ForwardInfo",
+    "FromScheduler",
+    "GetAccount",
+    "GetJob",
+    "GetMap",
+    "GetSettings",
+    "GetStatistics",
+    "GroupInfo",
+    "Heartbeat",
+    "Job",
+    "JobFailed",
+    "JobMemory",
+    "JobNews",
+    "JobState",
+    "JobStatus",
+    "JoinClock",
+    "KnownTable",
+    "Lease",
+    "LeaseDone",
+    "Leave",
+    "ListTables",
+    "MapChange",
+    "MemberInfo",
+    "NOTHING_NOW",
+    "NOTICE",
+    "NoteUpdate",
+    "PING",
+    "PONG",
+    "PULL",
+    "PUSH",
+    "PUSH_PULL",
+    "PieceInfo",
+    "PostJob",
+    "PrepareMap",
+    "Prepared",
+    "Process",
+    "Promise",
+    "Promised",
+    "RANGE",
+    "READY",
+    "RESULT",
+    "ReadBucket",
+    "Register",
+    "Rejoin",
+    "Report",
+    "Retire",
+    "STATE",
+    "STATE_TAKEN",
+    "SYNCED",
+    "ServerStatistics",
+    "SetUpdate",
+    "Settings",
+    "StateInfo",
+    "TICK",
+    "TICKS",
+    "TableSpec",
+    "TableStatistics",
+    "TakeLease",
+    "TakeReports",
+    "TakenReport",
+    "ToScheduler",
+    "ToServer",
+    "VALUES",
+    "Welcome",
+    "WriteRecords",
+    "decode_check",
+    "decode_clocks",
+    "decode_forward",
+    "decode_notice",
+    "decode_state",
+    "decode_to_scheduler",
+    "decode_to_server",
+    "encode",
+]
+
+ToScheduler = (
+    GetMap | GetSettings | Register | Rejoin | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob
+    | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
+    | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
+)  # fmt: skip
+ToServer = (
+    CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
+    | snapshots.ToServer
+)  # fmt: skip
+FromScheduler = ClusterMap | MapChange | Promise | PrepareMap | CommitMap | Ended | Expelled | JobNews
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_scheduler = reader(ToScheduler, "a control message")
+decode_to_server = reader(ToServer, "a control message")
+decode_notice = reader(FromScheduler, "a notice")
+decode_forward = reader(ForwardInfo, "a push from a server")
+decode_state = reader(StateInfo, "a bucket from a server")
+decode_check = reader(CheckInfo, "a comparison from a server")
+decode_clocks = reader(ClocksInfo, "clocks from a server")
+"""They raise ProtocolError for what cannot be read, or is beyond its bounds."""

@@ -1,0 +1,68 @@
+"""What servers of a chain say to each other: the meta of FORWARD, STATE, CHECK and CLOCKS frames."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.tables.bounds import Bucket, BucketMask, Clock, Natural, Operation, TableNumber, Word
+from paceline.tables.spec import TableSpec
+
+
+class PieceInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What of one table a frame between servers holds: keys, or a range of these buckets; then float32, padded."""
+
+    table: TableNumber
+    num_keys: Natural
+    num_floats: Natural
+    range: tuple[Natural, Natural, BucketMask] | None = None
+
+    def __post_init__(self) -> None:
+        if self.range is not None and (self.num_keys or self.range[0] > self.range[1]):
+            raise UsageError(f"a piece is of keys, or of one range: got {self.num_keys} keys and {self.range[:2]}")
+
+
+class ForwardInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A push (or a write, or an erasure) that goes down a chain. Sequence, version and number are in the header."""
+
+    incarnation: Natural
+    operation: Operation
+    buckets: BucketMask
+    pieces: tuple[PieceInfo, ...]
+
+
+class StateInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A bucket: its filter, and a piece per table, whose floats are whole records."""
+
+    bucket: Bucket
+    order: Word
+    """The order in which pushes were applied to it, hashed (:mod:`paceline.ps.server.replica_checks`)."""
+    filter: tuple[tuple[Natural, Natural, BucketMask], ...]
+    pieces: tuple[PieceInfo, ...]
+
+    def __post_init__(self) -> None:
+        tables = {piece.table for piece in self.pieces}
+        if len(tables) != len(self.pieces) or any(piece.range is not None for piece in self.pieces):
+            raise UsageError("a bucket is one piece of each table, with its keys")
+
+
+class CheckInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a bucket is on a server, for the one behind it to compare: see :mod:`paceline.ps.server.replica_checks`."""
+
+    bucket: Bucket
+    order: Word
+    applied: tuple[tuple[Natural, Natural], ...]
+    """The last push of each incarnation."""
+    tables: tuple[tuple[TableNumber, Natural, Word], ...]
+    """How many rows each has there, and their digest."""
+
+
+class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
+    """The tables (number, as declared, as of now) and the workers (incarnation, rank, clock, whether it counts)."""
+
+    tables: tuple[tuple[TableNumber, TableSpec, TableSpec], ...]
+    workers: tuple[tuple[Natural, Natural, Clock, bool], ...]
+    num_missing: Natural
+    """How many of the expected workers have not joined yet."""
+    minimum: Clock
+    """The iteration that all have reached."""

@@ -1,0 +1,173 @@
+"""What a coordinator of snapshots and the servers say to each other; control messages like those of `messages`.
+
+A snapshot and a loading take seconds. They are begun by one call and asked after by another, so that no connection is
+held by one that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.protocol import ShardAccount
+from paceline.protocol.buckets import buckets_in
+from paceline.storage.checked_files import Directory, FolderName, PartName
+from paceline.tables.bounds import Bucket, BucketMask, Clock, Natural, Sha256, TableNumber, Version, Words
+
+
+class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
+    """One data file: the rows of some buckets, in this order. `keys` uint64 [rows], `records` float32 [rows, words]."""
+
+    file: PartName
+    """Within the directory of snapshots: ``snapshot-000123/name``."""
+    table: str
+    buckets: tuple[Bucket, ...]
+    rows: tuple[Natural, ...]
+    """Of each bucket."""
+    words: Words
+    """Of a record: values, then the update rule's state."""
+    num_bytes: Natural
+    sha256: Sha256
+
+    def __post_init__(self) -> None:
+        if len(self.buckets) != len(self.rows) or len(set(self.buckets)) != len(self.buckets):
+            raise UsageError(f"{self.file} holds {len(self.buckets)} buckets, and rows of {len(self.rows)}")
+        if sum(self.rows) * (8 + 4 * self.words) > self.num_bytes:
+            raise UsageError(f"{self.file} cannot hold {sum(self.rows)} rows of {self.words} words")
+
+
+class DoneShards(msgspec.Struct, frozen=True, kw_only=True):
+    """The shards of one file that were done in one epoch: bit s of `shards` (little endian) stands for shard s."""
+
+    epoch: int
+    file: int
+    shards: bytes
+
+
+class JobAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done of a job at one moment: all pushes that came of the done shards are acknowledged."""
+
+    files: tuple[int | None, ...]
+    """Shards of each file, where known."""
+    done: tuple[DoneShards, ...]
+    progress: dict[str, float] = {}
+    """The workers' counters over the done shards: examples, loss, bytes."""
+
+
+def done_shards(accounts: Iterable[ShardAccount]) -> tuple[DoneShards, ...]:
+    """Return the shards that are done as they travel."""
+    masks: dict[tuple[int, int], int] = {}
+    for each in accounts:
+        if each.done:
+            at = each.epoch, each.file
+            masks[at] = masks.get(at, 0) | 1 << each.shard
+    return tuple(
+        DoneShards(epoch=epoch, file=file, shards=mask.to_bytes(-(-mask.bit_length() // 8), "little"))
+        for (epoch, file), mask in sorted(masks.items())
+    )
+
+
+def shards_in(done: Iterable[DoneShards]) -> Iterator[tuple[int, int, int]]:
+    """Yield epoch, file and shard of each that is done."""
+    for each in done:
+        for shard in buckets_in(int.from_bytes(each.shards, "little")):
+            yield each.epoch, each.file, shard
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write your buckets to `folder` of `directory`, beside serving. Answered by SnapshotBegun.
+
+    One that is not (any more) on this server is left out: its coordinator asks whoever leads it then, in another round.
+    A bucket that has not changed since snapshot n, one of `whole`, is not written again. With `boundary` (sequential
+    consistency) what is written is the state after so many iterations.
+    """
+
+    number: Natural
+    directory: Directory
+    folder: FolderName
+    tables: tuple[TableNumber, ...]
+    buckets: BucketMask
+    """The set of buckets that are this server's to write."""
+    whole: tuple[Natural, ...] = ()
+    boundary: Clock | None = None
+    round: Natural = 0
+    """Which one it is of this snapshot: files of different rounds have different names."""
+
+
+class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether it was (not if a worker may have ended iteration `boundary`), and the highest clock of a worker."""
+
+    begun: bool
+    clock: int
+
+
+class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask how far a snapshot is; answered by SnapshotState."""
+
+    number: int
+
+
+class KeptBuckets(msgspec.Struct, frozen=True, kw_only=True):
+    """Buckets of a table that are as snapshot `number` has them."""
+
+    table: TableNumber
+    number: Natural
+    buckets: BucketMask
+
+
+class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one server is. When it is `done`, `parts` are on the disk."""
+
+    done: bool
+    error: str
+    parts: tuple[SnapshotPart, ...]
+    kept: tuple[KeptBuckets, ...]
+
+
+class DropSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Give up a snapshot, if it is still being taken, and remove what was written of it."""
+
+    number: int
+
+
+class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read buckets of parts of a table from the disk, those that you hold, and set their rows.
+
+    It is begun; GetLoadState tells the rest. A server whose map is not of `version` raises StaleEpochError.
+    """
+
+    version: Version
+    table: TableNumber
+    directory: Directory
+    parts: tuple[SnapshotPart, ...]
+    buckets: tuple[BucketMask, ...]
+    """Of each part, the set of buckets to set."""
+
+    def __post_init__(self) -> None:
+        if len(self.buckets) != len(self.parts):
+            raise UsageError(f"{len(self.parts)} parts are to be read, and buckets of {len(self.buckets)}")
+
+
+class GetLoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask how far a loading is; answered by LoadState."""
+
+
+class LoadState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one server is; an `error` is a ModelError's text."""
+
+    done: bool
+    error: str
+    rows: Natural
+    is_seen: bool
+    """Whether the files are there at all, as the server sees the directory; if not, it has loaded nothing."""
+
+
+class GetAccount(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask the scheduler what is done of a job; answered by JobAccount."""
+
+    job: int
+
+
+ToServer = TakeSnapshot | GetSnapshotState | DropSnapshot | LoadParts | GetLoadState

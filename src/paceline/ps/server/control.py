@@ -1,0 +1,202 @@
+"""The control calls of a server: tables made, read, written and described; workers that join and retire.
+
+A call is a CALL frame with a message of :mod:`paceline.ps.messages`; the answer is a RESULT frame. None of this is in
+the way of a gradient: that is :mod:`paceline.ps.server.server`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import psutil
+
+from paceline.errors import ProtocolError, StaleEpochError, TableMismatchError
+from paceline.protocol.buckets import Buckets
+from paceline.ps import messages
+from paceline.ps.messages import RESULT, TableStatistics
+from paceline.ps.messages import snapshots as snapshot_messages
+from paceline.ps.server.gatekeeper import Gatekeeper, name_of
+from paceline.ps.server.pushes import ERASE, WRITE, ChainPush, Piece
+from paceline.ps.server.replicator import Replicator
+from paceline.ps.server.snapshots import ServerSnapshots
+from paceline.tables.non_finite import NonFinite
+from paceline.tables.part import Selection
+from paceline.tables.server_tables import ServerTables
+from paceline.transport import Header, Peer
+
+_CHANGES = (messages.WriteRecords, messages.Erase, messages.SetUpdate, snapshot_messages.LoadParts)
+"""Calls that change what others have pushed: of a process that left or is dead none is taken, as no push is."""
+
+
+class Traffic:
+    """The bytes on a server's connections, those that are closed included."""
+
+    def __init__(self) -> None:
+        self._peers: set[Peer] = set()
+        self._bytes_in = self._bytes_out = 0
+
+    def connected(self, peer: Peer) -> None:
+        """Count a connection's bytes from now on."""
+        self._peers.add(peer)
+
+    def disconnected(self, peer: Peer) -> None:
+        """Keep what a connection has carried."""
+        self._peers.discard(peer)
+        statistics = peer.statistics()
+        self._bytes_in += statistics.bytes_received
+        self._bytes_out += statistics.bytes_sent
+
+    def totals(self) -> tuple[int, int]:
+        """Return the bytes received and sent."""
+        counters = [each.statistics() for each in self._peers]
+        bytes_in = self._bytes_in + sum(each.bytes_received for each in counters)
+        return bytes_in, self._bytes_out + sum(each.bytes_sent for each in counters)
+
+
+class ServerControl:
+    """Answers the control calls of one server."""
+
+    def __init__(
+        self,
+        tables: ServerTables,
+        gatekeeper: Gatekeeper,
+        replicator: Replicator,
+        traffic: Traffic,
+        non_finite: NonFinite,
+    ) -> None:
+        self._tables = tables
+        self._gatekeeper = gatekeeper
+        self._replicator = replicator
+        self._traffic = traffic
+        self._non_finite = non_finite
+        self._calls: dict[type, Any] = {
+            messages.CreateTable: self._create_table,
+            messages.JoinClock: self._join_clock,
+            messages.Retire: self._retire,
+            messages.ReadBucket: self._read_bucket,
+            messages.SetUpdate: self._set_update,
+            messages.GetStatistics: self._get_statistics,
+        }
+        self.snapshots = ServerSnapshots(
+            tables,
+            clock=lambda: max(gatekeeper.gate.clocks.values(), default=0),
+            version=lambda: replicator.rules.version,
+            non_finite=non_finite,
+        )
+        for message, answer in self.snapshots.calls.items():
+            self._calls[message] = lambda peer, request, body, answer=answer: answer(request)
+
+    def call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Do as a CALL frame asks, and answer it."""
+        request = messages.decode_to_server(meta)
+        if isinstance(request, _CHANGES):
+            self._gatekeeper.check_member(peer)
+        if isinstance(request, messages.WriteRecords | messages.Erase):
+            self._push_down(peer, header, request, body)
+            return
+        result = self._calls[type(request)](peer, request, body)
+        answer, parts = result if isinstance(result, tuple) else (result, ())
+        peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer), body=parts)
+
+    def _create_table(self, peer: Peer, request: messages.CreateTable, body: memoryview) -> None:
+        rank = self._tables.rank
+        table = self._tables.by_number.get(request.number)
+        if table is not None:
+            if request.spec not in (table.declared, table.spec):
+                raise TableMismatchError(
+                    f"server {rank} holds {table.spec} as table {request.number}, and was told to hold {request.spec}: "
+                    "the two come from different schedulers; connect again"
+                )
+            return
+        self._tables.by_number[request.number] = self._replicator.new_table(request.spec)
+        self._replicator.tables_changed()
+
+    def _join_clock(self, peer: Peer, request: messages.JoinClock, body: memoryview) -> int:
+        return self._gatekeeper.join(peer, request.rank, request.clock)
+
+    def _retire(self, peer: Peer, request: messages.Retire, body: memoryview) -> None:
+        self._gatekeeper.retire(peer.hello.incarnation)
+
+    def _read_bucket(
+        self, peer: Peer, request: messages.ReadBucket, body: memoryview
+    ) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
+        self._check_led(1 << request.bucket)
+        keys, records = self._tables.find(request.table).part.read_bucket(request.bucket)
+        return len(keys), (keys, records)
+
+    def _check_led(self, buckets: Buckets) -> None:
+        if buckets & ~self._replicator.rules.primary:
+            raise StaleEpochError(
+                f"server {self._tables.rank} does not lead all of these buckets (any more): take the new map of the "
+                "cluster and ask again"
+            )
+
+    def _push_down(
+        self, peer: Peer, header: Header, request: messages.WriteRecords | messages.Erase, body: memoryview
+    ) -> None:
+        """Write or erase records here and on the servers behind; the answer waits for them."""
+        table = self._tables.find(request.table)
+        part = table.part
+        if isinstance(request, messages.WriteRecords):
+            operation, rows = WRITE, request.rows
+            if len(body) != rows * (8 + 4 * part.record_words):
+                raise ProtocolError(
+                    f"{rows} records of table {part.spec.name!r} ({part.spec}) came as {len(body)} bytes, expected 8 "
+                    f"and 4 * {part.record_words} for each"
+                )
+        else:
+            operation, rows = ERASE, len(body) // 8
+            if len(body) & 7:
+                raise ProtocolError(f"keys to erase are 8 bytes each, {len(body)} bytes were got")
+            if part.spec.kind == "dense":
+                part.erase(np.empty(0, np.uint64))  # raises
+        selection = Selection(np.frombuffer(body, np.uint64, rows).copy())
+        part.num_values(selection)
+        buckets = part.buckets_of(selection)
+        self._check_led(buckets)
+        floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
+        if operation == WRITE:
+            keys = selection.key_array()
+            what = f"what {name_of(peer)} writes to server {self._tables.rank}"
+            self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), what)
+            part.reserve(selection)
+        push = ChainPush(
+            operation,
+            self._replicator.incarnation,
+            self._replicator.next_sequence(),
+            [Piece(request.table, selection, floats)],
+            peer,
+            header,
+            result=0 if operation == ERASE else None,
+        )
+        self._replicator.push(push, buckets)
+
+    def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
+        self._replicator.set_update(request.table, request.update)
+
+    def _get_statistics(
+        self, peer: Peer, request: messages.GetStatistics, body: memoryview
+    ) -> messages.ServerStatistics:
+        bytes_in, bytes_out = self._traffic.totals()
+        return messages.ServerStatistics(
+            tables={
+                table.spec.name: TableStatistics(
+                    rows=table.part.rows_in(table.part.primary),
+                    num_bytes=table.part.num_bytes,
+                    pushes=table.pushes,
+                    pulls=table.pulls,
+                    dropped=table.dropped,
+                    non_finite=table.non_finite,
+                    staleness=tuple(table.staleness.histogram),
+                )
+                for table in self._tables.by_number.values()
+            },
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            resident_bytes=psutil.Process().memory_info().rss,
+            held=self._gatekeeper.num_held + self._replicator.num_withheld,
+            num_compared=self._replicator.checks.num_compared,
+            num_unordered=self._replicator.checks.num_unordered,
+            differences=self._replicator.checks.differences,
+        )

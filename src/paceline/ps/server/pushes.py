@@ -1,0 +1,181 @@
+"""Pushes on their way down a chain: what they consist of, in memory and on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import ProtocolError, UsageError
+from paceline.kernels.sparse import largest
+from paceline.protocol.buckets import ALL, Buckets, from_bytes, to_bytes
+from paceline.ps.messages import FORWARD, PieceInfo, TableSpec
+from paceline.tables.part import Selection
+from paceline.tables.server_tables import ServerTables
+from paceline.tables.sparse_store import Floats
+from paceline.transport import Header, Peer, padded
+
+PUSH = "push"
+WRITE = "write"
+ERASE = "erase"
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is done to one table: the keys, and their gradients or records (flat); none to erase."""
+
+    table: int
+    selection: Selection
+    floats: Floats
+
+
+@dataclass(eq=False, slots=True)
+class ChainPush:
+    """A push, write or erasure that a chain has not acknowledged; the token of the replication rules."""
+
+    operation: str
+    incarnation: int
+    sequence: int
+    pieces: Sequence[Piece]
+    peer: Peer | None = None
+    """Who awaits an answer: a client, or the server before this one; None for the sum of an iteration."""
+    header: Header | None = None
+    """The client's or the server's frame."""
+    flags: int = 0
+    """Of the answer."""
+    result: int | None = None
+    buckets: Buckets = ALL
+    """Those that its keys are of, as far as that is known: what is asked of no others need not be looked for."""
+
+    def own(self) -> None:
+        """Copy the pieces out of the buffer that they were received in, which will be used again."""
+        self.pieces = [Piece(piece.table, piece.selection.copy(), piece.floats.copy()) for piece in self.pieces]
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory its pieces take."""
+        keys = sum(piece.selection.keys.nbytes for piece in self.pieces if piece.selection.keys is not None)
+        return keys + sum(piece.floats.nbytes for piece in self.pieces)
+
+    def part(self, tables: ServerTables, buckets: Buckets) -> Sequence[Piece]:
+        """Return the pieces of what falls into buckets."""
+        if not self.buckets & ~buckets:
+            return self.pieces
+        pieces = (restrict(tables, piece, buckets) for piece in self.pieces)
+        return [piece for piece in pieces if piece is not None]
+
+
+def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | None:
+    """Return what of a piece falls into buckets; itself if all of it does, None if nothing."""
+    selection, floats = tables.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
+    if selection is piece.selection:
+        return piece
+    is_empty = not len(floats if selection.keys is None else selection.keys)
+    return None if is_empty else Piece(piece.table, selection, floats)
+
+
+def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], buckets: Buckets) -> None:
+    """Raise UsageError or ProtocolError unless these pieces can be applied to the tables here: before any is.
+
+    All that may be wrong with what another server has sent is found here. `buckets` are those that it is said to be of.
+    """
+    for piece in pieces:
+        part, selection = tables.find(piece.table).part, piece.selection
+        if selection.keys is None:
+            check_range(part.spec, selection.start, selection.stop)
+        if operation == PUSH:
+            expected = part.num_values(selection)
+        else:
+            keys = selection.key_array()
+            expected = len(keys) * part.record_words if operation == WRITE else 0
+            if operation == ERASE and part.spec.kind == "dense":
+                raise ProtocolError(f"table {part.spec.name!r} is dense: its elements cannot be erased")
+            if part.spec.kind == "dense":
+                part.num_values(selection)
+        if len(piece.floats) != expected:
+            raise ProtocolError(
+                f"a {operation} to table {part.spec.name!r} ({part.spec}) came with {len(piece.floats)} float32, and "
+                f"its keys take {expected}"
+            )
+        if part.buckets_of(selection) & ~buckets:
+            raise ProtocolError(f"a {operation} to table {part.spec.name!r} has keys of other buckets than it says")
+
+
+def check_range(spec: TableSpec, start: int, stop: int) -> None:
+    """Raise UsageError unless a table has elements [start, stop)."""
+    if spec.kind != "dense":
+        raise UsageError(f"range [{start}, {stop}) of sparse table {spec.name!r}: only dense tables have ranges")
+    if not 0 <= start <= stop <= spec.size:
+        raise UsageError(f"range [{start}, {stop}) of dense table {spec.name!r}: expected one within [0, {spec.size})")
+
+
+def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> None:
+    """Raise UsageError or ProtocolError unless these pieces, with records, are the bucket of tables that are here."""
+    for piece in pieces:
+        part, keys = tables.find(piece.table).part, piece.selection.key_array()
+        part.check_bucket(bucket, keys)
+        if len(piece.floats) != len(keys) * part.record_words:
+            raise ProtocolError(
+                f"bucket {bucket} of table {part.spec.name!r} ({part.spec}) came with {len(piece.floats)} float32 for "
+                f"{len(keys)} records of {part.record_words}"
+            )
+
+
+def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
+    """Do to the tables of this server what a push says, for its keys in `buckets`."""
+    is_seen = push.header is None or push.header.kind != FORWARD  # by the primary, which is this server
+    for piece in push.part(tables, buckets):
+        part = tables.find(piece.table).part
+        if push.operation == PUSH:
+            part.num_values(piece.selection)  # finds the places of keys, and that they are here
+            if not is_seen:
+                part.magnitudes.take_unseen(float(largest(piece.floats)))
+            part.push(piece.selection, piece.floats)
+        elif push.operation == WRITE:
+            part.write_records(piece.selection.key_array(), piece.floats)
+        elif push.operation == ERASE:
+            push.result = (push.result or 0) + part.erase(piece.selection.key_array())
+        else:
+            raise ProtocolError(f"a push with an unknown operation, {push.operation!r}: is the peer of this version?")
+
+
+def pack(pieces: Sequence[Piece]) -> tuple[tuple[PieceInfo, ...], list[Any]]:
+    """Return what describes pieces in a frame's meta, and the parts of its body, each a multiple of 8 bytes."""
+    infos: list[PieceInfo] = []
+    body: list[Any] = []
+    for piece in pieces:
+        selection = piece.selection
+        span = None
+        if selection.keys is None:
+            assert selection.buckets is not None  # its own: they were counted
+            span = (selection.start, selection.stop, to_bytes(selection.buckets))
+        num_keys = 0 if selection.keys is None else len(selection.keys)
+        infos.append(PieceInfo(piece.table, num_keys, len(piece.floats), span))
+        if selection.keys is not None:
+            body.append(selection.keys)
+        if len(piece.floats):
+            body.append(piece.floats)
+            if len(piece.floats) % 2:
+                body.append(_PAD)
+    return tuple(infos), body
+
+
+_PAD = np.zeros(1, np.float32)
+
+
+def unpack(infos: Sequence[PieceInfo], body: memoryview) -> Iterator[Piece]:
+    """Yield the pieces of a frame as views of its body. Raises ProtocolError if the body is not as long as they say."""
+    expected = sum(8 * info.num_keys + padded(4 * info.num_floats) for info in infos)
+    if len(body) != expected:
+        raise ProtocolError(f"a frame between servers has a body of {len(body)} bytes, its pieces take {expected}")
+    at = 0
+    for info in infos:
+        if info.range is None:
+            selection = Selection(np.frombuffer(body, np.uint64, info.num_keys, at))
+            at += 8 * info.num_keys
+        else:
+            selection = Selection(None, info.range[0], info.range[1], from_bytes(info.range[2]))
+        yield Piece(info.table, selection, np.frombuffer(body, np.float32, info.num_floats, at))
+        at += padded(4 * info.num_floats)

@@ -1,0 +1,298 @@
+"""A server's part of a dense table: one record as long as the whole table, of which only its buckets take memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import UsageError
+from paceline.kernels import dense as dense_kernels
+from paceline.kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from paceline.protocol.buckets import ALL, Buckets, buckets_in
+from paceline.tables.bucket_arrays import from_flags, to_flags
+from paceline.tables.pages import PAGE_BYTES, LazyFloats
+from paceline.tables.part import Positions, Selection, TablePart
+from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs, range_buckets, runs_in
+from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.spec import TableSpec
+
+_BLOCK = 1 << 14  # elements: 64 KiB, with the part of the record that they update, stay in the second cache
+_PAGE = PAGE_BYTES // 4  # elements
+
+
+class DensePart(TablePart):
+    """Some buckets of a dense table: values, then state planes, each with an element's number as its position."""
+
+    def __init__(self, spec: TableSpec, buckets: Buckets) -> None:
+        super().__init__(spec)
+        self._size = spec.size
+        self._width = bucket_width(spec.size)
+        self._flags = to_flags(0)  # of the buckets held
+        planes = self.record_words
+        self._memory = LazyFloats(planes * spec.size, used=planes * self._num_elements(buckets))
+        self._record = self._memory.array
+        self._parameters = np.zeros(NUM_PARAMETERS, np.float64)
+        self._parameters[: len(self.rule.hyper)] = self.rule.hyper
+        self._parameters[INITIAL_A], self._parameters[INITIAL_B] = self.initializer.arguments
+        self.hold(buckets)
+        self.set_primary(buckets)
+
+    @property
+    def parameters(self) -> npt.NDArray[np.float64]:
+        """See :meth:`TablePart.parameters`."""
+        return self._parameters
+
+    def rows_in(self, buckets: Buckets) -> int:
+        """See :meth:`TablePart.rows_in`."""
+        return self._num_elements(buckets & self.held)
+
+    @property
+    def num_bytes(self) -> int:
+        """See :meth:`TablePart.num_bytes`."""
+        return 4 * self.record_words * self.num_rows
+
+    def _num_elements(self, buckets: Buckets) -> int:
+        return sum(stop - start for start, stop in runs_in(self._size, buckets))
+
+    # Buckets that come and go.
+
+    def hold(self, buckets: Buckets) -> None:
+        """See :meth:`TablePart.hold`."""
+        code, seed = self.initializer.code, np.uint64(self.spec.seed & (2**64 - 1))
+        for start, stop in self._add(buckets):
+            dense_kernels.dense_start(
+                self.rule.code, self._record, self._size, start, stop, start, code, seed, self._parameters
+            )
+
+    def _add(self, buckets: Buckets) -> list[tuple[int, int]]:
+        """Count buckets as held; return the elements that were not, with whatever they hold."""
+        runs = owned_runs(self._size, buckets_in(buckets & ~self.held))
+        for start, stop in runs:
+            for plane in range(0, len(self._record), self._size):
+                self._memory.expect(plane + start, plane + stop)
+        self._held |= buckets
+        self._flags = to_flags(self.held)
+        return runs
+
+    def drop(self, buckets: Buckets) -> None:
+        """See :meth:`TablePart.drop`."""
+        gone = owned_runs(self._size, buckets_in(buckets & self.held))
+        self._held &= ~buckets
+        self._primary &= ~buckets
+        self._flags = to_flags(self.held)
+        free = owned_runs(self._size, buckets_in(ALL & ~self.held))
+        for start, stop in gone:
+            # Pages that reach into a neighbour that is not held either go with it.
+            for a, b in clip_runs(free, start - _PAGE, stop + _PAGE):
+                for plane in range(0, len(self._record), self._size):
+                    self._memory.forget(plane + a, plane + b)
+
+    def check_bucket(self, bucket: int, keys: Keys) -> None:
+        """See :meth:`TablePart.check_bucket`."""
+        start, stop = bucket_bounds(self._size, bucket)
+        if len(keys) and not start <= int(keys.min()) <= int(keys.max()) < stop:
+            raise self._strangers(bucket)
+
+    def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.load_bucket`. Elements without a record get their initial values."""
+        start, stop = bucket_bounds(self._size, bucket)
+        whole = len(keys) == stop - start and bool((keys == np.arange(start, stop, dtype=np.uint64)).all())
+        self._check_records(keys, records)
+        if not whole:
+            self.check_bucket(bucket, keys)
+        if whole:
+            self._add(1 << bucket)
+            self.magnitudes.widen(records.reshape(len(keys), self.record_words))
+            self._planes()[:, start:stop] = records.reshape(len(keys), self.record_words).T
+        else:
+            primary = self._primary
+            self.drop(1 << bucket)
+            self.hold(1 << bucket)
+            self._primary = primary
+            self.write_records(keys, records)
+
+    # Requests.
+
+    def num_values(self, selection: Selection) -> int:
+        """See :meth:`TablePart.num_values`."""
+        if selection.keys is not None:
+            selection.places = self._positions(selection.keys)
+            return len(selection.keys)
+        if selection.buckets is None:
+            selection.buckets = self.primary
+        return sum(b - a for a, b in self._runs(selection))
+
+    def _runs(self, selection: Selection) -> list[tuple[int, int]]:
+        """Return the elements of a selection of a range."""
+        buckets, start, stop = self._buckets(selection), selection.start, selection.stop
+        if strange := buckets & ~self.held & range_buckets(self._size, start, stop):
+            raise UsageError(
+                f"range [{start}, {stop}) of dense table {self.spec.name!r} is of bucket {next(buckets_in(strange))} "
+                "too, which this server does not hold"
+            )
+        return clip_runs(runs_in(self._size, buckets), start, stop)
+
+    def _buckets(self, selection: Selection) -> Buckets:
+        return self.primary if selection.buckets is None else selection.buckets
+
+    def _positions(self, keys: Keys) -> Positions:
+        if len(keys) and keys.max() >= self._size:
+            raise UsageError(
+                f"keys of dense table {self.spec.name!r} hold {keys.max()}: they go from 0 to {self._size - 1}"
+            )
+        positions = keys.view(np.int64)
+        if self.held != ALL:
+            here = self._flags[positions // self._width]
+            if not here.all():
+                raise UsageError(
+                    f"key {keys[here.argmin()]} of dense table {self.spec.name!r} came to a server that does not hold "
+                    "it"
+                )
+        return positions
+
+    def _places(self, selection: Selection) -> Positions:
+        return self._positions(selection.key_array()) if selection.places is None else selection.places
+
+    def keys_of(self, selection: Selection) -> Keys:
+        """See :meth:`TablePart.keys_of`."""
+        if selection.keys is not None:
+            return selection.keys
+        runs = [np.arange(a, b, dtype=np.uint64) for a, b in self._runs(selection)]
+        return np.concatenate(runs) if runs else np.empty(0, np.uint64)
+
+    def buckets_of(self, selection: Selection) -> Buckets:
+        """See :meth:`TablePart.buckets_of`."""
+        if selection.keys is None:
+            return self._buckets(selection) & range_buckets(self._size, selection.start, selection.stop)
+        flags = to_flags(0)
+        flags[self._places(selection) // self._width] = True
+        return from_flags(flags)
+
+    def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
+        """See :meth:`TablePart.restrict`. Of a range it is the same range of fewer buckets."""
+        if selection.keys is not None:
+            return self._restrict_keys(selection, grads, buckets)
+        if not self.buckets_of(selection) & ~buckets:
+            return selection, grads
+        start, stop = selection.start, selection.stop
+        whole = self._buckets(selection)
+        chosen = whole & buckets
+        runs, pieces = iter(clip_runs(runs_in(self._size, whole), start, stop)), []
+        at = first = last = 0  # `at`: where in `grads` the run [first, last) begins
+        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # each lies within one of the runs
+            while last < b:
+                at += last - first
+                first, last = next(runs)
+            pieces.append(grads[at + a - first : at + b - first])
+        rest = pieces[0] if len(pieces) == 1 else np.concatenate([grads[:0], *pieces])
+        return Selection(None, start, stop, chosen), rest
+
+    def pull(self, selection: Selection, out: Floats) -> None:
+        """See :meth:`TablePart.pull`."""
+        if selection.keys is not None:
+            # Every place is within the values; mode="raise" would buffer the whole answer to be sure of it.
+            np.take(self._record, self._places(selection), out=out, mode="clip")
+            return
+        runs, at = self._runs(selection), 0
+        self._check_count("values", out, sum(stop - start for start, stop in runs))
+        for start, stop in runs:
+            dense_kernels.dense_pull(self._record, start, stop, out, at)
+            at += stop - start
+
+    def reserve(self, selection: Selection) -> None:
+        """See :meth:`TablePart.reserve`. All elements have their place."""
+
+    def push(self, selection: Selection, grads: Floats) -> None:
+        """See :meth:`TablePart.push`."""
+        code, size = self.rule.code, self._size
+        if selection.keys is not None:
+            places = self._places(selection)
+            self._check_count("gradients", grads, len(places))
+            dense_kernels.dense_push_at(code, self._record, size, places, grads, self._parameters)
+            return
+        runs, at = self._runs(selection), 0
+        self._check_count("gradients", grads, sum(stop - start for start, stop in runs))
+        for start, stop in runs:
+            dense_kernels.dense_push(code, self._record, size, start, stop, grads, at, self._parameters)
+            at += stop - start
+
+    def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
+        """See :meth:`TablePart.push_sum`. A block that stays in the cache is summed, then applied: one pass in all."""
+        if selection.keys is not None or (len(grads) == 1 and factor == 1.0):
+            super().push_sum(selection, grads, factor)
+            return
+        code, size = self.rule.code, self._size
+        total = np.empty(_BLOCK, np.float32)
+        runs, at = self._runs(selection), 0
+        for each in grads:
+            self._check_count("gradients", each, sum(stop - start for start, stop in runs))
+        for start, end in runs:
+            for first in range(start, end, _BLOCK):
+                length = min(_BLOCK, end - first)
+                block = total[:length]
+                _sum_scaled([each[at : at + length] for each in grads], factor, block)
+                dense_kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
+                at += length
+
+    def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
+        """See :meth:`TablePart.trial`."""
+        code = self.rule.code
+        if selection.keys is not None:
+            places, which = np.unique(self._places(selection), return_inverse=True)
+            record = np.ascontiguousarray(self._planes()[:, places])
+            dense_kernels.dense_push_at(code, record.reshape(-1), len(places), which, grads, self._parameters)
+            yield places.view(np.uint64), record.T
+            return
+        at = 0
+        for start, end in self._runs(selection):
+            for first in range(start, end, _BLOCK):
+                stop = min(first + _BLOCK, end)
+                record, length = self._planes()[:, first:stop].copy(), stop - first
+                dense_kernels.dense_push(code, record.reshape(-1), length, 0, length, grads, at, self._parameters)
+                yield np.arange(first, stop, dtype=np.uint64), record.T
+                at += length
+
+    def _check_count(self, what: str, floats: Floats, expected: int) -> None:
+        """Raise UsageError unless a kernel may go through so many."""
+        if len(floats) != expected:
+            raise UsageError(f"{len(floats)} {what} for {expected} elements of dense table {self.spec.name!r}")
+
+    # Records.
+
+    def _check_records(self, keys: Keys, records: Floats) -> None:
+        self._check_count("words of records", records.reshape(-1), len(keys) * self.record_words)
+
+    def _planes(self) -> Floats:
+        return self._record.reshape(self.record_words, self._size)
+
+    def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
+        """See :meth:`TablePart.read_bucket`."""
+        start, stop = bucket_bounds(self._size, bucket)
+        if start < stop and not self.held >> bucket & 1:
+            raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} does not lie on this server")
+        # A record of one word is contiguous as it lies: without order and copy it would be a view.
+        return np.arange(start, stop, dtype=np.uint64), np.array(self._planes()[:, start:stop].T, order="C", copy=True)
+
+    def write_records(self, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.write_records`."""
+        self._check_records(keys, records)
+        self.magnitudes.widen(records.reshape(len(keys), self.record_words))
+        self._planes()[:, self._positions(keys)] = records.reshape(len(keys), self.record_words).T
+
+    def erase(self, keys: Keys) -> int:
+        """See :meth:`TablePart.erase`."""
+        raise UsageError(f"table {self.spec.name!r} is dense: its elements cannot be erased")
+
+
+def _sum_scaled(parts: Sequence[Floats], factor: float, out: Floats) -> None:
+    """Write the sum of `parts`, in order, times `factor` to `out`."""
+    if len(parts) == 1:
+        np.multiply(parts[0], np.float32(factor), out=out)
+        return
+    np.add(parts[0], parts[1], out=out)
+    for more in parts[2:]:
+        out += more
+    if factor != 1.0:
+        out *= np.float32(factor)

@@ -1,0 +1,194 @@
+"""A table's part while snapshots are taken of it: which buckets have changed, and how they were before.
+
+:class:`WatchedPart` stands in front of a part once the first snapshot is asked for; a server of which none is taken
+pays nothing. Before anything is written to a bucket it is noted that it changes, and where a snapshot of an earlier
+moment still waits for it, the rows about to change are put aside as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.kernels.dedup import select
+from paceline.protocol.buckets import Buckets, buckets_in
+from paceline.tables.bucket_arrays import to_words
+from paceline.tables.rules import SGD, UpdateRule
+from paceline.tables.server_tables import ServerTable
+from paceline.tables.sparse_part import Selection, SparsePart, TablePart
+from paceline.tables.sparse_store import Floats, Keys, SparseStore
+
+
+class EarlierRows:
+    """Rows of a sparse table as they were at a snapshot's moment, of those that have changed since."""
+
+    def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
+        self._store = store
+        self._before = SparseStore(dim=store.dim, rule=rule)
+        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # what has changed: 1 where there was a row, else 0
+
+    def put_aside(self, keys: Keys) -> None:
+        """Keep the rows of `keys`, which are about to change, unless they have changed before."""
+        _, known = self._seen.read_records(keys)
+        if known.all():
+            return
+        new = keys[~known]
+        records, found = self._store.read_records(new)
+        if found.all():
+            self._before.write_records(new, records)
+        else:
+            self._before.write_records(new[found], records[found])
+        self._seen.write_records(new, found.astype(np.float32))
+
+    def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
+        """Return a bucket, given as it is now, as it was; `records` may be overwritten. It is asked for once."""
+        count = int(self._seen.counts[bucket])
+        if not count:
+            return keys, records
+        marks, changed = self._seen.read_records(keys)
+        was_there = changed & (marks[:, 0] == 1.0)
+        if changed.sum() == count:  # none that changed was erased
+            rows, _ = self._before.read_records(keys[was_there])
+            records[was_there] = rows
+            if was_there.sum() != count:
+                keys, records = keys[was_there | ~changed], records[was_there | ~changed]
+        else:
+            before, rows = self._before.bucket(bucket)
+            keys, records = np.concatenate([before, keys[~changed]]), np.concatenate([rows, records[~changed]])
+        self._before.drop_bucket(bucket)
+        self._seen.drop_bucket(bucket)
+        return keys, records
+
+
+class Moment:
+    """A table as it is when this is made; read it bucket by bucket, while its part is watched and changes."""
+
+    def __init__(self, part: TablePart, waiting: Buckets) -> None:
+        self._part = part
+        self.waiting = waiting
+        """The buckets that nobody has read yet."""
+        self._rows = EarlierRows(part.store, part.rule) if isinstance(part, SparsePart) else None
+        self._copies: dict[int, tuple[Keys, Floats]] = {}
+
+    def put_aside(self, touched: Buckets, selection: Selection) -> None:
+        """Keep what is about to change: of a sparse table those rows, of a dense one those buckets."""
+        touched &= self.waiting
+        if not touched:
+            return
+        if self._rows is None:
+            self.put_aside_whole(touched)
+            return
+        assert selection.keys is not None
+        chosen: npt.NDArray[np.int64] = np.empty(len(selection.keys), np.int64)
+        count = select(selection.keys, to_words(touched), chosen)
+        self._rows.put_aside(selection.keys[chosen[:count]])
+
+    def put_aside_whole(self, buckets: Buckets) -> None:
+        """Keep whole buckets that nobody has read yet."""
+        for bucket in buckets_in(buckets & self.waiting):
+            if bucket not in self._copies:
+                self._copies[bucket] = self._read(bucket)
+
+    def read(self, bucket: int) -> tuple[Keys, Floats]:
+        """Return a bucket as it was."""
+        self.waiting &= ~(1 << bucket)
+        copy = self._copies.pop(bucket, None)
+        return self._read(bucket) if copy is None else copy
+
+    def _read(self, bucket: int) -> tuple[Keys, Floats]:
+        keys, records = self._part.read_bucket(bucket)
+        return (keys, records) if self._rows is None else self._rows.restore(bucket, keys, records)
+
+
+class WatchedPart:
+    """A table's part whose changes are noted: whatever writes passes by here first, all else is `part`'s own.
+
+    It stands where a :class:`TablePart` does (see :func:`watch`).
+    """
+
+    def __init__(self, part: TablePart) -> None:
+        self.part = part
+        self._written: dict[int, Buckets] = {}  # snapshot → buckets that are as it has them
+        self.moment: Moment | None = None
+        """The moment that a snapshot is being taken of, if it is not now."""
+
+    # What snapshots ask.
+
+    def unchanged_since(self, number: int) -> Buckets:
+        """Return the buckets that are as they were written for a snapshot."""
+        return self._written.get(number, 0)
+
+    def note_written(self, number: int, buckets: Buckets) -> None:
+        """Note that buckets, as they are now, are written for a snapshot."""
+        self._note_changed(buckets)
+        self._written[number] = self._written.get(number, 0) | buckets
+
+    def _note_changed(self, buckets: Buckets) -> None:
+        for number in list(self._written):
+            self._written[number] &= ~buckets
+            if not self._written[number]:
+                del self._written[number]
+
+    # What writes.
+
+    def _touch(self, selection: Selection) -> None:
+        if not self._written and self.moment is None:
+            return
+        touched = self.part.buckets_of(selection)
+        if self.moment is not None:
+            self.moment.put_aside(touched, selection)
+        self._note_changed(touched)
+
+    def _touch_all(self, buckets: Buckets) -> None:
+        if self.moment is not None:
+            self.moment.put_aside_whole(buckets)
+        self._note_changed(buckets)
+
+    def push(self, selection: Selection, grads: Floats) -> None:
+        """See :meth:`TablePart.push`."""
+        self._touch(selection)
+        self.part.push(selection, grads)
+
+    def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
+        """See :meth:`TablePart.push_sum`."""
+        self._touch(selection)
+        self.part.push_sum(selection, grads, factor)
+
+    def write_records(self, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.write_records`."""
+        self._touch(Selection(keys))
+        self.part.write_records(keys, records)
+
+    def erase(self, keys: Keys) -> int:
+        """See :meth:`TablePart.erase`."""
+        if isinstance(self.part, SparsePart):
+            self._touch(Selection(keys))
+        return self.part.erase(keys)
+
+    def hold(self, buckets: Buckets) -> None:
+        """See :meth:`TablePart.hold`."""
+        self._note_changed(buckets & ~self.part.held)
+        self.part.hold(buckets)
+
+    def drop(self, buckets: Buckets) -> None:
+        """See :meth:`TablePart.drop`."""
+        self._touch_all(buckets)
+        self.part.drop(buckets)
+
+    def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.load_bucket`."""
+        self._touch_all(1 << bucket)
+        self.part.load_bucket(bucket, keys, records)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+
+def watch(table: ServerTable) -> WatchedPart:
+    """Note what changes in a table's part from now on."""
+    if not isinstance(table.part, WatchedPart):
+        table.part = cast(TablePart, WatchedPart(table.part))
+    return cast(WatchedPart, table.part)

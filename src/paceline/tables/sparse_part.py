@@ -1,0 +1,141 @@
+"""A server's part of a table: values, state and what happened to them, without networks or workers' clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.protocol.buckets import Buckets, buckets_in
+from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
+from paceline.tables.dense_part import DensePart
+from paceline.tables.part import Selection, TablePart, check_finite
+from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs
+from paceline.tables.sparse_store import Floats, Keys, SparseStore
+from paceline.tables.spec import TableSpec
+
+_TRIAL_ROWS = 1 << 14
+
+__all__ = [
+    "DensePart",
+    "Selection",
+    "SparsePart",
+    "TablePart",
+    "bucket_bounds",
+    "bucket_width",
+    "check_finite",
+    "clip_runs",
+    "make_part",
+    "owned_runs",
+]
+
+
+class SparsePart(TablePart):
+    """Rows by uint64 key. A bucket that is not held is one without rows: whose keys come here, the server says."""
+
+    def __init__(self, spec: TableSpec, buckets: Buckets) -> None:
+        super().__init__(spec)
+        self.store = SparseStore(dim=spec.dim, rule=self.rule, initializer=self.initializer, seed=spec.seed)
+        self.hold(buckets)
+        self.set_primary(buckets)
+
+    @property
+    def parameters(self) -> npt.NDArray[np.float64]:
+        """See :meth:`TablePart.parameters`."""
+        return self.store.parameters
+
+    def rows_in(self, buckets: Buckets) -> int:
+        """See :meth:`TablePart.rows_in`."""
+        return int(self.store.counts[to_flags(buckets & self.held)].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """See :meth:`TablePart.num_bytes`."""
+        return self.store.num_bytes
+
+    def hold(self, buckets: Buckets) -> None:
+        """See :meth:`TablePart.hold`. Rows are made when they are written."""
+        self._forget_rows(buckets & ~self.held)
+        self._held |= buckets
+
+    def drop(self, buckets: Buckets) -> None:
+        """See :meth:`TablePart.drop`."""
+        self._forget_rows(buckets)
+        self._held &= ~buckets
+        self._primary &= ~buckets
+
+    def _forget_rows(self, buckets: Buckets) -> None:
+        for bucket in buckets_in(buckets & from_flags(self.store.counts > 0)):
+            self.store.drop_bucket(bucket)
+
+    def check_bucket(self, bucket: int, keys: Keys) -> None:
+        """See :meth:`TablePart.check_bucket`."""
+        if buckets_of_keys(keys) & ~(1 << bucket):
+            raise self._strangers(bucket)
+
+    def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.load_bucket`."""
+        self.check_bucket(bucket, keys)
+        self.magnitudes.widen(records)
+        self.store.load_bucket(bucket, keys, records)
+        self._held |= 1 << bucket
+
+    def num_values(self, selection: Selection) -> int:
+        """See :meth:`TablePart.num_values`."""
+        return len(selection.key_array()) * self.dim
+
+    def keys_of(self, selection: Selection) -> Keys:
+        """See :meth:`TablePart.keys_of`."""
+        return selection.key_array()
+
+    def buckets_of(self, selection: Selection) -> Buckets:
+        """See :meth:`TablePart.buckets_of`."""
+        return buckets_of_keys(selection.key_array())
+
+    def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
+        """See :meth:`TablePart.restrict`."""
+        return self._restrict_keys(selection, grads, buckets)
+
+    def pull(self, selection: Selection, out: Floats) -> None:
+        """See :meth:`TablePart.pull`."""
+        self.store.pull(selection.key_array(), out)
+
+    def reserve(self, selection: Selection) -> None:
+        """See :meth:`TablePart.reserve`."""
+        assert selection.keys is not None
+        self.store.reserve(selection.keys)
+
+    def push(self, selection: Selection, grads: Floats) -> None:
+        """See :meth:`TablePart.push`."""
+        self.store.push(selection.key_array(), grads)
+
+    def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
+        """See :meth:`TablePart.trial`."""
+        keys = selection.key_array()
+        for first in range(0, len(keys), _TRIAL_ROWS):
+            block = keys[first : first + _TRIAL_ROWS]
+            copy = SparseStore(dim=self.dim, rule=self.rule, initializer=self.initializer, seed=self.spec.seed)
+            copy.reserve(block)
+            records, are_there = self.store.read_records(block)
+            copy.write_records(block[are_there], records[are_there])
+            copy.push(block, grads[self.dim * first : self.dim * (first + len(block))])
+            yield block, copy.read_records(block)[0]
+
+    def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
+        """See :meth:`TablePart.read_bucket`."""
+        return self.store.bucket(bucket)
+
+    def write_records(self, keys: Keys, records: Floats) -> None:
+        """See :meth:`TablePart.write_records`."""
+        self.magnitudes.widen(records.reshape(len(keys), self.record_words))
+        self.store.write_records(keys, records)
+
+    def erase(self, keys: Keys) -> int:
+        """See :meth:`TablePart.erase`."""
+        return self.store.erase(keys)
+
+
+def make_part(spec: TableSpec, buckets: Buckets) -> TablePart:
+    """Return a new part of a table, for a server that holds `buckets` and is their primary."""
+    return SparsePart(spec, buckets) if spec.kind == "sparse" else DensePart(spec, buckets)

@@ -1,0 +1,75 @@
+"""What defines a table: the struct that processes declare it by, and that models and snapshots hold."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.tables.rules import INITIALIZERS, RULES, from_fields
+
+MAX_NAME: Final = 200
+MAX_DIM: Final = 1 << 16
+MAX_SIZE: Final = 1 << 40
+"""Elements of a dense table: 4 TiB of values."""
+
+
+class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that defines a table; two declarations of one name must be equal.
+
+    Where hyperparameters were changed since, a declaration may have those declared first or those of now. One that
+    defines no table cannot be made, nor read from a message or a file: :meth:`validate` is called by itself.
+    """
+
+    name: str
+    kind: str
+    """``sparse`` or ``dense``."""
+    dim: int = 1
+    size: int = 0
+    """Elements of a dense table; 0 for a sparse one."""
+    update: dict[str, Any]
+    initializer: dict[str, Any]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise UsageError if this defines no table: no kernel is ever given such sizes."""
+        if not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
+            raise UsageError(f"a table's name is 1 to {MAX_NAME} printable characters, {self.name[:300]!r} was given")
+        if self.kind not in ("sparse", "dense"):
+            raise UsageError(f"table {self.name!r} is of kind {self.kind[:99]!r}: expected 'sparse' or 'dense'")
+        if not 1 <= self.dim <= MAX_DIM:
+            raise UsageError(f"table {self.name!r} has dim={self.dim}: expected a whole number from 1 to {MAX_DIM}")
+        if self.kind == "dense":
+            if self.dim != 1:
+                raise UsageError(f"dense table {self.name!r} has dim={self.dim}: elements of dense tables have dim=1")
+            if not 1 <= self.size <= MAX_SIZE:
+                raise UsageError(
+                    f"dense table {self.name!r} has size={self.size}: expected a positive whole number, at most "
+                    f"{MAX_SIZE}"
+                )
+        elif self.size != 0:
+            raise UsageError(f"sparse table {self.name!r} has size={self.size}: a sparse table has none, expected 0")
+        from_fields(RULES, self.update)
+        from_fields(INITIALIZERS, self.initializer)
+
+    @property
+    def record_words(self) -> int:
+        """How many float32 the value and the state of a key are."""
+        rule = from_fields(RULES, self.update)
+        return self.dim * (1 + rule.num_states) + rule.has_count
+
+    def with_update(self, update: dict[str, Any]) -> TableSpec:
+        """Return the same table with other hyperparameters."""
+        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # tuples are lists, as in a spec from afar
+        return msgspec.structs.replace(self, update=travelled)
+
+    def __str__(self) -> str:
+        shape = f"dim={self.dim}" if self.kind == "sparse" else f"size={self.size}"
+        rule = ", ".join(f"{key}={value}" for key, value in self.update.items() if key != "kind")
+        start = ", ".join(f"{key}={value}" for key, value in self.initializer.items() if key != "kind")
+        update = f"{self.update.get('kind')}({rule})"
+        return f"{self.kind}({shape}, {update}, {self.initializer.get('kind')}({start}), seed={self.seed})"

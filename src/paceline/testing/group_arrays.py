@@ -1,0 +1,101 @@
+"""What the checks of groups are made of: arrays that every rank can compute for every other, and comparisons."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.collectives import Group
+
+Array = npt.NDArray[Any]
+INTEGERS: Final = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES: Final = ("float16", "float32", "float64", *INTEGERS, "bool")
+OPS: Final[Mapping[str, Any]] = {
+    "sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "bitwise_and": np.bitwise_and,
+    "bitwise_or": np.bitwise_or,
+    "bitwise_xor": np.bitwise_xor,
+}
+SIZES: Final = (0, 1, 7, 1000, 4097, 70_000)
+"""In items; in float32 they lie on both sides of every size at which a group changes its way, up to 256 KB."""
+
+
+def sample(rank: int, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Array:
+    """Return a rank's array: small whole numbers, of which every dtype holds every sum exactly, in any order."""
+    random = np.random.default_rng((seed, rank))
+    if dtype == "bool":
+        return random.integers(0, 2, shape).astype(np.bool_)
+    return random.integers(-3 if dtype.startswith(("f", "int")) else 0, 4, shape).astype(dtype)
+
+
+def reduced(group: Group, op: str, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Array:
+    """Return the reduction of every rank's sample."""
+    arrays = [sample(rank, shape, dtype, seed) for rank in range(group.size)]
+    if op == "mean":
+        total = np.sum([array.astype(np.float64) for array in arrays], axis=0)
+        return (total / group.size).astype(arrays[0].dtype)  # type: ignore[no-any-return]
+    reduced = arrays[0].copy()
+    for array in arrays[1:]:
+        reduced = OPS[op](reduced, array)
+    return reduced
+
+
+def ops_of(dtype: str) -> Iterator[str]:
+    """Yield the reductions that a dtype has."""
+    yield from ("sum", "product", "min", "max")
+    if dtype.startswith("float"):
+        yield "mean"
+    else:
+        yield from ("bitwise_and", "bitwise_or", "bitwise_xor")
+
+
+def same(got: Any, expected: Array, what: object = "") -> None:
+    """Check that an array is exactly as expected."""
+    assert isinstance(got, np.ndarray), (what, type(got))
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (what, got.dtype, got.shape, expected.shape)
+    if not np.array_equal(got, expected, equal_nan=got.dtype.kind == "f"):
+        wrong = np.flatnonzero((got != expected).ravel())
+        raise AssertionError(f"{what}: {len(wrong)} of {got.size} are wrong, from {wrong[0]} on: {got} != {expected}")
+
+
+def near(got: Any, expected: Array, what: object = "") -> None:
+    """Check that an array is as expected up to rounding."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (what, got.dtype, got.shape, expected.shape)
+    tolerance = 8 * float(np.finfo(expected.dtype).eps)
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance, err_msg=str(what))
+
+
+def same_everywhere(group: Group, array: Array) -> None:
+    """Check that every rank holds the same bytes."""
+    digest = np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=8).digest(), np.int64)
+    told = group.all_gather(digest)
+    assert (told == told[0]).all(), f"ranks have different bits: {told}"
+
+
+def expect(kind: type[Exception], call: Callable[[], object]) -> None:
+    """Check that a call raises an error of this kind."""
+    try:
+        call()
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was expected, nothing was raised")
+
+
+def uneven(group: Group, seed: int = 0, most: int = 40) -> list[int]:
+    """Return rows for every rank, the same on all; one of them has none."""
+    sizes = [int(rows) for rows in np.random.default_rng(seed).integers(1, most, group.size)]
+    sizes[seed % group.size] = 0
+    return sizes
+
+
+def cut(array: Array, sizes: Sequence[int], part: int) -> Array:
+    """Return one part of an array cut by sizes."""
+    start = sum(sizes[:part])
+    return array[start : start + sizes[part]]

@@ -1,0 +1,242 @@
+"""What every transport must do for the connections that an event loop opens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import numpy as np
+
+from paceline.errors import AddressError, AuthenticationError, PacelineError, PeerError, StaleEpochError
+from paceline.testing.serving import serve_in_thread
+from paceline.testing.transport_setting import (
+    ANSWER,
+    CLOSE,
+    ECHO,
+    FAIL,
+    FAIL_INTERNALLY,
+    SILENT,
+    TIMEOUT_S,
+    EchoHandler,
+    Setting,
+)
+from paceline.transport import Frame, Handler, Header, Hello, Kind, Peer, error_of
+
+_HELLO = Hello(role="worker", rank=3, incarnation=8)
+
+
+class Inbox(Handler):
+    """Keeps every frame that comes, and every end; for one event loop's thread."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.peers: list[Peer] = []
+        """Which peer each frame came from."""
+        self.ends: list[tuple[Peer, Exception | None]] = []
+        self._changed = asyncio.Event()
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Keep a copy."""
+        self.frames.append(Frame(header, bytes(meta), memoryview(bytearray(body))))
+        self.peers.append(peer)
+        self._changed.set()
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        """Keep the reason."""
+        self.ends.append((peer, reason))
+        self._changed.set()
+
+    async def wait_frames(self, number: int) -> list[Frame]:
+        """Wait for so many frames, and take them all."""
+        await self._wait(lambda: len(self.frames) >= number)
+        frames, self.frames = self.frames, []
+        return frames
+
+    async def wait_end(self) -> Exception | None:
+        """Wait for the one end of the one connection, and return its reason."""
+        await self._wait(lambda: bool(self.ends))
+        await asyncio.sleep(0.02)  # in which it could be told again
+        assert len(self.ends) == 1
+        return self.ends[0][1]
+
+    async def _wait(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), TIMEOUT_S)
+
+
+def check_opened_echo(setting: Setting) -> None:
+    """Frames of every size come back in order and as they were, in a loop of its own and in the server's."""
+    asyncio.run(_check_opened_echo(setting))
+    _run_beside_server(setting, _check_opened_echo(setting))
+
+
+def check_opened_both_ways(setting: Setting) -> None:
+    """Large frames that both ends send at once do not wait for each other."""
+    asyncio.run(_check_opened_both_ways(setting))
+    _run_beside_server(setting, _check_opened_both_ways(setting))
+
+
+def check_opened_errors(setting: Setting) -> None:
+    """What the server's handler raises comes as an ERROR frame with the request's header; the connection lives on."""
+    asyncio.run(_check_opened_errors(setting))
+
+
+def check_opened_closing(setting: Setting) -> None:
+    """Whoever closes, each end is told once; what was sent before goes out."""
+    asyncio.run(_check_opened_closing(setting))
+
+
+def check_opened_refusals(setting: Setting) -> None:
+    """A wrong token and a place where nobody listens are told apart; the handler hears nothing of either."""
+    with serve_in_thread(EchoHandler(), setting.transport) as other:
+        gone = other.endpoint.tcp
+    asyncio.run(_check_opened_refusals(setting, gone))
+
+
+def _run_beside_server(setting: Setting, check: Coroutine[None, None, None]) -> None:
+    asyncio.run_coroutine_threadsafe(check, setting.served.loop).result(3 * TIMEOUT_S)
+
+
+async def _open(setting: Setting, inbox: Inbox) -> Peer:
+    return await setting.transport.open(inbox, setting.served.endpoint, _HELLO, timeout_s=TIMEOUT_S)
+
+
+def _served_peer(setting: Setting) -> Peer:
+    """Return the newest of the server's peers, which may notice it a moment after we do."""
+    setting.handler.wait_until(lambda: bool(setting.handler.peers))
+    return setting.handler.peers[-1]
+
+
+async def _check_opened_echo(setting: Setting) -> None:
+    inbox = Inbox()
+    peer = await _open(setting, inbox)
+    assert (peer.hello.role, peer.hello.name) == ("server", "echo")
+    assert peer.hello.paceline
+    assert peer.address
+    hello = _served_peer(setting).hello
+    assert (hello.rank, hello.incarnation) == (3, 8)
+    random = np.random.default_rng(0)
+    sizes = [0, 1, 7, 8, 64, 65_537, 262_104, 262_105, 1_200_003, 6_400_000, *range(200), 300_000, 5]
+    bodies = [random.integers(0, 256, size, np.uint8) for size in sizes]
+    for number, body in enumerate(bodies):
+        parts = (body[: len(body) // 3], body[len(body) // 3 :])
+        peer.send_frame(
+            ECHO, table=3, request=number, epoch=5, clock=6, sequence=2**63, meta=bytes(number % 11), body=parts
+        )
+    for number, (frame, body) in enumerate(zip(await inbox.wait_frames(len(sizes)), bodies, strict=True)):
+        assert frame.header[2:9] == (ANSWER, 1, 3, number, 5, 6, 2**63), frame.header
+        assert frame.meta == bytes(number % 11)
+        assert bytes(frame.body) == body.tobytes()
+    assert all(each is peer for each in inbox.peers)
+    assert peer.write_backlog_bytes == 0
+    assert peer.statistics().frames_sent == len(sizes)
+    peer.close()
+    assert await inbox.wait_end() is None
+
+
+async def _check_opened_both_ways(setting: Setting) -> None:
+    inbox = Inbox()
+    peer = await _open(setting, inbox)
+    theirs = _served_peer(setting)
+    body = np.random.default_rng(1).integers(0, 256, 48 << 20, np.uint8)
+
+    def send_back() -> None:
+        for number in range(2):
+            theirs.send_frame(ANSWER, request=100 + number, body=body)
+
+    setting.served.loop.call_soon_threadsafe(send_back)
+    for number in range(2):
+        peer.send_frame(ECHO, request=number, body=body)
+    frames = await inbox.wait_frames(4)
+    requests = [frame.header.request for frame in frames]
+    assert [request for request in requests if request < 100] == [0, 1]
+    assert [request for request in requests if request >= 100] == [100, 101]
+    assert all(np.array_equal(np.frombuffer(frame.body, np.uint8), body) for frame in frames)
+    peer.close()
+    await inbox.wait_end()
+
+
+async def _check_opened_errors(setting: Setting) -> None:
+    inbox = Inbox()
+    peer = await _open(setting, inbox)
+    for number in range(2):
+        peer.send_frame(FAIL, request=number, sequence=7, body=bytes(300_000))
+        peer.send_frame(FAIL_INTERNALLY, request=100)
+        peer.send_frame(ECHO, request=200, body=b"alive")
+        failed, broken, alive = await inbox.wait_frames(3)
+        assert (failed.header.kind, failed.header.request, failed.header.sequence) == (Kind.ERROR, number, 7)
+        error = error_of(failed.meta)
+        assert isinstance(error, StaleEpochError)
+        assert "epoch 3" in str(error)
+        assert isinstance(error_of(broken.meta), PeerError)
+        assert "KeyError" in str(error_of(broken.meta))
+        assert bytes(alive.body) == b"alive"
+    peer.close()
+    await inbox.wait_end()
+
+
+async def _check_opened_closing(setting: Setting) -> None:
+    handler = setting.handler
+    inbox = Inbox()
+    peer = await _open(setting, inbox)
+    peer.send_frame(CLOSE)
+    await inbox.wait_end()
+    assert inbox.ends[0][0] is peer
+    peer.send_frame(SILENT)  # to nobody
+    peer.close()
+    assert len(inbox.ends) == 1
+
+    inbox = Inbox()
+    peer = await _open(setting, inbox)
+    for _ in range(3):
+        peer.send_frame(SILENT, body=bytes(5_000_000))
+    peer.close()
+    peer.close()
+    assert await inbox.wait_end() is None
+    handler.wait_until(lambda: handler.num_frames == 4 and len(handler.reasons) == 2)
+    assert handler.reasons[1] is None
+
+    inbox = Inbox()
+    peer = await _open(setting, inbox)
+    peer.abort()
+    peer.abort()
+    peer.send_frame(SILENT)
+    assert await inbox.wait_end() is None
+    handler.wait_until(lambda: len(handler.reasons) == 3)
+    assert handler.num_frames == 4
+
+
+async def _check_opened_refusals(setting: Setting, gone: object) -> None:
+    inbox = Inbox()
+    peer = await _open(setting, inbox)
+    others = Inbox()
+    intruder = setting.make("another token for tests")
+    error = await _failure(intruder.open(others, setting.served.endpoint, _HELLO, timeout_s=TIMEOUT_S))
+    assert isinstance(error, AuthenticationError), error
+    assert "refused the token" in str(error)
+    error = await _failure(setting.transport.open(others, str(gone), _HELLO, timeout_s=TIMEOUT_S))
+    assert isinstance(error, AddressError), error
+    peer.send_frame(ECHO, body=b"alive")
+    assert bytes((await inbox.wait_frames(1))[0].body) == b"alive"
+    assert len(setting.handler.peers) == 1
+    assert not others.ends
+    peer.close()
+    await inbox.wait_end()
+
+
+async def _failure(opening: Coroutine[None, None, Peer]) -> PacelineError:
+    try:
+        await opening
+    except PacelineError as error:
+        return error
+    raise AssertionError("opening was to fail, and did not")
+
+
+OPENED_CHECKS: tuple[Callable[[Setting], None], ...] = (
+    check_opened_echo,
+    check_opened_both_ways,
+    check_opened_errors,
+    check_opened_closing,
+    check_opened_refusals,
+)

@@ -1,0 +1,83 @@
+"""How a process group's calls are carried out: here and now, or by the group's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from paceline.collectives import Group
+from paceline.errors import PacelineError
+from paceline.torch import profiling as _profiling
+from paceline.torch.backend.errors import Terms, in_torch_terms
+from paceline.torch.backend.future import is_in_callback
+from paceline.torch.backend.tensors import After
+from paceline.torch.backend.work import FinishedWork, TicketWork, Value
+
+
+class Step(NamedTuple):
+    """One call of the group's: its method, without ``_async``, and the arguments."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = {}  # noqa: RUF012  (never written)
+
+
+class Calls:
+    """The calls of one process group."""
+
+    def __init__(self, group: Group, terms: Terms) -> None:
+        self._group, self._terms = group, terms
+        self._nested: Group | None = None
+
+    def group(self) -> Group:
+        """Return the group for a call of this thread; if it is the first from a callback, all ranks make one."""
+        if not is_in_callback():
+            return self._group
+        if self._nested is None:
+            self._nested = self._group.subgroup(range(self._group.size))
+            assert self._nested is not None
+        return self._nested
+
+    def close(self) -> None:
+        """Let go of what was made for calls from callbacks. Idempotent."""
+        if self._nested is not None:
+            self._nested.close()
+
+    def run(
+        self,
+        event: str,
+        steps: Sequence[Step],
+        value: Value,
+        *,
+        is_async: bool,
+        shown: Sequence[Tensor] = (),
+        after: After | None = None,
+    ) -> Work:
+        """Carry out `steps`, then `after`. `event` and the tensors that are `shown` are for the profiler.
+
+        What is not asynchronous is done in the caller's thread, where it takes some microseconds less.
+        """
+        if not steps:
+            return FinishedWork(value)
+        is_profiled = _profiling.is_enabled()
+        try:
+            group = self.group()
+            if (is_async or is_profiled) and group is self._group:
+                recorded = _profiling.Event(event, shown) if is_profiled else None
+                tickets = [
+                    getattr(group, f"{method}_async")(*arguments, **options) for method, arguments, options in steps
+                ]
+                work = TicketWork(tickets, value, self._terms, after=after, event=recorded)
+                if not is_async:
+                    work.wait()
+                return work
+            for method, arguments, options in steps:
+                getattr(group, method)(*arguments, **options)
+        except PacelineError as error:
+            raise in_torch_terms(error, self._terms) from None
+        if after is not None:
+            after()
+        return FinishedWork(value)

@@ -1,0 +1,83 @@
+"""How the ranks of a torch.distributed group become a group of ours."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import Store as CStore
+
+from paceline.collectives import Group, join
+from paceline.collectives.rendezvous.credentials import choose_secret, derive_token
+from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
+from paceline.collectives.rendezvous.store import SealedStore
+from paceline.environment import Environment, environment
+from paceline.errors import DeadlineError, RankLostError
+from paceline.torch.backend.errors import Terms, in_torch_terms
+from paceline.torch.backend.process_group import PacelineProcessGroup
+from paceline.torch.backend.store import TorchStore
+from paceline.transport import TLS
+
+_LOOPBACK: Final = "127.0.0.1"
+
+
+def create(options: Any) -> PacelineProcessGroup:
+    """Meet the other ranks of a group, in the store of ``init_process_group``."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    global_ranks = tuple(options.global_ranks_in_group)  # none of them for the group of all
+    try:
+        group = join_through(store, rank, size, options.group_id, timeout)
+    except (RankLostError, DeadlineError) as error:
+        raise in_torch_terms(error, Terms(timeout, global_ranks)) from None
+    return PacelineProcessGroup(store, group, global_ranks)
+
+
+def join_through(
+    store: CStore, rank: int, size: int, name: str, timeout: timedelta, *, told: Environment | None = None
+) -> Group:
+    """Return a group of the ranks that share one of PyTorch's stores; `name` tells groups apart.
+
+    Such a store lets everybody in. So no secret is put there, only a number for this program, of which the ranks make
+    a token with the secret that they share; and nothing is believed that is there without a proof of that token.
+
+    Raises UsageError if there is no PACELINE_TOKEN and other machines reach the store, and AuthenticationError if the
+    ranks have different ones.
+    """
+    told = environment() if told is None else told
+    place = _place(store, told.master_addr)
+    is_alone = told.world_size is not None and told.world_size == told.local_world_size
+    secret = choose_secret(
+        told.token, is_local=is_loopback(place) or is_alone, where=place, runtime_dir=told.runtime_dir
+    )
+    # The same store may serve a program's second life, after destroy_process_group.
+    life = store.add(f"paceline {name} lives of rank {rank}", 1)
+    shared = TorchStore(store, f"paceline {name} {life}")
+    if rank == 0:
+        shared.set("number", secrets.token_bytes(16))
+    number = shared.get("number", time.monotonic() + timeout.total_seconds())
+    token = derive_token(secret, "torch", name, number.hex())
+    return join(
+        SealedStore(shared, token),
+        rank,
+        size,
+        token=token,
+        host=_LOOPBACK if is_loopback(place) else own_host(place),
+        tls=TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca),
+        name=f"torch {name}",
+        timeout=timeout,
+        algorithm=told.algorithm,
+    )
+
+
+def _place(store: CStore, master: str | None) -> str:
+    """Return the host of a store: loopback if it leads no further than this machine."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return str(store.host)
+    if isinstance(store, FileStore):
+        return master or _LOOPBACK  # a file that several hosts see, if a launcher says where the first is
+    return _LOOPBACK

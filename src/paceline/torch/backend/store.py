@@ -1,0 +1,107 @@
+"""A store of ``torch.distributed`` as one of ours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+from torch._C._distributed_c10d import Store as CStore
+
+from paceline.collectives.rendezvous.store import Store, never_set, written_twice
+from paceline.errors import ConnectionLostError
+
+_SOON: Final = timedelta(milliseconds=1)
+_SLACK_S: Final = 0.01
+"""Whole milliseconds are waited, so a wait may end a little early."""
+_FIRST_PAUSE_S: Final = 0.0005
+_PAUSE_S: Final = 0.05
+_PAUSE_A_KEY_S: Final = 0.001
+_SET: Final = b"="
+"""Before every value: FileStore and TCPStore cannot tell an empty value from one that is not there."""
+
+
+class TorchStore(Store):
+    """Keys under ``prefix`` in a c10d store; what this rank has set is removed when it is closed.
+
+    Its errors are RuntimeErrors of several kinds, the plain one included.
+    """
+
+    def __init__(self, store: CStore, prefix: str) -> None:
+        self._store = store
+        self._prefix = f"{prefix}/"
+        self._own: set[str] = set()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See :meth:`Store.set`."""
+        wanted = _text(value)
+        try:
+            found = self._store.compare_set(self._prefix + key, "", wanted)
+        except RuntimeError as error:
+            raise _lost(key, error) from error
+        if found not in (b"", wanted.encode()):
+            raise written_twice(key)
+        self._own.add(key)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """See :meth:`Store.get`."""
+        start = time.monotonic()
+        place = self._prefix + key
+        left = timedelta(seconds=deadline - start)
+        try:
+            self._store.wait([place], max(left, _SOON))
+            return _value(self._store.get(place))
+        except RuntimeError as error:
+            if time.monotonic() < deadline - _SLACK_S:
+                raise _lost(key, error) from error
+            raise never_set(key, "of torch.distributed", time.monotonic() - start) from None
+
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """See :meth:`Store.collect`.
+
+        It looks from time to time, since c10d writes two warnings to standard error for every wait that is cut short.
+        """
+        places = [self._prefix + key for key in keys]
+        longest = max(_PAUSE_S, len(keys) * _PAUSE_A_KEY_S)
+        pause = _FIRST_PAUSE_S
+        try:
+            while not self._store.check(places):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return [self._found(place) for place in places]
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, longest)
+            return [_value(text) for text in self._store.multi_get(places)]
+        except RuntimeError as error:
+            raise _lost(f"{keys[0]} and {len(keys) - 1} more", error) from error
+
+    def _found(self, place: str) -> bytes | None:
+        return _value(self._store.get(place)) if self._store.check([place]) else None
+
+    def delete(self, key: str) -> None:
+        """See :meth:`Store.delete`."""
+        self._own.discard(key)
+        self._store.delete_key(self._prefix + key)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+        for key in sorted(self._own):
+            try:
+                self.delete(key)
+            except RuntimeError:  # whoever serves the store has gone, and the keys with it
+                break
+        self._own.clear()
+
+
+def _text(value: bytes) -> str:
+    """c10d takes text; it is UTF-8 on the way, so bytes are written as hexadecimal digits."""
+    return _SET.decode() + value.hex()
+
+
+def _value(text: bytes) -> bytes:
+    return bytes.fromhex(text[len(_SET) :].decode())
+
+
+def _lost(key: str, error: Exception) -> ConnectionLostError:
+    return ConnectionLostError(f"the store of torch.distributed cannot be asked for {key!r}: {error}")

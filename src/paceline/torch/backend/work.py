@@ -1,0 +1,231 @@
+"""What a process group's calls return."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final, TypeAlias
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from paceline.collectives import Ticket
+from paceline.errors import PacelineError
+from paceline.torch.backend.errors import Terms, in_torch_terms
+from paceline.torch.backend.future import CallFuture
+from paceline.torch.backend.tensors import After
+from paceline.torch.profiling import Event
+
+Value: TypeAlias = Sequence[Tensor]
+"""The tensors that a call has filled."""
+
+_NO_TIMEOUT: Final = timedelta(0)
+"""As C++ says it."""
+_AT_MOST: Final = timedelta(days=365)
+
+
+class FinishedWork(Work):
+    """A call that is done."""
+
+    def __init__(self, value: Value) -> None:
+        super().__init__()
+        self._value = value
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def exception(self) -> None:
+        """Return None."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that were filled."""
+        return list(self._value)
+
+    def get_future(self) -> CallFuture:
+        """Return a future of the tensors that were filled."""
+        future = CallFuture()
+        future.set_result(list(self._value))
+        return future
+
+
+class TicketWork(Work):
+    """A call under way."""
+
+    def __init__(
+        self,
+        tickets: Sequence[Ticket],
+        value: Value,
+        terms: Terms,
+        *,
+        after: After | None = None,
+        event: Event | None = None,
+    ) -> None:
+        """`tickets` are done in this order; `after` is done then, before anybody hears of it."""
+        super().__init__()
+        self._tickets = tickets
+        self._value = value
+        self._terms = terms
+        self._after, self._event = after, event
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._future: CallFuture | None = None
+        self._settled: threading.Event | None = None
+        if after is not None or event is not None:
+            self._settled = threading.Event()
+            tickets[-1].add_done_callback(self._settle)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until it is done, and raise what has failed; DeadlineError if `timeout` passes before (0: never)."""
+        try:
+            for ticket in self._tickets:
+                ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
+        except PacelineError as error:
+            raise in_torch_terms(error, self._terms) from None
+        if self._settled is not None:
+            self._settled.wait()
+            if self._error is not None:
+                raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, or has failed."""
+        return self._tickets[-1].done() if self._settled is None else self._settled.is_set()
+
+    def is_success(self) -> bool:
+        """Return whether it is done."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what has failed."""
+        errors = (ticket.exception() for ticket in self._tickets)
+        error = next((error for error in errors if error is not None), self._error)
+        return None if error is None else in_torch_terms(error, self._terms)
+
+    def synchronize(self) -> None:
+        """See :meth:`wait`."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Wait, and return the tensors that were filled."""
+        self.wait()
+        return list(self._value)
+
+    def get_future(self) -> CallFuture:
+        """Return a future of the tensors that were filled; see there what happens to calls from what is chained."""
+        with self._lock:
+            if self._future is None:
+                self._future = CallFuture()
+                self._tickets[-1].add_done_callback(self._complete)
+        return self._future
+
+    def _complete(self, _: Ticket) -> None:
+        assert self._future is not None
+        if self._settled is not None:
+            self._settled.wait()  # a ticket is done a little before what follows it
+        error = self.exception()
+        if error is not None:
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            self._future.fail(failure, is_one_tensor=False)
+        else:
+            self._future.set_result(list(self._value))
+
+    def _settle(self, _: Ticket) -> None:
+        assert self._settled is not None
+        try:
+            if self._after is not None and self.exception() is None:
+                self._after()
+        except BaseException as error:  # nobody catches in the group's thread
+            self._error = error
+        self._after = None
+        if self._event is not None:
+            self._event.end()
+        self._settled.set()
+
+
+class MessageWork(Work):
+    """A send or receive under way."""
+
+    def __init__(self, ticket: Ticket, value: Value, terms: Terms, event: Event | None = None) -> None:
+        super().__init__()
+        self._ticket, self._value, self._terms, self._event = ticket, value, terms, event
+        self._lock = threading.Lock()
+        self._future: CallFuture | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until it is done; it is given up when `timeout` passes before (0: the group's)."""
+        try:
+            self._ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
+        except PacelineError as error:
+            raise in_torch_terms(error, self._terms) from None
+        finally:
+            with self._lock:
+                event, self._event = self._event, None
+            if event is not None:
+                event.end()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, or has failed."""
+        try:
+            return self._ticket.done()
+        except PacelineError:
+            return True
+
+    def is_success(self) -> bool:
+        """Return whether it is done."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what has failed."""
+        if self.is_completed():
+            try:
+                self.wait()
+            except PacelineError as error:
+                return error
+        return None
+
+    def synchronize(self) -> None:
+        """See :meth:`wait`."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Wait, and return the tensor that was sent or received."""
+        self.wait()
+        return list(self._value)
+
+    def source_rank(self) -> int:
+        """Return which rank has sent the message that was received."""
+        return int(self._ticket.result())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> CallFuture:
+        """Return a future of the tensor; a thread waits for it."""
+        with self._lock:
+            if self._future is None:
+                self._future = CallFuture()
+                waiter = threading.Thread(target=self._complete, name="paceline-message", daemon=True)
+                waiter.start()
+        return self._future
+
+    def _complete(self) -> None:
+        assert self._future is not None
+        try:
+            self.wait()
+        except Exception as error:  # nobody catches in this thread, and the future would never be done
+            self._future.fail(error, is_one_tensor=False)
+        else:
+            self._future.set_result(list(self._value))

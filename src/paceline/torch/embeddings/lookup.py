@@ -1,0 +1,81 @@
+"""Lookups as a part of the autograd graph: rows in, row gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from paceline.kernels.dedup import sum_rows, take_rows
+from paceline.tables.sparse_store import Floats, Keys
+from paceline.torch.embeddings.distinct import DistinctKeys
+from paceline.torch.embeddings.staging import to_device
+
+OnGradient = Callable[[Keys, torch.Tensor], None]
+"""Called in backward with distinct keys, uint64 [n], and their gradients, float32 [n, dim]."""
+
+
+class Rows(torch.autograd.Function):
+    """(anchor, rows) → the rows (float32 [u, dim]) on the anchor's device, with a place in the graph.
+
+    Backward hands the rows' gradients to `on_gradient`; the anchor gets an empty gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient
+    ) -> torch.Tensor:
+        """Return the rows."""
+        ctx.keys, ctx.on_gradient, ctx.anchor_like = keys, on_gradient, anchor.new_empty(0)
+        return to_device(rows, anchor.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Hand over the gradients."""
+        ctx.on_gradient(ctx.keys.unique, grads[0])
+        return ctx.anchor_like, None, None, None
+
+
+class Gather(torch.autograd.Function):
+    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU: index and its backward in one pass each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient
+    ) -> torch.Tensor:
+        """Return the rows of ``keys.flat``."""
+        ctx.keys, ctx.on_gradient, ctx.anchor_like = keys, on_gradient, anchor.new_empty(0)
+        dim = rows.shape[1]
+        out = np.empty((len(keys.flat), dim), np.float32)
+        take_rows(rows.reshape(-1), keys.inverse, dim, out.reshape(-1))
+        return torch.from_numpy(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Sum the gradients of equal keys, and hand them over."""
+        dim = grads[0].shape[1]
+        each = np.ascontiguousarray(grads[0].numpy()).reshape(-1)
+        summed = np.empty(len(ctx.keys.unique) * dim, np.float32)
+        sum_rows(ctx.keys.inverse, each, dim, summed)
+        ctx.on_gradient(ctx.keys.unique, torch.from_numpy(summed.reshape(-1, dim)))
+        return ctx.anchor_like, None, None, None
+
+
+def rows_of(anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient) -> torch.Tensor:
+    """Return the distinct rows, float32 [u, dim], differentiable."""
+    found: torch.Tensor = Rows.apply(anchor, keys, rows, on_gradient)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gather(anchor: torch.Tensor, keys: DistinctKeys, rows: Floats, on_gradient: OnGradient) -> torch.Tensor:
+    """Return the row of every key, float32 [n, dim], differentiable."""
+    if anchor.device.type == "cpu":
+        found: torch.Tensor = Gather.apply(anchor, keys, rows, on_gradient)  # type: ignore[no-untyped-call]
+        return found
+    places = torch.from_numpy(keys.inverse).to(anchor.device)
+    return torch.nn.functional.embedding(places, rows_of(anchor, keys, rows, on_gradient))

@@ -1,0 +1,197 @@
+"""Whether a program has its hands on its gradients between ``backward()`` and ``optimizer.step()``: learned.
+
+At first gradients stay until the step, and where the servers join those of all workers, every ``backward()`` ends with
+their mean over the ranks: what the program does to them, it does to those of the whole batch, as on one device. After
+some steps in which it did nothing to them they are sent while backward runs, and are the rank's own. A change after
+that comes too late, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.collectives import Group
+from paceline.errors import UsageError
+from paceline.torch.strategies.ranks import Ranks
+from paceline.torch.strategies.server.dense_tables import Slot
+from paceline.torch.strategies.watched import set_gradient
+
+_CALM_STEPS = 3  # without an access to gradients, before they are sent early
+_NEVER = -(1 << 30)  # so many that it stays below whatever is added
+_LOOP = "is in backward(), or past the loop"
+_AT_ONCE = 1 << 20  # elements
+
+
+class HandsOn:
+    """The gradients of `slots` in one iteration after the other, and what is known about the program.
+
+    With `joins` the servers make one step of all workers' gradients. Without `overlaps` nothing is ever sent early.
+    """
+
+    def __init__(self, ranks: Ranks, slots: Sequence[Slot], *, joins: bool, overlaps: bool) -> None:
+        self._ranks = ranks
+        self._slots = slots
+        self._joins = joins and ranks.group is not None
+        self._num_calm = 0 if overlaps else _NEVER
+        self._becomes_early = False
+        self._backward = -1  # the number that torch gives to the one whose end is awaited
+        self.is_early = False
+        """Whether gradients are sent while backward runs."""
+        self.was_averaged = False
+        """Whether the gradients are the mean over the ranks."""
+        self._is_uneven = False  # ranks have unequal numbers of batches: not all take part in every iteration
+        self._some_left = False  # the epoch, before its data have ended
+
+    @property
+    def averages(self) -> bool:
+        """Whether ``backward()`` ends with gradients averaged over the ranks."""
+        return self._joins and not self.is_early and self.all_take_part
+
+    @property
+    def state(self) -> list[Any]:
+        """What all ranks tell each other before an epoch."""
+        return [self.is_early]
+
+    def begin_epoch(self, states: Sequence[Sequence[Any]], *, is_uneven: bool) -> None:
+        """Know all ranks' :attr:`state`, and whether they have unequal numbers of batches."""
+        self.is_early = self.is_early and all(is_early for (is_early,) in states)
+        self._is_uneven = is_uneven
+        self._some_left = False
+
+    @property
+    def all_take_part(self) -> bool:
+        """Whether all ranks are known to take part in every iteration."""
+        return not (self._is_uneven or self._some_left)
+
+    @property
+    def _refuses(self) -> bool:
+        return self.is_early or (self._joins and not self.was_averaged)
+
+    def came(self, slot: Slot, *, is_held: bool) -> None:
+        """Know that backward has left a gradient. Raises UsageError if one has been sent already."""
+        self.was_averaged = False
+        slot.gradient.keeps = self._refuses
+        slot.gradient.open()
+        if is_held:
+            return
+        slot.num_backward += 1
+        if slot.num_backward > 1:
+            if self.is_early:
+                raise UsageError(
+                    f"rank {self._ranks.rank}: backward() has reached parameter {slot.name!r} a second time before "
+                    "optimizer.step(), and its gradient was sent the first time: have all but the last run within "
+                    "strategy.accumulate(), or make the strategy with overlap=False"
+                )
+            self._num_calm = _NEVER
+        backward = torch._C._current_graph_task_id()
+        if self.averages and backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.average)
+
+    def average(self) -> None:
+        """Make the gradients their mean over all ranks, on each; the servers' mean of equal ones changes nothing.
+
+        If a rank has left the loop, they stay the ranks' own until all are in it again.
+        """
+        group = self._ranks.group
+        assert group is not None
+        if any(slot.gradient.was_changed for slot in self._slots):  # by a hook behind that of the strategy
+            self._num_calm = _NEVER
+        has_gradient = bytes(slot.grad is not None for slot in self._slots)
+        told = self._ranks.exchange_as(_LOOP, [True, self._num_calm, has_gradient])
+        if not all(is_in for is_in, _, _ in told):
+            self._some_left = True
+            return
+        self._becomes_early = min(num_calm for _, num_calm, _ in told) >= _CALM_STEPS
+        are_there = [any(each) for each in zip(*(there for _, _, there in told), strict=True)]
+        for slots in _chunks([slot for slot, is_there in zip(self._slots, are_there, strict=True) if is_there]):
+            _average(group, slots)
+        self.was_averaged = True
+        for slot in self._slots:
+            slot.gradient.close()
+            slot.gradient.keeps = False
+            slot.gradient.open()
+
+    def meet(self) -> None:
+        """Wait until no rank averages any more: before all do anything else together, and some may be in the loop."""
+        if self._joins and not self.is_early and not self._is_uneven:
+            while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
+                pass
+
+    def end(self) -> None:
+        """Know that ``optimizer.step()`` sends the rest. Raises UsageError if gradients were changed too late."""
+        changed = [slot for slot in self._slots if slot.gradient.was_changed]
+        if changed and self._refuses:
+            raise UsageError(self._describe(changed[0]))
+        was_shown = any(slot.gradient.was_shown for slot in self._slots)
+        self._num_calm = _NEVER if changed else min(self._num_calm, 0) if was_shown else self._num_calm + 1
+        if not self._joins or self._is_uneven:
+            self._becomes_early = self._num_calm >= _CALM_STEPS
+
+    def _describe(self, slot: Slot) -> str:
+        text = f"rank {self._ranks.rank}: the gradient of {slot.name!r} was changed between backward() and step(), "
+        if self.is_early:
+            return text + (
+                "and had been sent during backward(), for the steps before did not touch gradients: make the strategy "
+                "with ParameterServer(overlap=False), or do so from the first step on"
+            )
+        if not self.all_take_part:
+            return text + (
+                "and is not that of the whole batch, for the ranks have unequal numbers of batches: give the ranks "
+                "equally many, or change the loss instead"
+            )
+        return text + (
+            "and is this rank's own, for no backward() outside no_sync() has left it: have the last one outside, or "
+            "use strategy.accumulate(is_last)"
+        )
+
+    def begin(self) -> None:
+        """Begin the next iteration."""
+        self.was_averaged = False
+        if self._becomes_early:
+            self.is_early = True
+        for slot in self._slots:
+            slot.num_backward = 0
+            slot.gradient.close()
+
+
+def _chunks(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    chunk: list[Slot] = []
+    size = 0
+    for slot in slots:
+        if chunk and size + slot.size > _AT_ONCE:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(slot)
+        size += slot.size
+    if chunk:
+        yield chunk
+
+
+@torch.no_grad()
+def _average(group: Group, slots: Sequence[Slot]) -> None:
+    flat = torch.zeros(sum(slot.size for slot in slots), dtype=torch.float32)
+    parts: list[tuple[Slot, Tensor]] = []
+    start = 0
+    for slot in slots:
+        part = flat[start : start + slot.size].view(slot.parameter.shape)
+        start += slot.size
+        grad = slot.grad
+        if grad is not None:
+            part.copy_(_dense(grad))
+        parts.append((slot, part))
+    group.all_reduce(flat, "mean", out=flat)
+    for slot, part in parts:
+        grad = slot.grad
+        if grad is not None and grad.layout is torch.strided:
+            grad.copy_(part)
+        else:
+            set_gradient(slot.parameter, part.to(slot.parameter, copy=True))
+
+
+def _dense(grad: Tensor) -> Any:
+    return grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()

@@ -1,0 +1,62 @@
+"""One process, the variables in one place, replicas of the model on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.torch.strategies.base import choose_device
+from paceline.torch.strategies.replicas.replica_set import ReplicaValues
+from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
+
+
+class CentralStorage(ReplicaStrategy):
+    """The variables and their optimizer in one place, on the device `storage`; replicas on several devices compute.
+
+    A replica fetches the variables in every forward and gives them up after backward; gradients are brought to the
+    storage and added up there, where the optimizer steps. So a device needs no memory for the optimizer's state, and
+    pays for that with a copy of the variables in every step. Replicas on the storage device share the variables: on a
+    machine without CUDA this is :class:`~paceline.torch.strategies.replicas.mirrored.Mirrored`.
+
+    `replicas`, `devices`, `device` and `seed` are as Mirrored's, and so is what is raised.
+    """
+
+    name: ClassVar[str] = "central-storage"
+
+    def __init__(
+        self,
+        *,
+        replicas: int | None = None,
+        devices: Sequence[torch.device | str] | None = None,
+        device: torch.device | str | None = None,
+        storage: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(replicas=replicas, devices=devices, device=device, seed=seed)
+        self.storage = choose_device(storage, 0)
+
+    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+        return Fetched(self.devices, self.storage)
+
+
+class Fetched(ReplicaValues):
+    """Parameters that are fetched for one forward and its backward; `copies_all` fetches to the storage device too."""
+
+    def __init__(self, devices: Sequence[torch.device], storage: torch.device, *, copies_all: bool = False) -> None:
+        self._devices = devices
+        self._storage = storage
+        self._copies_all = copies_all
+
+    def is_shared(self, replica: int) -> bool:
+        """Return whether the replica is on the storage device."""
+        return not self._copies_all and self._devices[replica] == self._storage
+
+    def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the parameter's memory on the storage device, else a new copy."""
+        if self.is_shared(replica):
+            return parameter.detach()
+        return parameter.detach().to(self._devices[replica], non_blocking=True, copy=True)

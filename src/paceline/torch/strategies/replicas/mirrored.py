@@ -1,0 +1,97 @@
+"""One process, a replica of the model on each of several devices, with copies of the variables on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.torch.strategies.replicas.replica_set import ReplicaValues
+from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
+
+
+class Mirrored(ReplicaStrategy):
+    """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
+
+    The model's variables are on the first device; each other device has a copy of them, which follows after every
+    ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added up on the first
+    device, so a mean over the model's output gives the gradient of the whole batch, as under
+    :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) see their
+    replica's part only.
+
+    `devices` are the replicas' (a name may come several times: virtual devices), or `replicas` is their number: on the
+    CUDA devices in turn, else on the CPU, where each gets its share of the cores. Without either, their number is what
+    ``paceline run --replicas`` or ``PACELINE_REPLICAS`` says, else that of the CUDA devices, else that of the cores, up
+    to 4. `device` asks for a kind, ``cpu`` or ``cuda``, or for one device to hold them all.
+
+    Raises UsageError for 0 replicas, devices that are not there, and settings that contradict each other.
+    """
+
+    name: ClassVar[str] = "mirrored"
+
+    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+        self._mirrors = Mirrors(self.devices)
+        if optimizer is not None:
+            self._mirrors.follow(optimizer)
+        return self._mirrors
+
+    def _scatter_values(self) -> None:
+        self._mirrors.update()
+
+
+class Mirrors(ReplicaValues):
+    """Copies of the parameters on every device but the first; `copies_all` copies for the replicas on that one too.
+
+    They follow the parameters after each step of an optimizer. What else writes to a parameter in place (a checkpoint
+    that is loaded) is seen by its version before the next forward.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, copies_all: bool = False) -> None:
+        self._devices = devices
+        self._copies_all = copies_all
+        self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, tuple[int, int]]] = {}
+        """By replica and the parameter's identity: the parameter, its copy, and the state of the parameter it is of."""
+
+    def is_shared(self, replica: int) -> bool:
+        """Return whether the replica is on the first device."""
+        return not self._copies_all and self._devices[replica] == self._devices[0]
+
+    def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the parameter's memory on the first device, else the copy that is kept."""
+        if self.is_shared(replica):
+            return parameter.detach()
+        found = self._copies.get((replica, id(parameter)))
+        if found is None or found[1].shape != parameter.shape or found[1].dtype != parameter.dtype:
+            copy = parameter.detach().to(self._devices[replica], copy=True)
+            self._copies[replica, id(parameter)] = (parameter, copy, _state(parameter))
+            return copy.detach()
+        if found[2] != _state(parameter):
+            self._write(replica, parameter, found[1])
+        return found[1].detach()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Write the values to all copies after each step of `optimizer`."""
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self.update()
+
+        optimizer.register_step_post_hook(after_step)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Write the parameters' values to all copies of them."""
+        for (replica, _), (parameter, copy, _) in list(self._copies.items()):
+            if copy.shape == parameter.shape:
+                self._write(replica, parameter, copy)
+
+    def _write(self, replica: int, parameter: nn.Parameter, copy: torch.Tensor) -> None:
+        copy.copy_(parameter.detach(), non_blocking=True)
+        self._copies[replica, id(parameter)] = (parameter, copy, _state(parameter))
+
+
+def _state(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return what changes when a parameter is written to in place, or gets another memory."""
+    return parameter._version, parameter.data_ptr()

@@ -1,0 +1,267 @@
+"""A model as replicas that one process computes in threads: the batch is split, outputs and gradients come together.
+
+The strategies ``mirrored`` and ``central-storage`` differ in where a replica's parameters come from
+(:class:`ReplicaValues`); all else is here. Replicas are made anew in every forward, so whatever the program changes on
+its model between two forwards (mode, hooks, frozen parameters) holds for all of them.
+
+On the CPU one autograd graph is walked by one thread. So each replica has its own graph, behind one
+``autograd.Function`` whose backward walks all of them at the same time and returns the sums of their gradients, added
+in the replicas' order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.replicas.modules import ReplicaModule, TakenOver
+from paceline.torch.strategies.replicas.threads import ReplicaThreads
+from paceline.torch.strategies.splitting import check_outputs, gather, num_rows, scatter, split
+
+
+class ReplicaValues(ABC):
+    """Where the parameters of a replica get their values. Abstract: one per strategy."""
+
+    @abstractmethod
+    def is_shared(self, replica: int) -> bool:
+        """Return whether a replica uses the memory of the model's own parameters and is on their device."""
+
+    @abstractmethod
+    def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the values of `parameter` for a replica, on its device, without a graph."""
+
+
+class Replicas:
+    """What computes a model's forward in the model's place, on several devices; the model itself stays what it is.
+
+    The model's own hooks see the whole batch, those of the modules in it a replica's part. Compiled code of modules in
+    it is not used: it has the model's own parameters.
+    Every tensor among the arguments is split along dimension 0 as ``torch.chunk`` does, and the outputs are joined
+    again on the first device; numbers, such as losses computed inside the model, as a vector with one of each replica.
+    Of the state that a forward leaves on its modules (buffers such as BatchNorm's statistics, attributes), that of
+    replica 0 is kept, without a graph. Replicas on the CPU draw from one random generator, in the order in which they
+    come to it. Gradients of gradients are not supported.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], values: ReplicaValues) -> None:
+        if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+            raise UsageError(
+                "there are no replicas of a TorchScript module: prepare() the module that it was made from"
+            )
+        if any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
+            raise UsageError(
+                "there are no replicas of what torch.compile() returns, which computes with its own parameters only: "
+                "prepare() the model first, then compile it"
+            )
+        self.module = module
+        self.devices = tuple(devices)
+        self._values = values
+        self._threads = ReplicaThreads(self.devices)
+        self._taken = TakenOver(module, self.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the module for the whole batch.
+
+        Raises UsageError for tensors whose first dimension differs, for a batch of 0 examples, and for an output that
+        cannot be joined. What a replica raises is raised with the replica and its device in the message.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        parts = split(leaves, len(self.devices))
+        if len(parts) == 1 and self._values.is_shared(0):
+            output, structure = tree_flatten(self._taken.compute(*args, **kwargs))
+            check_outputs([output], [num_rows(parts[0])])
+            return tree_unflatten([leaf.reshape(1) if _is_number(leaf) else leaf for leaf in output], structure)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if torch.is_grad_enabled() and (trained or inputs):
+            run = _Pass(self, trained, leaves)
+            joined = _Replicated.apply(run, parts, structure, *trained, *inputs)  # type: ignore[no-untyped-call]
+        else:
+            run = _Pass(self, [], [])
+            joined = run.forward(parts, structure)
+        return run.restore(joined)
+
+    def close(self) -> None:
+        """Let the model compute by itself again, and end the replicas' threads. Idempotent."""
+        self._taken.release()
+        self._threads.close()
+
+
+class _Pass:
+    """One forward of all replicas, and what its backward needs; has a graph if there is anything to train."""
+
+    def __init__(self, owner: Replicas, trained: Sequence[nn.Parameter], leaves: Sequence[Any]) -> None:
+        self._owner = owner
+        self._trained = trained
+        self._sources = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self._inputs = [leaves[i] for i in self._sources]
+        self._starts: list[list[torch.Tensor | None]] = []
+        """By replica: where its graph begins, one per trained parameter, then one per input to train."""
+        self._ends: list[Sequence[torch.Tensor]] = []
+        """By tensor of the output: the replicas' parts of it, with their graphs."""
+        self._output: list[Any] = []
+        self._output_structure: Any = None
+
+    def forward(self, parts: list[list[Any]], structure: Any) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of the output, joined, without a graph."""
+        owner = self._owner
+        count = len(parts)
+        with torch.inference_mode(False), torch.no_grad():
+            replicas = [self._make(replica) for replica in range(count)]
+            replicas[0].watch()
+
+        def compute(replica: int) -> tuple[list[Any], Any]:
+            device = owner.devices[replica]
+            part = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in parts[replica]]
+            starts: list[torch.Tensor] = []
+            for i in self._sources:
+                part[i] = part[i].detach().requires_grad_()
+                starts.append(part[i])
+            self._starts[replica] += starts
+            args, kwargs = tree_unflatten(part, structure)
+            return tree_flatten(replicas[replica].module.forward(*args, **kwargs))  # hooks: of the whole
+
+        self._starts = [[replica.parameters.get(id(parameter)) for parameter in self._trained] for replica in replicas]
+        outputs = owner._threads.run(compute, count, grad=bool(self._trained or self._sources))
+        with torch.no_grad():
+            replicas[0].keep_state()
+        self._output, self._output_structure = outputs[0]
+        if any(one != self._output_structure for _, one in outputs):
+            raise UsageError("the replicas' outputs differ in structure: return the same from each forward")
+        check_outputs([output for output, _ in outputs], [num_rows(part) for part in parts])
+        self._ends = [
+            column
+            for column in zip(*(output for output, _ in outputs), strict=True)
+            if isinstance(column[0], torch.Tensor)
+        ]
+        return tuple(gather([tensor.detach() for tensor in column], owner.devices[0]) for column in self._ends)
+
+    @property
+    def is_differentiable(self) -> list[bool]:
+        """For each tensor of the output: whether it has a gradient."""
+        return [any(tensor.requires_grad for tensor in column) for column in self._ends]
+
+    def restore(self, joined: Sequence[torch.Tensor]) -> Any:
+        """Return the output as the module returns it, with the joined tensors in it."""
+        tensors = iter(joined)
+        leaves = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._output]
+        self._output = []
+        return tree_unflatten(leaves, self._output_structure)
+
+    def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
+        """Return the gradients of the trained parameters and inputs, from those of the tensors of the output."""
+        if not self._starts:
+            raise UsageError(
+                "backward() was called a second time through the same output of the model: say retain_graph=True in "
+                "the first call, or call the model again"
+            )
+        owner, starts, count = self._owner, self._starts, len(self._starts)
+        ends: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        ends_gradients: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        for column, gradient in zip(self._ends, gradients, strict=True):
+            if gradient is None:
+                continue
+            for replica, part in enumerate(scatter(gradient, column)):
+                if column[replica].requires_grad:
+                    ends[replica].append(column[replica])
+                    ends_gradients[replica].append(part)
+        if not keep_graph:
+            self._starts, self._ends = [], []
+        if all(device.type == "cpu" for device in owner.devices):
+
+            def walk(replica: int) -> None:
+                if ends[replica]:
+                    torch.autograd.backward(ends[replica], ends_gradients[replica], retain_graph=keep_graph)
+
+            owner._threads.run(walk, count)
+        else:
+            # For an accelerator autograd has a thread of its own, which may be the one that runs this: waiting here for
+            # other threads would wait for itself. It walks the replicas' devices at the same time by itself.
+            torch.autograd.backward(
+                [end for one in ends for end in one],
+                [gradient for one in ends_gradients for gradient in one],
+                retain_graph=keep_graph,
+            )
+        columns = [[_take_gradient(start) for start in column] for column in zip(*starts, strict=True)]
+        num_trained = len(self._trained)
+        sums = [_sum(column, p.device) for column, p in zip(columns[:num_trained], self._trained, strict=True)]
+        for number, tensor in enumerate(self._inputs, start=num_trained):
+            sums.append(_join(columns[number], tensor, [start[number] for start in starts]))
+        return sums
+
+    def _make(self, replica: int) -> ReplicaModule:
+        owner = self._owner
+        values = {id(p): owner._values.fetch(replica, p) for p in owner.module.parameters()}
+        shares_buffers = replica == 0 and owner._values.is_shared(0)
+        return ReplicaModule(owner._taken, values, owner.devices[replica], shares_buffers=shares_buffers)
+
+
+class _Replicated(torch.autograd.Function):
+    """The replicas' graphs as one node of the program's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Pass, parts: list[list[Any]], structure: Any, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the joined outputs; `tensors`, the trained parameters and inputs, are there for their gradients."""
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        joined = run.forward(parts, structure)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, has in zip(joined, run.is_differentiable, strict=True) if not has)
+        )
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the sums of the replicas' gradients."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward(create_graph=True) was called through replicas of the model, which have no gradients of "
+                "gradients: leave create_graph out, or use the strategy one-device"
+            )
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        return (None, None, None, *ctx.run.backward(gradients, keep_graph=keep_graph))
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.dim()
+
+
+def _take_gradient(start: torch.Tensor | None) -> torch.Tensor | None:
+    if start is None:
+        return None
+    gradient, start.grad = start.grad, None
+    return gradient
+
+
+def _sum(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
+    """Return the sum of the gradients that there are, in their order, in the first one's memory if that is there."""
+    total: torch.Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            gradient = gradient.to(device)
+            total = gradient if total is None else total.add_(gradient)
+    return total
+
+
+def _join(
+    gradients: Sequence[torch.Tensor | None], tensor: torch.Tensor, starts: Sequence[torch.Tensor | None]
+) -> torch.Tensor | None:
+    """Return the gradient of an input that was split, from those of its parts `starts`."""
+    if all(gradient is None for gradient in gradients):
+        return None
+    if not tensor.dim():
+        return _sum(gradients, tensor.device)
+    parts = [
+        torch.zeros_like(start) if gradient is None else gradient
+        for gradient, start in zip(gradients, starts, strict=True)
+        if start is not None
+    ]
+    return gather(parts, tensor.device)

@@ -1,0 +1,101 @@
+"""What the strategies with replicas in one process have in common: their devices, threads and prepared model."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.torch.embeddings import LocalTables, RowTables
+from paceline.torch.strategies.base import Strategy, choose_device
+from paceline.torch.strategies.one_device import only_rank
+from paceline.torch.strategies.replicas.replica_set import Replicas, ReplicaValues
+
+MOST_BY_DEFAULT = 4
+"""Replicas on a CPU with many cores: each more adds a set of gradients to add up."""
+
+
+class ReplicaStrategy(Strategy):
+    """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
+
+    `devices` are the replicas' (a name may come several times: virtual devices), or `replicas` is their number: on the
+    CUDA devices in turn, else on the CPU, where each gets its share of the cores. Without either, their number is what
+    ``paceline run --replicas`` or ``PACELINE_REPLICAS`` says, else that of the CUDA devices, else that of the cores, up
+    to 4. `device` asks for a kind, ``cpu`` or ``cuda``, or for one device to hold them all. Batches and the model's
+    outputs are on the first device.
+
+    Abstract: a subclass says in :meth:`_replica_values` where the replicas' parameters come from. Raises UsageError for
+    0 replicas, devices that are not there, and settings that contradict each other.
+    """
+
+    shards_data: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        replicas: int | None = None,
+        devices: Sequence[torch.device | str] | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.devices = replica_devices(self.name, replicas, devices, device)
+        """The device of each replica: a batch is split into as many parts, or fewer if it is smaller."""
+        super().__init__(only_rank(self.name), device=self.devices[0], seed=seed)
+        self._replicas: Replicas | None = None
+
+    def close(self) -> None:
+        """Let the model compute by itself, and end the replicas' threads. Idempotent."""
+        if self._replicas is not None:
+            self._replicas.close()
+        super().close()
+
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        if self.embedder is not None:
+            self.embedder.step_with(optimizer)
+        self._replicas = Replicas(model, self.devices, self._replica_values(optimizer))
+        return model, optimizer
+
+    @abstractmethod
+    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+        """Return where the replicas' parameters come from, which `optimizer` steps."""
+
+    def _row_tables(self) -> RowTables:
+        return LocalTables()
+
+
+def replica_devices(
+    strategy: str,
+    replicas: int | None,
+    devices: Sequence[torch.device | str] | None,
+    device: torch.device | str | None,
+) -> tuple[torch.device, ...]:
+    """Return the device of each replica, by what the program and its environment say of them; see ReplicaStrategy."""
+    if devices is not None:
+        if isinstance(devices, str) or not devices:
+            raise UsageError(
+                f"strategy {strategy}: devices={devices!r}: expected a list of one device or more, as ['cpu', 'cpu']"
+            )
+        if device is not None or replicas not in (None, len(devices)):
+            raise UsageError(
+                f"strategy {strategy}: {len(devices)} devices were given with device={device!r} and "
+                f"replicas={replicas!r}: give the devices alone, one for each replica"
+            )
+        return tuple(choose_device(one, 0) for one in devices)
+    source, wanted = "replicas", replicas
+    if wanted is None:
+        source, wanted = "PACELINE_REPLICAS", environment().replicas
+    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
+        raise UsageError(f"strategy {strategy}: {source}={wanted!r}: expected a whole number from 1 up")
+    first = choose_device(device, 0)
+    if first.type == "cpu":
+        return (first,) * (wanted or min(MOST_BY_DEFAULT, torch.get_num_threads()))
+    if first.type != "cuda" or (device is not None and torch.device(device).index is not None):
+        return (first,) * (wanted or 1)
+    num_cuda = torch.cuda.device_count()
+    return tuple(torch.device("cuda", i % num_cuda) for i in range(wanted or num_cuda))

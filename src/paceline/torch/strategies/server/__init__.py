@@ -1,0 +1,1 @@
+"""The `ParameterServer` strategy: dense tables, staging and the optimizer on the servers."""

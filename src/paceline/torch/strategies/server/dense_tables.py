@@ -1,0 +1,258 @@
+"""A model's parameters as dense tables on servers: which parameter lies where, and what travels together.
+
+Every parameter group of the optimizer is one table of float32, its parameters one behind the other in the order of the
+model, which is about that of forward. A *bucket* is a range of a table that is pushed and pulled at once: several small
+parameters, or a part of a large one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.ps import Client, DenseTable, UpdateRule, read_records, write_records
+from paceline.tables.ranges import bucket_width
+from paceline.torch.strategies.ranks import Ranks
+from paceline.torch.strategies.watched import GradientWatch, ValueWatch, gradient_of, memory_of
+from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch
+
+Floats = npt.NDArray[np.float32]
+_WRITTEN_AT_ONCE = 1 << 21  # elements
+
+
+class Slot:
+    """Where a parameter lies: elements [start, start + size) of the table of its group."""
+
+    def __init__(self, parameter: nn.Parameter, name: str, number: int, group: int, start: int) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.number = number  # among the optimizer's parameters, as its state_dict() counts
+        self.group = group
+        self.start = start
+        self.size = parameter.numel()
+        self.kind = (parameter.shape, parameter.dtype, parameter.device)
+        self.buckets: list[Bucket] = []
+        self.num_backward = 0  # how often backward has reached it in this iteration
+        self.gradient = GradientWatch(parameter)
+        self.values = ValueWatch(parameter)
+        self.wait_for_values: Callable[[], None] = _wait_for_nothing
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The parameter's gradient."""
+        return gradient_of(self.parameter)
+
+    def check_unchanged(self, rank: int) -> None:
+        """Raise UsageError if the parameter's shape, dtype or device is another than at the start."""
+        parameter = self.parameter
+        if (parameter.shape, parameter.dtype, parameter.device) != self.kind:
+            raise UsageError(
+                f"rank {rank}: parameter {self.name!r} was replaced after prepare(): it was {_describe(*self.kind)} "
+                f"and is {_describe(parameter.shape, parameter.dtype, parameter.device)}; make such changes before"
+            )
+
+
+def _wait_for_nothing() -> None:
+    pass
+
+
+def _describe(shape: Any, dtype: Any, device: Any) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"
+
+
+class Bucket:
+    """Elements [start, stop) of a group's table, and the parameters that they are."""
+
+    __slots__ = ("group", "is_current", "num_missing", "slots", "start", "stop", "was_pushed")
+
+    def __init__(self, group: int, start: int, stop: int, slots: Sequence[Slot]) -> None:
+        self.group = group
+        self.start = start
+        self.stop = stop
+        self.slots = tuple(slots)
+        self.num_missing = len(self.slots)  # parameters that backward has not reached yet
+        self.was_pushed = False
+        self.is_current = True  # whether the parameters have the values of this iteration
+
+    def begin(self) -> None:
+        """Make ready for the next iteration's gradients."""
+        self.num_missing = len(self.slots)
+        self.was_pushed = False
+
+
+def lay_out(optimizer: Optimizer, names: Mapping[nn.Parameter, str], bucket_bytes: int) -> list[list[Slot]]:
+    """Return the slots of every parameter group, with their buckets; frozen and empty parameters have none.
+
+    `names` has the model's parameters in its order. Raises UsageError for dtypes that servers do not hold.
+    """
+    order = {parameter: position for position, parameter in enumerate(names)}
+    groups: list[list[Slot]] = []
+    number = 0
+    for position, group in enumerate(optimizer.param_groups):
+        numbered = list(enumerate(group["params"], number))
+        number += len(numbered)
+        trained = [(i, each) for i, each in numbered if each.requires_grad and each.numel()]
+        slots: list[Slot] = []
+        start = 0
+        for i, parameter in sorted(trained, key=lambda found: order.get(found[1], len(order))):
+            name = names.get(parameter, f"parameter {i} of the optimizer")
+            if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise UsageError(
+                    f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: servers hold float32, and "
+                    "take float32, bfloat16 and float16; convert the model, or choose all-reduce"
+                )
+            slots.append(Slot(parameter, name, i, position, start))
+            start += parameter.numel()
+        _fill_buckets(slots, max(bucket_bytes // 4, 1))
+        groups.append(slots)
+    return groups
+
+
+def _fill_buckets(slots: Sequence[Slot], capacity: int) -> None:
+    small: list[Slot] = []
+
+    def flush() -> None:
+        if small:
+            stop = small[-1].start + small[-1].size
+            bucket = Bucket(small[0].group, small[0].start, stop, small)
+            for slot in small:
+                slot.buckets.append(bucket)
+            small.clear()
+
+    for slot in slots:
+        if slot.size >= capacity:
+            flush()
+            num_parts = -(-slot.size // capacity)
+            bounds = [slot.start + slot.size * i // num_parts for i in range(num_parts + 1)]
+            slot.buckets = [Bucket(slot.group, a, b, [slot]) for a, b in pairwise(bounds)]
+            continue
+        if small and slot.start + slot.size - small[0].start > capacity:
+            flush()
+        small.append(slot)
+    flush()
+
+
+class DenseTables:
+    """The tables of an optimizer's groups, on the servers. Every rank makes one; then rank 0 writes what is in them."""
+
+    def __init__(
+        self, client: Client, ranks: Ranks, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], prefix: str
+    ) -> None:
+        self._client = client
+        self._ranks = ranks
+        self._optimizer = optimizer
+        self.groups = groups
+        # A name that no other training on these servers has; its tables stay until the servers end.
+        token = ranks.exchange(secrets.token_hex(4))[0]
+        self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
+        self.tables: list[DenseTable | None] = [
+            client.dense_table(f"{prefix} {token} group {position}", size=_size_of(slots), update=rule)
+            if slots
+            else None
+            for position, (slots, rule) in enumerate(zip(groups, self.rules, strict=True))
+        ]
+        self.num_steps = 0
+
+    def table_of(self, bucket: Bucket) -> DenseTable:
+        """Return the table that a bucket is a range of."""
+        table = self.tables[bucket.group]
+        assert table is not None
+        return table
+
+    def follow_rules(self) -> None:
+        """Have the servers take the optimizer's hyperparameters of now, where they have changed; rank 0 calls it."""
+        for position, group in enumerate(self._optimizer.param_groups):
+            table = self.tables[position]
+            if table is None:
+                continue
+            rule = rule_of(self._optimizer, group)
+            if rule != self.rules[position]:
+                table.set_update(rule)
+                self.rules[position] = rule
+
+    def write(self, state: Mapping[int, Mapping[str, Any]] | None) -> None:
+        """Write the module's values (rank 0's) and a torch optimizer state; all ranks call it and wait.
+
+        Without `state` the servers' own stays.
+        """
+        self._ranks.barrier()  # nobody pushes any more
+        if self._ranks.rank == 0:
+            for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
+                if table is None:
+                    continue
+                there = self.read_all(table)[1:] if state is None and num_planes(rule) else None
+                for slot in slots:
+                    if there is not None:
+                        planes = there[:, slot.start : slot.start + slot.size]
+                    else:
+                        planes = state_from_torch(rule, (state or {}).get(slot.number, {}), slot.size)
+                    self._write_slot(slot, table, planes)
+        self._ranks.barrier()
+
+    def assign(self, slots: Iterable[Slot]) -> None:
+        """Write the values of `slots`; the optimizer's state stays. One rank calls it while nobody's pushes apply."""
+        for slot in slots:
+            table = self.tables[slot.group]
+            assert table is not None
+            planes = np.empty((num_planes(self.rules[slot.group]), slot.size), np.float32)
+            if len(planes):
+                planes = self._read(table, slot.start, slot.start + slot.size)[1:]
+            self._write_slot(slot, table, planes)
+
+    def _write_slot(self, slot: Slot, table: DenseTable, planes: Floats) -> None:
+        values = memory_of(slot.parameter).to("cpu", torch.float32).reshape(-1).numpy()
+        for first in range(0, slot.size, _WRITTEN_AT_ONCE):
+            part = slice(first, min(first + _WRITTEN_AT_ONCE, slot.size))
+            keys = np.arange(slot.start + part.start, slot.start + part.stop, dtype=np.uint64)
+            write_records(self._client, table.spec, keys, np.column_stack([values[part], *planes[:, part]]))
+
+    def read_all(self, table: DenseTable) -> Floats:
+        """Return a table's values and state planes, float32 [1 + num_planes, size]."""
+        return self._read(table, 0, table.size)
+
+    def _read(self, table: DenseTable, start: int, stop: int) -> Floats:
+        words = 1 + num_planes(self.rules[self.tables.index(table)])
+        width = bucket_width(table.size)
+        planes = np.empty((words, table.size), np.float32)
+        for keys, records in read_records(self._client, table.spec, range(start // width, -(-stop // width))):
+            if len(keys):
+                planes[:, int(keys[0]) : int(keys[-1]) + 1] = records.T
+        return planes[:, start:stop]
+
+    def read_state(self) -> dict[int, dict[str, Any]]:
+        """Return the state of every parameter as torch's optimizer keeps it, by the parameter's number."""
+        state: dict[int, dict[str, Any]] = {}
+        for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
+            if table is None or not num_planes(rule):
+                continue
+            planes = self.read_all(table)[1:]
+            for slot in slots:
+                own = planes[:, slot.start : slot.start + slot.size]
+                state[slot.number] = state_to_torch(rule, own, slot.parameter.shape, num_steps=self.num_steps)
+        return state
+
+
+def _size_of(slots: Sequence[Slot]) -> int:
+    return slots[-1].start + slots[-1].size
+
+
+def broadcast_tensors(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
+    """Give every rank rank 0's values of tensors of any dtype and device, in place."""
+    if ranks.group is None:
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            values = tensor.detach().to("cpu", copy=True).contiguous()
+            ranks.group.broadcast(values.reshape(-1).view(torch.uint8).numpy())
+            tensor.copy_(values)

@@ -1,0 +1,161 @@
+"""Between parameters and host memory that a client sends from and receives into.
+
+A bucket that is a part of one float32 parameter on the CPU needs none: its own memory serves. Everything else goes
+through a buffer of the bucket's size: several small parameters, other dtypes, a factor for the gradients, and CUDA,
+where it is pinned and copied to and from on a side stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.torch.strategies.server.dense_tables import Bucket, Slot
+from paceline.torch.strategies.watched import memory_of
+
+Floats = npt.NDArray[np.float32]
+
+
+class Staging:
+    """Moves gradients out of, and values into, the parameters of one strategy, all on `device`."""
+
+    def __init__(self, device: torch.device, factor: float) -> None:
+        self._device = device
+        self._factor = factor
+        self._is_cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._buffers: dict[Bucket, torch.Tensor] = {}
+        self._copied: dict[Bucket, Any] = {}  # the event behind a bucket's last copy on the side stream
+
+    # Gradients out.
+
+    def collect(self, bucket: Bucket) -> None:
+        """Begin to copy a bucket's gradients; called when backward has them, in its thread."""
+        if self._is_direct(bucket) and _is_plain(bucket.slots[0].grad):
+            return
+        if self._stream is None:
+            self._copy_out(bucket)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copy_out(bucket)
+            self._copied[bucket] = self._stream.record_event()
+
+    def _copy_out(self, bucket: Bucket) -> None:
+        buffer = self._buffer(bucket)
+        with torch.no_grad():
+            for slot, source, target in _pieces(bucket):
+                grad = slot.grad
+                if grad is None:
+                    continue
+                flat = (grad.to_dense() if grad.layout is not torch.strided else grad).reshape(-1)[source]
+                buffer[target].copy_(flat, non_blocking=self._is_cuda)
+                if self._is_cuda:
+                    grad.record_stream(self._stream)
+                if self._factor != 1.0:
+                    self._finish_copy(bucket)
+                    buffer[target].mul_(self._factor)
+
+    def _finish_copy(self, bucket: Bucket) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def gradients(self, bucket: Bucket) -> list[tuple[int, Floats]]:
+        """Return what is to be pushed: (first element of the table, gradients), a run for all that lie together."""
+        if self._is_direct(bucket):
+            slot = bucket.slots[0]
+            grad = slot.grad
+            if _is_plain(grad):
+                assert grad is not None
+                array: Floats = grad.detach().view(-1).numpy()
+                return [(bucket.start, array[bucket.start - slot.start : bucket.stop - slot.start])]
+        if bucket in self._copied:
+            self._copied[bucket].synchronize()
+        buffer: Floats = self._buffer(bucket).numpy()
+        runs: list[tuple[int, int]] = []
+        for slot, _, target in _pieces(bucket):
+            if slot.grad is None:
+                continue
+            if runs and runs[-1][1] == target.start:
+                runs[-1] = (runs[-1][0], target.stop)
+            else:
+                runs.append((target.start, target.stop))
+        return [(bucket.start + a, buffer[a:b]) for a, b in runs]
+
+    # Values in.
+
+    def prepare_values(self) -> None:
+        """See that values are written behind what the device has been given to do with the old ones."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def target(self, bucket: Bucket) -> Floats:
+        """Return where a bucket's values are to be received."""
+        slot = bucket.slots[0]
+        if self._is_direct(bucket):
+            array: Floats = memory_of(slot.parameter).view(-1).numpy()
+            return array[bucket.start - slot.start : bucket.stop - slot.start]
+        if bucket in self._copied:
+            self._copied[bucket].synchronize()
+        staged: Floats = self._buffer(bucket).numpy()
+        return staged
+
+    def arrived(self, bucket: Bucket) -> None:
+        """Bring values that were received to where they belong."""
+        if self._is_direct(bucket):
+            return
+        if self._stream is None:
+            self._copy_in(bucket)
+            return
+        with torch.cuda.stream(self._stream):
+            self._copy_in(bucket)
+            self._copied[bucket] = self._stream.record_event()
+
+    def _copy_in(self, bucket: Bucket) -> None:
+        buffer = self._buffer(bucket)
+        with torch.no_grad():
+            for slot, source, target in _pieces(bucket):
+                values = memory_of(slot.parameter)
+                if values.is_contiguous():
+                    values.view(-1)[source].copy_(buffer[target], non_blocking=self._is_cuda)
+                else:
+                    values.copy_(buffer[target].view(values.shape))
+
+    def wait(self, bucket: Bucket) -> None:
+        """Have what the device does from now on in this thread's stream wait for a bucket's values."""
+        if bucket in self._copied:
+            torch.cuda.current_stream(self._device).wait_event(self._copied[bucket])
+
+    def _is_direct(self, bucket: Bucket) -> bool:
+        parameter = bucket.slots[0].parameter
+        return (
+            len(bucket.slots) == 1
+            and not self._is_cuda
+            and self._factor == 1.0
+            and parameter.dtype is torch.float32
+            and parameter.is_contiguous()
+        )
+
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        buffer = self._buffers.get(bucket)
+        if buffer is None:
+            size = bucket.stop - bucket.start
+            buffer = self._buffers[bucket] = torch.empty(size, dtype=torch.float32, pin_memory=self._is_cuda)
+        return buffer
+
+
+def _is_plain(grad: torch.Tensor | None) -> bool:
+    return grad is not None and grad.layout is torch.strided and grad.dtype is torch.float32 and grad.is_contiguous()
+
+
+def _pieces(bucket: Bucket) -> list[tuple[Slot, slice, slice]]:
+    """Return a bucket's parameters, with the elements of each and where they lie in the bucket."""
+    pieces = []
+    for slot in bucket.slots:
+        start, stop = max(bucket.start, slot.start), min(bucket.stop, slot.start + slot.size)
+        own, place = (slice(start - first, stop - first) for first in (slot.start, bucket.start))
+        pieces.append((slot, own, place))
+    return pieces

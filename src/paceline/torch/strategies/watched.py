@@ -1,0 +1,297 @@
+"""Parameters that note what the program does to their gradients and values, and wait for values on their way.
+
+A tensor counts its versions, but not what is done through ``.data``, nor what some operations do (``GradScaler``'s).
+All of these begin with an access to an attribute of the parameter, and that is what its class notes here.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from paceline.torch.strategies.server.dense_tables import Slot
+
+_SLOT = "_paceline_slot"
+_grad: Any = torch._C.TensorBase.grad
+_data: Any = torch._C.TensorBase.data
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """Return a parameter's gradient, unnoted, and without a wait for its values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor | None = _grad.__get__(parameter)
+    return found
+
+
+def set_gradient(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    """Set a parameter's gradient, unnoted, and without a wait for its values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(parameter, grad)
+
+
+def memory_of(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's memory as a tensor: what is written there counts as no new version of the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor = _data.__get__(parameter)
+    return found
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter that tells its slot of accesses to its gradient and its memory.
+
+    Copies and pickles are parameters as they were.
+    """
+
+    plain: type[nn.Parameter]
+    arriving: type[WatchedParameter]
+    """The same while values are on their way: whatever is done with it waits for them."""
+
+    @property
+    def data(self) -> Tensor:
+        """The memory, as of any tensor."""
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        memory = memory_of(self)
+        if slot is not None:
+            slot.wait_for_values()
+            slot.values.show()
+            slot.values.expose(memory)
+        return memory
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.wait_for_values()
+            slot.values.replace()
+        _data.__set__(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, as of any tensor."""
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.gradient.show()
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.gradient.replace(value)
+        set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def detach(self) -> Tensor:
+        """A tensor that shares the memory, as of any tensor."""
+        alias: Tensor = self._exposed(super().detach())
+        return alias
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """An array that shares the memory if it is a CPU's, as of any tensor."""
+        return self._exposed(super().numpy(force=force))
+
+    def _exposed(self, alias: Any) -> Any:
+        slot: Slot | None = self.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.wait_for_values()
+            slot.values.expose(alias)
+        return alias
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self.plain(self.data, self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            copied = super().detach().clone(memory_format=torch.preserve_format)
+            memo[id(self)] = self.plain(copied, self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copied: Any = self.plain(super().detach(), self.requires_grad)
+        copied.__dict__.update({name: value for name, value in self.__dict__.items() if name != _SLOT})
+        return copied.__reduce_ex__(protocol)
+
+
+@cache
+def _watched(plain: type[nn.Parameter]) -> type[WatchedParameter]:
+    bases = (WatchedParameter,) if plain is nn.Parameter else (WatchedParameter, plain)
+    kind: Any = type(plain)
+    made: type[WatchedParameter] = kind(plain.__name__, bases, {"plain": plain, "__module__": plain.__module__})
+    waiting = {"__torch_function__": classmethod(_wait_and_call), "__module__": plain.__module__}
+    made.arriving = kind(plain.__name__, (made,), waiting)
+    return made
+
+
+def _wait_and_call(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    _wait_for(args)
+    _wait_for(kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **(kwargs or {}))
+
+
+def _wait_for(value: Any) -> None:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            _wait_for(each)
+    elif isinstance(value, dict):
+        _wait_for(list(value.values()))
+    elif isinstance(value, WatchedParameter):
+        slot: Slot | None = value.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.wait_for_values()
+
+
+def watch(slot: Slot) -> None:
+    """Have a slot's parameter note accesses there, until :func:`unwatch`."""
+    parameter = slot.parameter
+    parameter.__dict__[_SLOT] = slot
+    parameter.__class__ = _watched(type(parameter))
+
+
+def unwatch(slot: Slot) -> None:
+    """Make a parameter what it was before :func:`watch`."""
+    parameter: Any = slot.parameter
+    if parameter.__dict__.pop(_SLOT, None) is not None:
+        parameter.__class__ = parameter.plain
+
+
+def depart(slot: Slot) -> None:
+    """Have whatever is done with a parameter wait for its values, until :func:`arrive`."""
+    parameter: Any = slot.parameter
+    parameter.__class__ = parameter.arriving
+
+
+def arrive(slot: Slot) -> None:
+    """Know that a parameter has its values."""
+    parameter: Any = slot.parameter
+    if type(parameter) is getattr(parameter, "arriving", None):
+        parameter.__class__ = type(parameter).__base__
+
+
+class ValueWatch:
+    """Whether the program has written into a parameter since its values came from the servers."""
+
+    __slots__ = ("_aliases", "_checksum", "_parameter", "_shown", "_version", "_was_replaced")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._aliases: list[weakref.ref[Any]] = []
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the values of now, or those on their way, for what the servers have."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._version = self._parameter._version
+        self._shown: Tensor | None = None
+        self._checksum: int | None = None
+        self._was_replaced = False
+        self._aliases = [alias for alias in self._aliases if alias() is not None]
+
+    def expose(self, alias: Any) -> None:
+        """Note that the program gets a tensor or an array of the memory: NumPy writes there uncounted."""
+        memory = memory_of(self._parameter)
+        if memory.device.type == "cpu" and memory.layout is torch.strided:
+            self._aliases.append(weakref.ref(alias))
+            if self._shown is None:
+                self.seal()
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether the program still has such a one."""
+        return any(alias() is not None for alias in self._aliases)
+
+    def seal(self) -> None:
+        """Remember what the memory holds, now that its values are there."""
+        if self._checksum is None:
+            self._checksum = _checksum(memory_of(self._parameter))
+
+    def show(self) -> None:
+        """Note that the program gets the memory, into which it can write uncounted: keep a copy."""
+        if self._shown is None:
+            self._shown = memory_of(self._parameter).clone()
+
+    def replace(self) -> None:
+        """Note that the program gives the parameter other memory."""
+        self._was_replaced = True
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the parameter is known to have other values than the servers."""
+        if self._was_replaced or self._parameter._version != self._version:
+            return True
+        memory = memory_of(self._parameter)
+        if self._checksum is not None and self._checksum != _checksum(memory):
+            return True
+        return self._shown is not None and not _is_same(self._shown, memory)
+
+
+class GradientWatch:
+    """What has been done to a parameter's gradient since backward left it."""
+
+    __slots__ = ("_is_open", "_parameter", "_shown", "_version", "keeps", "was_replaced", "was_shown")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self.keeps = False  # whether to copy a gradient before the program gets it, so as to see if it was changed
+        self.close()
+
+    def open(self) -> None:
+        """Begin to watch: backward has left a gradient."""
+        grad = gradient_of(self._parameter)
+        self._version = -1 if grad is None else grad._version
+        self._is_open = True
+
+    def close(self) -> None:
+        """Watch no more, and forget."""
+        self._is_open = self.was_shown = self.was_replaced = False
+        self._shown: Tensor | None = None
+        self._version = -1
+
+    def show(self) -> None:
+        """Note that the program gets the gradient."""
+        if not self._is_open:
+            return
+        self.was_shown = True
+        if self.keeps and self._shown is None:
+            grad = gradient_of(self._parameter)
+            self._shown = None if grad is None else grad.detach().clone()
+
+    def replace(self, grad: Tensor | None) -> None:
+        """Note that the program sets another gradient, before the step or in place of a backward."""
+        if self._is_open:
+            self.was_replaced = True
+        elif grad is not None:
+            self._version = grad._version
+            self._is_open = True
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the gradient is known to be another than the one that backward left."""
+        if not self._is_open:
+            return False
+        grad = gradient_of(self._parameter)
+        if self.was_replaced or grad is None or grad._version != self._version:
+            return True
+        return self._shown is not None and not _is_same(self._shown, grad.detach())
+
+
+def _checksum(memory: Tensor) -> int:
+    return zlib.crc32(memory.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]  # NaN is NaN
+    return torch.equal(*bits)

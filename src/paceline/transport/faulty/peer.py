@@ -1,0 +1,190 @@
+"""The faults of a plan, on a peer that was opened in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from paceline.errors import ConnectionLostError, ProtocolError, VersionError
+from paceline.transport.base import Handler, Peer, Statistics
+from paceline.transport.faulty.plan import Fault, FaultPlan
+from paceline.transport.frames import Buffer, Header, frame_parts, size_of, unpack_header
+from paceline.transport.security.authentication import Hello
+
+
+class _Held(NamedTuple):
+    """What is to be done when its turn has come."""
+
+    do: Callable[[], None]
+    size: int
+    delay_s: float
+
+
+class FaultyHandler(Handler):
+    """A handler that knows the peer by its wrapping."""
+
+    def __init__(self, handler: Handler, plan: FaultPlan, hello: Hello) -> None:
+        self._handler = handler
+        self._plan = plan
+        self._hello = hello
+        self._peer: FaultyPeer | None = None
+
+    def wrap(self, peer: Peer) -> FaultyPeer:
+        """Return the one peer, wrapped."""
+        if self._peer is None:
+            self._peer = FaultyPeer(peer, self._plan, self._hello)
+        return self._peer
+
+    def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """See :meth:`Handler.frame_received`."""
+        self._handler.frame_received(self.wrap(peer), header, meta, body)
+
+    def disconnected(self, peer: Peer, reason: Exception | None) -> None:
+        """See :meth:`Handler.disconnected`."""
+        wrapped = self.wrap(peer)
+        wrapped.drop_held()
+        self._handler.disconnected(wrapped, reason or wrapped.cut)
+
+
+class FaultyPeer(Peer):
+    """Any opened peer, with the faults of a plan. Each ``send`` must be one frame."""
+
+    def __init__(self, inner: Peer, plan: FaultPlan, hello: Hello) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._us = hello
+        self.hello = inner.hello
+        self.address = inner.address
+        self.cut: ConnectionLostError | None = None
+        """Why the connection ends, if a fault cut it."""
+        self._is_gone = False
+        self._held: deque[_Held] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def send(self, frame: bytes | bytearray | memoryview) -> None:
+        """See :meth:`Peer.send`."""
+        try:
+            kind = unpack_header(frame).kind
+        except (ProtocolError, VersionError):  # garbage, sent on purpose
+            self._inner.send(frame)
+            return
+        self._send(kind, size_of(frame), lambda: self._inner.send(frame))
+
+    def send_frame(
+        self,
+        kind: int,
+        *,
+        flags: int = 0,
+        table: int = 0,
+        request: int = 0,
+        epoch: int = 0,
+        clock: int = 0,
+        sequence: int = 0,
+        meta: Buffer = b"",
+        body: Buffer | Sequence[Buffer] = (),
+    ) -> None:
+        """See :meth:`Peer.send_frame`."""
+
+        def send() -> None:
+            self._inner.send_frame(
+                kind,
+                flags=flags,
+                table=table,
+                request=request,
+                epoch=epoch,
+                clock=clock,
+                sequence=sequence,
+                meta=meta,
+                body=body,
+            )
+
+        self._send(kind, sum(map(size_of, frame_parts(kind, meta=meta, body=body))), send)
+
+    def send_error(self, request: Header, error: Exception) -> None:
+        """See :meth:`Peer.send_error`."""
+        self._inner.send_error(request, error)
+
+    @property
+    def write_backlog_bytes(self) -> int:
+        """See :attr:`Peer.write_backlog_bytes`; what is delayed counts."""
+        return sum(held.size for held in self._held) + self._inner.write_backlog_bytes
+
+    def pause_receiving(self) -> None:
+        """See :meth:`Peer.pause_receiving`."""
+        self._inner.pause_receiving()
+
+    def resume_receiving(self) -> None:
+        """See :meth:`Peer.resume_receiving`."""
+        self._inner.resume_receiving()
+
+    def close(self) -> None:
+        """See :meth:`Peer.close`."""
+        self._in_turn(self._inner.close)
+
+    def abort(self) -> None:
+        """See :meth:`Peer.abort`."""
+        self.drop_held()
+        self._inner.abort()
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Peer.statistics`."""
+        return self._inner.statistics()
+
+    def drop_held(self) -> None:
+        """Forget what is delayed and what is still to be sent: the connection is gone."""
+        self._is_gone = True
+        self._held.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _send(self, kind: int, size: int, send: Callable[[], None]) -> None:
+        fault = self._plan.next_fault(self._us, kind)
+        if fault is None:
+            self._in_turn(send, size)
+            return
+        if fault.action == "delay":
+            self._in_turn(send, size, fault.delay_s)
+        elif fault.action == "duplicate":
+            self._in_turn(send, size)
+            self._in_turn(send, size)
+        elif fault.action == "cut":
+            if fault.when == "after":
+                self._in_turn(send, size)
+            self._in_turn(lambda: self._cut(fault))
+
+    def _cut(self, fault: Fault) -> None:
+        self.cut = ConnectionLostError(f"the connection to {self.address} was cut by {fault}")
+        self._inner.close()
+
+    def _in_turn(self, do: Callable[[], None], size: int = 0, delay_s: float = 0.0) -> None:
+        """Do it when what is held has been done and then the delay is over; at once if there is neither."""
+        if self._is_gone:
+            return
+        if delay_s or self._held:
+            self._held.append(_Held(do, size, delay_s))
+            if len(self._held) == 1:
+                self._wait()
+        else:
+            do()
+
+    def _wait(self) -> None:
+        delay_s = self._held[0].delay_s
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # `memory` without a loop
+            time.sleep(delay_s)
+            self._go_on()
+        else:
+            self._timer = loop.call_later(delay_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._timer = None
+        while self._held:
+            self._held.popleft().do()
+            if self._held and self._held[0].delay_s:
+                self._wait()
+                return

@@ -1,0 +1,153 @@
+"""A transport that fails on purpose, at a place given as (rank, step, kind), and says that it did.
+
+Wraps any other transport. The faults happen where the client sends, on a channel or (`faulty_peer`) on a peer that
+it opened; what the server sends is left alone, but ``cut`` after a frame is, to the client, a lost answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from paceline.errors import ConnectionLostError, ProtocolError, VersionError
+from paceline.transport.addresses import Address, Endpoint
+from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
+from paceline.transport.faulty.peer import FaultyHandler
+from paceline.transport.faulty.plan import FaultPlan
+from paceline.transport.frames import Buffer, Header, WritableBuffer, frame_parts, unpack_header
+from paceline.transport.security.authentication import Hello
+
+
+class FaultyTransport(Transport):
+    """Any transport, with the faults of a plan."""
+
+    def __init__(self, inner: Transport, plan: FaultPlan) -> None:
+        self._inner = inner
+        self.plan = plan
+
+    def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
+        """See :meth:`Transport.connect`; the handshake is left alone."""
+        return FaultyChannel(self._inner.connect(target, hello, timeout_s=timeout_s), self.plan, hello)
+
+    async def open(
+        self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
+    ) -> Peer:
+        """See :meth:`Transport.open`; the handshake is left alone."""
+        faulty = FaultyHandler(handler, self.plan, hello)
+        return faulty.wrap(await self._inner.open(faulty, target, hello, timeout_s=timeout_s))
+
+    async def serve(
+        self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
+    ) -> Listener:
+        """See :meth:`Transport.serve`."""
+        return await self._inner.serve(handler, hello, address=address, unix=unix)
+
+
+class FaultyChannel(Channel):
+    """Any channel, with the faults of a plan. Each ``send`` must be one frame, its header first."""
+
+    def __init__(self, inner: Channel, plan: FaultPlan, hello: Hello) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._hello = hello
+        self.address = inner.address
+        self.peer = inner.peer
+
+    def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
+        """See :meth:`Channel.send`."""
+        try:
+            kind = unpack_header(header).kind
+        except (ProtocolError, VersionError):  # garbage, sent on purpose
+            self._inner.send(header, *buffers)
+            return
+        fault = self._plan.next_fault(self._hello, kind)
+        if fault is None:
+            self._inner.send(header, *buffers)
+            return
+        if fault.action == "delay":
+            time.sleep(fault.delay_s)
+        goes_out = fault.action in ("delay", "duplicate") or (fault.action == "cut" and fault.when == "after")
+        for _ in range(goes_out + (fault.action == "duplicate")):
+            self._inner.send(header, *buffers)
+        if fault.action == "cut":
+            self._inner.close()
+            if fault.when == "before":
+                raise ConnectionLostError(f"the connection to {self.address} was cut by {fault}")
+
+    def send_frame(
+        self,
+        kind: int,
+        *,
+        flags: int = 0,
+        table: int = 0,
+        request: int = 0,
+        epoch: int = 0,
+        clock: int = 0,
+        sequence: int = 0,
+        meta: Buffer = b"",
+        body: Buffer | Sequence[Buffer] = (),
+    ) -> None:
+        """See :meth:`Channel.send_frame`."""
+        parts = frame_parts(
+            kind,
+            flags=flags,
+            table=table,
+            request=request,
+            epoch=epoch,
+            clock=clock,
+            sequence=sequence,
+            meta=meta,
+            body=body,
+        )
+        header = parts[0]
+        assert isinstance(header, bytes)
+        self.send(header, *parts[1:])
+
+    def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
+        """See :meth:`Channel.receive`."""
+        try:
+            return self._inner.receive(into, timeout_s)
+        finally:
+            self._copy_last()
+
+    def receive_header(self, timeout_s: float) -> Header:
+        """See :meth:`Channel.receive_header`."""
+        try:
+            return self._inner.receive_header(timeout_s)
+        finally:
+            self._copy_last()
+
+    def receive_meta(self) -> bytes:
+        """See :meth:`Channel.receive_meta`."""
+        return self._inner.receive_meta()
+
+    def receive_into(self, buffer: WritableBuffer) -> None:
+        """See :meth:`Channel.receive_into`."""
+        self._inner.receive_into(buffer)
+
+    def receive_frame(self, timeout_s: float) -> Frame:
+        """See :meth:`Channel.receive_frame`."""
+        try:
+            return self._inner.receive_frame(timeout_s)
+        finally:
+            self._copy_last()
+
+    def poll(self, timeout_s: float) -> bool:
+        """See :meth:`Channel.poll`."""
+        return self._inner.poll(timeout_s)
+
+    def fileno(self) -> int:
+        """See :meth:`Channel.fileno`."""
+        return self._inner.fileno()
+
+    def close(self) -> None:
+        """See :meth:`Channel.close`."""
+        self._inner.close()
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Channel.statistics`."""
+        return self._inner.statistics()
+
+    def _copy_last(self) -> None:
+        self.last_header = self._inner.last_header
+        self.last_meta = self._inner.last_meta

@@ -1,0 +1,168 @@
+"""The client's half of the handshake; the server's is in `reception`.
+
+:class:`Greeting` has the rules. :func:`greet` follows them on a blocking channel, `opening` in an event loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from paceline.errors import (
+    AddressError,
+    AuthenticationError,
+    ConnectionLostError,
+    DeadlineError,
+    PacelineError,
+    ProtocolError,
+    VersionError,
+)
+from paceline.transport.addresses import Address
+from paceline.transport.channel import StreamChannel
+from paceline.transport.failures import unproved
+from paceline.transport.frames import Header, Kind, Limits, frame_bytes
+from paceline.transport.reception import mistaken
+from paceline.transport.security.authentication import (
+    NONCE_BYTES,
+    Challenge,
+    Hello,
+    Proof,
+    View,
+    check_proof,
+    decode,
+    encode_hello,
+    join_fields,
+    prove,
+    read_hello,
+)
+from paceline.transport.security.sealing import Seals, derive_seals
+
+
+class Greeting:
+    """One connecting process's half of one handshake, without what carries its frames.
+
+    In order: :meth:`answer` to the CHALLENGE, :meth:`finish` with the WELCOME. What fails in between becomes the
+    error to raise by :meth:`explain`.
+    """
+
+    def __init__(self, address: Address, token: str, hello: Hello, *, listener: str = "") -> None:
+        """``listener``: the id of the one that is wanted; empty: whoever is at the address."""
+        self.address = address
+        self.awaited = Kind.CHALLENGE
+        """The kind of frame that is to come."""
+        self.seals: Seals | None = None
+        """What makes and checks the tags of later frames, from the WELCOME on; None: frames are not sealed."""
+        self._token = token
+        self._hello = hello
+        self._view = View(address=str(address), listener=listener)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._said: tuple[bytes, ...] = ()
+
+    def check(self, header: Header) -> None:
+        """Raise ProtocolError if this frame is not the one that is to come, nor a refusal."""
+        expected = header.kind in (self.awaited, Kind.REFUSED, Kind.ERROR)
+        if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
+            raise ProtocolError(
+                f"the server at {self.address} sent a frame of kind {header.kind} and {frame_bytes(header)} "
+                f"bytes in the handshake, {self.awaited.name} was expected"
+            )
+
+    def refused(self, meta: bytes | memoryview) -> PacelineError:
+        """Return the error for a refusal in place of the awaited frame, by who has proved nothing yet.
+
+        Such a peer can have one of two errors, and could have either without a word: by not proving that it holds the
+        token, or by closing the connection.
+        """
+        error, words = unproved(meta)
+        if self.awaited is Kind.WELCOME and error == AuthenticationError.__name__:
+            return AuthenticationError(
+                f"the server at {self.address} refused the token; start this process with the token that the "
+                "cluster was started with (PACELINE_TOKEN). An unproved peer said so: check the address too"
+            )
+        return ConnectionLostError(
+            f"the server at {self.address} closed the connection in the handshake; an unproved peer said {error}: "
+            f"'{words}'"
+        )
+
+    def answer(self, meta: bytes | memoryview, binding: bytes) -> bytes:
+        """Return the meta of the HELLO that answers a CHALLENGE; ``binding`` is this end's."""
+        theirs = decode(meta, Challenge).nonce
+        if len(theirs) != NONCE_BYTES:
+            raise ProtocolError(
+                f"the server at {self.address} sent a nonce of {len(theirs)} bytes, {NONCE_BYTES} were expected; "
+                "the connection is closed"
+            )
+        self.awaited = Kind.WELCOME
+        self._view = msgspec.structs.replace(self._view, binding=binding)
+        mine, view = encode_hello(self._hello), msgspec.msgpack.encode(self._view)
+        self._said = (self._nonce, theirs, mine, view)
+        return msgspec.msgpack.encode(Proof(mine, view, self._nonce, prove(self._token, "client", *self._said)))
+
+    def finish(self, meta: bytes | memoryview) -> Hello:
+        """Return what the server says of itself in its WELCOME.
+
+        Raises AuthenticationError if it cannot prove it, AddressError if it is not the one that is wanted.
+        """
+        welcome = decode(meta, Proof)
+        said = (*self._said, welcome.hello, welcome.view)
+        try:
+            check_proof(self._token, "server", welcome, *said)
+        except AuthenticationError:
+            raise AuthenticationError(
+                f"the server at {self.address} could not prove that it holds the token of this cluster; "
+                "check the address, and that both were started with the same token (PACELINE_TOKEN)"
+            ) from None
+        hello, view = read_hello("server", welcome.hello), decode(welcome.view, View)
+        reason = mistaken(self._hello, self._view, hello, view)
+        if reason:
+            raise AddressError(f"cannot talk to {self.address}: {reason}")
+        if not (view.binding and view.binding == self._view.binding):
+            nonces = self._said[0] + self._said[1]
+            self.seals = derive_seals(self._token, nonces, join_fields(*said), connecting=True)
+        return hello
+
+    def explain(self, error: PacelineError) -> PacelineError:
+        """Return what an end or a silence instead of the awaited frame means at this point."""
+        if self.awaited is Kind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
+            return type(error)(f"{error} before it said a word: does it use TLS, and this process not?")
+        return error
+
+
+def greet(
+    channel: StreamChannel,
+    token: str,
+    hello: Hello,
+    timeout_s: float,
+    *,
+    listener: str = "",
+    always_sealed: bool = False,
+) -> None:
+    """Do the client's half of the handshake, or close the channel and raise. Arguments as for :class:`Greeting`."""
+    greeting = Greeting(channel.address, token, hello, listener=listener)
+    try:
+        challenge = _receive(channel, greeting, timeout_s)
+        binding = b"" if always_sealed else channel.binding()
+        channel.send_frame(Kind.HELLO, meta=greeting.answer(challenge, binding))
+        channel.peer = greeting.finish(_receive(channel, greeting, timeout_s))
+        if greeting.seals is not None:
+            channel.seal(greeting.seals)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _receive(channel: StreamChannel, greeting: Greeting, timeout_s: float) -> bytes:
+    try:
+        header = channel.next_header(timeout_s)
+    except VersionError:
+        if greeting.awaited is Kind.CHALLENGE:
+            channel.send_frame(Kind.HELLO)  # its header tells the server which version we speak, so both can say so
+        raise
+    except PacelineError as error:
+        raise greeting.explain(error) from None
+    greeting.check(header)
+    meta = channel.receive_meta()
+    if header.kind != greeting.awaited:
+        raise greeting.refused(meta)
+    return meta

@@ -1,0 +1,1 @@
+"""TLS by flag: contexts, channels and streams."""
