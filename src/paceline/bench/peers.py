@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import numpy as np
+from typing_extensions import override
 
 from paceline.bench.buffers import Buffers
 from paceline.bench.plan import OURS
@@ -43,8 +44,8 @@ class Ours(Peer):
     def __init__(self, group: Group) -> None:
         self._group = group
 
+    @override
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
-        """See :class:`Peer`."""
         group, given, taken = self._group, buffers.given, buffers.taken
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: group.all_reduce(given, out=given),
@@ -77,8 +78,8 @@ class Gloo(Peer):
         store = store or make_store("127.0.0.1", port, size, False, TIMEOUT)
         self._distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
+    @override
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
-        """See :class:`Peer`."""
         distributed = self._distributed
         given, taken = self._torch.from_numpy(buffers.given), self._torch.from_numpy(buffers.taken)
         calls: dict[str, Callable[[], object]] = {
@@ -91,8 +92,8 @@ class Gloo(Peer):
         }
         return calls[op]
 
+    @override
     def close(self) -> None:
-        """See :class:`Peer`."""
         self._distributed.destroy_process_group()
 
 
@@ -107,8 +108,8 @@ class MPI(Peer):
         if (self._world.rank, self._world.size) != (group.rank, group.size):
             raise RuntimeError("mpi4py uses another MPI than mpirun does")
 
+    @override
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
-        """See :class:`Peer`."""
         world, given, taken, in_place = self._world, buffers.given, buffers.taken, self._mpi.IN_PLACE
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: world.Allreduce(in_place, given),

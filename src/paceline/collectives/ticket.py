@@ -8,6 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from paceline.errors import DeadlineError, UsageError
 
 if TYPE_CHECKING:
@@ -117,8 +119,8 @@ class MessageTicket(Ticket):
                 self._memory.give_back()
                 self._given_back = True
 
+    @override
     def done(self) -> bool:
-        """See :meth:`Ticket.done`."""
         if self._pending.finished:
             self._give_back()
             return True
@@ -129,8 +131,8 @@ class MessageTicket(Ticket):
         self.wait()
         return self._pending.source
 
+    @override
     def exception(self) -> BaseException | None:
-        """See :meth:`Ticket.exception`."""
         return self._pending.error
 
     def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:

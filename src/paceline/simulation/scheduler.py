@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from paceline.protocol import shards
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
@@ -77,12 +79,12 @@ class Scheduler(Process):
 
     # Connections.
 
+    @override
     def accept(self, connection: Connection, hello: Any) -> bool:
-        """See :class:`Process`."""
         return True
 
+    @override
     def receive(self, connection: Connection, frame: Any) -> None:
-        """See :class:`Process`."""
         event = self._event_of(connection, frame)
         if event is not None:
             self._feed(event)
@@ -127,8 +129,8 @@ class Scheduler(Process):
                 return events.Drain(connection) if is_server else events.Leave(connection)
         return None
 
+    @override
     def closed(self, connection: Connection) -> None:
-        """See :class:`Process`."""
         incarnation = self.core.incarnation_of(connection)
         self._waiting = [each for each in self._waiting if each[0] is not connection]
         if incarnation is not None and self._nodes.get(incarnation) is connection:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from paceline.protocol import clocks
 from paceline.protocol.buckets import buckets_in
 from paceline.protocol.clocks import Gate
@@ -144,16 +146,16 @@ class Server(Node):
 
     # Connections.
 
+    @override
     def accept(self, connection: Connection, hello: Any) -> bool:
-        """See :class:`Process`."""
         _, source, target = hello
         if target != self.incarnation or self.is_gone(source):
             return False
         connection.owner = source
         return True
 
+    @override
     def opened(self, connection: Connection) -> None:
-        """See :class:`Process`."""
         kind, _, target = connection.hello
         if kind == "node":
             self.scheduler_opened(connection)
@@ -174,8 +176,8 @@ class Server(Node):
             table = tuple((worker, clock, worker in self._counted) for worker, clock in self.gate.clocks.items())
             connection.send(self, Clocks(self.gate.minimum, table))
 
+    @override
     def refused(self, name: str, hello: Any) -> None:
-        """See :class:`Process`."""
         kind, _, target = hello
         if kind == "node":
             self._connect()
@@ -184,8 +186,8 @@ class Server(Node):
         if target in self._links and self._links[target] is None:
             self._connect_to(target)
 
+    @override
     def closed(self, connection: Connection) -> None:
-        """See :class:`Process`."""
         if connection.hello[0] == "node":
             self.scheduler_closed()
             return
@@ -213,15 +215,15 @@ class Server(Node):
             self._connecting.add(target)
             self.network.connect(self, address, ("server", self.incarnation, target))
 
+    @override
     def receive(self, connection: Connection, frame: Any) -> None:
-        """See :class:`Process`."""
         if self.is_current(connection):
             self._handlers[type(frame)](connection, frame)
 
     # Membership.
 
+    @override
     def welcomed(self) -> None:
-        """See :class:`Node`."""
         self.replication = self.cluster.make_replication(self.incarnation)
 
     def _begin(self, expected_workers: int, first_clock: int) -> None:
@@ -229,13 +231,13 @@ class Server(Node):
         if self.cluster.is_sequential:
             self.iterations = self.cluster.make_iterations(self.replication, first_clock)
 
+    @override
     def attached(self) -> None:
-        """See :class:`Node`."""
         for report in self._reports.values():
             self.tell(report)
 
+    @override
     def held(self) -> tuple[tuple[Granted, ...], frozenset[Key]]:
-        """See :class:`Node`."""
         return (), frozenset(self.done)
 
     def leave(self) -> None:
@@ -250,8 +252,8 @@ class Server(Node):
         self.done.update(frame.keys)
         connection.send(self, KnownDone(self.incarnation, frame.keys))
 
+    @override
     def mapped(self, former: View | None, new: View) -> None:
-        """See :class:`Node`."""
         if self.gate is not None and (former is None or new.epoch > former.epoch):
             for worker in [worker for worker in self.gate.clocks if self.is_gone(worker)]:
                 self._gate(clocks.Leave(worker))
@@ -406,8 +408,8 @@ class Server(Node):
 
     # Other servers.
 
+    @override
     def unreachable(self) -> tuple[int, ...]:
-        """See :class:`Node`."""
         found = self._silence.look(self._links)
         for target, link in self._links.items():
             if link is not None:

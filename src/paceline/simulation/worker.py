@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from paceline.protocol.buckets import ALL, bucket_set
 from paceline.protocol.outbox import Done, Outbox, Send
 from paceline.protocol.scheduler import View
@@ -93,12 +95,12 @@ class Worker(Node):
 
     # Connections.
 
+    @override
     def accept(self, connection: Connection, hello: Any) -> bool:
-        """See :class:`Process`."""
         return False
 
+    @override
     def opened(self, connection: Connection) -> None:
-        """See :class:`Process`."""
         kind, _, server = connection.hello
         if kind == "node":
             self.scheduler_opened(connection)
@@ -115,8 +117,8 @@ class Worker(Node):
             self._handshake[server] = None
             connection.send(self, self._join_frame())
 
+    @override
     def refused(self, name: str, hello: Any) -> None:
-        """See :class:`Process`."""
         kind, _, server = hello
         if kind == "node":
             self._connect()
@@ -125,8 +127,8 @@ class Worker(Node):
         if self._links.get(server, self) is None:
             self._connect_to(server)
 
+    @override
     def closed(self, connection: Connection) -> None:
-        """See :class:`Process`."""
         if connection.hello[0] == "node":
             self.scheduler_closed()
             return
@@ -149,8 +151,8 @@ class Worker(Node):
             self._connecting.add(server)
             self.network.connect(self, address, ("worker", self.incarnation, server))
 
+    @override
     def receive(self, connection: Connection, frame: Any) -> None:
-        """See :class:`Process`."""
         if self.is_current(connection):
             self._handlers[type(frame)](connection, frame)
 
@@ -160,12 +162,12 @@ class Worker(Node):
 
     # Maps.
 
+    @override
     def welcomed(self) -> None:
-        """See :class:`Node`."""
         self.cluster.oracle.workers.append(self)
 
+    @override
     def mapped(self, former: View | None, new: View) -> None:
-        """See :class:`Node`."""
         if new.version <= self._outbox.version:
             self._connect_again()
             return
@@ -228,8 +230,8 @@ class Worker(Node):
 
     # Shards.
 
+    @override
     def attached(self) -> None:
-        """See :class:`Node`."""
         if self._awaits_lease:
             self.tell(LeaseRequest(self.incarnation, self._request))
         self._reported = set()
@@ -237,8 +239,8 @@ class Worker(Node):
         if self.is_leaving and self.is_through:
             self.tell(Going(self.incarnation))
 
+    @override
     def held(self) -> tuple[tuple[Granted, ...], frozenset[Key]]:
-        """See :class:`Node`."""
         held = [grant for grant, _ in self._over.values()]
         return (*held, *([] if self._lease is None else [self._lease])), frozenset(self._done)
 

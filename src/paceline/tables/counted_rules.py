@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from typing_extensions import override
+
 from paceline.errors import UsageError
 from paceline.tables.update_rule import UpdateRule, check_bounds, check_flags, check_pair
 
@@ -31,13 +33,13 @@ class _Moments(UpdateRule):
         return (self.lr, self.weight_decay, self.eps, *self.betas)
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("exp_avg", "exp_avg_sq")
 
     @property
+    @override
     def has_count(self) -> bool:
-        """See :attr:`UpdateRule.has_count`."""
         return True
 
 
@@ -58,8 +60,8 @@ class Adam(_Moments):
         return (*super().numbers, float(self.amsgrad))
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return (*super().states, *(("max_exp_avg_sq",) if self.amsgrad else ()))
 
 
@@ -78,8 +80,8 @@ class Adamax(_Moments):
     code: ClassVar[int] = 8
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("exp_avg", "exp_inf")
 
 
@@ -102,8 +104,8 @@ class NAdam(_Moments):
         return (*super().numbers, self.momentum_decay, float(self.decoupled_weight_decay))
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return (*super().states, "mu_product")
 
 
@@ -147,13 +149,13 @@ class ASGD(UpdateRule):
         return (self.lr, self.weight_decay, self.lambd, self.alpha, self.t0)
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("ax", "eta")
 
     @property
+    @override
     def has_count(self) -> bool:
-        """See :attr:`UpdateRule.has_count`."""
         return True
 
 
@@ -181,11 +183,11 @@ class Rprop(UpdateRule):
         return (self.lr, *self.etas, *self.step_sizes)
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("prev", "step_size")
 
     @property
+    @override
     def has_count(self) -> bool:
-        """See :attr:`UpdateRule.has_count`."""
         return True

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.kernels import dense as dense_kernels
@@ -40,17 +41,17 @@ class DensePart(TablePart):
         self.set_primary(buckets)
 
     @property
+    @override
     def parameters(self) -> npt.NDArray[np.float64]:
-        """See :meth:`TablePart.parameters`."""
         return self._parameters
 
+    @override
     def rows_in(self, buckets: Buckets) -> int:
-        """See :meth:`TablePart.rows_in`."""
         return self._num_elements(buckets & self.held)
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See :meth:`TablePart.num_bytes`."""
         return 4 * self.record_words * self.num_rows
 
     def _num_elements(self, buckets: Buckets) -> int:
@@ -58,8 +59,8 @@ class DensePart(TablePart):
 
     # Buckets that come and go.
 
+    @override
     def hold(self, buckets: Buckets) -> None:
-        """See :meth:`TablePart.hold`."""
         code, seed = self.initializer.code, np.uint64(self.spec.seed & (2**64 - 1))
         for start, stop in self._add(buckets):
             dense_kernels.dense_start(
@@ -76,8 +77,8 @@ class DensePart(TablePart):
         self._flags = to_flags(self.held)
         return runs
 
+    @override
     def drop(self, buckets: Buckets) -> None:
-        """See :meth:`TablePart.drop`."""
         gone = owned_runs(self._size, buckets_in(buckets & self.held))
         self._held &= ~buckets
         self._primary &= ~buckets
@@ -89,8 +90,8 @@ class DensePart(TablePart):
                 for plane in range(0, len(self._record), self._size):
                     self._memory.forget(plane + a, plane + b)
 
+    @override
     def check_bucket(self, bucket: int, keys: Keys) -> None:
-        """See :meth:`TablePart.check_bucket`."""
         start, stop = bucket_bounds(self._size, bucket)
         if len(keys) and not start <= int(keys.min()) <= int(keys.max()) < stop:
             raise self._strangers(bucket)
@@ -115,8 +116,8 @@ class DensePart(TablePart):
 
     # Requests.
 
+    @override
     def num_values(self, selection: Selection) -> int:
-        """See :meth:`TablePart.num_values`."""
         if selection.keys is not None:
             selection.places = self._positions(selection.keys)
             return len(selection.keys)
@@ -155,15 +156,15 @@ class DensePart(TablePart):
     def _places(self, selection: Selection) -> Positions:
         return self._positions(selection.key_array()) if selection.places is None else selection.places
 
+    @override
     def keys_of(self, selection: Selection) -> Keys:
-        """See :meth:`TablePart.keys_of`."""
         if selection.keys is not None:
             return selection.keys
         runs = [np.arange(a, b, dtype=np.uint64) for a, b in self._runs(selection)]
         return np.concatenate(runs) if runs else np.empty(0, np.uint64)
 
+    @override
     def buckets_of(self, selection: Selection) -> Buckets:
-        """See :meth:`TablePart.buckets_of`."""
         if selection.keys is None:
             return self._buckets(selection) & range_buckets(self._size, selection.start, selection.stop)
         flags = to_flags(0)
@@ -189,8 +190,8 @@ class DensePart(TablePart):
         rest = pieces[0] if len(pieces) == 1 else np.concatenate([grads[:0], *pieces])
         return Selection(None, start, stop, chosen), rest
 
+    @override
     def pull(self, selection: Selection, out: Floats) -> None:
-        """See :meth:`TablePart.pull`."""
         if selection.keys is not None:
             # Every place is within the values; mode="raise" would buffer the whole answer to be sure of it.
             np.take(self._record, self._places(selection), out=out, mode="clip")
@@ -204,8 +205,8 @@ class DensePart(TablePart):
     def reserve(self, selection: Selection) -> None:
         """See :meth:`TablePart.reserve`. All elements have their place."""
 
+    @override
     def push(self, selection: Selection, grads: Floats) -> None:
-        """See :meth:`TablePart.push`."""
         code, size = self.rule.code, self._size
         if selection.keys is not None:
             places = self._places(selection)
@@ -236,8 +237,8 @@ class DensePart(TablePart):
                 dense_kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
                 at += length
 
+    @override
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
-        """See :meth:`TablePart.trial`."""
         code = self.rule.code
         if selection.keys is not None:
             places, which = np.unique(self._places(selection), return_inverse=True)
@@ -267,22 +268,22 @@ class DensePart(TablePart):
     def _planes(self) -> Floats:
         return self._record.reshape(self.record_words, self._size)
 
+    @override
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
-        """See :meth:`TablePart.read_bucket`."""
         start, stop = bucket_bounds(self._size, bucket)
         if start < stop and not self.held >> bucket & 1:
             raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} does not lie on this server")
         # A record of one word is contiguous as it lies: without order and copy it would be a view.
         return np.arange(start, stop, dtype=np.uint64), np.array(self._planes()[:, start:stop].T, order="C", copy=True)
 
+    @override
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.write_records`."""
         self._check_records(keys, records)
         self.magnitudes.widen(records.reshape(len(keys), self.record_words))
         self._planes()[:, self._positions(keys)] = records.reshape(len(keys), self.record_words).T
 
+    @override
     def erase(self, keys: Keys) -> int:
-        """See :meth:`TablePart.erase`."""
         raise UsageError(f"table {self.spec.name!r} is dense: its elements cannot be erased")
 
 

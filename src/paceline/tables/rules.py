@@ -11,6 +11,8 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar
 
+from typing_extensions import override
+
 from paceline.errors import UsageError
 from paceline.tables.counted_rules import ASGD as ASGD
 from paceline.tables.counted_rules import Adam as Adam
@@ -68,13 +70,13 @@ class Momentum(UpdateRule):
         return (self.lr, self.weight_decay, self.momentum, float(self.nesterov), self.dampening)
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("momentum_buffer",)
 
     @property
+    @override
     def has_count(self) -> bool:
-        """See :attr:`UpdateRule.has_count`."""
         return self.dampening != 0  # the first gradient is not dampened
 
 
@@ -107,13 +109,13 @@ class Adagrad(UpdateRule):
         return (self.lr, self.weight_decay, self.eps, self.initial_accumulator, self.lr_decay)
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("sum",)
 
     @property
+    @override
     def has_count(self) -> bool:
-        """See :attr:`UpdateRule.has_count`."""
         return self.lr_decay != 0
 
 
@@ -141,8 +143,8 @@ class RMSprop(UpdateRule):
         return (self.lr, self.weight_decay, self.eps, self.alpha, self.momentum, float(self.centered))
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         velocity = ("momentum_buffer",) if self.momentum else ()
         return ("square_avg", *velocity, *(("grad_avg",) if self.centered else ()))
 
@@ -168,8 +170,8 @@ class Adadelta(UpdateRule):
         return (self.lr, self.weight_decay, self.eps, self.rho)
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("square_avg", "acc_delta")
 
 
@@ -195,8 +197,8 @@ class FTRL(UpdateRule):
         return (self.alpha, self.beta, self.l1, self.l2)
 
     @property
+    @override
     def states(self) -> tuple[str, ...]:
-        """See :attr:`UpdateRule.states`."""
         return ("z", "n")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
@@ -41,17 +42,17 @@ class SparsePart(TablePart):
         self.set_primary(buckets)
 
     @property
+    @override
     def parameters(self) -> npt.NDArray[np.float64]:
-        """See :meth:`TablePart.parameters`."""
         return self.store.parameters
 
+    @override
     def rows_in(self, buckets: Buckets) -> int:
-        """See :meth:`TablePart.rows_in`."""
         return int(self.store.counts[to_flags(buckets & self.held)].sum())
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See :meth:`TablePart.num_bytes`."""
         return self.store.num_bytes
 
     def hold(self, buckets: Buckets) -> None:
@@ -59,8 +60,8 @@ class SparsePart(TablePart):
         self._forget_rows(buckets & ~self.held)
         self._held |= buckets
 
+    @override
     def drop(self, buckets: Buckets) -> None:
-        """See :meth:`TablePart.drop`."""
         self._forget_rows(buckets)
         self._held &= ~buckets
         self._primary &= ~buckets
@@ -69,49 +70,49 @@ class SparsePart(TablePart):
         for bucket in buckets_in(buckets & from_flags(self.store.counts > 0)):
             self.store.drop_bucket(bucket)
 
+    @override
     def check_bucket(self, bucket: int, keys: Keys) -> None:
-        """See :meth:`TablePart.check_bucket`."""
         if buckets_of_keys(keys) & ~(1 << bucket):
             raise self._strangers(bucket)
 
+    @override
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.load_bucket`."""
         self.check_bucket(bucket, keys)
         self.magnitudes.widen(records)
         self.store.load_bucket(bucket, keys, records)
         self._held |= 1 << bucket
 
+    @override
     def num_values(self, selection: Selection) -> int:
-        """See :meth:`TablePart.num_values`."""
         return len(selection.key_array()) * self.dim
 
+    @override
     def keys_of(self, selection: Selection) -> Keys:
-        """See :meth:`TablePart.keys_of`."""
         return selection.key_array()
 
+    @override
     def buckets_of(self, selection: Selection) -> Buckets:
-        """See :meth:`TablePart.buckets_of`."""
         return buckets_of_keys(selection.key_array())
 
+    @override
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """See :meth:`TablePart.restrict`."""
         return self._restrict_keys(selection, grads, buckets)
 
+    @override
     def pull(self, selection: Selection, out: Floats) -> None:
-        """See :meth:`TablePart.pull`."""
         self.store.pull(selection.key_array(), out)
 
+    @override
     def reserve(self, selection: Selection) -> None:
-        """See :meth:`TablePart.reserve`."""
         assert selection.keys is not None
         self.store.reserve(selection.keys)
 
+    @override
     def push(self, selection: Selection, grads: Floats) -> None:
-        """See :meth:`TablePart.push`."""
         self.store.push(selection.key_array(), grads)
 
+    @override
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
-        """See :meth:`TablePart.trial`."""
         keys = selection.key_array()
         for first in range(0, len(keys), _TRIAL_ROWS):
             block = keys[first : first + _TRIAL_ROWS]
@@ -122,17 +123,17 @@ class SparsePart(TablePart):
             copy.push(block, grads[self.dim * first : self.dim * (first + len(block))])
             yield block, copy.read_records(block)[0]
 
+    @override
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
-        """See :meth:`TablePart.read_bucket`."""
         return self.store.bucket(bucket)
 
+    @override
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.write_records`."""
         self.magnitudes.widen(records.reshape(len(keys), self.record_words))
         self.store.write_records(keys, records)
 
+    @override
     def erase(self, keys: Keys) -> int:
-        """See :meth:`TablePart.erase`."""
         return self.store.erase(keys)
 
 

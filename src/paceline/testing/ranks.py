@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from typing_extensions import override
 
 from paceline.collectives import Group, MemoryStore, Store, join
 from paceline.collectives.rendezvous.node import NodeInfo
@@ -100,8 +101,8 @@ class _StoreOfOneHost(Store):
         self._store, self._rank, self._hosts = store, rank, hosts
         self.server_rank = store.server_rank
 
+    @override
     def get(self, key: str, deadline: float) -> bytes:
-        """See :meth:`Store.get`."""
         value = self._store.get(key, deadline)
         place, _, name = key.rpartition("/")
         if place != "the rendezvous":
@@ -113,12 +114,12 @@ class _StoreOfOneHost(Store):
         endpoint = msgspec.structs.replace(info.endpoint, unix=None)
         return msgspec.structs.replace(info, endpoint=endpoint, memory_domain=f"host {host}").encode()
 
+    @override
     def set(self, key: str, value: bytes) -> None:
-        """See :meth:`Store.set`."""
         self._store.set(key, value)
 
+    @override
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         self._store.delete(key)
 
     def close(self) -> None:

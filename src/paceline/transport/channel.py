@@ -7,6 +7,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -104,13 +106,14 @@ class StreamChannel(Channel):
 
     # sending
 
+    @override
     def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
-        """See :meth:`Channel.send`."""
         self._bytes_sent += (
             self._write((header, *buffers)) if self._sending is None else self._write_sealed((header, *buffers))
         )
         self._frames_sent += 1
 
+    @override
     def send_frame(
         self,
         kind: int,
@@ -124,7 +127,6 @@ class StreamChannel(Channel):
         meta: Buffer = b"",
         body: Buffer | Sequence[Buffer] = (),
     ) -> None:
-        """See :meth:`Channel.send_frame`."""
         parts = frame_parts(
             kind,
             flags=flags,
@@ -159,8 +161,8 @@ class StreamChannel(Channel):
 
     # receiving
 
+    @override
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
-        """See :meth:`Channel.receive`."""
         if self._meta_left or self._body_left or self._returned or self._receiving is not None:
             return self._receive_in_steps(into, timeout_s)
         if timeout_s != self._timeout_s:
@@ -217,8 +219,8 @@ class StreamChannel(Channel):
             self.receive_into(view_of(into)[: header.body_bytes])
         return header
 
+    @override
     def receive_header(self, timeout_s: float) -> Header:
-        """See :meth:`Channel.receive_header`."""
         header = self.next_header(timeout_s)
         if header.kind == Kind.ERROR or header.kind == Kind.REFUSED:
             meta = self.receive_meta()
@@ -269,8 +271,8 @@ class StreamChannel(Channel):
             )
         return header
 
+    @override
     def receive_meta(self) -> bytes:
-        """See :meth:`Channel.receive_meta`."""
         size, self._meta_left = self._meta_left, 0
         if not size:
             return b""
@@ -279,8 +281,8 @@ class StreamChannel(Channel):
         self._end_if_whole()
         return bytes(meta[:size])
 
+    @override
     def receive_into(self, buffer: WritableBuffer) -> None:
-        """See :meth:`Channel.receive_into`."""
         if self._meta_left:
             self.receive_meta()
         size = buffer.nbytes
@@ -294,16 +296,16 @@ class StreamChannel(Channel):
             self._fill_frame(self._pad[: self._body_pad])
         self._end_if_whole()
 
+    @override
     def receive_frame(self, timeout_s: float) -> Frame:
-        """See :meth:`Channel.receive_frame`."""
         header = self.receive_header(timeout_s)
         meta = self.receive_meta()
         body = allocate(header.body_bytes)
         self.receive_into(body)
         return Frame(header, meta, body)
 
+    @override
     def statistics(self) -> Statistics:
-        """See :meth:`Channel.statistics`."""
         return Statistics(self._bytes_received, self._bytes_sent, self._frames_received, self._frames_sent)
 
     # for subclasses and this class

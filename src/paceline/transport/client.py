@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.errors import AddressError, DeadlineError
 from paceline.transport.addresses import Address
 from paceline.transport.binding import socket_binding
@@ -124,8 +126,8 @@ class PlainChannel(StreamChannel):
         self._poller.register(connected.fileno(), select.POLLIN)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_timeout_s))
 
+    @override
     def binding(self) -> bytes:
-        """See :meth:`StreamChannel.binding`."""
         return socket_binding(self._socket, connecting=True)
 
     def _write(self, buffers: Sequence[Any]) -> int:
@@ -204,16 +206,16 @@ class PlainChannel(StreamChannel):
     def _set_timeout(self, timeout_s: float) -> None:
         self._timeout_ms = math.ceil(timeout_s * 1000)
 
+    @override
     def poll(self, timeout_s: float) -> bool:
-        """See :meth:`Channel.poll`."""
         return bool(self._returned) or wait_readable(self._socket, timeout_s)
 
+    @override
     def fileno(self) -> int:
-        """See :meth:`Channel.fileno`."""
         return self._socket.fileno()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         self._poller = _CLOSED_POLL
         shut(self._socket)
 

@@ -11,6 +11,8 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Endpoint
 from paceline.transport.base import Listener
@@ -49,16 +51,16 @@ class SocketListener(Listener):
         return listener
 
     @property
+    @override
     def num_connections(self) -> int:
-        """See :meth:`Listener.num_connections`."""
         return len(self._service.connections)
 
+    @override
     def introduce(self, hello: Hello) -> None:
-        """See :meth:`Listener.introduce`."""
         self._service.hello = hello
 
+    @override
     async def close(self) -> None:
-        """See :meth:`Listener.close`."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.errors import AddressError, UsageError
 from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint, host_identity
@@ -59,8 +61,8 @@ class MemoryTransport(Transport):
         other._listeners = self._listeners
         return other
 
+    @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """See :meth:`Transport.connect`."""
         listener = self._find(target)
         channel = MemoryChannel(listener.endpoint.tcp, self._limits, listener)
         greet(channel, self._token, hello, timeout_s, listener=_wanted(target))
@@ -233,8 +235,8 @@ class MemoryChannel(StreamChannel):
         self._pipe = _Pipe(AcceptedConnection(listener.service), listener.call, self._deliver)
         self._pipe.begin()
 
+    @override
     def binding(self) -> bytes:
-        """See :meth:`StreamChannel.binding`."""
         return IN_MEMORY
 
     def _deliver(self, data: bytes | None) -> None:
@@ -278,8 +280,8 @@ class MemoryChannel(StreamChannel):
     def _set_timeout(self, timeout_s: float) -> None:
         pass
 
+    @override
     def poll(self, timeout_s: float) -> bool:
-        """See :meth:`Channel.poll`."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: bool(self._returned or self._arrived or self._is_ended or self._is_closed), timeout_s
@@ -289,8 +291,8 @@ class MemoryChannel(StreamChannel):
         """Raise UsageError: there is no file descriptor here."""
         raise UsageError("a channel in memory has no file descriptor; wait with poll()")
 
+    @override
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         with self._changed:
             if self._is_closed:
                 return

@@ -11,6 +11,8 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from paceline.errors import UsageError
 from paceline.transport.base import Peer, Statistics
 from paceline.transport.failures import error_meta
@@ -60,8 +62,8 @@ class TransportPeer(Peer):
         self._bytes_sent = 0
         self._frames_sent = 0
 
+    @override
     def send(self, frame: bytes | bytearray | memoryview) -> None:
-        """See :meth:`Peer.send`."""
         size = len(frame)
         self._frames_sent += 1
         self._bytes_sent += size
@@ -72,6 +74,7 @@ class TransportPeer(Peer):
         elif not self._is_closing and not self._transport.is_closing():  # or asyncio logs that it is broken
             self._write(frame)
 
+    @override
     def send_frame(
         self,
         kind: int,
@@ -85,7 +88,6 @@ class TransportPeer(Peer):
         meta: Buffer = b"",
         body: Buffer | Sequence[Buffer] = (),
     ) -> None:
-        """See :meth:`Peer.send_frame`."""
         parts = frame_parts(
             kind,
             flags=flags,
@@ -121,8 +123,8 @@ class TransportPeer(Peer):
         elif not self._is_closing and not self._transport.is_closing():
             self._write(join((*parts, seal.tag(parts))))
 
+    @override
     def send_error(self, request: Header, error: Exception) -> None:
-        """See :meth:`Peer.send_error`."""
         if self._is_opened:
             raise UsageError("only the end that accepted a connection answers with errors; send a frame that says it")
         self.send_frame(
@@ -136,17 +138,17 @@ class TransportPeer(Peer):
         )
 
     @property
+    @override
     def write_backlog_bytes(self) -> int:
-        """See :attr:`Peer.write_backlog_bytes`."""
         return self._waiting_bytes + self._transport.get_write_buffer_size()
 
+    @override
     def pause_receiving(self) -> None:
-        """See :meth:`Peer.pause_receiving`."""
         self._is_held = True
         self._read_or_not()
 
+    @override
     def resume_receiving(self) -> None:
-        """See :meth:`Peer.resume_receiving`."""
         self._is_held = False
         self._read_or_not()
 
@@ -160,22 +162,22 @@ class TransportPeer(Peer):
             else:
                 self._transport.pause_reading()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Peer.close`."""
         if not self._is_closing:
             self._is_closing = True
             self._receiver.stop_receiving()
             if not self._waiting:
                 self._transport.close()
 
+    @override
     def abort(self) -> None:
-        """See :meth:`Peer.abort`."""
         self._receiver.stop_receiving()
         self.abandon()
         self._transport.abort()
 
+    @override
     def statistics(self) -> Statistics:
-        """See :meth:`Peer.statistics`."""
         receiver = self._receiver
         return Statistics(receiver.bytes_received, self._bytes_sent, receiver.frames_received, self._frames_sent)
 

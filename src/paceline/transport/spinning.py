@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 _T = TypeVar("_T")
 
 SPIN_S = 50e-6
@@ -76,8 +78,8 @@ class SpinningSelector(selectors.DefaultSelector):
         super().__init__()
         self._spinner = Spinner()
 
+    @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See :meth:`selectors.BaseSelector.select`."""
         look: Callable[[Any], list[tuple[selectors.SelectorKey, int]]] = super().select
         if timeout is not None and timeout <= 0:
             return look(timeout)

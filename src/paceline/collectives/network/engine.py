@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from typing_extensions import override
+
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.layered import Layered
@@ -38,12 +40,12 @@ class Network(Engine):
 
     # the calls
 
+    @override
     def barrier(self, order: Order) -> None:
-        """See :meth:`Engine.barrier`."""
         self.run(order, "barrier", Blocks([]), 0)
 
+    @override
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
-        """See :meth:`Engine.all_reduce`."""
         if self._layered is not None and self.algorithm(order, "all_reduce", source.num_bytes) == "hierarchical":
             self._layered.all_reduce(order, source, target, reduction)
             return
@@ -51,8 +53,8 @@ class Network(Engine):
         self._run_even(order, "all_reduce", target, reduction=reduction)
         scale(target, reduction)
 
+    @override
     def reduce(self, order: Order, source: Area, target: Area | None, reduction: Reduction, root: int) -> None:
-        """See :meth:`Engine.reduce`."""
         self._agree(order)
         scratch = ctypes.create_string_buffer(source.num_bytes) if target is None else None
         area = target or Area(ctypes.addressof(scratch), source.num_bytes)  # type: ignore[arg-type]
@@ -61,8 +63,8 @@ class Network(Engine):
         if target is not None:
             scale(target, reduction)
 
+    @override
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
-        """See :meth:`Engine.reduce_scatter`."""
         sizes = [source.num_bytes for source in sources]
         start, total = sources[0].address, sum(sizes)
         work = bytearray(view_bytes(start, total))  # the input must stay as it is
@@ -72,18 +74,18 @@ class Network(Engine):
         view_bytes(*target)[:] = memoryview(work)[own : own + sizes[self.rank]]
         scale(target, reduction)
 
+    @override
     def broadcast(self, order: Order, area: Area, root: int) -> None:
-        """See :meth:`Engine.broadcast`."""
         self._agree(order)
         self._run_even(order, "broadcast", area, root=root)
 
+    @override
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
-        """See :meth:`Engine.all_gather`."""
         copy(source, targets[self.rank])
         self._run_areas(order, "all_gather", targets)
 
+    @override
     def gather(self, order: Order, source: Area, targets: Sequence[Area], root: int) -> None:
-        """See :meth:`Engine.gather`."""
         self._agree(order)
         if self.rank == root:
             copy(source, targets[root])
@@ -91,8 +93,8 @@ class Network(Engine):
         else:
             self._run_areas(order, "gather", self._only(source), root, "central")
 
+    @override
     def scatter(self, order: Order, sources: Sequence[Area], target: Area, root: int) -> None:
-        """See :meth:`Engine.scatter`."""
         self._agree(order)
         if self.rank == root:
             self._run_areas(order, "scatter", sources, root, "central")
@@ -100,8 +102,8 @@ class Network(Engine):
         else:
             self._run_areas(order, "scatter", self._only(target), root, "central")
 
+    @override
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
-        """See :meth:`Engine.all_to_all`."""
         parts = [(view_bytes(*area), [area.num_bytes]) for area in (*sources, *targets)]
         total = sum(area.num_bytes for area in sources)
         name = self.algorithm(order, "all_to_all", total) if equal else "pairwise"
@@ -109,8 +111,8 @@ class Network(Engine):
         parts.append((memoryview(bytearray(sum(scratch))), scratch))
         self.run(order, "all_to_all", Blocks(parts), total, algorithm=name)
 
+    @override
     def close(self) -> None:
-        """See :meth:`Engine.close`."""
         self._links.close()
 
     # running

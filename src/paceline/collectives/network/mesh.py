@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from paceline.collectives.network.links import Link, Links
 from paceline.collectives.rendezvous.node import Node, NodeInfo, Purpose
 from paceline.errors import (
@@ -37,8 +39,8 @@ class SocketLink(Link):
         """See :meth:`Link.fileno`; -1 once it is closed."""
         return self._socket.fileno()
 
+    @override
     def send_some(self, buffers: Sequence[memoryview]) -> int:
-        """See :meth:`Link.send_some`."""
         try:
             if len(buffers) == 1:
                 return self._socket.send(buffers[0])
@@ -48,8 +50,8 @@ class SocketLink(Link):
         except OSError as error:
             raise self._broken(error) from None
 
+    @override
     def receive_some(self, buffer: memoryview) -> int:
-        """See :meth:`Link.receive_some`."""
         if not buffer.nbytes:
             return 0
         try:
@@ -98,8 +100,8 @@ class Mesh(Links):
         self._links: dict[int, SocketLink] = {}
         self._is_closed = False
 
+    @override
     def link(self, rank: int, deadline: float) -> Link:
-        """See :meth:`Links.link`."""
         made = self._links.get(rank)
         if made is not None:
             return made
@@ -110,13 +112,13 @@ class Mesh(Links):
                 self._keep(SocketLink(rank, self._connected(rank, deadline)))
             return self._links[rank]
 
+    @override
     def connected(self) -> Sequence[Link]:
-        """See :meth:`Links.connected`."""
         with self._lock:
             return list(self._links.values())
 
+    @override
     def close(self) -> None:
-        """See :meth:`Links.close`."""
         with self._lock:
             self._is_closed = True
             links = list(self._links.values())

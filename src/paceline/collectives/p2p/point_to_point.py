@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from typing_extensions import override
+
 from paceline.collectives.network.culprits import Ask, Search, Status, find_silent, given_up
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.mesh import unreachable
@@ -157,13 +159,13 @@ class PointToPoint(Taker, Ends):
 
     # the node's calls
 
+    @override
     def coming(self, rank: int) -> None:
-        """See :meth:`Taker.coming`."""
         with self._progress.lock:
             self._num_coming[rank] = self._num_coming.get(rank, 0) + 1
 
+    @override
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
-        """See :meth:`Taker.arrived`."""
         with self._progress.lock:
             self._num_coming[rank] -= 1
             if connected is None:
@@ -281,16 +283,16 @@ class PointToPoint(Taker, Ends):
         with self._progress.lock:
             self._connectors.discard(threading.current_thread())
 
+    @override
     def told(self, abort: Abort) -> None:
-        """See :meth:`Ends.told`."""
         self._end(to_error(abort, self.group))
 
+    @override
     def failed(self, error: CollectiveError) -> None:
-        """See :meth:`Ends.failed`."""
         self._end(error, is_heard=True)
 
+    @override
     def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None:
-        """See :meth:`Ends.incoming_lost`."""
         if self._error is not None:
             return
         failure = lost_connection(incoming.source, error)
@@ -308,8 +310,8 @@ class PointToPoint(Taker, Ends):
         self._progress.unwatch(incoming)
         incoming.connected.close()
 
+    @override
     def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
-        """See :meth:`Ends.outgoing_lost`."""
         if self._error is None:
             self._outgoing_failed(outgoing, lost_connection(outgoing.to, error))
 

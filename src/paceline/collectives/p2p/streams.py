@@ -9,6 +9,8 @@ import socket
 from collections import deque
 from typing import Protocol
 
+from typing_extensions import override
+
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.mesh import connection_closed
 from paceline.collectives.p2p.matching import Matching, Message
@@ -61,8 +63,8 @@ class Incoming(Watched):
         """The message that is arriving, or waits for room."""
         return self._message
 
+    @override
     def ready(self, events: int) -> None:
-        """See :meth:`Watched.ready`."""
         try:
             moved = 0
             while moved < _AT_ONCE_BYTES and not self.is_paused:
@@ -207,8 +209,8 @@ class Outgoing(Watched):
         if self.is_connected and len(self.queue) == 1:
             self.flush()
 
+    @override
     def ready(self, events: int) -> None:
-        """See :meth:`Watched.ready`."""
         if events & READ:
             self._read()
         if events & WRITE and self.is_connected:

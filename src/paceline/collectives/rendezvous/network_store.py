@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import Annotated, Final
 
 import msgspec
+from typing_extensions import override
 
 from paceline.collectives.rendezvous.store import Store, never_set, written_twice
 from paceline.errors import DeadlineError, GroupClosedError, PacelineError, ProtocolError, UsageError
@@ -227,12 +228,12 @@ class NetworkStore(Store):
         """What the server said of itself."""
         self._idle = [first]
 
+    @override
     def set(self, key: str, value: bytes) -> None:
-        """See :meth:`Store.set`."""
         self._call(_Kind.SET, _Request(key), value, self._answer_s)
 
+    @override
     def get(self, key: str, deadline: float) -> bytes:
-        """See :meth:`Store.get`."""
         start = time.monotonic()
         wait = deadline > start
         try:
@@ -245,8 +246,8 @@ class NetworkStore(Store):
             raise never_set(key, self.address.netloc, time.monotonic() - start)
         return value
 
+    @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """See :meth:`Store.collect`."""
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), _MAX_COLLECT_S)
             wanted = msgspec.msgpack.encode(_Wanted(tuple(keys), left))
@@ -257,8 +258,8 @@ class NetworkStore(Store):
             if None not in values or time.monotonic() >= deadline:
                 return values
 
+    @override
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         self._call(_Kind.DELETE, _Request(key), b"", self._answer_s)
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
+from typing_extensions import override
+
 from paceline.collectives.calls import name_ranks
 from paceline.errors import AuthenticationError, DeadlineError, RankLostError, UsageError
 
@@ -68,23 +70,23 @@ class MemoryStore(Store):
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
+    @override
     def set(self, key: str, value: bytes) -> None:
-        """See :meth:`Store.set`."""
         with self._changed:
             if self._values.setdefault(key, value) != value:
                 raise written_twice(key)
             self._changed.notify_all()
 
+    @override
     def get(self, key: str, deadline: float) -> bytes:
-        """See :meth:`Store.get`."""
         start = time.monotonic()
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, max(deadline - start, 0.0)):
                 raise never_set(key, "", time.monotonic() - start)
             return self._values[key]
 
+    @override
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         with self._changed:
             self._values.pop(key, None)
 
@@ -100,20 +102,20 @@ class PrefixStore(Store):
         self._prefix = f"{prefix}/"
         self.server_rank = store.server_rank
 
+    @override
     def set(self, key: str, value: bytes) -> None:
-        """See :meth:`Store.set`."""
         self._store.set(self._prefix + key, value)
 
+    @override
     def get(self, key: str, deadline: float) -> bytes:
-        """See :meth:`Store.get`."""
         return self._store.get(self._prefix + key, deadline)
 
+    @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """See :meth:`Store.collect`."""
         return self._store.collect([self._prefix + key for key in keys], deadline)
 
+    @override
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         self._store.delete(self._prefix + key)
 
     def close(self) -> None:
@@ -132,8 +134,8 @@ class SealedStore(Store):
         self._token = token.encode()
         self.server_rank = store.server_rank
 
+    @override
     def set(self, key: str, value: bytes) -> None:
-        """See :meth:`Store.set`."""
         self._store.set(key, self._seal(key, value) + value)
 
     def get(self, key: str, deadline: float) -> bytes:
@@ -145,12 +147,12 @@ class SealedStore(Store):
         found = self._store.collect(keys, deadline)
         return [None if value is None else self._opened(key, value) for key, value in zip(keys, found, strict=True)]
 
+    @override
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         self._store.delete(key)
 
+    @override
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         self._store.close()
 
     def _opened(self, key: str, found: bytes) -> bytes:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from paceline.collectives.calls import Call, describe_mismatch, name_ranks
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
@@ -136,12 +137,12 @@ class SharedMemory(Engine):
 
     # the calls
 
+    @override
     def barrier(self, order: Order) -> None:
-        """See :meth:`Engine.barrier`."""
         self._move(order, self._nothing_put, self._nothing_taken, steps.SLOT_BYTES)
 
+    @override
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
-        """See :meth:`Engine.all_reduce`."""
         num_bytes = source.num_bytes
         given, taken = source.address, target.address
         plan, state, signature = self._plan, self._state, order.signature
@@ -160,8 +161,8 @@ class SharedMemory(Engine):
             large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
             self._run(order, shared.all_reduce, large)
 
+    @override
     def reduce(self, order: Order, source: Area, target: Area | None, reduction: Reduction, root: int) -> None:
-        """See :meth:`Engine.reduce`."""
         if self.rank == root:
             assert target is not None
             takes = _table((0, 0, target.address, target.num_bytes))
@@ -169,28 +170,28 @@ class SharedMemory(Engine):
         else:
             self._move(order, _table(source), self._nothing_taken, steps.SLOT_BYTES, source.address, reduction)
 
+    @override
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
-        """See :meth:`Engine.reduce_scatter`."""
         puts = _table(*self._without_own(sources))
         takes = _table((0, self.rank, target.address, target.num_bytes))
         self._move(order, puts, takes, self._block(), sources[self.rank].address, reduction)
 
+    @override
     def broadcast(self, order: Order, area: Area, root: int) -> None:
-        """See :meth:`Engine.broadcast`."""
         block = steps.SLOT_BYTES // 4
         if self.rank == root:
             self._move(order, _table(area), self._nothing_taken, block)
         else:
             self._move(order, self._nothing_put, _table((root, 0, *area)), block)
 
+    @override
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
-        """See :meth:`Engine.all_gather`."""
         copy(source, targets[self.rank])
         takes = [(rank, 0, *targets[rank]) for rank in self._others()]
         self._move(order, _table(source), _table(*takes), steps.SLOT_BYTES // 2)
 
+    @override
     def gather(self, order: Order, source: Area, targets: Sequence[Area], root: int) -> None:
-        """See :meth:`Engine.gather`."""
         block = steps.SLOT_BYTES // 2
         if self.rank == root:
             copy(source, targets[root])
@@ -199,22 +200,22 @@ class SharedMemory(Engine):
         else:
             self._move(order, _table(source), self._nothing_taken, block)
 
+    @override
     def scatter(self, order: Order, sources: Sequence[Area], target: Area, root: int) -> None:
-        """See :meth:`Engine.scatter`."""
         if self.rank == root:
             copy(sources[root], target)
             self._move(order, _table(*self._without_own(sources)), self._nothing_taken, self._block())
         else:
             self._move(order, self._nothing_put, _table((root, self.rank, *target)), self._block())
 
+    @override
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
-        """See :meth:`Engine.all_to_all`."""
         copy(sources[self.rank], targets[self.rank])
         takes = [(rank, self.rank, *targets[rank]) for rank in self._others()]
         self._move(order, _table(*self._without_own(sources)), _table(*takes), self._block())
 
+    @override
     def close(self) -> None:
-        """See :meth:`Engine.close`."""
         with self._mapping:
             if self._is_closing:
                 return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from typing_extensions import override
+
 from paceline.errors import ConnectionLostError
 from paceline.transport import Address, Channel, Hello
 from paceline.transport.base import Frame, Statistics
@@ -20,45 +22,45 @@ class NoChannel(Channel):
     def _fail(self) -> NoReturn:
         raise ConnectionLostError(f"there is no connection to {self.address}")
 
+    @override
     def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
-        """See :meth:`Channel.send`."""
         self._fail()
 
+    @override
     def send_frame(self, kind: int, **fields: object) -> None:
-        """See :meth:`Channel.send_frame`."""
         self._fail()
 
+    @override
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
-        """See :meth:`Channel.receive`."""
         self._fail()
 
+    @override
     def receive_header(self, timeout_s: float) -> Header:
-        """See :meth:`Channel.receive_header`."""
         self._fail()
 
+    @override
     def receive_meta(self) -> bytes:
-        """See :meth:`Channel.receive_meta`."""
         self._fail()
 
+    @override
     def receive_into(self, buffer: WritableBuffer) -> None:
-        """See :meth:`Channel.receive_into`."""
         self._fail()
 
+    @override
     def receive_frame(self, timeout_s: float) -> Frame:
-        """See :meth:`Channel.receive_frame`."""
         self._fail()
 
+    @override
     def poll(self, timeout_s: float) -> bool:
-        """See :meth:`Channel.poll`."""
         return True
 
+    @override
     def fileno(self) -> int:
-        """See :meth:`Channel.fileno`."""
         self._fail()
 
     def close(self) -> None:
         """See :meth:`Channel.close`."""
 
+    @override
     def statistics(self) -> Statistics:
-        """See :meth:`Channel.statistics`."""
         return Statistics(0, 0, 0, 0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from typing_extensions import override
 
 from paceline.errors import NonFiniteError, PacelineError, PeerError, ProtocolError, StaleEpochError, UsageError
 from paceline.kernels.sparse import largest
@@ -216,8 +217,8 @@ class Server(Handler):
     # What the transport and the scheduler's link tell.
 
     @must_succeed
+    @override
     def connected(self, peer: Peer) -> None:
-        """See :meth:`Handler.connected`."""
         self._traffic.connected(peer)
 
     @must_succeed

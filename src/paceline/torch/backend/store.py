@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Final
 
 from torch._C._distributed_c10d import Store as CStore
+from typing_extensions import override
 
 from paceline.collectives.rendezvous.store import Store, never_set, written_twice
 from paceline.errors import ConnectionLostError
@@ -33,8 +34,8 @@ class TorchStore(Store):
         self._prefix = f"{prefix}/"
         self._own: set[str] = set()
 
+    @override
     def set(self, key: str, value: bytes) -> None:
-        """See :meth:`Store.set`."""
         wanted = _text(value)
         try:
             found = self._store.compare_set(self._prefix + key, "", wanted)
@@ -44,8 +45,8 @@ class TorchStore(Store):
             raise written_twice(key)
         self._own.add(key)
 
+    @override
     def get(self, key: str, deadline: float) -> bytes:
-        """See :meth:`Store.get`."""
         start = time.monotonic()
         place = self._prefix + key
         left = timedelta(seconds=deadline - start)
@@ -79,13 +80,13 @@ class TorchStore(Store):
     def _found(self, place: str) -> bytes | None:
         return _value(self._store.get(place)) if self._store.check([place]) else None
 
+    @override
     def delete(self, key: str) -> None:
-        """See :meth:`Store.delete`."""
         self._own.discard(key)
         self._store.delete_key(self._prefix + key)
 
+    @override
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         for key in sorted(self._own):
             try:
                 self.delete(key)

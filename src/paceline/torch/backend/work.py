@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from typing_extensions import override
 
 from paceline.collectives import Ticket
 from paceline.errors import PacelineError
@@ -114,8 +115,8 @@ class TicketWork(Work):
         error = next((error for error in errors if error is not None), self._error)
         return None if error is None else in_torch_terms(error, self._terms)
 
+    @override
     def synchronize(self) -> None:
-        """See :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:
@@ -197,8 +198,8 @@ class MessageWork(Work):
                 return error
         return None
 
+    @override
     def synchronize(self) -> None:
-        """See :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:

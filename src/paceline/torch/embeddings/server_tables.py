@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from typing_extensions import override
+
 from paceline.ps import (
     RULES,
     Client,
@@ -30,8 +32,8 @@ class ServerTable(RowTable):
         self._table = table
 
     @property
+    @override
     def spec(self) -> TableSpec:
-        """See :meth:`RowTable.spec`."""
         return self._table.spec
 
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
@@ -50,16 +52,16 @@ class ServerTable(RowTable):
         else:
             self._table.spec = self.spec.with_update(to_fields(rule))
 
+    @override
     def items(self) -> Iterable[tuple[Keys, Floats]]:
-        """See :meth:`RowTable.items`."""
         return read_records(self._client, self.spec)
 
+    @override
     def write(self, keys: Keys, records: Floats) -> None:
-        """See :meth:`RowTable.write`."""
         write_records(self._client, self.spec, keys, records)
 
+    @override
     def clear(self) -> None:
-        """See :meth:`RowTable.clear`."""
         for keys, _ in self.items():
             self._table.erase(keys)
 

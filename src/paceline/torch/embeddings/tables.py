@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from paceline.collectives import Group
 from paceline.ps import Initializer, SparseStore, UpdateRule, to_fields
@@ -100,8 +101,8 @@ class LocalTable(RowTable):
         return SparseStore(dim=self._spec.dim, rule=rule, initializer=self._initializer, seed=self._spec.seed)
 
     @property
+    @override
     def spec(self) -> TableSpec:
-        """See :meth:`RowTable.spec`."""
         return self._spec
 
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
@@ -116,25 +117,25 @@ class LocalTable(RowTable):
         with self._lock:
             self._store.push(keys, grads)
 
+    @override
     def set_update(self, rule: UpdateRule) -> None:
-        """See :meth:`RowTable.set_update`."""
         rule.check_follows(self._store.rule, f"embedding {self._spec.name!r}")
         with self._lock:
             self._store.rule = rule
             self._store.parameters[: len(rule.hyper)] = rule.hyper
         self._spec = self._spec.with_update(to_fields(rule))
 
+    @override
     def items(self) -> Iterable[tuple[Keys, Floats]]:
-        """See :meth:`RowTable.items`."""
         return self._store.items()
 
+    @override
     def write(self, keys: Keys, records: Floats) -> None:
-        """See :meth:`RowTable.write`."""
         with self._lock:
             self._store.write_records(keys, records)
 
+    @override
     def clear(self) -> None:
-        """See :meth:`RowTable.clear`."""
         with self._lock:
             self._store = self._make(self._store.rule)
 
@@ -157,12 +158,12 @@ class _Here:
 class LocalTables(RowTables):
     """Every row in this process, for strategies that are one process."""
 
+    @override
     def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> LocalTable:
-        """See :meth:`RowTables.table`."""
         return LocalTable(_spec(name, dim, rule, initializer, seed), rule, initializer)
 
+    @override
     def push(self, pushes: Sequence[Push]) -> None:
-        """See :meth:`RowTables.push`."""
         for table, _, grads in pushes:
             check_finite(grads.reshape(-1), "this process", table.spec.name)
         for table, keys, grads in pushes:
@@ -183,13 +184,13 @@ class ReplicatedTables(RowTables):
         self._tables: dict[str, LocalTable] = {}
         self._local = LocalTables()
 
+    @override
     def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> LocalTable:
-        """See :meth:`RowTables.table`."""
         found = self._tables[name] = self._local.table(name, dim, rule, initializer, seed)
         return found
 
+    @override
     def push(self, pushes: Sequence[Push]) -> None:
-        """See :meth:`RowTables.push`."""
         if self._group is None:
             self._local.push(pushes)
             return

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.protocol import Consistency
 from paceline.ps import Client
@@ -114,8 +115,8 @@ class Hybrid(AllReduce):
         if client is not None:
             client.close()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Strategy.close`."""
         try:
             super().close()
         finally:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from paceline.errors import ConnectionLostError, ProtocolError, VersionError
 from paceline.transport.base import Handler, Peer, Statistics
 from paceline.transport.faulty.plan import Fault, FaultPlan
@@ -38,12 +40,12 @@ class FaultyHandler(Handler):
             self._peer = FaultyPeer(peer, self._plan, self._hello)
         return self._peer
 
+    @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """See :meth:`Handler.frame_received`."""
         self._handler.frame_received(self.wrap(peer), header, meta, body)
 
+    @override
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """See :meth:`Handler.disconnected`."""
         wrapped = self.wrap(peer)
         wrapped.drop_held()
         self._handler.disconnected(wrapped, reason or wrapped.cut)
@@ -64,8 +66,8 @@ class FaultyPeer(Peer):
         self._held: deque[_Held] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
+    @override
     def send(self, frame: bytes | bytearray | memoryview) -> None:
-        """See :meth:`Peer.send`."""
         try:
             kind = unpack_header(frame).kind
         except (ProtocolError, VersionError):  # garbage, sent on purpose
@@ -73,6 +75,7 @@ class FaultyPeer(Peer):
             return
         self._send(kind, size_of(frame), lambda: self._inner.send(frame))
 
+    @override
     def send_frame(
         self,
         kind: int,
@@ -86,8 +89,6 @@ class FaultyPeer(Peer):
         meta: Buffer = b"",
         body: Buffer | Sequence[Buffer] = (),
     ) -> None:
-        """See :meth:`Peer.send_frame`."""
-
         def send() -> None:
             self._inner.send_frame(
                 kind,
@@ -103,8 +104,8 @@ class FaultyPeer(Peer):
 
         self._send(kind, sum(map(size_of, frame_parts(kind, meta=meta, body=body))), send)
 
+    @override
     def send_error(self, request: Header, error: Exception) -> None:
-        """See :meth:`Peer.send_error`."""
         self._inner.send_error(request, error)
 
     @property
@@ -112,25 +113,25 @@ class FaultyPeer(Peer):
         """See :attr:`Peer.write_backlog_bytes`; what is delayed counts."""
         return sum(held.size for held in self._held) + self._inner.write_backlog_bytes
 
+    @override
     def pause_receiving(self) -> None:
-        """See :meth:`Peer.pause_receiving`."""
         self._inner.pause_receiving()
 
+    @override
     def resume_receiving(self) -> None:
-        """See :meth:`Peer.resume_receiving`."""
         self._inner.resume_receiving()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Peer.close`."""
         self._in_turn(self._inner.close)
 
+    @override
     def abort(self) -> None:
-        """See :meth:`Peer.abort`."""
         self.drop_held()
         self._inner.abort()
 
+    @override
     def statistics(self) -> Statistics:
-        """See :meth:`Peer.statistics`."""
         return self._inner.statistics()
 
     def drop_held(self) -> None:

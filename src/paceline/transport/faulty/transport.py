@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from paceline.errors import ConnectionLostError, ProtocolError, VersionError
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
@@ -36,10 +38,10 @@ class FaultyTransport(Transport):
         faulty = FaultyHandler(handler, self.plan, hello)
         return faulty.wrap(await self._inner.open(faulty, target, hello, timeout_s=timeout_s))
 
+    @override
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
-        """See :meth:`Transport.serve`."""
         return await self._inner.serve(handler, hello, address=address, unix=unix)
 
 
@@ -53,8 +55,8 @@ class FaultyChannel(Channel):
         self.address = inner.address
         self.peer = inner.peer
 
+    @override
     def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
-        """See :meth:`Channel.send`."""
         try:
             kind = unpack_header(header).kind
         except (ProtocolError, VersionError):  # garbage, sent on purpose
@@ -74,6 +76,7 @@ class FaultyChannel(Channel):
             if fault.when == "before":
                 raise ConnectionLostError(f"the connection to {self.address} was cut by {fault}")
 
+    @override
     def send_frame(
         self,
         kind: int,
@@ -87,7 +90,6 @@ class FaultyChannel(Channel):
         meta: Buffer = b"",
         body: Buffer | Sequence[Buffer] = (),
     ) -> None:
-        """See :meth:`Channel.send_frame`."""
         parts = frame_parts(
             kind,
             flags=flags,
@@ -103,49 +105,49 @@ class FaultyChannel(Channel):
         assert isinstance(header, bytes)
         self.send(header, *parts[1:])
 
+    @override
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
-        """See :meth:`Channel.receive`."""
         try:
             return self._inner.receive(into, timeout_s)
         finally:
             self._copy_last()
 
+    @override
     def receive_header(self, timeout_s: float) -> Header:
-        """See :meth:`Channel.receive_header`."""
         try:
             return self._inner.receive_header(timeout_s)
         finally:
             self._copy_last()
 
+    @override
     def receive_meta(self) -> bytes:
-        """See :meth:`Channel.receive_meta`."""
         return self._inner.receive_meta()
 
+    @override
     def receive_into(self, buffer: WritableBuffer) -> None:
-        """See :meth:`Channel.receive_into`."""
         self._inner.receive_into(buffer)
 
+    @override
     def receive_frame(self, timeout_s: float) -> Frame:
-        """See :meth:`Channel.receive_frame`."""
         try:
             return self._inner.receive_frame(timeout_s)
         finally:
             self._copy_last()
 
+    @override
     def poll(self, timeout_s: float) -> bool:
-        """See :meth:`Channel.poll`."""
         return self._inner.poll(timeout_s)
 
+    @override
     def fileno(self) -> int:
-        """See :meth:`Channel.fileno`."""
         return self._inner.fileno()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         self._inner.close()
 
+    @override
     def statistics(self) -> Statistics:
-        """See :meth:`Channel.statistics`."""
         return self._inner.statistics()
 
     def _copy_last(self) -> None:

@@ -7,6 +7,8 @@ import ssl
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, PeerError
 from paceline.transport.addresses import Address
 from paceline.transport.binding import certificate_binding
@@ -25,8 +27,8 @@ class TLSChannel(StreamChannel):
         self._socket = connected
         self._send_timeout_s = send_timeout_s
 
+    @override
     def binding(self) -> bytes:
-        """See :meth:`StreamChannel.binding`."""
         return certificate_binding(self._socket.getpeercert(binary_form=True) or b"")
 
     def _write(self, buffers: Sequence[Any]) -> int:
@@ -76,16 +78,16 @@ class TLSChannel(StreamChannel):
         except OSError as error:
             raise self._lost(error) from None
 
+    @override
     def poll(self, timeout_s: float) -> bool:
-        """See :meth:`Channel.poll`."""
         return bool(self._returned) or self._socket.pending() > 0 or wait_readable(self._socket, timeout_s)
 
+    @override
     def fileno(self) -> int:
-        """See :meth:`Channel.fileno`."""
         return self._socket.fileno()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
         shut(self._socket)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.errors import UsageError
 
@@ -50,8 +51,8 @@ class ServerOptimizer(Optimizer):
         self.inner._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
         return loss
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See :meth:`torch.optim.Optimizer.zero_grad`."""
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:

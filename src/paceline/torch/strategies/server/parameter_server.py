@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol import Consistency, Sequential
@@ -325,13 +326,13 @@ class ParameterServer(Strategy):
         if self._hands_on is not None:
             self._hands_on.meet()
 
+    @override
     def barrier(self) -> None:
-        """See :meth:`Strategy.barrier`."""
         self._meet()
         super().barrier()
 
+    @override
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """See :meth:`Strategy.reduce`."""
         self._meet()
         return super().reduce(value, op)
 
@@ -404,8 +405,8 @@ class ParameterServer(Strategy):
 
     # Keeping.
 
+    @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """See :meth:`Strategy.load`."""
         self._meet()
         return super().load(directory)
 
