@@ -1,6 +1,6 @@
 """Ends a run's ranks, and what they have started, if the launcher is killed: a process that waits for just that.
 
-Run as a file, ``python -I -S _run_guard.py``: it imports nothing of ours and takes 15 ms to start. On standard input it
+Run as a file, ``python -I -S guard.py``: it imports nothing of ours and takes 15 ms to start. On standard input it
 reads ``+GROUP`` and ``-GROUP``, process groups that began and ended, and ``end`` when the launcher needs it no more. An
 end without that word is the launcher's. Portable, and reaches grandchildren, unlike Linux's PR_SET_PDEATHSIG.
 """

@@ -40,7 +40,7 @@ class RankProcesses:
         self.ranks: list[Rank] = []
         self._groups: set[int] = set()
         self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("_run_guard.py"))],
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
