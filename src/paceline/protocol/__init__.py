@@ -22,7 +22,6 @@ from paceline.protocol import (
     replication,
     scheduler,
     shards,
-    strategies,
     transitions,
 )
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
@@ -50,7 +49,6 @@ from paceline.protocol.reachability import Reachability, Silence
 from paceline.protocol.replication import Replication
 from paceline.protocol.scheduler import SchedulerCore
 from paceline.protocol.shards import ShardAccount, Shards
-from paceline.protocol.strategies import STRATEGIES, StrategyChoice, choose_strategy, is_one_process, needs_servers
 from paceline.protocol.transitions import StateTable, Transition
 
 __all__ = [
@@ -77,7 +75,6 @@ __all__ = [
     "Reachability",
     "Replication",
     "Role",
-    "STRATEGIES",
     "SchedulerCore",
     "Sequential",
     "ShardAccount",
@@ -85,7 +82,6 @@ __all__ = [
     "Silence",
     "StalePolicy",
     "StateTable",
-    "StrategyChoice",
     "Transition",
     "VectorClock",
     "bucket_set",
@@ -94,15 +90,12 @@ __all__ = [
     "chains",
     "chains_of",
     "check_stale_policy",
-    "choose_strategy",
     "clocks",
     "consistency",
     "delivery",
     "groups_of",
-    "is_one_process",
     "iterations",
     "membership",
-    "needs_servers",
     "outbox",
     "parse_consistency",
     "parse_stale_policy",
@@ -112,6 +105,5 @@ __all__ = [
     "replication",
     "scheduler",
     "shards",
-    "strategies",
     "transitions",
 ]

@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.run.cluster_file import parse_cluster
 from paceline.launch.run.plan import lay_out_node, lay_out_worker, plan_ranks, servers_of_node
-from paceline.protocol import choose_strategy
+from paceline.strategies import choose_strategy
 
 _ALL_REDUCE = choose_strategy("all-reduce", processes=6)
 

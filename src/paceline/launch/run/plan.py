@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.launch.run.cluster_file import ClusterFile
-from paceline.protocol import StrategyChoice
+from paceline.strategies import StrategyChoice
 from paceline.transport import TLS
 
 LOOPBACK = "127.0.0.1"

@@ -31,7 +31,8 @@ from paceline.launch.run.plan import (
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
-from paceline.protocol import Accept, StrategyChoice, check_stale_policy, choose_strategy, parse_stale_policy
+from paceline.protocol import Accept, check_stale_policy, parse_stale_policy
+from paceline.strategies import StrategyChoice, choose_strategy
 from paceline.transport import TLS, Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_token

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.protocol import STRATEGIES
+from paceline.strategies import STRATEGIES, check_strategy, default_strategy
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.hybrid import Hybrid
@@ -33,11 +33,9 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     told = environment()
     chosen = name or told.strategy
     if chosen is None:
-        chosen = "hybrid" if told.scheduler else "all-reduce" if (told.world_size or 1) > 1 else "one-device"
-    if chosen not in _CLASSES:
-        raise UsageError(f"there is no strategy {chosen!r}: expected one of {', '.join(STRATEGIES)}")
+        chosen = default_strategy(has_servers=told.scheduler is not None, num_ranks=told.world_size or 1)
     try:
-        return _CLASSES[chosen](**options)
+        return _CLASSES[check_strategy(chosen)](**options)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise

@@ -1,6 +1,6 @@
 """How a training loop is spread: the names of the strategies, and what each of them needs from its launcher.
 
-Pure: the launcher, which knows no torch, and ``paceline.torch`` both go by it.
+Both the launcher, which knows no torch, and ``paceline.torch`` go by it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,18 @@ def is_one_process(name: str) -> bool:
     return name in _IN_ONE_PROCESS
 
 
+def default_strategy(*, has_servers: bool, num_ranks: int) -> str:
+    """The strategy where none was chosen: ``hybrid`` with servers, ``all-reduce`` for several ranks."""
+    return "hybrid" if has_servers else "all-reduce" if num_ranks > 1 else "one-device"
+
+
+def check_strategy(name: str) -> str:
+    """Return the name of a strategy. Raises UsageError if there is none of this name."""
+    if name not in STRATEGIES:
+        raise UsageError(f"there is no strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
+    return name
+
+
 def choose_strategy(
     name: str | None,
     *,
@@ -60,17 +72,14 @@ def choose_strategy(
 ) -> StrategyChoice:
     """Check a wish against what is there, and fill in what was not said.
 
-    Without a `name` it is ``hybrid`` if `servers` are wanted, ``all-reduce`` for several processes, else
-    ``one-device``. `processes` is the number of ranks. The consistency is ``sequential`` for ``parameter-server`` and
-    ``bounded:4`` for ``hybrid`` unless it is given; sequential consistency averages over the ranks, as all-reduce does.
-    `replicas` are those of the model in one process, or, where there are servers, of what the servers hold.
+    Without a `name` it is :func:`default_strategy`. `processes` is the number of ranks. The consistency is
+    ``sequential`` for ``parameter-server`` and ``bounded:4`` for ``hybrid`` unless it is given; sequential consistency
+    averages over the ranks, as all-reduce does. `replicas` are those of the model in one process, or, where there are
+    servers, of what the servers hold.
 
     Raises UsageError for a name that is unknown and for settings that the strategy has no use for.
     """
-    if name is None:
-        name = "hybrid" if servers else "all-reduce" if processes > 1 else "one-device"
-    if name not in STRATEGIES:
-        raise UsageError(f"there is no strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
+    name = default_strategy(has_servers=bool(servers), num_ranks=processes) if name is None else check_strategy(name)
     if is_one_process(name) and processes > 1:
         raise UsageError(
             f"strategy {name} is one process, {processes} were asked for: choose all-reduce, parameter-server or "

@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.protocol import (
-    STRATEGIES,
-    BoundedDelay,
-    Eventual,
-    Sequential,
-    choose_strategy,
-    is_one_process,
-    needs_servers,
-)
+from paceline.protocol import BoundedDelay, Eventual, Sequential
+from paceline.strategies import STRATEGIES, choose_strategy, is_one_process, needs_servers
 
 
 @pytest.mark.parametrize(
