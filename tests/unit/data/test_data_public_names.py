@@ -10,9 +10,7 @@ import paceline.data
 def test_all_is_sorted_and_complete() -> None:
     names = paceline.data.__all__
     assert names == sorted(names)
-    public = {
-        name for name, value in vars(paceline.data).items() if not name.startswith("_") and not ismodule(value)
-    }
+    public = {name for name, value in vars(paceline.data).items() if not name.startswith("_") and not ismodule(value)}
     assert public - {"annotations"} == set(names)
 
 
