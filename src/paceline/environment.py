@@ -1,4 +1,4 @@
-"""The one module that reads environment variables; everything else takes values.
+"""What a process is told by its surroundings: environment variables, which no other module reads, and its cores.
 
 Talks to nobody. The command line and the launchers call :func:`environment` and pass on what they need.
 """
@@ -6,7 +6,7 @@ Talks to nobody. The command line and the launchers call :func:`environment` and
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -100,6 +100,18 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         strategy=found.get("PACELINE_STRATEGY") or None,
         replicas=_integer(found, "PACELINE_REPLICAS"),
     )
+
+
+def usable_cores() -> Sequence[int]:
+    """Return the numbers of the cores that this process may run on, as far as the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
+def num_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(usable_cores())
 
 
 def _path(found: Mapping[str, str], name: str) -> Path | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.environment import usable_cores
 from paceline.launch.local import LocalCluster
 from paceline.ps import FTRL, SGD, Adagrad, SparseTable, UpdateRule
 from paceline.transport import HEADER_BYTES
@@ -101,7 +102,7 @@ def bench_ps(
     """Measure push, pull and push_pull at dim 1 (`update`: sgd or ftrl) and dim 16 (Adagrad); yield as measured."""
     with LocalCluster(servers=1, on_compile=say) as cluster, cluster.connect() as client:
         echo = _Echo()
-        cores = _allowed_cores()
+        cores = usable_cores() if hasattr(os, "sched_setaffinity") else ()
         try:
             if len(cores) > 1:
                 os.sched_setaffinity(0, {cores[0]})
@@ -121,11 +122,6 @@ def bench_ps(
             if len(cores) > 1:
                 os.sched_setaffinity(0, cores)
             echo.close()
-
-
-def _allowed_cores() -> list[int]:
-    """Return the cores that this process may run on; none where it cannot be said."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def _measure(

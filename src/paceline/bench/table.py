@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from paceline.bench.plan import OURS, ROUNDS, Measurement, Plan, format_size
+from paceline.environment import num_cores
 
 _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
 
@@ -33,13 +33,12 @@ def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
 
 def format_footer(plan: Plan, others: float) -> str:
     """Return what was measured, and how; `others`: the part of the cores' time that went to other processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     what = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
     if plan.op == "all_reduce":
         what += ", in place"
     return (
-        f"{what}; {plan.ranks} ranks on {cores} cores of this machine. Medians over {ROUNDS} interleaved rounds,\n"
-        "each call timed on rank 0. ± is half the distance between the quartiles; GB/s are the array's\n"
+        f"{what}; {plan.ranks} ranks on {num_cores()} cores of this machine. Medians over {ROUNDS} interleaved "
+        "rounds,\neach call timed on rank 0. ± is half the distance between the quartiles; GB/s are the array's\n"
         "bytes by the time; ratio is the peer's time by ours; 1K is 1024 bytes.\n"
         f"Others took {others:.0%} of the cores' time meanwhile."
     )

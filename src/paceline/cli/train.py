@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,6 +83,7 @@ def train(
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
     from paceline.data import Columns
+    from paceline.environment import num_cores
     from paceline.errors import UsageError
     from paceline.launch.train.train import TrainOptions
     from paceline.launch.train.training_run import run_training
@@ -130,7 +130,7 @@ def train(
             resume=resume,
         ),
         servers=servers,
-        workers=workers or max((os.cpu_count() or 2) - servers, 1),
+        workers=workers or max(num_cores() - servers, 1),
         consistency=parse_consistency(consistency or "bounded:4"),
         stale=parse_stale_policy(stale or "accept"),
         replicas=replicas or 0,

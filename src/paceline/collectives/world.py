@@ -29,6 +29,7 @@ from paceline.collectives.rendezvous.store import PrefixStore, Store, await_all,
 from paceline.collectives.shared.engine import SharedMemory
 from paceline.collectives.shared.segment import Segment, SegmentError
 from paceline.collectives.shared.watching import is_alive
+from paceline.environment import usable_cores
 from paceline.errors import (
     AddressError,
     CollectiveError,
@@ -359,7 +360,7 @@ class Connections:
     def _attach(self, segment: Segment | None, failure: str, deadline: float) -> SharedMemory | None:
         """Go on together if every rank of this host has opened the segment."""
         local = self.local_ranks
-        own = _Attached(failure, tuple(_own_cores()))
+        own = _Attached(failure, tuple(usable_cores()))
         values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")
         attached = [read_meta(value, _Attached, "what a rank says of its memory") for value in values]
         if segment is None or any(other.failure for other in attached):
@@ -446,9 +447,3 @@ class Connections:
 
 _MEET = Call("meet")
 _GIVEN_UP = Call("a call")
-
-
-def _own_cores() -> Sequence[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return range(os.cpu_count() or 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 
+from paceline.environment import num_cores
 from paceline.errors import PacelineError
 from paceline.ps import SGD
 from paceline.version import __version__
@@ -47,7 +47,7 @@ def examine() -> Iterator[Finding]:
         f"{platform.python_implementation()} {platform.python_version()}",
         "" if supported else "tested on CPython 3.10 to 3.13",
     )
-    yield Finding("ok", "platform", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
+    yield Finding("ok", "platform", f"{platform.system()} {platform.machine()}, {num_cores()} cores")
     memory = psutil.virtual_memory()
     yield Finding("ok", "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
     yield _disk()

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
+from paceline.environment import num_cores
+
 _T = TypeVar("_T")
 
 SPIN_S = 50e-6
@@ -89,10 +91,3 @@ class SpinningSelector(selectors.DefaultSelector):
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a standard asyncio loop that looks before it sleeps; for a process that only serves."""
     return asyncio.SelectorEventLoop(SpinningSelector())
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

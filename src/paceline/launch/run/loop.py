@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
@@ -238,10 +237,3 @@ def _drain(wakeup: socket.socket) -> bool:
     except BlockingIOError:
         pass
     return True
-
-
-def find_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
-from paceline.environment import environment
+from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
 from paceline.launch.local import Share, wait_cluster
 from paceline.launch.roles import check_replicas
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.cluster_file import ClusterFile, read_cluster_file
-from paceline.launch.run.loop import RunLoop, Signals, find_cores
+from paceline.launch.run.loop import RunLoop, Signals
 from paceline.launch.run.plan import (
     Layout,
     command_of,
@@ -152,7 +152,7 @@ def _run_ranks(
         tls=setup.tls,
         scheduler=scheduler,
         threads=options.threads,
-        cores=find_cores(),
+        cores=num_cores(),
     )
     command = command_of(sys.executable, options.script, options.arguments, is_module=options.is_module)
     is_alone = layout.world_size == 1
