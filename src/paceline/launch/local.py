@@ -23,6 +23,7 @@ from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
+from paceline.transport.backoff import Backoff
 from paceline.transport.security.authentication import check_token
 
 from .kernels import prepare_kernels
@@ -286,14 +287,15 @@ class LocalCluster:
         """Start another process in the place of one that dies, so often at most, in a thread."""
 
         def watch(child: subprocess.Popen[bytes]) -> None:
-            short_lives, since = 0, -math.inf
+            backoff, since = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), -math.inf
             for _ in range(most):
                 status = child.wait()
                 if status == 0:
                     return  # the cluster has ended
-                short_lives = short_lives + 1 if time.monotonic() - since < _SHORT_LIFE_S else 0
-                pause_s = min(_FIRST_PAUSE_S * 2.0 ** (short_lives - 1), _LONGEST_PAUSE_S) if short_lives else 0.0
-                if self._is_closing.wait(pause_s):
+                has_lived = time.monotonic() - since >= _SHORT_LIFE_S
+                if has_lived:
+                    backoff.reset()
+                if self._is_closing.wait(0.0 if has_lived else backoff.next_s()):
                     return
                 with self._starting:
                     if self._is_closing.is_set():

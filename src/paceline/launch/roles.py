@@ -30,6 +30,7 @@ from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messag
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.ps.pulse import Pulse
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
+from paceline.transport.backoff import Backoff
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
@@ -76,7 +77,7 @@ def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[]
 
     Raises DeadlineError if none answers within `patience_s`.
     """
-    deadline, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
+    deadline, backoff = time.monotonic() + patience_s, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while True:
         check()
         try:
@@ -84,8 +85,7 @@ def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[]
         except (AddressError, ConnectionLostError, DeadlineError) as error:
             if time.monotonic() >= deadline:
                 raise DeadlineError(f"no scheduler has answered within {patience_s:g} s: {error}") from None
-        time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        time.sleep(backoff.next_s(deadline - time.monotonic()))
 
 
 def check_replicas(replicas: int, servers: int, min_replicas: int = 0) -> None:

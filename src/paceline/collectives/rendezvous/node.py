@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import secrets
 import selectors
 import socket
@@ -39,6 +38,7 @@ from paceline.transport.addresses import (
     host_identity,
     namespace,
 )
+from paceline.transport.backoff import Backoff
 from paceline.transport.client import open_socket, shut
 from paceline.transport.decoding import read_meta
 from paceline.transport.security.authentication import Hello, check_token
@@ -54,7 +54,7 @@ _MAX_STRANGERS = 64
 """Connections that have proved nothing yet."""
 _NUM_ATTEMPTS = 4
 """To connect: a node may drop a connection that it does not yet know, where too many come at once."""
-_PAUSE_S = 0.02
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.03, 0.12
 _MAX_ANSWER_BYTES = 1 << 20
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 """A host that vanished without a word is noticed after 40 s."""
@@ -251,15 +251,12 @@ class Node:
 
     def _open(self, info: NodeInfo, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
         hello = Hello(role=purpose, rank=rank, name=self.info.id, extra={"group": group})
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, spread=0.5)
+        for _ in range(_NUM_ATTEMPTS - 1):
+            with contextlib.suppress(ConnectionLostError):
                 return self._introduce(info, hello, deadline)
-            except ConnectionLostError:
-                if attempt == _NUM_ATTEMPTS:
-                    raise
-            time.sleep(random.uniform(0.5, 1.5) * _PAUSE_S * attempt)
+            time.sleep(backoff.next_s())
+        return self._introduce(info, hello, deadline)
 
     def _introduce(self, info: NodeInfo, hello: Hello, deadline: float) -> socket.socket:
         left = deadline - time.monotonic()

@@ -32,6 +32,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.transport.addresses import Address, announced_host
+from paceline.transport.backoff import Backoff
 from paceline.transport.security.authentication import Hello, make_token
 from paceline.transport.tls.contexts import TLS
 
@@ -39,7 +40,7 @@ _NUM_AGENT_PORTS = 8
 _ATTEMPT_S = 5.0
 _SHORT_ATTEMPT_S = 1.0
 """Where there are several places to try, and what listens at one may be silent."""
-_PAUSE_S = 0.02
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 _LOOPBACK = "127.0.0.1"
 
 
@@ -250,6 +251,7 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float,
     start = time.monotonic()
     failure: Exception | None = None
     attempt_s = _ATTEMPT_S if len(places) == 1 else _SHORT_ATTEMPT_S
+    backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, spread=0.5)
     while True:
         for place in places:
             left = start + timeout_s - time.monotonic()
@@ -272,9 +274,10 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float,
                 if len(places) == 1 or store.peer.extra.get("run") == hello.extra["run"]:
                     return store
                 store.close()
-        if time.monotonic() - start + _PAUSE_S > timeout_s:
+        pause_s = backoff.next_s()
+        if time.monotonic() - start + pause_s > timeout_s:
             raise _nobody(places, timeout_s, failure)
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
 
 
 def _nobody(places: Sequence[Address], timeout_s: float, failure: Exception | None) -> Exception:

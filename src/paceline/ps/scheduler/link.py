@@ -9,7 +9,6 @@ line notices a pause.
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from paceline.ps.scheduler.account import Memory
 from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
 from paceline.ps.scheduler.processes import own_process
 from paceline.transport import Address, Channel, Hello, Transport, read_meta
+from paceline.transport.backoff import Backoff
 
 _FIRST_HEARTBEAT_S = 0.1  # until the scheduler says how often: often enough for the shortest patience
 _SHORTEST_PAUSE_S = 0.05
@@ -361,11 +361,14 @@ class SchedulerLink:
         with self._send_lock:
             self._is_connected = False
         self._channel.close()
-        pause, now = _SHORTEST_PAUSE_S, time.monotonic()
+        now = time.monotonic()
+        longest_s = min(_LONGEST_PAUSE_S, max(self._heartbeat_s, _SHORTEST_PAUSE_S))
+        # Many members lose their scheduler at the same moment.
+        backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
         if self._refused_since is None or now > self._connected_at + _LASTING_S:
             self._refused_since = now
         else:
-            self._closed.wait(pause)
+            self._closed.wait(_SHORTEST_PAUSE_S)
         deadline = self._refused_since + self._reconnect_s
         while not self._closing and not self._is_over:
             remaining = deadline - time.monotonic()
@@ -381,10 +384,9 @@ class SchedulerLink:
             except PacelineError as error:
                 return error  # there is a scheduler, and it does not want this process
             self._channel.close()
-            # Many members lose their scheduler at the same moment: they shall not all come back at the same one.
-            pause = _ELSEWHERE_PAUSE_S if is_elsewhere else pause
-            self._closed.wait(min(pause * random.uniform(0.5, 1.0), max(deadline - time.monotonic(), 0.0)))
-            pause = min(2 * pause, _LONGEST_PAUSE_S, max(self._heartbeat_s, _SHORTEST_PAUSE_S))
+            if is_elsewhere:
+                backoff = Backoff(_ELSEWHERE_PAUSE_S, _ELSEWHERE_PAUSE_S, spread=0.5)
+            self._closed.wait(backoff.next_s(deadline - time.monotonic()))
         return self._gone()
 
     def _resume(self, timeout_s: float) -> bool:

@@ -19,6 +19,7 @@ from paceline.ps.fail_stop import Fail, watch_task
 from paceline.ps.messages import Process
 from paceline.transport import Endpoint, host_identity
 from paceline.transport.addresses import namespace
+from paceline.transport.backoff import Backoff
 
 _POLL_S = 0.05
 _PROBE_S = 2.0
@@ -163,7 +164,7 @@ class ProcessWatch:
 
     async def _probe(self, incarnation: int, endpoint: Endpoint) -> None:
         """Look whether anybody listens at a member's address, until that is clear or the member is back."""
-        address, pause_s = endpoint.tcp, _POLL_S
+        address, backoff = endpoint.tcp, Backoff(_POLL_S, _PROBE_S)
         while address.scheme == "tcp" and incarnation in self._watched and incarnation not in self._connected:
             try:
                 opening = asyncio.open_connection(address.host, address.port)
@@ -178,8 +179,7 @@ class ProcessWatch:
                 return
             except (OSError, asyncio.TimeoutError):
                 pass
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PROBE_S)
+            await asyncio.sleep(backoff.next_s())
         self._probes.pop(incarnation, None)
 
 

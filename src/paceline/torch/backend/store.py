@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from paceline.collectives.rendezvous.store import Store, never_set, written_twice
 from paceline.errors import ConnectionLostError
+from paceline.transport.backoff import Backoff
 
 _SOON: Final = timedelta(milliseconds=1)
 _SLACK_S: Final = 0.01
@@ -65,14 +66,13 @@ class TorchStore(Store):
         """
         places = [self._prefix + key for key in keys]
         longest = max(_PAUSE_S, len(keys) * _PAUSE_A_KEY_S)
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, longest)
         try:
             while not self._store.check(places):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return [self._found(place) for place in places]
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, longest)
+                time.sleep(backoff.next_s(left))
             return [_value(text) for text in self._store.multi_get(places)]
         except RuntimeError as error:
             raise _lost(f"{keys[0]} and {len(keys) - 1} more", error) from error
