@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check bench torture thorough clean
+.PHONY: demo test check bench torture mutants thorough clean
 
 # How long `make torture` takes: clusters simulated, then clusters of real processes.
 SEEDS ?= 0:10000
@@ -30,6 +30,9 @@ check: .venv/.dev
 torture: .venv/.dev
 	$(BIN)/python -m paceline.simulation --seeds $(SEEDS)
 	PYTHONPATH=tests $(BIN)/python -m system.torture --runs $(RUNS)
+
+mutants: .venv/.dev
+	$(BIN)/python -m tests.mutants --jobs $(JOBS)
 
 thorough: .venv/.dev
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)

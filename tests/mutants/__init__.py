@@ -1,0 +1,1 @@
+"""Planted defects: plausible mistakes in the product, each of which the tests have to find (``make mutants``)."""

@@ -1,0 +1,292 @@
+"""The planted defects: each replaces one place of the product's source by what a tired programmer might have written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+_CHAIN_TESTS: Final = ("tests/integration/ps/test_replication.py", "tests/integration/ps/test_failover.py")
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A mistake, and where it is made."""
+
+    name: str
+    what: str
+    """What goes wrong, in the words of the report."""
+    module: str
+    """The file, below ``src/paceline``."""
+    right: str
+    """The text that stands there; it occurs once."""
+    wrong: str
+    unit: tuple[str, ...] = ("tests/unit/protocol",)
+    """The unit tests that are asked."""
+    integration: tuple[str, ...] = _CHAIN_TESTS
+    """And those with sockets, if nobody else has found it."""
+
+    def apply(self, text: str) -> str:
+        """Return the module's text with the defect. Raises ValueError unless the place is there, once."""
+        if text.count(self.right) != 1:
+            raise ValueError(
+                f"{self.name}: {self.module} has {text.count(self.right)} places that read {self.right!r}: expected "
+                "one; mend the defect in tests/mutants/defects.py"
+            )
+        return text.replace(self.right, self.wrong)
+
+
+DEFECTS: Final = (
+    # The duplicate filter.
+    Defect(
+        "filter-off-by-one",
+        "a push of the number that was applied last counts as new",
+        "protocol/delivery.py",
+        "if last < sequence:\n                break",
+        "if last <= sequence:\n                break",
+    ),
+    Defect(
+        "filter-fast-path",
+        "the short way of the filter takes a repetition for new",
+        "protocol/delivery.py",
+        "runs[0][0] < sequence",
+        "runs[0][0] <= sequence",
+    ),
+    Defect(
+        "fill-without-filter",
+        "a bucket is filled without the filter that belongs to it",
+        "protocol/replication.py",
+        "self._filter.adopt(one, event.state)",
+        "self._filter.adopt(one, ())",
+    ),
+    Defect(
+        "filter-of-newest-run",
+        "only the buckets that have the sender's newest push travel with their filter",
+        "protocol/delivery.py",
+        "for last, seen in self._runs[incarnation]\n            if (part",
+        "for last, seen in self._runs[incarnation][:1]\n            if (part",
+    ),
+    # The gate and the clocks.
+    Defect(
+        "gate-off-by-one",
+        "an iteration begins one too early",
+        "protocol/clocks.py",
+        "self._vector.minimum >= clock - self._tau",
+        "self._vector.minimum >= clock - self._tau - 1",
+    ),
+    Defect(
+        "dead-worker-counts",
+        "the gate waits for a worker that is gone",
+        "protocol/clocks.py",
+        "self._vector.leave(worker)\n                self._forget_requests(worker)",
+        "self._forget_requests(worker)",
+    ),
+    Defect(
+        "late-tick-counts",
+        "a tick adds its worker to an iteration that is complete",
+        "protocol/clocks.py",
+        "range(max(before, self._seen_minimum), clock)",
+        "range(before, clock)",
+    ),
+    # Replication.
+    Defect(
+        "acknowledged-before-chain",
+        "a primary acknowledges a push before its successors have it",
+        "protocol/replication.py",
+        "        if not push.waiting:\n            return [*instructions, *self._end(push)]\n        self._pending[push] = None",
+        "        if push.is_ours or not push.waiting:\n            return [*instructions, *self._end(push)]\n"
+        "        self._pending[push] = None",
+    ),
+    Defect(
+        "no-retransmission",
+        "what was on its way on a broken link is not sent again",
+        "protocol/replication.py",
+        "again = self._forward_again([push for push in self._pending if target in push.waiting])",
+        "again: list[Instruction] = []",
+    ),
+    Defect(
+        "old-view-push",
+        "a primary takes a push that was sent by an older view",
+        "protocol/replication.py",
+        "if event.version < self._version or event.buckets & ~self._primary:",
+        "if event.buckets & ~self._primary:",
+    ),
+    Defect(
+        "old-view-forward",
+        "a replica takes a push that was forwarded by an older view",
+        "protocol/replication.py",
+        "if event.version < self._version or event.buckets & ~sound:",
+        "if event.buckets & ~sound:",
+    ),
+    Defect(
+        "pending-lost-at-view-change",
+        "what successors have not acknowledged is not forwarded again after a view change",
+        "protocol/replication.py",
+        "return instructions + self._forward_again(list(self._pending))",
+        "return instructions",
+    ),
+    Defect(
+        "report-before-confirmation",
+        "a fill is reported when its buckets were sent, and not when they were confirmed",
+        "protocol/replication.py",
+        "        confirmed = self._confirmed[target]\n        news",
+        "        confirmed = self._sent[target]\n        news",
+    ),
+    Defect(
+        "confirmed-across-views",
+        "what was confirmed of a fill counts though views were missed in between",
+        "protocol/replication.py",
+        "confirmed = self._confirmed if follows else {}",
+        "confirmed = self._confirmed",
+    ),
+    Defect(
+        "push-before-bucket",
+        "a server that is being filled gets pushes of buckets that it has not got yet",
+        "protocol/replication.py",
+        "self._behind.get(target, 0) & ~self._fills.get(target, 0) | self._sent.get(target, 0)",
+        "self._behind.get(target, 0)",
+    ),
+    Defect(
+        "fill-not-sent-again",
+        "buckets that were lost with a link are not sent again",
+        "protocol/replication.py",
+        "            self._sent[target] = self._confirmed[target]",
+        "            pass",
+    ),
+    Defect(
+        "min-replicas-ignored",
+        "a chain with too few replicas acknowledges",
+        "protocol/replication.py",
+        "and not push.is_sum and push.buckets & self._short:",
+        "and not push.is_sum and False:",
+    ),
+    Defect(
+        "forwarded-in-order-of-arrival",
+        "what is forwarded again goes out in the order in which it came, repetitions as the last",
+        "protocol/replication.py",
+        "own.sort(key=lambda push: -push.sequence)",
+        "own.reverse()",
+    ),
+    Defect(
+        "filled-ahead-of-primary",
+        "a server is filled with pushes that the primary may lack",
+        "protocol/replication.py",
+        "        if self._overtaken:\n            # Rule 9",
+        "        if False:\n            # Rule 9",
+    ),
+    # Iterations and takeovers.
+    Defect(
+        "takeover-does-not-wait",
+        "a new primary completes iterations before the workers have sent again what they retain",
+        "protocol/iterations.py",
+        "            self._awaited = {worker for worker in workers if self._synced.get(worker, -1) < version}",
+        "            self._awaited = set()",
+    ),
+    Defect(
+        "takeover-ignores-successors",
+        "a new primary does not wait for what its successors hand up",
+        "protocol/iterations.py",
+        "self._takeover.lead(version, buckets, {*workers, *behind})",
+        "self._takeover.lead(version, buckets, {*workers})",
+    ),
+    Defect(
+        "reported-before-kept",
+        "a fill is reported while workers do not retain their pushes yet",
+        "protocol/iterations.py",
+        "        if not buckets & self._replication.primary:\n            return True",
+        "        if True:\n            return True",
+    ),
+    Defect(
+        "inherited-sums-count-as-safe",
+        "sums of the primary before count as safe before the successors have them",
+        "protocol/iterations.py",
+        "return durable if inherited is None else min(durable, inherited - 1)",
+        "return durable",
+    ),
+    Defect(
+        "late-part-in-next-sum",
+        "a part that comes again for a complete iteration is summed again",
+        "protocol/iterations.py",
+        "left = self._replication.missing(AGGREGATE, iteration + 1, buckets)",
+        "left = buckets",
+    ),
+    # Chains.
+    Defect(
+        "member-before-filled",
+        "a server is a member of a chain before it is filled",
+        "protocol/chains.py",
+        "return Chain(members, filling if filling in missing else missing[0])",
+        "return Chain((*members, missing[0]), None)",
+    ),
+    Defect(
+        "last-copy-given-up",
+        "a silent server is given up though nobody else has its buckets",
+        "protocol/chains.py",
+        "if server not in self._silent]) or living",
+        "if server not in self._silent])",
+    ),
+    # The scheduler.
+    Defect(
+        "incarnation-reused",
+        "who takes the rank of one that is gone gets its incarnation too",
+        "protocol/membership.py",
+        "        self._next_incarnation += 1\n        self._add(member, now_s)",
+        "        self._next_incarnation += role is not Role.WORKER\n        self._add(member, now_s)",
+    ),
+    Defect(
+        "takeover-without-promises",
+        "a scheduler takes over while servers may still prepare a view of the former one",
+        "protocol/scheduler/core.py",
+        "if is_complete and self._has_promises(recovery, without):",
+        "if is_complete:",
+    ),
+    Defect(
+        "drain-forgotten",
+        "a new scheduler does not know which servers want to leave",
+        "protocol/scheduler/core.py",
+        "self._leaving = {each.member.incarnation for each in returned if each.is_leaving} & latest.servers.keys()",
+        "self._leaving = set()",
+    ),
+    Defect(
+        "released-too-early",
+        "a server may leave while buckets are on it alone",
+        "protocol/scheduler/core.py",
+        "return {server: reason for server, reason in reasons.items() if server not in needed}",
+        "return {each: why for each, why in reasons.items() if each not in needed or each in self._leaving}",
+    ),
+    Defect(
+        "quorum-off-by-one",
+        "a scheduler takes over with one voter too few",
+        "protocol/scheduler/views.py",
+        "return _have(len(voters) - commit_quorum(len(voters), replicas) + 1, voters, ended, returned)",
+        "return _have(len(voters) - commit_quorum(len(voters), replicas), voters, ended, returned)",
+    ),
+    Defect(
+        "gaining-not-asked",
+        "a view is committed before the servers that gain buckets by it have it",
+        "protocol/scheduler/views.py",
+        "return has_quorum and stays and self.gaining <= self.prepared",
+        "return has_quorum and stays",
+    ),
+    Defect(
+        "filled-in-another-view",
+        "what was reported of a fill counts in whatever view",
+        "protocol/scheduler/core.py",
+        "if version == self.committed.version and self.phase is Phase.LEADING:",
+        "if self.phase is Phase.LEADING:",
+    ),
+    # Shards.
+    Defect(
+        "lease-granted-twice",
+        "a shard that a lost worker held is given out again and again",
+        "protocol/shards.py",
+        "key = heapq.heappop(self._returned)",
+        "key = self._returned[0]",
+    ),
+    Defect(
+        "lost-lease-done",
+        "a shard counts as done though its lease was taken back",
+        "protocol/shards.py",
+        '            self._move(key, "Lost")\n            heapq.heappush(self._returned, key)',
+        '            self._move(key, "Done")\n            self._num_done += 1',
+    ),
+)
