@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.launch.train.train import TrainOptions, train_locally
+from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.train import train_locally
 from paceline.models.metrics import evaluate
 from paceline.protocol import BoundedDelay
 

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.launch.train.train import TrainOptions
+from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.training_run import run_training
 from paceline.observe import ResultRow, results_table, strategies_table
 from paceline.protocol import Accept, BoundedDelay, Consistency, Eventual, Sequential

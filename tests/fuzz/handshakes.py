@@ -9,10 +9,10 @@ import msgspec
 
 from paceline.errors import PacelineError, ProtocolError
 from paceline.transport import Address, Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer
+from paceline.transport.handshake import Greeting
 from paceline.transport.memory import MemoryChannel
-from paceline.transport.reception import Reception
 from paceline.transport.security.authentication import prove
-from paceline.transport.security.handshake import Greeting
+from paceline.transport.security.reception import Reception
 
 from .listening import Episode, FoundError, Line
 from .mutations import UNREADABLE, Frame

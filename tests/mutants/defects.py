@@ -1,4 +1,4 @@
-"""The planted defects: each replaces one place of the product's source by what a tired programmer might have written."""
+"""The planted defects: each replaces one place of the product's source by what a tired programmer might write."""
 
 from __future__ import annotations
 
@@ -92,8 +92,9 @@ DEFECTS: Final = (
         "acknowledged-before-chain",
         "a primary acknowledges a push before its successors have it",
         "protocol/replication.py",
-        "        if not push.waiting:\n            return [*instructions, *self._end(push)]\n        self._pending[push] = None",
-        "        if push.is_ours or not push.waiting:\n            return [*instructions, *self._end(push)]\n"
+        "if not push.waiting:\n            return [*instructions, *self._end(push)]\n"
+        "        self._pending[push] = None",
+        "if push.is_ours or not push.waiting:\n            return [*instructions, *self._end(push)]\n"
         "        self._pending[push] = None",
     ),
     Defect(

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from paceline.launch import LocalCluster
-from paceline.launch.train.snapshots import SnapshotPlan
-from paceline.launch.train.train import Training, TrainOptions
+from paceline.launch.train.options import SnapshotPlan, TrainOptions
+from paceline.launch.train.train import Training
 from paceline.launch.train.training_run import run_training
 from paceline.protocol import Accept, parse_consistency
 from paceline.ps.client import snapshot_loading

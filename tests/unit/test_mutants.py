@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-import paceline
 from tests.mutants.__main__ import look_for
 from tests.mutants.defects import DEFECTS, Defect
+
+import paceline
 
 SOURCE = Path(paceline.__file__).parent
 

@@ -11,8 +11,8 @@ import typer
 from . import options
 
 if TYPE_CHECKING:
-    from paceline.launch.train.snapshots import SnapshotPlan
-    from paceline.launch.train.train import TrainResult
+    from paceline.launch.train.options import SnapshotPlan
+    from paceline.launch.train.results import TrainResult
 
 
 def train(
@@ -85,7 +85,7 @@ def train(
     from paceline.data import Columns
     from paceline.environment import num_cores
     from paceline.errors import UsageError
-    from paceline.launch.train.train import TrainOptions
+    from paceline.launch.train.options import TrainOptions
     from paceline.launch.train.training_run import run_training
     from paceline.models.update import make_update
     from paceline.protocol import parse_consistency, parse_stale_policy
@@ -151,7 +151,8 @@ def train(
 
 def _plan_snapshots(every: str | None, directory: Path | None, keep: int, save: Path | None) -> SnapshotPlan | None:
     from paceline.errors import UsageError
-    from paceline.launch.train.snapshots import SnapshotPlan, parse_every
+    from paceline.launch.train.options import SnapshotPlan
+    from paceline.launch.train.snapshots import parse_every
 
     if every is None:
         return None

@@ -17,11 +17,11 @@ from numba import config
 from paceline.collectives.calls import Call, name_ranks
 from paceline.collectives.engine import Order
 from paceline.collectives.group_names import EndedError, GroupNames, absent
-from paceline.collectives.layered import Layered
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.engine import Choose, Network
 from paceline.collectives.network.executor import Executor, Status
 from paceline.collectives.network.frames import Abort
+from paceline.collectives.network.layered import Layered
 from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.p2p.point_to_point import PointToPoint
 from paceline.collectives.rendezvous.node import Node, NodeInfo

@@ -27,10 +27,10 @@ from paceline.transport.binding import IN_MEMORY
 from paceline.transport.channel import StreamChannel
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
+from paceline.transport.handshake import Greeting, greet
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello, check_token
-from paceline.transport.security.handshake import Greeting, greet
 
 Call = Callable[[Callable[[], None]], None]
 """Runs a function in the thread of one end of a connection, after those that it was given before."""

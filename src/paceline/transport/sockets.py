@@ -14,11 +14,11 @@ from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.dialing import dial, run_on
 from paceline.transport.frames import Limits
+from paceline.transport.handshake import Greeting, greet
 from paceline.transport.listening import SocketListener
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello, check_token
-from paceline.transport.security.handshake import Greeting, greet
 from paceline.transport.tls.channel import TLSChannel, client_not_trusted, wrap_tls
 from paceline.transport.tls.contexts import TLS
 from paceline.transport.unix_sockets import bind_unix, check_user, has_unix_sockets, remove_unix

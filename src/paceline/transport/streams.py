@@ -17,9 +17,9 @@ from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Kind, Limits
-from paceline.transport.reception import Reception
+from paceline.transport.handshake import greet
 from paceline.transport.security.authentication import Hello
-from paceline.transport.security.handshake import greet
+from paceline.transport.security.reception import Reception
 from paceline.transport.tls.channel import TLSChannel, wrap_tls
 from paceline.transport.tls.stream import plain_end
 from paceline.transport.unix_sockets import check_user

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.data import open_dataset
 from paceline.errors import DataError, UsageError
+from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.snapshots import Resumption, describe_training, parse_every
-from paceline.launch.train.train import TrainOptions
 from paceline.ps.client.snapshot_files import FORMAT, FORMAT_VERSION, SnapshotManifest
 from paceline.ps.client.snapshot_loading import Snapshot
 from paceline.ps.messages.snapshots import DoneShards, JobAccount

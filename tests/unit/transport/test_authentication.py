@@ -10,9 +10,9 @@ from paceline.collectives.rendezvous.node import Node
 from paceline.environment import Environment, environment
 from paceline.errors import AddressError, AuthenticationError, ProtocolError, UsageError, VersionError
 from paceline.transport import TLS, Address, Hello, MemoryTransport, SocketTransport, make_token, read_token
-from paceline.transport.reception import Reception
+from paceline.transport.handshake import Greeting
 from paceline.transport.security.authentication import Challenge, Proof, View, decode, join_fields, prove
-from paceline.transport.security.handshake import Greeting
+from paceline.transport.security.reception import Reception
 
 TOKEN = "the token of this cluster"
 WORKER = Hello(role="worker", rank=3, extra={"slots": 4})

@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
-from paceline.collectives.layered import Layered
 from paceline.collectives.network.executing import execute, scale
 from paceline.collectives.network.executor import Blocks, Executor
+from paceline.collectives.network.layered import Layered
 from paceline.collectives.network.links import Links
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.data import Dataset, detect_format, open_dataset
 from paceline.errors import DataError, ModelError
+from paceline.launch.train.options import TrainOptions
 from paceline.ps.client.saving import prepare_directory
-
-if TYPE_CHECKING:
-    from paceline.launch.train.train import TrainOptions
 
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 

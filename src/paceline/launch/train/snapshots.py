@@ -10,12 +10,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.data import Dataset
 from paceline.errors import DataError, PacelineError, UsageError
+from paceline.launch.train.options import SnapshotPlan, TrainOptions
 from paceline.models import jobs
 from paceline.ps import Client, messages
 from paceline.ps.client.snapshot_files import SnapshotManifest, SnapshotWriteError
@@ -23,22 +23,8 @@ from paceline.ps.client.snapshot_loading import Snapshot, load_snapshot, read_ne
 from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.ps.messages.snapshots import JobAccount
 
-if TYPE_CHECKING:
-    from paceline.launch.train.train import TrainOptions
-
 _EVERY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)|(\d[\d_]*)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotPlan:
-    """How often snapshots are taken (every so many `seconds` or `examples`), where they lie, and how many are kept."""
-
-    directory: str | Path
-    """A directory that all servers and this process share."""
-    seconds: float | None = None
-    examples: int | None = None
-    keep: int = 3
 
 
 def parse_every(text: str) -> tuple[float | None, int | None]:

@@ -6,17 +6,14 @@ and saves the model. Workers do the work (:mod:`paceline.models.worker`).
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.data import Columns, Dataset, open_dataset
+from paceline.data import Dataset, open_dataset
 from paceline.errors import (
     DataError,
     DeadlineError,
@@ -30,108 +27,20 @@ from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster, describe_status
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.data_files import check_files, open_training_data, total_size
-from paceline.launch.train.snapshots import Resumption, SnapshotPlan, TrainingSnapshots, describe_training
+from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.results import ObservedStaleness, Progress, TrainResult
+from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
 from paceline.models import jobs
 from paceline.models.metrics import Evaluation, evaluate
 from paceline.protocol import NUM_BUCKETS, Consistency, Sequential
-from paceline.ps import FTRL, Client, UpdateRule, messages, to_fields
+from paceline.ps import Client, messages, to_fields
 from paceline.ps.client.saving import MANIFEST
-from paceline.tables.staleness import HISTOGRAM_SIZE
 
 _POLL_S = 0.05
 _ANSWER_S = 1.0
 _PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
 _DIVERGED_LOSS = 20.0  # nats; who always says 0.5 has 0.69
 _ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What to train, and how."""
-
-    data: Sequence[str | Path]
-    """Files to train on."""
-    evaluation: Sequence[str | Path] = ()
-    """Files to evaluate on after training."""
-    format: str | None = None
-    """criteo, libsvm, csv or parquet; None: guessed from the content."""
-    columns: Columns | None = None
-    """Of csv and parquet."""
-    epochs: int = 4
-    """Passes over the data."""
-    batch_size: int = 256
-    """Examples per minibatch of one worker."""
-    update: UpdateRule = field(default_factory=lambda: FTRL(alpha=0.05, beta=1.0, l1=1.0))
-    """How servers update weights."""
-    save: str | Path | None = None
-    """Directory for the model."""
-    cache: str | Path | None = None
-    """Directory that keeps parsed data for later passes; None: a temporary one, if there are several passes."""
-    strict: bool = False
-    """Whether the first malformed line ends the training."""
-    snapshots: SnapshotPlan | None = None
-    """Whether, when and where snapshots are taken."""
-    resume: str | Path | None = None
-    """Directory of snapshots, whose newest whole one is gone on from."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a training is."""
-
-    task: str
-    """``train``, or ``evaluate``, which follows."""
-    fraction: float | None
-    """Of the whole work, evaluation included; None until it is known how much there is."""
-    epoch: int | None
-    """The pass that the next shard belongs to, from 1."""
-    examples: int
-    """Of this task, as are the figures that follow."""
-    loss: float
-    num_bytes: int
-    num_workers: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What came of a training. Seconds run from the first shard leased to the last update applied."""
-
-    examples: int
-    seconds: float
-    examples_per_s: float
-    train_log_loss: float
-    num_features: int
-    evaluation: Evaluation | None
-    staleness: dict[str, Any]
-    bad_lines: BadData
-    lost_workers: int
-    bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the final object of ``paceline train --json``."""
-        found = self.evaluation
-        return {
-            "auc": None if found is None else _number(found.auc),
-            "log_loss": None if found is None else _number(found.log_loss),
-            "calibration": None if found is None else _number(found.calibration),
-            "accuracy": None if found is None else found.accuracy,
-            "eval_examples": None if found is None else found.examples,
-            "train_log_loss": _number(self.train_log_loss),
-            "examples": self.examples,
-            "seconds": self.seconds,
-            "examples_per_s": self.examples_per_s,
-            "num_features": self.num_features,
-            "staleness": self.staleness,
-            "bad_lines": self.bad_lines.count,
-            "lost_workers": self.lost_workers,
-            "bytes": self.bytes,
-        }
-
-
-def _number(value: float) -> float | None:
-    """A number as JSON knows it: NaN, such as the AUC of examples that are all clicks, is null there."""
-    return float(value) if math.isfinite(value) else None
 
 
 class Training:
@@ -446,38 +355,6 @@ class Training:
         if bad.count:
             self._warn(bad.sentence())
         return bad
-
-
-def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return mean, maximum and histogram of the staleness that servers observed."""
-    total = np.sum(np.array(histograms, np.int64), axis=0)
-    count = int(total.sum())
-    seen = np.flatnonzero(total)
-    last = int(seen[-1]) if count else 0
-    return {
-        "mean": float((total * np.arange(len(total))).sum() / count) if count else 0.0,
-        "max": last,
-        "histogram": total[: last + 1].tolist(),
-    }
-
-
-class ObservedStaleness:
-    """The staleness that a cluster's servers have counted since this was made."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._before = self._counts()
-
-    def summary(self) -> dict[str, Any]:
-        """Return what `summarize_staleness` does; zeros if no gradient has come."""
-        return summarize_staleness([(self._counts() - self._before).tolist()])
-
-    def _counts(self) -> npt.NDArray[np.int64]:
-        counts = np.zeros(HISTOGRAM_SIZE, np.int64)
-        for server in self._client.statistics():
-            if jobs.TABLE in server.tables:
-                counts += np.array(server.tables[jobs.TABLE].staleness, np.int64)
-        return counts
 
 
 def train_locally(

@@ -13,7 +13,9 @@ from rich.console import Console
 from paceline.errors import ModelLostError
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.data_files import check_files
-from paceline.launch.train.train import ObservedStaleness, Progress, Training, TrainOptions, TrainResult
+from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.results import ObservedStaleness, Progress, TrainResult
+from paceline.launch.train.train import Training
 from paceline.observe import RateMeter, Snapshot, TrainingProgress
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import Client, messages

@@ -30,17 +30,17 @@ from paceline.errors import PacelineError, UsageError
 from paceline.protocol import Consistency, Sequential
 from paceline.torch.embeddings import RowTables, ServerTables
 from paceline.torch.strategies.base import Strategy
-from paceline.torch.strategies.hands_on import HandsOn
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.replicas.replica import raise_for_replaced
 from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
 from paceline.torch.strategies.server.dense_tables import Bucket, DenseTables, Slot, broadcast_tensors, lay_out
+from paceline.torch.strategies.server.hands_on import HandsOn
 from paceline.torch.strategies.server.optimizer import ServerOptimizer
 from paceline.torch.strategies.server.push_pull import PushPull
 from paceline.torch.strategies.server.staging import Staging
+from paceline.torch.strategies.server.watched import arrive, depart, unwatch, watch
 from paceline.torch.strategies.server.writing_back import check_may_write, write_back
 from paceline.torch.strategies.waiting import make_wait
-from paceline.torch.strategies.watched import arrive, depart, unwatch, watch
 
 _NAMED = 5
 

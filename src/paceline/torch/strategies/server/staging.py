@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.torch.strategies.server.dense_tables import Bucket, Slot
-from paceline.torch.strategies.watched import memory_of
+from paceline.torch.strategies.server.watched import memory_of
 
 Floats = npt.NDArray[np.float32]
 

@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 from paceline.protocol import Consistency, Sequential
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.server.dense_tables import DenseTables, Slot
-from paceline.torch.strategies.watched import memory_of
+from paceline.torch.strategies.server.watched import memory_of
 
 
 def check_may_write(

@@ -18,7 +18,7 @@ from paceline.collectives import Group
 from paceline.errors import UsageError
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.server.dense_tables import Slot
-from paceline.torch.strategies.watched import set_gradient
+from paceline.torch.strategies.server.watched import set_gradient
 
 _CALM_STEPS = 3  # without an access to gradients, before they are sent early
 _NEVER = -(1 << 30)  # so many that it stays below whatever is added

@@ -22,7 +22,6 @@ from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
 from paceline.transport.failures import unproved
 from paceline.transport.frames import Header, Kind, Limits, frame_bytes
-from paceline.transport.reception import mistaken
 from paceline.transport.security.authentication import (
     NONCE_BYTES,
     Challenge,
@@ -36,6 +35,7 @@ from paceline.transport.security.authentication import (
     prove,
     read_hello,
 )
+from paceline.transport.security.reception import mistaken
 from paceline.transport.security.sealing import Seals, derive_seals
 
 

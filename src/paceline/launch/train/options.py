@@ -1,0 +1,51 @@
+"""What a training is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.data import Columns
+from paceline.ps import FTRL, UpdateRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotPlan:
+    """How often snapshots are taken (every so many `seconds` or `examples`), where they lie, and how many are kept."""
+
+    directory: str | Path
+    """A directory that all servers and this process share."""
+    seconds: float | None = None
+    examples: int | None = None
+    keep: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What to train, and how."""
+
+    data: Sequence[str | Path]
+    """Files to train on."""
+    evaluation: Sequence[str | Path] = ()
+    """Files to evaluate on after training."""
+    format: str | None = None
+    """criteo, libsvm, csv or parquet; None: guessed from the content."""
+    columns: Columns | None = None
+    """Of csv and parquet."""
+    epochs: int = 4
+    """Passes over the data."""
+    batch_size: int = 256
+    """Examples per minibatch of one worker."""
+    update: UpdateRule = field(default_factory=lambda: FTRL(alpha=0.05, beta=1.0, l1=1.0))
+    """How servers update weights."""
+    save: str | Path | None = None
+    """Directory for the model."""
+    cache: str | Path | None = None
+    """Directory that keeps parsed data for later passes; None: a temporary one, if there are several passes."""
+    strict: bool = False
+    """Whether the first malformed line ends the training."""
+    snapshots: SnapshotPlan | None = None
+    """Whether, when and where snapshots are taken."""
+    resume: str | Path | None = None
+    """Directory of snapshots, whose newest whole one is gone on from."""

@@ -1,0 +1,108 @@
+"""What a training tells: how far it is, what came of it, how stale its gradients were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.launch.train.bad_data import BadData
+from paceline.models import jobs
+from paceline.models.metrics import Evaluation
+from paceline.ps import Client
+from paceline.tables.staleness import HISTOGRAM_SIZE
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is."""
+
+    task: str
+    """``train``, or ``evaluate``, which follows."""
+    fraction: float | None
+    """Of the whole work, evaluation included; None until it is known how much there is."""
+    epoch: int | None
+    """The pass that the next shard belongs to, from 1."""
+    examples: int
+    """Of this task, as are the figures that follow."""
+    loss: float
+    num_bytes: int
+    num_workers: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came of a training. Seconds run from the first shard leased to the last update applied."""
+
+    examples: int
+    seconds: float
+    examples_per_s: float
+    train_log_loss: float
+    num_features: int
+    evaluation: Evaluation | None
+    staleness: dict[str, Any]
+    bad_lines: BadData
+    lost_workers: int
+    bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the final object of ``paceline train --json``."""
+        found = self.evaluation
+        return {
+            "auc": None if found is None else _number(found.auc),
+            "log_loss": None if found is None else _number(found.log_loss),
+            "calibration": None if found is None else _number(found.calibration),
+            "accuracy": None if found is None else found.accuracy,
+            "eval_examples": None if found is None else found.examples,
+            "train_log_loss": _number(self.train_log_loss),
+            "examples": self.examples,
+            "seconds": self.seconds,
+            "examples_per_s": self.examples_per_s,
+            "num_features": self.num_features,
+            "staleness": self.staleness,
+            "bad_lines": self.bad_lines.count,
+            "lost_workers": self.lost_workers,
+            "bytes": self.bytes,
+        }
+
+
+def _number(value: float) -> float | None:
+    """A number as JSON knows it: NaN, such as the AUC of examples that are all clicks, is null there."""
+    return float(value) if math.isfinite(value) else None
+
+
+def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return mean, maximum and histogram of the staleness that servers observed."""
+    total = np.sum(np.array(histograms, np.int64), axis=0)
+    count = int(total.sum())
+    seen = np.flatnonzero(total)
+    last = int(seen[-1]) if count else 0
+    return {
+        "mean": float((total * np.arange(len(total))).sum() / count) if count else 0.0,
+        "max": last,
+        "histogram": total[: last + 1].tolist(),
+    }
+
+
+class ObservedStaleness:
+    """The staleness that a cluster's servers have counted since this was made."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before = self._counts()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `summarize_staleness` does; zeros if no gradient has come."""
+        return summarize_staleness([(self._counts() - self._before).tolist()])
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        counts = np.zeros(HISTOGRAM_SIZE, np.int64)
+        for server in self._client.statistics():
+            if jobs.TABLE in server.tables:
+                counts += np.array(server.tables[jobs.TABLE].staleness, np.int64)
+        return counts
