@@ -21,6 +21,7 @@ from paceline.protocol import (
     reachability,
     replication,
     scheduler,
+    server,
     shards,
     transitions,
 )
@@ -48,6 +49,7 @@ from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
 from paceline.protocol.reachability import Reachability, Silence
 from paceline.protocol.replication import Replication
 from paceline.protocol.scheduler import SchedulerCore
+from paceline.protocol.server import ServerCore
 from paceline.protocol.shards import ShardAccount, Shards
 from paceline.protocol.transitions import StateTable, Transition
 
@@ -76,6 +78,7 @@ __all__ = [
     "Replication",
     "Role",
     "SchedulerCore",
+    "ServerCore",
     "Sequential",
     "ShardAccount",
     "Shards",
@@ -104,6 +107,7 @@ __all__ = [
     "reachability",
     "replication",
     "scheduler",
+    "server",
     "shards",
     "transitions",
 ]

@@ -9,7 +9,7 @@ iterations are complete, wherever the bucket goes. Reads of the next iteration w
 A server that becomes primary of more buckets (a *takeover*) does not know what the one before it had in memory. Workers
 keep their pushes until they are safe, and send them again; each says `Synced` behind the last. Until all have, nothing
 is completed or read. Under bounded delay too nothing may be read until then, for a worker's tick may have come before
-the pushes that it stands for: there a server holds the :class:`Takeover` alone.
+the pushes that it stands for: there a server holds :class:`OnArrival` instead.
 
 While a chain is shorter than the cluster's `min_replicas` asks for, what it completes counts as in the chain, but not
 as safe: reads of the next iteration wait, and workers keep their pushes, until it is long enough again.
@@ -85,6 +85,45 @@ class Takeover:
         """Note that a worker is gone."""
         self._synced.pop(worker, None)
         self._awaited.discard(worker)
+
+
+class OnArrival:
+    """What takes the place of :class:`Iterations` where pushes are applied as they come: a takeover, and no more."""
+
+    first_clock = 0
+
+    def __init__(self, replication: Replication, is_eventual: bool) -> None:
+        self._replication = replication
+        self._is_eventual = is_eventual
+        self._takeover = Takeover()
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The workers that a takeover waits for; empty if there is none."""
+        return self._takeover.awaited
+
+    def may_read(self, clock: int) -> bool:
+        """Whether values of iteration `clock` may be read, as far as it depends on this: its gate must be open too."""
+        return self._is_eventual or self._takeover.is_over
+
+    def may_report(self, buckets: int) -> bool:
+        """Whether the scheduler may be told that the server behind this one has these buckets."""
+        return True
+
+    def lead(self, version: int, buckets: int, workers: Collection[int], behind: Collection[int] = ()) -> list[Sum]:
+        """Note which buckets this server leads from `version` on, and what workers there are: see :class:`Takeover`."""
+        self._takeover.lead(version, buckets, workers)
+        return []
+
+    def synced(self, worker: int, version: int) -> list[Sum]:
+        """Note that a worker has sent again what it kept, by the map of `version`."""
+        self._takeover.synced(worker, version, self._replication.version)
+        return []
+
+    def left(self, worker: int) -> list[Sum]:
+        """Note that a worker is gone."""
+        self._takeover.left(worker)
+        return []
 
 
 class Iterations:

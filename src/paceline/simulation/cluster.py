@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from paceline.protocol.clocks import Gate
 from paceline.protocol.consistency import BoundedDelay, Consistency, Eventual, Sequential
-from paceline.protocol.iterations import Iterations
-from paceline.protocol.replication import Replication
+from paceline.protocol.server import ServerCore
 from paceline.simulation.clock import Clock
-from paceline.simulation.defects import Defect, gate_type, iterations_type, replication_type
+from paceline.simulation.defects import Defect, server_core
 from paceline.simulation.faults import KINDS, Faults
 from paceline.simulation.network import Network, Process
 from paceline.simulation.node import SCHEDULER, Node
@@ -112,9 +110,7 @@ class Cluster:
         if trace is not None:
             self.network.trace = self.note
         self.oracle = Oracle(self.settings.consistency.tau, self.is_sequential)
-        self.replication_type = replication_type(defect)
-        self.iterations_type = iterations_type(defect)
-        self.gate_type = gate_type(defect)
+        self._server_core = server_core(defect)
         self.last_fault_s = 0.0
         self.may_lose = may_lose
         self.unhealthy_until_s: dict[str, float] = {}
@@ -130,17 +126,10 @@ class Cluster:
 
     # What nodes ask for.
 
-    def make_replication(self, incarnation: int) -> Replication:
-        """A server's machine."""
-        return self.replication_type(incarnation, self.settings.min_replicas)
-
-    def make_iterations(self, replication: Replication, first_clock: int) -> Iterations:
-        """A server's machine under sequential consistency."""
-        return self.iterations_type(replication, first_clock)
-
-    def make_gate(self, expected_workers: int, first_clock: int) -> Gate:
-        """A server's gate."""
-        return self.gate_type(self.settings.consistency, expected_workers, first_clock=first_clock)
+    def make_server_core(self) -> ServerCore:
+        """A server's core."""
+        settings = self.settings
+        return self._server_core(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
 
     def ended(self, node: Node) -> None:
         """Note that a node stops by itself."""
@@ -282,8 +271,8 @@ class Cluster:
             return False
         return all(
             server.incarnation in self.oracle.view.servers
-            and server.replication.version == self.oracle.view.version
-            and not server.replication.num_pending
+            and server.core.replication.version == self.oracle.view.version
+            and not server.core.replication.num_pending
             for server in self.servers
         )
 
@@ -298,7 +287,7 @@ class Cluster:
         for group in self.oracle.view.groups:
             for member in group.members:
                 holder = of.get(member)
-                if holder is None or holder.replication.version == 0:
+                if holder is None or holder.core.replication.version == 0:
                     continue
                 for bucket in range(self.settings.num_buckets):
                     if not group.buckets >> bucket & 1:

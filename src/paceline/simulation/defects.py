@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from paceline.protocol.clocks import Gate
 from paceline.protocol.delivery import Delivery
@@ -18,6 +19,7 @@ from paceline.protocol.replication import (
     Refuse,
     Replication,
 )
+from paceline.protocol.server import ServerCore
 
 
 class Defect(Enum):
@@ -29,25 +31,6 @@ class Defect(Enum):
     """A push that comes twice is applied twice."""
     GATE_OFF_BY_ONE = "gate-off-by-one"
     """An iteration may begin one iteration too early."""
-
-
-def replication_type(defect: Defect | None) -> type[Replication]:
-    """The class of servers' Replication."""
-    if defect is Defect.ACKNOWLEDGE_EARLY:
-        return _EarlyReplication
-    return _OpenReplication if defect is Defect.NO_FILTER else Replication
-
-
-def iterations_type(defect: Defect | None) -> type[Iterations]:
-    """The class of servers' Iterations."""
-    if defect is Defect.GATE_OFF_BY_ONE:
-        return _HastyIterations
-    return _OpenIterations if defect is Defect.NO_FILTER else Iterations
-
-
-def gate_type(defect: Defect | None) -> type[Gate]:
-    """The class of servers' gates."""
-    return _HastyGate if defect is Defect.GATE_OFF_BY_ONE else Gate
 
 
 class _EarlyReplication(Replication):
@@ -93,3 +76,30 @@ class _HastyIterations(Iterations):
 class _HastyGate(Gate):
     def is_open(self, clock: int) -> bool:
         return super().is_open(clock - 1)
+
+
+class _EarlyCore(ServerCore):
+    replication_type = _EarlyReplication
+
+
+class _OpenCore(ServerCore):
+    replication_type = _OpenReplication
+    iterations_type = _OpenIterations
+
+
+class _HastyCore(ServerCore):
+    gate_type = _HastyGate
+    iterations_type = _HastyIterations
+
+
+_CORES: Final[dict[Defect | None, type[ServerCore]]] = {
+    None: ServerCore,
+    Defect.ACKNOWLEDGE_EARLY: _EarlyCore,
+    Defect.NO_FILTER: _OpenCore,
+    Defect.GATE_OFF_BY_ONE: _HastyCore,
+}
+
+
+def server_core(defect: Defect | None) -> type[ServerCore]:
+    """The class of servers' cores."""
+    return _CORES[defect]

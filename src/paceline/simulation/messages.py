@@ -12,6 +12,7 @@ from typing import ClassVar, TypeAlias
 from paceline.protocol.membership import Member
 from paceline.protocol.replication import FilterState
 from paceline.protocol.scheduler import View
+from paceline.protocol.server import Clocks
 from paceline.protocol.shards import Granted
 
 Value: TypeAlias = tuple[int, int, int]
@@ -331,8 +332,8 @@ class ReadyFrame(Frame):
 
 
 @dataclass(slots=True)
-class Clocks(Frame):
-    """What a gate knows: its minimum, and each worker's clock and whether it counts."""
+class ClocksFrame(Frame):
+    """Where the workers are, by the view of `version`."""
 
-    minimum: int
-    clocks: tuple[tuple[int, int, bool], ...]
+    version: int
+    clocks: Clocks

@@ -1,0 +1,9 @@
+"""A parameter server's protocol as one pure state machine, :class:`ServerCore`."""
+
+from paceline.protocol.server import events
+from paceline.protocol.server.core import ServerCore
+from paceline.protocol.server.events import Clocks, Kind, Route, Timing
+from paceline.protocol.server.waiting import BlockedReads, EarlyRequests
+from paceline.protocol.server.workers import Workers
+
+__all__ = ["BlockedReads", "Clocks", "EarlyRequests", "Kind", "Route", "ServerCore", "Timing", "Workers", "events"]

@@ -1,0 +1,296 @@
+"""What a server's core is told, and what it has its runtime do.
+
+A *token* is a request, as the runtime knows it: the core compares tokens and gives them back, and does no more.
+The instructions of :mod:`paceline.protocol.replication` that concern payloads, links and other servers are given on as
+they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from paceline.protocol import replication
+from paceline.protocol.chains import ChainGroup
+
+
+class Kind(Enum):
+    """What a request is, as far as its time matters."""
+
+    DATA = "data"
+    """A push or a read: of the current view, or refused."""
+    TICK = "tick"
+    """A worker's word for its clock: of the current view, or refused, and not before the workers' clocks are here."""
+    SYNCED = "synced"
+    """The same, sent again by itself when a newer view comes: one of an older view is dropped."""
+    CALL = "call"
+    """A worker's word for whether it takes part, which belongs to no view."""
+    CHAIN = "chain"
+    """From another server: of the current view, or of an older one, which replication knows what to do with."""
+    OTHER = "other"
+    """A request that belongs to no view, by anybody."""
+
+
+class Timing(Enum):
+    """When a request is to be handled."""
+
+    NOW = "now"
+    EARLY = "early"
+    """When the view comes that it was sent by."""
+    UNNAMED = "unnamed"
+    """When a view comes that names the worker that has sent it."""
+    BEFORE_CLOCKS = "before clocks"
+    """When another server has told where the workers are."""
+    STALE = "stale"
+    """Never: it was sent by an older view, and is refused."""
+    REPEATED = "repeated"
+    """Never: it comes again."""
+
+
+class Route(Enum):
+    """What becomes of a push."""
+
+    KEEP = "keep"
+    """It is kept until its iteration is complete."""
+    CHAIN = "chain"
+    """It is applied, sent down the chains, and answered when all servers behind have it."""
+    ALONE = "alone"
+    """It is applied and answered: there is one copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Where the workers are, as one server tells another one that is to begin there."""
+
+    workers: tuple[tuple[int, int, int, bool], ...]
+    """Of each its incarnation, its rank, its clock, and whether it takes part."""
+    num_missing: int
+    """How many of the expected workers have not joined yet."""
+    minimum: int
+    """The iteration that all have reached."""
+
+
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class ViewChanged:
+    """The scheduler has committed a view, see :class:`paceline.protocol.scheduler.View`."""
+
+    epoch: int
+    version: int
+    groups: tuple[ChainGroup, ...]
+    members: frozenset[int]
+    """All members, by incarnation."""
+    workers: frozenset[int]
+    """Those of them that are workers."""
+    last_incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker wants to take part from iteration `clock` or later. Answered by Joined or Expelled."""
+
+    token: object
+    worker: int
+    rank: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """A worker has sent again what it kept, by the view of `version`, and says where it stands."""
+
+    token: object
+    worker: int
+    rank: int
+    version: int
+    clock: int
+    has_joined: bool
+    """Whether it has ever taken part."""
+    counts: bool
+    """Whether it takes part now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """A worker takes no part until it joins again."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A worker has finished `clock` iterations."""
+
+    worker: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """A push of iteration `iteration` came, whose keys lie in `buckets`. Answered by Acknowledge or Refuse."""
+
+    token: object
+    worker: int
+    sequence: int
+    iteration: int
+    version: int
+    buckets: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A read of iteration `clock` came; `buckets` are those it is of, as far as that is known.
+
+    Answered by Serve, by Stale, by Expelled, or by Late when `deadline_s` has passed.
+    """
+
+    token: object
+    worker: int
+    clock: int
+    deadline_s: float = float("inf")
+    buckets: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyReceived:
+    """The server `source` says Ready."""
+
+    source: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClocksReceived:
+    """A server before this one says where the workers are."""
+
+    clocks: Clocks
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """It is `now_s`, by the clock that deadlines are of."""
+
+    now_s: float
+
+
+Event: TypeAlias = (
+    ViewChanged | Join | Synced | Retire | Tick | Push | Read | ReadyReceived | ClocksReceived | Time
+    | replication.Forwarded | replication.Acknowledged | replication.LinkUp | replication.LinkDown
+    | replication.Confirmed | replication.StateReceived
+)  # fmt: skip
+
+
+# Instructions.
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Handle this request now, which was kept."""
+
+    token: object
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Tell the worker that it takes part from iteration `clock`."""
+
+    token: object
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """Tell the worker that it has left the cluster, or was declared dead: nothing is taken from it any more."""
+
+    token: object
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Tell the worker that the view has changed: it asks again by the new one."""
+
+    token: object
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Answer the read."""
+
+    token: object
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Tell the worker that the deadline of its read, or push, has passed."""
+
+    token: object
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep that part of the push that falls into `buckets` until its iteration is complete; 0: it is kept already."""
+
+    token: object
+    buckets: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropKept:
+    """Drop what is kept of a worker's pushes for the iterations from `iteration` on: it does not finish them."""
+
+    worker: int
+    iteration: int
+
+
+@dataclass(eq=False, slots=True)
+class SumUp:
+    """Sum what `workers` pushed in an iteration, in this order, and keep the sum: it is the token of what follows."""
+
+    iteration: int
+    workers: tuple[int, ...]
+    buckets: int
+    payload: object = None
+    """The sum, which the runtime puts here."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplySum:
+    """Sum what `workers` pushed in an iteration, in this order, and apply it: there is one copy."""
+
+    iteration: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """This iteration is complete, and its sum is applied."""
+
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWorker:
+    """Forget what is known of a worker that has taken part: it is gone, or not seen here any more."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetKept:
+    """Drop all that is kept of any worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendClocks:
+    """Tell the server `target` where the workers are: see :meth:`ServerCore.known_clocks`."""
+
+    target: int
+
+
+Instruction: TypeAlias = (
+    Receive | Joined | Expelled | Stale | Serve | Late | Keep | DropKept | SumUp | ApplySum | Completed | ForgetWorker
+    | ForgetKept | SendClocks | replication.Instruction
+)  # fmt: skip
