@@ -56,9 +56,10 @@ class ServerCore:
         self.is_settled = False
         """Whether it is a member of the cluster, and knows where the workers are."""
         self._has_clocks = False
-        self._epoch = -1
+        self.epoch = -1
         self._view_before: events.ViewChanged | None = None  # one that came before the welcome
         self._reports: dict[int, replication.Report] = {}  # by target: those that wait
+        self._withheld: dict[object, float] = {}  # pushes → until when
         self._out: list[Instruction] = []
         self._become(0)
 
@@ -111,6 +112,21 @@ class ServerCore:
         """Forget the requests that came on a connection: nobody hears an answer."""
         self.early.drop(is_of_it)
         self.reads.drop_all(is_of_it)
+        for token in [token for token in self._withheld if is_of_it(token)]:
+            self._give_up(token)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many reads wait, and pushes that too few replicas have."""
+        return len(self.reads) + len(self._withheld)
+
+    def withhold(self, token: object, deadline_s: float) -> None:
+        """Wait no longer than this until a push may be acknowledged: see :class:`replication.Withhold`."""
+        self._withheld[token] = deadline_s
+
+    def _give_up(self, token: object) -> None:
+        del self._withheld[token]
+        self.replication.give_up(token)
 
     def route(self, worker: int, iteration: int) -> Route:
         """Say what becomes of a push."""
@@ -162,7 +178,10 @@ class ServerCore:
             case events.ClocksReceived(known):
                 self._take_clocks(known)
             case events.Time(now_s):
-                self._out += [events.Late(read.token) for read in self.reads.take_late(now_s)]
+                self._out += [events.Late(token) for token in self.reads.take_late(now_s)]
+                for token in [token for token, deadline_s in self._withheld.items() if deadline_s <= now_s]:
+                    self._give_up(token)
+                    self._out.append(events.Late(token))
             case replication.LinkUp(target):
                 self._out.append(events.SendClocks(target))
                 self._replicate(event)
@@ -278,9 +297,9 @@ class ServerCore:
         if not self._me:
             self._view_before = view
             return
-        if view.epoch < self._epoch:
+        if view.epoch < self.epoch:
             return  # overtaken by a newer one: a newcomer that is not in it has not left
-        self._epoch = view.epoch
+        self.epoch = view.epoch
         for worker in self.workers.excluded_by(view):
             self._leave(worker)
         if view.version > self.replication.version:
@@ -318,6 +337,9 @@ class ServerCore:
                 case replication.Acknowledge(events.SumUp(iteration)):
                     assert self.iterations is not None
                     self.iterations.acknowledged(iteration)
+                case replication.Acknowledge(token) | replication.Refuse(token):
+                    self._withheld.pop(token, None)
+                    self._out.append(instruction)
                 case replication.Report():
                     self._reports[instruction.target] = instruction
                 case replication.Hold():

@@ -130,7 +130,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A push of iteration `iteration` came, whose keys lie in `buckets`. Answered by Acknowledge or Refuse."""
+    """A push of iteration `iteration` came, whose keys lie in `buckets`.
+
+    Answered by Acknowledge, Refuse or Expelled; behind a Withhold perhaps by Late, see :meth:`ServerCore.withhold`.
+    """
 
     token: object
     worker: int

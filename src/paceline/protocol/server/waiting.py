@@ -81,11 +81,11 @@ class BlockedReads:
             self._drop(token)
         return found
 
-    def take_late(self, now_s: float) -> list[Read]:
+    def take_late(self, now_s: float) -> list[object]:
         """Return the reads whose deadline has passed."""
-        late = [read for read in self._reads.values() if read.deadline_s <= now_s]
-        for read in late:
-            self._drop(read.token)
+        late = [token for token, read in self._reads.items() if read.deadline_s <= now_s]
+        for token in late:
+            self._drop(token)
         return late
 
     def take_of(self, worker: int) -> list[object]:
