@@ -26,6 +26,7 @@ import numpy.typing as npt
 from paceline.errors import DataError, UsageError
 from paceline.kernels import text_reference as reference
 from paceline.kernels.text_reference import CRITEO_CATEGORIES, CRITEO_FEATURES, CRITEO_INTEGERS
+from paceline.storage.durable_io import replacing
 
 Words = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -170,20 +171,16 @@ def write_click_log(
 def _write(path: Path, model: _Model, stream: int, rows: int) -> Ints:
     """Write one file; how many rows of each label (first axis) had each logit (second axis, in units)."""
     histogram = np.zeros((2, 2 * _MAX_LOGIT + 1), np.int64)
-    part = path.with_name(path.name + ".part")
     try:
-        with open(part, "wb") as file:
+        with replacing(path) as aside, open(aside, "wb") as file:
             for cells, logits in model.chunks(stream, rows):
                 text = cells.reshape(-1).view(np.uint8)
                 file.write(text[text != 0].data)
                 labels = cells["text"][:, 0] == _ZERO + 1
                 histogram[0] += np.bincount(logits[~labels], minlength=histogram.shape[1])
                 histogram[1] += np.bincount(logits[labels], minlength=histogram.shape[1])
-        os.replace(part, path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}; the click log is not whole") from error
-    finally:
-        part.unlink(missing_ok=True)
     return histogram
 
 

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system answers that has no way to sync a directory."""
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
     """Write a file; it is on the disk when this returns. Raises OSError."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
+    with open(path, "wb", buffering=0) as file:
+        for buffer in buffers:
+            rest = memoryview(buffer).cast("B")
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
         os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Write a file in the place of an old one; at no time is there half a file. Raises OSError.
+
+    The rename may not be on the disk yet: :func:`sync_directory` sees to that.
+    """
+    with replacing(path) as aside:
+        write_synced(aside, data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a name to write a file under; it is renamed to `path` in the end, and removed after an error."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def sync_directory(folder: Path) -> None:
@@ -37,3 +61,8 @@ def make_directory(folder: Path) -> list[Path]:
     for each in missing:
         sync_directory(each.parent)
     return missing
+
+
+def is_no_space(error: OSError) -> bool:
+    """Return whether the disk, or this user's share of it, is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

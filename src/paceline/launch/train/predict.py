@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
 from paceline.models.metrics import Evaluation, evaluate
 from paceline.models.prediction import Predictor
+from paceline.storage.durable_io import replacing
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,8 @@ def _opened(output: Path | None, echo: bool) -> Iterator[TextIO | None]:
     if output is None:
         yield sys.stdout if echo else None
         return
-    aside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        with open(aside, "w", encoding="ascii") as out:
+        with replacing(output) as aside, open(aside, "w", encoding="ascii") as out:
             yield out
-        os.replace(aside, output)
     except OSError as error:
         raise ModelError(f"cannot write the predictions to {output}: {error.strerror or error}") from None
-    finally:
-        aside.unlink(missing_ok=True)
