@@ -27,9 +27,11 @@ import numpy as np
 from paceline.launch.local import LocalCluster
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.ps import Adagrad, Client, SparseTable
-from paceline.ps.client.snapshot_files import PART_BYTES, SnapshotManifest
-from paceline.ps.client.snapshot_loading import load_snapshot, read_newest
+from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.storage.format import SnapshotManifest
+from paceline.storage.parts import PART_BYTES
+from paceline.storage.snapshot_directory import read_newest
 
 _LOAD_KEYS = 200_000
 

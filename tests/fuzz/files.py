@@ -16,21 +16,11 @@ from paceline.data.batch import Batch
 from paceline.data.cache import _TRAILER, ShardCache
 from paceline.errors import PacelineError
 from paceline.ps import SGD, Adagrad, Zeros, messages, read_model
-from paceline.ps.client.saving import MANIFEST, save_model
-from paceline.ps.client.snapshot_files import (
-    FORMAT,
-    FORMAT_VERSION,
-    PartBuffer,
-    PartUse,
-    SnapshotManifest,
-    SnapshotTable,
-    _digest,
-    folder_name,
-    read_manifest,
-    read_part,
-    write_manifest,
-    write_part,
-)
+from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
+from paceline.storage.manifests import MANIFEST, digest_of, write_manifest
+from paceline.storage.model_directory import save_model
+from paceline.storage.parts import PartBuffer, read_part, write_part
+from paceline.storage.snapshot_directory import folder_name, read_snapshot
 from paceline.tables.rules import to_fields
 
 from .listening import Episode, FoundError
@@ -42,6 +32,13 @@ SPARSE = messages.TableSpec(
 DENSE = messages.TableSpec(
     name="d", kind="dense", size=10, update=to_fields(SGD(lr=0.5)), initializer=to_fields(Zeros())
 )
+
+
+def _as_version_1(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of a model's manifest as 0.1 wrote it."""
+    parts = [use["part"] for use in table["uses"]]
+    old = [{**{key: part[key] for key in ("file", "num_bytes", "sha256")}, "rows": sum(part["rows"])} for part in parts]
+    return {"spec": table["spec"], "rows": table["rows"], "parts": old}
 
 
 class FilesEpisode(Episode):
@@ -62,8 +59,8 @@ class FilesEpisode(Episode):
         pieces: Any = [(SPARSE, [(keys, np.ones((3, 4), np.float32))]), (DENSE, [(keys, np.ones((3, 1), np.float32))])]
         save_model(self.model, pieces, {"model": "lr"}, {"optimizer": b"\0" * 8})
         self.manifest = json.loads((self.model / MANIFEST).read_bytes())
-        file = self.manifest["tables"][0]["parts"][0]["file"]
-        self.part = self.model / file
+        self.old_manifest = {**self.manifest, "version": 1, "tables": [*map(_as_version_1, self.manifest["tables"])]}
+        self.part = self.model / self.manifest["tables"][0]["uses"][0]["part"]["file"]
         self.part_data = self.part.read_bytes()
 
     def _make_snapshot(self) -> None:
@@ -72,14 +69,11 @@ class FilesEpisode(Episode):
         gathered = PartBuffer(64)
         gathered.begin(4)
         for bucket in (3, 5):
-            gathered.add(bucket, np.arange(2, dtype=np.uint64), np.ones((2, 4), np.float32))
+            gathered.add(np.arange(2, dtype=np.uint64), np.ones((2, 4), np.float32), bucket)
         part = write_part(self.snapshots, f"{folder_name(1)}/s0-t1-00000.safetensors", "s", gathered)
-        table = SnapshotTable(spec=SPARSE, rows=4, num_buckets=512, uses=(PartUse(part=part, buckets=(3, 5)),))
-        manifest = SnapshotManifest(
-            format=FORMAT, version=FORMAT_VERSION, paceline="0", number=1, full=True, iteration=None, tables=(table,),
-            training={"model": "lr"},
-        )  # fmt: skip
-        write_manifest(self.snapshots, manifest)
+        table = StoredTable(spec=SPARSE, rows=4, uses=(PartUse(part=part, buckets=(3, 5)),))
+        manifest = SnapshotManifest(number=1, full=True, iteration=None, tables=(table,), training={"model": "lr"})
+        write_manifest(self.snapshots / folder_name(1), manifest)
         self.snapshot_manifest = msgspec.to_builtins(manifest)
 
     def _make_cache(self) -> None:
@@ -114,6 +108,9 @@ class FilesEpisode(Episode):
         return frame.meta
 
     def _write(self, path: Path, tree: Any) -> None:
+        if isinstance(tree, dict):
+            tree = json.loads(msgspec.json.encode({key: value for key, value in tree.items() if key != "sha256"}))
+            tree["sha256"] = digest_of(tree)
         text = msgspec.json.encode(tree)
         if self.random.random() < 0.05:
             text = self.random.choice((text[: self.random.randrange(len(text))], b"[" * 100_000, b"", b"{}", b"\xff"))
@@ -126,11 +123,13 @@ class FilesEpisode(Episode):
         return frame.body
 
     def _read_model(self) -> None:
-        manifest, data = self.manifest, self.part_data
+        is_old = self.random.random() < 0.3
+        manifest, data = self.old_manifest if is_old else self.manifest, self.part_data
         if self.random.random() < 0.4:
             data = self._bytes(data)
             manifest = json.loads(json.dumps(manifest))
-            part = manifest["tables"][0]["parts"][0]
+            table = manifest["tables"][0]
+            part = table["parts"][0] if is_old else table["uses"][0]["part"]
             part["num_bytes"], part["sha256"] = len(data), hashlib.sha256(data).hexdigest()
         else:
             manifest = self._altered(manifest)
@@ -146,15 +145,11 @@ class FilesEpisode(Episode):
                         raise FoundError(f"{records.shape} records for {len(keys)} keys of {table.spec}")
 
     def _read_snapshot(self) -> None:
-        head = self._altered(self.snapshot_manifest)
-        if isinstance(head, dict):
-            with contextlib.suppress(ValueError, RecursionError, msgspec.MsgspecError):
-                head["sha256"] = _digest(msgspec.convert(json.loads(msgspec.json.encode(head)), SnapshotManifest))
-        self._write(self.snapshots / folder_name(1) / MANIFEST, head)
+        self._write(self.snapshots / folder_name(1) / MANIFEST, self._altered(self.snapshot_manifest))
         with contextlib.suppress(PacelineError):
-            for table in read_manifest(self.snapshots, 1).tables:
+            for table in read_snapshot(self.snapshots, 1).tables:
                 for use in table.uses:
-                    keys, records = read_part(self.snapshots, use.part)
+                    keys, records = read_part(self.snapshots, use.part, "the snapshot")
                     if records.shape != (len(keys), use.part.words):
                         raise FoundError(f"{records.shape} records for {len(keys)} keys of {use.part}")
 

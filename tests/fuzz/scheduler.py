@@ -199,7 +199,7 @@ class SchedulerEpisode(Episode):
 
     def job(self) -> tuple[messages.PostJob, bytes]:
         random = self.random
-        done = (snapshot_messages.DoneShards(epoch=0, file=0, shards=b"\x05"),)
+        done = (messages.DoneShards(epoch=0, file=0, shards=b"\x05"),)
         return messages.PostJob(
             description=b"work", files=random.choice(((3, None), (4, 2), (None,), ())), epochs=random.randrange(1, 3),
             assignment=random.choice(("first-come", "strided")), done=random.choice(((), done)),

@@ -35,6 +35,7 @@ from paceline.ps.messages import (
     VALUES,
 )
 from paceline.ps.messages import snapshots as snapshot_messages
+from paceline.storage.format import StoredPart
 from paceline.tables.rules import to_fields
 from paceline.transport import Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer, padded
 
@@ -378,7 +379,7 @@ class ServerEpisode(Episode):
     def snapshot(self) -> Frame:
         random = self.random
         number = random.randrange(1, 4)
-        part = snapshot_messages.SnapshotPart(
+        part = StoredPart(
             file=f"snapshot-{number:06d}/s0-t3-00000.safetensors", table="s", buckets=(1, 2), rows=(3, 4), words=4,
             num_bytes=4096, sha256="0" * 64,
         )  # fmt: skip

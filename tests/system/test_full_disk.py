@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.ps.client.snapshot_loading import read_newest
+from paceline.storage.snapshot_directory import read_newest
 
 from .running import Commands, Finished
 

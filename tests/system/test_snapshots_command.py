@@ -18,8 +18,8 @@ from paceline.launch.train.training_run import run_training
 from paceline.protocol import Accept, parse_consistency
 from paceline.ps.client import snapshot_loading
 from paceline.ps.client.connection import ServerConnection
-from paceline.ps.client.snapshot_loading import read_newest
 from paceline.ps.messages.snapshots import LoadState
+from paceline.storage.snapshot_directory import read_newest
 
 from .running import Commands, Running, wait_until
 

@@ -2,11 +2,11 @@
 
 from paceline.ps.client.client import Client, make_node_name
 from paceline.ps.client.dense_table import DenseTable
-from paceline.ps.client.records import read_records, write_records
-from paceline.ps.client.saving import SavedModel, load_tables, read_model, save_tables
+from paceline.ps.client.records import load_tables, read_records, save_tables, write_records
 from paceline.ps.client.sparse_table import SparseTable
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.server.server import Server
+from paceline.storage.model_directory import SavedModel, read_model
 from paceline.tables.rules import (
     ASGD,
     FTRL,

@@ -10,22 +10,12 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import Annotated, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
 
 from paceline.errors import ModelError
 
-FileName: TypeAlias = Annotated[str, Meta(pattern=r"^\w[\w.-]{0,200}\Z")]
-"""A file of a model, in its directory."""
-PartName: TypeAlias = Annotated[str, Meta(pattern=r"^snapshot-\d{6,19}/\w[\w.-]{0,200}\Z")]
-"""A file of a snapshot, in the directory of snapshots."""
-FolderName: TypeAlias = Annotated[str, Meta(pattern=r"^snapshot-\d{6,19}\Z")]
-"""The folder of a snapshot."""
-Directory: TypeAlias = Annotated[str, Meta(pattern=r"^(/|[A-Za-z]:)[^\0]*\Z", max_length=4096)]
-"""An absolute path."""
 MAX_MANIFEST_BYTES = 1 << 28
 
 

@@ -16,11 +16,13 @@ import pytest
 from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
 from paceline.protocol.buckets import buckets_in, from_bytes
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
-from paceline.ps.client.snapshot_loading import Snapshot, load_snapshot, read_newest
+from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.ps.messages.snapshots import LoadParts
 from paceline.ps.server import replicator
 from paceline.ps.server import snapshots as server_snapshots
+from paceline.storage import parts
+from paceline.storage.snapshot_directory import Snapshot, read_buckets, read_newest
 
 from .harness import Cluster, Floats, ServerNode, in_threads, random_keys, wait_until
 from .test_replication import cluster_map, is_whole
@@ -52,7 +54,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Float
     """A snapshot in many small parts, and what its tables held."""
     folder = tmp_path_factory.mktemp("snapshots")
     with pytest.MonkeyPatch.context() as patch, Cluster(servers=2) as cluster:
-        patch.setattr(server_snapshots, "PART_BYTES", 8_000)
+        patch.setattr(parts, "PART_BYTES", 8_000)
         client, observer = cluster.connect(), cluster.connect(observer=True)
         sparse, dense = declare(client)
         random = np.random.default_rng(3)
@@ -70,7 +72,7 @@ class Loads:
         self._free = threading.Semaphore(free)
         self._is_open = False
         self.num_read = 0
-        read = server_snapshots._read_buckets
+        read = read_buckets
 
         def read_when_allowed(*arguments: object) -> object:
             if not self._is_open:
@@ -78,7 +80,7 @@ class Loads:
             self.num_read += 1
             return read(*arguments)  # type: ignore[arg-type]
 
-        patch.setattr(server_snapshots, "_read_buckets", read_when_allowed)
+        patch.setattr(server_snapshots, "read_buckets", read_when_allowed)
 
     def go_on(self) -> None:
         """Let all be read."""

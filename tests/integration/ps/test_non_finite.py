@@ -13,8 +13,9 @@ from paceline.errors import NonFiniteError, PacelineError, UsageError
 from paceline.protocol import BoundedDelay, Consistency, DelayCompensate, Eventual, Sequential
 from paceline.ps import SGD, Adagrad, Client, Constant, DenseTable, SparseTable
 from paceline.ps.client.records import read_records, write_records
-from paceline.ps.client.snapshot_loading import load_snapshot, read_newest
+from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.storage.snapshot_directory import read_newest
 from paceline.tables.rules import UpdateRule
 
 from .harness import Cluster, Floats, Keys, ServerNode, floats, in_threads, keys_of, statistics_of, wait_until

@@ -30,9 +30,9 @@ from paceline.ps import (
     read_model,
     save_tables,
 )
-from paceline.ps.client import saving
-from paceline.storage import durable_io as lasting
+from paceline.storage import durable_io, parts
 from paceline.storage.directory_lock import DirectoryLock
+from paceline.storage.manifests import digest_of
 
 from .harness import Cluster, Floats, Keys, floats, random_keys
 
@@ -153,7 +153,7 @@ def test_some_tables_only_and_empty_ones(tmp_path: Path) -> None:
 
 
 def test_a_table_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "_PART_BYTES", 2000)
+    monkeypatch.setattr(parts, "PART_BYTES", 2000)
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         train(client, RULES[3], range(3))
@@ -224,7 +224,7 @@ def test_a_save_that_fails_leaves_the_old_model_whole(
     message: str,
 ) -> None:
     folder = tmp_path / "a" / "model"
-    monkeypatch.setattr(saving, "_PART_BYTES", 2500)
+    monkeypatch.setattr(parts, "PART_BYTES", 2500)
     with Cluster(servers=2) as cluster:
         client = cluster.connect()
         one_table(client, 1)
@@ -233,21 +233,23 @@ def test_a_save_that_fails_leaves_the_old_model_whole(
             before = {path: path.read_bytes() for path in folder.iterdir()}
         one_table(client, 2)
         calls = [0]
-        write, replace = lasting.write_synced, os.replace
+        write, replace = os.write, os.replace
 
         def fail(what: Any) -> Any:
-            def attempt(path: Path, data: Any) -> None:
+            def attempt(target: Any, data: Any) -> Any:
+                if what is write and bytes(data).startswith(b"process"):  # the lock
+                    return what(target, data)
                 calls[0] += 1
                 if calls[0] == step + 1:
                     if what is write:
-                        path.write_bytes(data[: len(data) // 2])
+                        write(target, data[: len(data) // 2])
                     raise failure
-                what(path, data)
+                return what(target, data)
 
             return attempt
 
         with monkeypatch.context() as patch:
-            patch.setattr(saving, "write_synced", fail(write))
+            patch.setattr(os, "write", fail(write))
             patch.setattr(os, "replace", fail(replace))
             with pytest.raises(kind, match=message):
                 client.save(folder)
@@ -301,7 +303,7 @@ def test_a_truncated_and_a_missing_file(model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2, "paceline": "9.0"}, "has format version 2, this Paceline reads 1: use Paceline 9.0"),
+        ({"version": 3, "paceline": "9.0"}, "has format version 3, this Paceline reads 1 and 2: use Paceline 9.0"),
         ({"format": "other"}, "manifest.json is no manifest of a Paceline model"),
         ({"tables": 3}, "manifest.json is damaged: Expected `array`, got `int`"),
     ],
@@ -322,7 +324,13 @@ def test_a_manifest_that_says_something_else(model: Path) -> None:
     manifest = json.loads((model / "manifest.json").read_text())
     manifest["tables"][0]["spec"]["dim"] = 2
     (model / "manifest.json").write_text(json.dumps(manifest))
-    refused(model, "does not hold what the manifest says, 502 rows of 2 float32 for table 'w'")
+    refused(model, r"manifest.json is damaged: table0-.* has records of 1 float32, table sparse\(dim=2, .* has others")
+
+
+def test_a_damaged_manifest(model: Path) -> None:
+    text = (model / "manifest.json").read_text()
+    (model / "manifest.json").write_text(text.replace('"lr": 1.0', '"lr": 2.0'))
+    refused(model, "manifest.json is damaged: its SHA-256 is [0-9a-f]{16}…, it says")
 
 
 @pytest.mark.parametrize(
@@ -332,14 +340,14 @@ def test_a_manifest_that_says_something_else(model: Path) -> None:
         ({"file": "/etc/passwd"}, "file"),
         ({"file": ".."}, "file"),
         ({"file": "."}, "file"),
-        ({"rows": -1}, "rows"),
+        ({"rows": [-1]}, "rows"),
         ({"num_bytes": -1}, "num_bytes"),
         ({"sha256": ""}, "sha256"),
     ],
 )
 def test_a_manifest_that_was_made_up(model: Path, change: dict[str, object], message: str) -> None:
     manifest = json.loads((model / "manifest.json").read_text())
-    manifest["tables"][0]["parts"][0].update(change)
+    manifest["tables"][0]["uses"][0]["part"].update(change)
     (model / "manifest.json").write_text(json.dumps(manifest))
     refused(model, f"manifest.json is damaged: .*{message}")
 
@@ -356,7 +364,9 @@ def test_files_that_are_no_tensors(model: Path) -> None:
     for data in (b"", b"nothing of that kind", safetensors({"keys": np.zeros(3)}), safetensors({"x": np.zeros(3)})):
         part_of(model).write_bytes(data)
         manifest = json.loads((model / "manifest.json").read_text())
-        manifest["tables"][0]["parts"][0].update(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        part = manifest["tables"][0]["uses"][0]["part"]
+        part.update(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=[0])
+        manifest["sha256"] = digest_of({key: value for key, value in manifest.items() if key != "sha256"})
         (model / "manifest.json").write_text(json.dumps(manifest))
         refused(model, "is no file of tensors|does not hold what the manifest says")
 
@@ -403,7 +413,7 @@ def test_a_directory_that_is_not_synced(
             with pytest.raises(ModelError, match=r"cannot save the model in .*new: Input"):
                 client.save(tmp_path / "new")
             with pytest.raises(OSError, match="Input"):
-                lasting.make_directory(tmp_path / "a" / "b")
+                durable_io.make_directory(tmp_path / "a" / "b")
         else:
             client.save(tmp_path / "model")
     assert loaded(tmp_path / "model") == {2.0}
@@ -411,10 +421,10 @@ def test_a_directory_that_is_not_synced(
 
 def test_new_directories_are_synced_into_those_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(lasting, "sync_directory", synced.append)
-    assert lasting.make_directory(tmp_path / "a" / "b") == [tmp_path / "a" / "b", tmp_path / "a"]
+    monkeypatch.setattr(durable_io, "sync_directory", synced.append)
+    assert durable_io.make_directory(tmp_path / "a" / "b") == [tmp_path / "a" / "b", tmp_path / "a"]
     assert synced == [tmp_path / "a", tmp_path]
-    assert lasting.make_directory(tmp_path / "a" / "b") == []
+    assert durable_io.make_directory(tmp_path / "a" / "b") == []
 
 
 def test_no_model(tmp_path: Path) -> None:

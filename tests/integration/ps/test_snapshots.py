@@ -17,11 +17,13 @@ from paceline.errors import ModelError, PeerError, TableMismatchError, UsageErro
 from paceline.protocol import Sequential
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
 from paceline.ps.client import snapshots
-from paceline.ps.client.snapshot_files import SnapshotManifest, SnapshotWriteError, folder_name, numbers_in
-from paceline.ps.client.snapshot_loading import load_snapshot, read_newest
+from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.ps.messages.snapshots import DropSnapshot
 from paceline.ps.server import snapshots as server_snapshots
+from paceline.storage import parts
+from paceline.storage.format import SnapshotManifest
+from paceline.storage.snapshot_directory import SnapshotWriteError, folder_name, numbers_in, read_newest
 
 from .harness import Cluster, Floats, files_up_to, in_threads, keys_of, random_keys, wait_until
 
@@ -98,7 +100,7 @@ def test_a_snapshot_goes_into_a_cluster_of_any_size(tmp_path: Path) -> None:
 
 
 def test_what_did_not_change_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_snapshots, "PART_BYTES", 20_000)
+    monkeypatch.setattr(parts, "PART_BYTES", 20_000)
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(4))
@@ -126,7 +128,7 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path, monkeypatch: p
 
 
 def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_snapshots, "PART_BYTES", 1)  # a part for each bucket: it takes long
+    monkeypatch.setattr(parts, "PART_BYTES", 1)  # a part for each bucket: it takes long
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         table = client.sparse_table("count", update=SGD(lr=1.0))
@@ -150,7 +152,7 @@ def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pyt
 
 def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row says how many iterations there were; in a snapshot all say the same, on all servers."""
-    monkeypatch.setattr(server_snapshots, "PART_BYTES", 4_000)
+    monkeypatch.setattr(parts, "PART_BYTES", 4_000)
     with Cluster(servers=2, workers=2, consistency=Sequential()) as cluster:
         clients = cluster.connect_all()
         observer = cluster.connect(observer=True)
@@ -371,7 +373,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("part_bytes", "who"), [(1 << 20, r"server \d: "), (2_000, "")], ids=["parts", "manifest"])
 def test_files_that_may_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int, who: str) -> None:
     """The system itself refuses to write: half a file is there by then."""
-    monkeypatch.setattr(server_snapshots, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(2))

@@ -12,10 +12,13 @@ import pytest
 
 from paceline.kernels import reference
 from paceline.protocol import Consistency, Eventual, Sequential
+from paceline.protocol.buckets import bucket_set
 from paceline.ps import SGD
-from paceline.ps.client.snapshot_files import SnapshotManifest, SnapshotWriteError, read_part
 from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.ps.server import snapshots as server_snapshots
+from paceline.storage import parts
+from paceline.storage.format import SnapshotManifest
+from paceline.storage.snapshot_directory import SnapshotWriteError, read_buckets
 
 from .harness import Cluster, ServerNode, random_keys, wait_until
 from .test_replication import drain, is_whole
@@ -29,13 +32,9 @@ def values_in(manifest: SnapshotManifest, directory: Path, table: int) -> dict[i
     """Return the values in each bucket of a table of one float32 a row."""
     found: dict[int, set[float]] = {}
     for use in manifest.tables[table].uses:
-        _, records = read_part(directory, use.part)
-        at = 0
-        for bucket, rows in zip(use.part.buckets, use.part.rows, strict=True):
-            if bucket in use.buckets and rows:
-                assert bucket not in found
-                found[bucket] = set((-records[at : at + rows, 0]).tolist())
-            at += rows
+        for bucket, _, records in read_buckets(directory, use.part, bucket_set(use.buckets)):
+            assert bucket not in found
+            found[bucket] = set((-records[:, 0]).tolist())
     return found
 
 
@@ -81,7 +80,7 @@ class Counting:
 )
 def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_snapshots, "_PAUSE", 10.0)  # so that servers come and go while one is taken
-    monkeypatch.setattr(server_snapshots, "PART_BYTES", 20_000)
+    monkeypatch.setattr(parts, "PART_BYTES", 20_000)
     with Cluster(servers=3, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         joined = stack.enter_context(ExitStack())
         counting, observer = Counting(cluster), cluster.connect(observer=True)

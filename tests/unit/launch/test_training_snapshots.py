@@ -10,9 +10,8 @@ from paceline.data import open_dataset
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.snapshots import Resumption, describe_training, parse_every
-from paceline.ps.client.snapshot_files import FORMAT, FORMAT_VERSION, SnapshotManifest
-from paceline.ps.client.snapshot_loading import Snapshot
-from paceline.ps.messages.snapshots import DoneShards, JobAccount
+from paceline.storage.format import DoneShards, JobAccount, SnapshotManifest
+from paceline.storage.snapshot_directory import Snapshot
 
 
 @pytest.mark.parametrize(
@@ -43,9 +42,6 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
     options = TrainOptions(data=files, epochs=2)
     with open_dataset(files, shard_bytes=10) as dataset:
         manifest = SnapshotManifest(
-            format=FORMAT,
-            version=FORMAT_VERSION,
-            paceline="0",
             number=7,
             full=True,
             iteration=12,
@@ -71,5 +67,5 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
         resumption.check_data(dataset)
     with pytest.raises(UsageError, match="of no training"):
         Resumption(Snapshot(tmp_path, SnapshotManifest(
-            format=FORMAT, version=FORMAT_VERSION, paceline="0", number=7, full=True, iteration=None, tables=(),
+            number=7, full=True, iteration=None, tables=(),
         )))  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.data import Dataset, detect_format, open_dataset
 from paceline.errors import DataError, ModelError
 from paceline.launch.train.options import TrainOptions
-from paceline.ps.client.saving import prepare_directory
+from paceline.storage.model_directory import prepare_directory
 
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 

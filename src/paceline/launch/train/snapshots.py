@@ -18,10 +18,10 @@ from paceline.errors import DataError, PacelineError, UsageError
 from paceline.launch.train.options import SnapshotPlan, TrainOptions
 from paceline.models import jobs
 from paceline.ps import Client, messages
-from paceline.ps.client.snapshot_files import SnapshotManifest, SnapshotWriteError
-from paceline.ps.client.snapshot_loading import Snapshot, load_snapshot, read_newest
+from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
-from paceline.ps.messages.snapshots import JobAccount
+from paceline.storage.format import JobAccount, SnapshotManifest
+from paceline.storage.snapshot_directory import Snapshot, SnapshotWriteError, read_newest
 
 _EVERY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)|(\d[\d_]*)")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}

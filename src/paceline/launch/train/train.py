@@ -34,7 +34,7 @@ from paceline.models import jobs
 from paceline.models.metrics import Evaluation, evaluate
 from paceline.protocol import NUM_BUCKETS, Consistency, Sequential
 from paceline.ps import Client, messages, to_fields
-from paceline.ps.client.saving import MANIFEST
+from paceline.storage.manifests import MANIFEST
 
 _POLL_S = 0.05
 _ANSWER_S = 1.0

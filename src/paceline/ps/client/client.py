@@ -321,14 +321,14 @@ class Client:
         return self._declare(spec)
 
     def save(self, directory: str | os.PathLike[str], **model: Any) -> None:
-        """Write all tables to a directory, whole or not at all; `model` is kept in its manifest. See ps.saving."""
-        from paceline.ps.client.saving import save_tables
+        """Write all tables to a directory, whole or not at all; `model` is kept in its manifest."""
+        from paceline.ps.client.records import save_tables
 
         save_tables(self, directory, **model)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Load the tables of a saved model, state included; return what was kept in its manifest."""
-        from paceline.ps.client.saving import load_tables
+        from paceline.ps.client.records import load_tables
 
         return load_tables(self, directory).manifest.model
 

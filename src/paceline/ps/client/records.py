@@ -1,9 +1,11 @@
-"""Whole records of a table, values and state together, as saved models and checkpoints hold them: read and written."""
+"""Whole records of a table, values and state together: read and written, and with them models saved and loaded."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +17,40 @@ from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
 from paceline.ps.client.client import Client
 from paceline.ps.messages import TableSpec
+from paceline.storage.format import ModelManifest
+from paceline.storage.model_directory import SavedModel, read_model, save_model
 from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.tables.sparse_store import Floats, Keys
+
+
+def save_tables(
+    client: Client, directory: str | os.PathLike[str], names: Iterable[str] | None = None, **model: Any
+) -> ModelManifest:
+    """Write tables (default: all) of a cluster to a directory, whole or not at all; a model that is there is replaced.
+
+    `model` is kept in the manifest. Raises ModelError if there is no space or no permission; then what was there before
+    is untouched. What workers push meanwhile may or may not be part of it.
+    """
+    wanted = None if names is None else set(names)
+    specs = (spec for spec in client.tables() if wanted is None or spec.name in wanted)
+    return save_model(directory, ((spec, read_records(client, spec)) for spec in specs), model)
+
+
+def load_tables(client: Client, directory: str | os.PathLike[str], names: Iterable[str] | None = None) -> SavedModel:
+    """Load tables of a saved model (default: all) into a cluster, whatever its number of servers, state included.
+
+    Raises ModelError for a damaged model, TableMismatchError if the cluster has such a table with other settings.
+    """
+    model = read_model(directory)
+    wanted = None if names is None else set(names)
+    for table in model.manifest.tables:
+        if wanted is not None and table.spec.name not in wanted:
+            continue
+        client.open_table(table.spec)
+        for keys, records in model.records(table):
+            write_records(client, table.spec, keys, records)
+    return model
 
 
 def read_records(

@@ -1,88 +1,26 @@
-"""Snapshots read back: the newest whole one of a directory, and its rows into a new cluster.
+"""Snapshots read back: the rows of one into a new cluster.
 
 Each server reads its own buckets, as primary or as replica; this process reads for those that do not see the directory.
-What lies there is :mod:`paceline.ps.client.snapshot_files`', what took it :mod:`paceline.ps.client.snapshots`.
+It was found by :mod:`paceline.storage.snapshot_directory`, and taken by :mod:`paceline.ps.client.snapshots`.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
 from paceline.errors import ModelError, PeerError, StaleEpochError, TableMismatchError, UsageError
 from paceline.protocol.buckets import Buckets, bucket_set, to_bytes
 from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.records import write_records
-from paceline.ps.client.snapshot_files import (
-    SnapshotManifest,
-    SnapshotTable,
-    check_part,
-    folder_name,
-    numbers_in,
-    read_manifest,
-    read_part,
-)
 from paceline.ps.client.snapshots import shares_of
 from paceline.ps.messages import ClusterMap, GetMap
 from paceline.ps.messages.snapshots import GetLoadState, LoadParts, LoadState
+from paceline.storage.format import StoredTable
+from paceline.storage.snapshot_directory import Snapshot, read_buckets
 
-_READERS = 2
 _POLL_S = 0.01
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that was found whole."""
-
-    directory: Path
-    manifest: SnapshotManifest
-
-    def __str__(self) -> str:
-        return f"{self.directory / folder_name(self.manifest.number)}"
-
-
-def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] = lambda text: None) -> Snapshot:
-    """Return the newest snapshot of a directory whose files are all there and undamaged.
-
-    `warn` is told of each newer one that is not, with the checksum found. Raises ModelError if none is whole.
-    """
-    folder = Path(directory)
-    numbers = [number for number in numbers_in(folder) if (folder / folder_name(number) / "manifest.json").exists()]
-    if not numbers:
-        raise ModelError(f"{folder} holds no whole snapshot to resume from")
-    whole: set[str] = set()
-    reasons: dict[int, str] = {}
-    for number in reversed(numbers):
-        try:
-            manifest = read_manifest(folder, number)
-            _check_files(folder, manifest, whole)
-        except ModelError as error:
-            reasons[number] = str(error)
-            continue
-        for newer, reason in reasons.items():
-            warn(f"{folder_name(newer)} is not used, {folder_name(number)} is: {reason}")
-        return Snapshot(folder, manifest)
-    raise ModelError(f"{folder} holds no whole snapshot to resume from: {'; '.join(reasons.values())}")
-
-
-def _check_files(folder: Path, manifest: SnapshotManifest, whole: set[str]) -> None:
-    """Raise ModelError unless a snapshot's files are whole; those that are known to be are not read again."""
-    parts = {use.part.file: use.part for table in manifest.tables for use in table.uses}
-    unknown = [part for file, part in parts.items() if file not in whole]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="paceline-snapshot") as pool:
-        checks = [(part, pool.submit(check_part, folder, part)) for part in unknown]
-        try:
-            for part, check in checks:
-                check.result()
-                whole.add(part.file)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def load_snapshot(
@@ -158,7 +96,7 @@ class _Loading:
         found: ClusterMap = self._client.link.call(GetMap(), ClusterMap)
         return found
 
-    def _load_table(self, table: SnapshotTable, version: int) -> None:
+    def _load_table(self, table: StoredTable, version: int) -> None:
         client = self._client
         number = client.open_table(table.spec).number
         waits: list[ServerConnection] = []
@@ -168,7 +106,7 @@ class _Loading:
                     version=version,
                     table=number,
                     directory=str(self._directory),
-                    parts=tuple(use.part for use in table.uses),
+                    parts=table.parts,
                     buckets=tuple(to_bytes(bucket_set(use.buckets)) for use in table.uses),
                 )
                 connection.call(request)
@@ -194,19 +132,15 @@ class _Loading:
             raise StaleEpochError(f"the map of the cluster has changed since version {version}")
         return shares
 
-    def _load_through(self, table: SnapshotTable, wanted: Buckets) -> None:
+    def _load_through(self, table: StoredTable, wanted: Buckets) -> None:
         """Load buckets through this process."""
         for use in table.uses:
             mine = bucket_set(use.buckets) & wanted
             if not mine:
                 continue
             self._check()
-            keys, records = read_part(self._directory, use.part)
-            at = 0
-            for bucket, rows in zip(use.part.buckets, use.part.rows, strict=True):
-                if rows and mine >> bucket & 1:
-                    write_records(self._client, table.spec, keys[at : at + rows], records[at : at + rows])
-                at += rows
+            for _, keys, records in read_buckets(self._directory, use.part, mine):
+                write_records(self._client, table.spec, keys, records)
 
 
 def _held_by(client: Client, server: int) -> Buckets:

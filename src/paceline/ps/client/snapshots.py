@@ -2,8 +2,8 @@
 
 The coordinator, a client outside the iterations, tells each server which buckets are its own to write, asks now and
 then how far they are, and when all are through writes the manifest (:class:`SnapshotTaker`). Rows go from servers to
-the disk, never through it. What lies in the directory is :mod:`paceline.ps.client.snapshot_files`'; it is read back by
-:mod:`paceline.ps.client.snapshot_loading`.
+the disk, never through it. What lies in the directory is the business of :mod:`paceline.storage.snapshot_directory`; it
+is read back by :mod:`paceline.ps.client.snapshot_loading`.
 
 Under sequential consistency a snapshot is the state at one iteration's end on all servers; under others each bucket is
 as it was at some moment while the snapshot was taken.
@@ -21,38 +21,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConnectionLostError, ModelError, PeerError, StaleEpochError, UsageError
-from paceline.protocol import NUM_BUCKETS, Sequential
+from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
+from paceline.protocol import Sequential
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, count, from_bytes, to_bytes
 from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
-from paceline.ps.client.snapshot_files import (
-    FORMAT,
-    FORMAT_VERSION,
-    PartUse,
-    SnapshotManifest,
-    SnapshotTable,
-    SnapshotWriteError,
-    describe_failure,
-    files_of,
-    folder_name,
-    numbers_in,
-    read_manifest,
-    remove_folder,
-    write_manifest,
-)
 from paceline.ps.messages import TableSpec
 from paceline.ps.messages.snapshots import (
     DropSnapshot,
     GetSnapshotState,
-    JobAccount,
     SnapshotBegun,
-    SnapshotPart,
     SnapshotState,
     TakeSnapshot,
 )
-from paceline.storage.directory_lock import DirectoryLock
-from paceline.storage.durable_io import make_directory
+from paceline.storage.format import JobAccount, PartUse, SnapshotManifest, StoredPart, StoredTable
+from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWriteError, describe_failure, folder_name
 
 FULL_EVERY = 10
 """Every so many snapshots one does not refer to earlier ones."""
@@ -60,70 +43,6 @@ _MARGINS = (2, 16, 256, 4096)  # iterations: how far ahead a boundary is chosen,
 _PATIENCE_S = 120.0
 """How long a snapshot may take in whose course buckets move."""
 _MAX_ROUNDS = 64
-
-
-# The directory.
-
-
-class SnapshotFolder:
-    """A directory of snapshots, of which the newest `keep` stay, and the files that they refer to.
-
-    It is one run's at a time: raises UsageError while another one takes snapshots there.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
-        if keep < 1:
-            raise UsageError(f"snapshots to keep: {keep}; expected at least 1")
-        self.directory = Path(os.path.abspath(directory))
-        self._keep = keep
-        self._lock: DirectoryLock | None = None
-        with contextlib.suppress(OSError):  # who begins a snapshot is told
-            self._take_over()
-        self._last = max(numbers_in(self.directory), default=0)
-        self._manifests: dict[int, SnapshotManifest] = {}
-        for number in numbers_in(self.directory):
-            try:
-                self._manifests[number] = read_manifest(self.directory, number)
-            except ModelError:
-                pass  # cut off or damaged: it goes when there is a whole one in its place
-
-    def next_number(self) -> int:
-        """Return a number that no snapshot had."""
-        self._last += 1
-        return self._last
-
-    def make(self, number: int) -> None:
-        """Make a snapshot's folder. Raises OSError."""
-        self._take_over()
-        make_directory(self.directory / folder_name(number))
-
-    def close(self) -> None:
-        """Let another run have the directory. Idempotent."""
-        if self._lock is not None:
-            self._lock.release()
-
-    def _take_over(self) -> None:
-        if self._lock is None:
-            make_directory(self.directory)
-            self._lock = DirectoryLock.take(self.directory)
-
-    def commit(self, manifest: SnapshotManifest) -> None:
-        """Make a snapshot of what was written for it; let older ones go. Raises OSError, and then it is none."""
-        write_manifest(self.directory, manifest)
-        self._manifests[manifest.number] = manifest
-        for number in sorted(self._manifests)[: -self._keep]:
-            del self._manifests[number]
-        needed = files_of(self._manifests.values())
-        for number in numbers_in(self.directory):
-            if number not in self._manifests:
-                remove_folder(self.directory, number, needed)
-
-    def discard(self, number: int) -> None:
-        """Remove what was written of a snapshot that did not come about."""
-        remove_folder(self.directory, number)
-
-
-# Taking.
 
 
 def shares_of(client: Client) -> Iterator[tuple[ServerConnection, Buckets]]:
@@ -165,7 +84,7 @@ class SnapshotTaker:
 
     def __init__(self, client: Client, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         self._client = client
-        self._folder = SnapshotFolder(directory, keep)
+        self._snapshots = SnapshotDirectory(directory, keep)
         self._whole: list[int] = []  # of this run, since the last full one: those that servers may refer to
         self._newest: SnapshotManifest | None = None
         self._num_taken = 0
@@ -174,7 +93,7 @@ class SnapshotTaker:
     @property
     def directory(self) -> Path:
         """Where the snapshots are."""
-        return self._folder.directory
+        return self._snapshots.path
 
     @property
     def is_taking(self) -> bool:
@@ -187,11 +106,11 @@ class SnapshotTaker:
         client = self._client
         tables = [(client.open_table(spec).number, spec) for spec in client.tables()]
         full = self._num_taken % FULL_EVERY == 0
-        number = self._folder.next_number()
+        number = self._snapshots.next_number()
         self._under = _Under(number, full, tables, account, training or {})
         self._num_taken += 1
         try:
-            self._folder.make(number)
+            self._snapshots.make(number)
         except OSError as error:
             raise self._failed(describe_failure(self.directory, error)) from None
         if isinstance(client.consistency, Sequential):
@@ -252,7 +171,7 @@ class SnapshotTaker:
             return None
         manifest = self._assemble(under, {name: uses for name, (uses, _) in tables.items()})
         try:
-            self._folder.commit(manifest)
+            self._snapshots.commit(manifest)
         except OSError as error:
             raise self._failed(describe_failure(self.directory, error)) from None
         self._newest = manifest
@@ -293,11 +212,11 @@ class SnapshotTaker:
         begun_s, round_before = under.begun_s, under.round
         self.give_up()
         again = self._under = _Under(
-            self._folder.next_number(), under.full, under.tables, under.account, under.training
+            self._snapshots.next_number(), under.full, under.tables, under.account, under.training
         )
         again.begun_s, again.round = begun_s, round_before
         try:
-            self._folder.make(again.number)
+            self._snapshots.make(again.number)
         except OSError as error:
             raise self._failed(describe_failure(self.directory, error)) from None
         self._begin_ahead(again)
@@ -313,14 +232,14 @@ class SnapshotTaker:
                     connection.call(DropSnapshot(number=under.number))
         except PeerError:
             pass  # a server is gone: whoever needs it hears of it
-        self._folder.discard(under.number)
+        self._snapshots.discard(under.number)
 
     def close(self) -> None:
         """Take none any more, and let another run have the directory. Idempotent."""
         try:
             self.give_up()
         finally:
-            self._folder.close()
+            self._snapshots.close()
 
     def _failed(self, reason: str) -> SnapshotWriteError:
         assert self._under is not None
@@ -328,13 +247,11 @@ class SnapshotTaker:
         self.give_up()
         return SnapshotWriteError(f"snapshot {number} was not taken: {reason}")
 
-    def _gather(
-        self, under: _Under, number: int, spec: TableSpec
-    ) -> tuple[list[tuple[SnapshotPart, Buckets]], Buckets]:
+    def _gather(self, under: _Under, number: int, spec: TableSpec) -> tuple[list[tuple[StoredPart, Buckets]], Buckets]:
         """Return what there is of a table by now: parts and the buckets to use of each; and all these buckets."""
         covered = 0
-        used: dict[str, tuple[SnapshotPart, Buckets]] = {}
-        found: list[tuple[SnapshotPart, Buckets]] = []
+        used: dict[str, tuple[StoredPart, Buckets]] = {}
+        found: list[tuple[StoredPart, Buckets]] = []
         for state in under.states:
             found += [(part, bucket_set(part.buckets)) for part in state.parts if part.table == spec.name]
             for kept in state.kept:
@@ -347,26 +264,22 @@ class SnapshotTaker:
                 covered |= fresh
         return list(used.values()), covered
 
-    def _assemble(self, under: _Under, uses: dict[str, list[tuple[SnapshotPart, Buckets]]]) -> SnapshotManifest:
-        from paceline.version import __version__
-
+    def _assemble(self, under: _Under, uses: dict[str, list[tuple[StoredPart, Buckets]]]) -> SnapshotManifest:
         for part, _ in itertools.chain.from_iterable(uses.values()):
             if part.file.startswith(f"{folder_name(under.number)}/"):
                 self._check_seen(part)
         tables = tuple(_make_table(spec, uses[spec.name]) for _, spec in under.tables)
+        folder = folder_name(under.number)
         return SnapshotManifest(
-            format=FORMAT,
-            version=FORMAT_VERSION,
-            paceline=__version__,
             number=under.number,
-            full=not any(use.part.file.split("/")[0] != folder_name(under.number) for t in tables for use in t.uses),
+            full=all(part.file.startswith(f"{folder}/") for table in tables for part in table.parts),
             iteration=under.iteration,
             tables=tables,
             account=under.account,
             training=under.training,
         )
 
-    def _check_seen(self, part: SnapshotPart) -> None:
+    def _check_seen(self, part: StoredPart) -> None:
         try:
             size = os.stat(self.directory / part.file).st_size
         except OSError:
@@ -378,15 +291,15 @@ class SnapshotTaker:
             )
 
 
-def _make_table(spec: TableSpec, parts: list[tuple[SnapshotPart, Buckets]]) -> SnapshotTable:
+def _make_table(spec: TableSpec, parts: list[tuple[StoredPart, Buckets]]) -> StoredTable:
     rows = sum(n for part, buckets in parts for b, n in zip(part.buckets, part.rows, strict=True) if buckets >> b & 1)
     uses = tuple(PartUse(part=part, buckets=tuple(buckets_in(buckets))) for part, buckets in parts)
-    return SnapshotTable(spec=spec, rows=rows, num_buckets=NUM_BUCKETS, uses=uses)
+    return StoredTable(spec=spec, rows=rows, uses=uses)
 
 
 def _parts_of(
     manifest: SnapshotManifest, table: str, number: int, wanted: Buckets
-) -> Iterator[tuple[SnapshotPart, Buckets]]:
+) -> Iterator[tuple[StoredPart, Buckets]]:
     """Yield the parts written for snapshot `number` that hold some of the wanted buckets of a table, with those."""
     for each in manifest.tables:
         if each.spec.name == table:

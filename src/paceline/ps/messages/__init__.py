@@ -102,10 +102,8 @@ from paceline.ps.messages.servers import (
     TableStatistics,
     WriteRecords,
 )
-from paceline.ps.messages.snapshots import (
-    DoneShards,
-    GetAccount,
-)
+from paceline.ps.messages.snapshots import GetAccount
+from paceline.storage.format import DoneShards
 from paceline.tables.spec import TableSpec
 from paceline.transport import reader
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.ps.messages.snapshots import DoneShards
+from paceline.storage.format import DoneShards
 from paceline.tables.bounds import MAX_SHARDS, Assignment, Number, NumShards, Rank
 
 

@@ -6,74 +6,11 @@ held by one that waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.protocol import ShardAccount
-from paceline.protocol.buckets import buckets_in
-from paceline.storage.checked_files import Directory, FolderName, PartName
-from paceline.tables.bounds import Bucket, BucketMask, Clock, Natural, Sha256, TableNumber, Version, Words
-
-
-class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One data file: the rows of some buckets, in this order. `keys` uint64 [rows], `records` float32 [rows, words]."""
-
-    file: PartName
-    """Within the directory of snapshots: ``snapshot-000123/name``."""
-    table: str
-    buckets: tuple[Bucket, ...]
-    rows: tuple[Natural, ...]
-    """Of each bucket."""
-    words: Words
-    """Of a record: values, then the update rule's state."""
-    num_bytes: Natural
-    sha256: Sha256
-
-    def __post_init__(self) -> None:
-        if len(self.buckets) != len(self.rows) or len(set(self.buckets)) != len(self.buckets):
-            raise UsageError(f"{self.file} holds {len(self.buckets)} buckets, and rows of {len(self.rows)}")
-        if sum(self.rows) * (8 + 4 * self.words) > self.num_bytes:
-            raise UsageError(f"{self.file} cannot hold {sum(self.rows)} rows of {self.words} words")
-
-
-class DoneShards(msgspec.Struct, frozen=True, kw_only=True):
-    """The shards of one file that were done in one epoch: bit s of `shards` (little endian) stands for shard s."""
-
-    epoch: int
-    file: int
-    shards: bytes
-
-
-class JobAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done of a job at one moment: all pushes that came of the done shards are acknowledged."""
-
-    files: tuple[int | None, ...]
-    """Shards of each file, where known."""
-    done: tuple[DoneShards, ...]
-    progress: dict[str, float] = {}
-    """The workers' counters over the done shards: examples, loss, bytes."""
-
-
-def done_shards(accounts: Iterable[ShardAccount]) -> tuple[DoneShards, ...]:
-    """Return the shards that are done as they travel."""
-    masks: dict[tuple[int, int], int] = {}
-    for each in accounts:
-        if each.done:
-            at = each.epoch, each.file
-            masks[at] = masks.get(at, 0) | 1 << each.shard
-    return tuple(
-        DoneShards(epoch=epoch, file=file, shards=mask.to_bytes(-(-mask.bit_length() // 8), "little"))
-        for (epoch, file), mask in sorted(masks.items())
-    )
-
-
-def shards_in(done: Iterable[DoneShards]) -> Iterator[tuple[int, int, int]]:
-    """Yield epoch, file and shard of each that is done."""
-    for each in done:
-        for shard in buckets_in(int.from_bytes(each.shards, "little")):
-            yield each.epoch, each.file, shard
+from paceline.storage.format import Directory, FolderName, StoredPart
+from paceline.tables.bounds import BucketMask, Clock, Natural, TableNumber, Version
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -122,7 +59,7 @@ class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
 
     done: bool
     error: str
-    parts: tuple[SnapshotPart, ...]
+    parts: tuple[StoredPart, ...]
     kept: tuple[KeptBuckets, ...]
 
 
@@ -141,7 +78,7 @@ class LoadParts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: Version
     table: TableNumber
     directory: Directory
-    parts: tuple[SnapshotPart, ...]
+    parts: tuple[StoredPart, ...]
     buckets: tuple[BucketMask, ...]
     """Of each part, the set of buckets to set."""
 

@@ -15,9 +15,9 @@ import msgspec
 from paceline.protocol import Shards, shards
 from paceline.ps import messages
 from paceline.ps.messages import ALL_DONE, NOTHING_NOW
-from paceline.ps.messages.snapshots import JobAccount, done_shards, shards_in
 from paceline.ps.scheduler.account import Account
 from paceline.ps.scheduler.sessions import Call
+from paceline.storage.format import JobAccount, done_shards, shards_in
 
 _BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
 

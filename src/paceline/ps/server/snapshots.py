@@ -2,7 +2,7 @@
 
 One bucket is copied at a time, in the event loop, where nothing changes it meanwhile; then whoever has sent something
 is served, then the next one. At most `_WRITERS` parts are on their way to the disk: a slow disk slows the snapshot,
-never a push. Whom it talks to: a coordinator (:mod:`paceline.ps.client.snapshots`), by messages of `snapshot_messages`.
+never a push. Whom it talks to: a coordinator (:mod:`paceline.ps.client.snapshots`), by its messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ModelError, PacelineError, StaleEpochError, UsageError
-from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
-from paceline.ps.client.snapshot_files import PART_BYTES, PartBuffer, describe_failure, read_part, write_part
+from paceline.protocol.buckets import buckets_in, from_bytes, to_bytes
 from paceline.ps.messages.snapshots import (
     DropSnapshot,
     GetLoadState,
@@ -26,10 +25,13 @@ from paceline.ps.messages.snapshots import (
     LoadParts,
     LoadState,
     SnapshotBegun,
-    SnapshotPart,
     SnapshotState,
     TakeSnapshot,
 )
+from paceline.storage import parts
+from paceline.storage.format import StoredPart
+from paceline.storage.parts import PartBuffer, write_part
+from paceline.storage.snapshot_directory import describe_failure, read_buckets
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.server_tables import ServerTables
 from paceline.tables.snapshot_part import Moment, watch
@@ -48,7 +50,7 @@ class _Taking:
         self.number = request.number
         self.begun = self.done = False
         self.error = ""
-        self.parts: list[SnapshotPart] = []
+        self.parts: list[StoredPart] = []
         self.kept: list[KeptBuckets] = []
         self._given_up = self._is_dropped = False
         self._moments: dict[int, Moment] = {}
@@ -63,10 +65,10 @@ class _Taking:
         self._prefix = f"s{tables.rank}-r{request.round}"
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-snapshot")
-        parts = [tables.find(number).part for number in request.tables]
-        size = sum((8 + 4 * part.record_words) * part.num_rows for part in parts)
-        for _ in range(1 + min(_WRITERS, size // PART_BYTES)):
-            future = self._pool.submit(PartBuffer, min(size, PART_BYTES))
+        held = [tables.find(number).part for number in request.tables]
+        size = sum((8 + 4 * part.record_words) * part.num_rows for part in held)
+        for _ in range(1 + min(_WRITERS, size // parts.PART_BYTES)):
+            future = self._pool.submit(PartBuffer, min(size, parts.PART_BYTES))
             future.add_done_callback(lambda made: _call_soon(self._loop, self._has_made, made))
 
     def _has_made(self, future: Future[PartBuffer]) -> None:
@@ -114,7 +116,7 @@ class _Taking:
         if self.error or self._given_up:
             return
         gathered, table = self._gathered, self._todo[-1][0] if self._todo else -1
-        if gathered is not None and (gathered.num_bytes >= PART_BYTES or table != self._table):
+        if gathered is not None and (gathered.is_full or table != self._table):
             self._write(gathered)
             gathered = self._gathered = None
         if not self._todo:
@@ -132,7 +134,7 @@ class _Taking:
         try:
             copy = self._copy(number, bucket)
             if copy is not None:
-                gathered.add(bucket, *copy)
+                gathered.add(*copy, bucket)
         except (UsageError, MemoryError) as error:
             self._fail(str(error) or "no memory for a copy of a bucket")
             return
@@ -167,7 +169,7 @@ class _Taking:
         future = self._pool.submit(write_part, self._directory, file, name, gathered)
         future.add_done_callback(lambda done: _call_soon(self._loop, self._written, done, gathered))
 
-    def _written(self, future: Future[SnapshotPart], gathered: PartBuffer) -> None:
+    def _written(self, future: Future[StoredPart], gathered: PartBuffer) -> None:
         self._num_writing -= 1
         error = future.exception()
         if error is None:
@@ -262,7 +264,7 @@ class _Loading:
         while self._todo and self._num_reading < _WRITERS and len(self._ready) < 1024:
             part, buckets = self._todo.pop()
             self._num_reading += 1
-            future = self._pool.submit(_read_buckets, self._directory, part, buckets)
+            future = self._pool.submit(read_buckets, self._directory, part, buckets)
             future.add_done_callback(lambda done: _call_soon(self._loop, self._has_read, done))
         if not self._todo and not self._num_reading and not self._ready:
             self.done = True
@@ -320,18 +322,8 @@ def _remove_files(folder: Path, names: str, is_last: bool) -> None:
             folder.rmdir()
 
 
-def _are_there(directory: Path, parts: Sequence[SnapshotPart]) -> bool:
+def _are_there(directory: Path, parts: Sequence[StoredPart]) -> bool:
     return all((directory / part.file).exists() for part in parts)
-
-
-def _read_buckets(directory: Path, part: SnapshotPart, wanted: Buckets) -> list[tuple[int, Keys, Floats]]:
-    keys, records = read_part(directory, part)
-    found, at = [], 0
-    for bucket, rows in zip(part.buckets, part.rows, strict=True):
-        if wanted >> bucket & 1 and rows:
-            found.append((bucket, keys[at : at + rows], records[at : at + rows]))
-        at += rows
-    return found
 
 
 class ServerSnapshots:

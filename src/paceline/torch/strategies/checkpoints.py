@@ -1,9 +1,9 @@
 """Checkpoints: one format for every strategy and every number of ranks.
 
-A checkpoint is a saved model as :mod:`~paceline.ps.client.saving` writes it: a manifest with checksums, the embeddings'
-tables by key, and two files of tensors: the model's ``state_dict``, and the optimizer's state in torch's own layout
-with parameters' names for numbers (``layer.weight/exp_avg``). Where the state lived, on servers or in ranks, is not in
-it.
+A checkpoint is a saved model as :mod:`~paceline.storage.model_directory` writes it: a manifest with checksums, the
+embeddings' tables by key, and two files of tensors: the model's ``state_dict``, and the optimizer's state in torch's
+own layout with parameters' names for numbers (``layer.weight/exp_avg``). Where the state lived, on servers or in ranks,
+is not in it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.ps import RULES, SGD, from_fields
-from paceline.ps.client.saving import SavedModel, read_model, save_model
 from paceline.ps.messages import TableSpec
+from paceline.storage.model_directory import SavedModel, read_model, save_model
 from paceline.torch.strategies.json import from_json, like, to_json
 from paceline.torch.update_rules import rule_of
 

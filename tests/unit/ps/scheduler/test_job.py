@@ -9,10 +9,10 @@ import pytest
 
 from paceline.ps import messages
 from paceline.ps.messages import ALL_DONE, JobMemory
-from paceline.ps.messages.snapshots import DoneShards
 from paceline.ps.scheduler.account import Account
 from paceline.ps.scheduler.job import JobBoard
 from paceline.ps.scheduler.sessions import Call, Session
+from paceline.storage.format import DoneShards
 
 from .lines import End
 

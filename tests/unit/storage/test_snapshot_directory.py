@@ -17,48 +17,50 @@ from safetensors.numpy import load_file
 
 from paceline.errors import ModelError, UsageError
 from paceline.protocol import Shards, shards
-from paceline.ps.client.snapshot_files import (
-    FORMAT,
-    FORMAT_VERSION,
-    PartBuffer,
+from paceline.storage.directory_lock import DirectoryLock
+from paceline.storage.format import (
+    DoneShards,
+    JobAccount,
     PartUse,
     SnapshotManifest,
-    SnapshotTable,
+    StoredPart,
+    StoredTable,
+    done_shards,
+    shards_in,
+)
+from paceline.storage.manifests import write_manifest
+from paceline.storage.parts import PartBuffer, read_part, write_part
+from paceline.storage.snapshot_directory import (
+    SnapshotDirectory,
     folder_name,
     numbers_in,
-    read_manifest,
-    read_part,
-    write_manifest,
-    write_part,
+    read_newest,
+    read_snapshot,
 )
-from paceline.ps.client.snapshot_loading import read_newest
-from paceline.ps.client.snapshots import SnapshotFolder
-from paceline.ps.messages import TableSpec
-from paceline.ps.messages.snapshots import DoneShards, JobAccount, SnapshotPart, done_shards, shards_in
-from paceline.storage.directory_lock import DirectoryLock
+from paceline.tables.spec import TableSpec
 
 
-def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> SnapshotPart:
+def part_of(directory: Path, number: int, *buckets: int, rows: int = 5) -> StoredPart:
     (directory / folder_name(number)).mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(number)
     gathered = PartBuffer(64)
     gathered.begin(3)
     for bucket in buckets:
         keys = random.integers(0, 2**63, rows).astype(np.uint64)
-        gathered.add(bucket, keys, random.random((rows, 3)).astype(np.float32))
+        gathered.add(keys, random.random((rows, 3)).astype(np.float32), bucket)
     return write_part(directory, f"{folder_name(number)}/s0-t1-{buckets[0]:05d}.safetensors", "t", gathered)
 
 
 def manifest_of(number: int, *uses: PartUse, **fields: Any) -> SnapshotManifest:
     spec = TableSpec(name="t", kind="sparse", dim=3, update={"kind": "SGD", "lr": 0.1}, initializer={"kind": "Zeros"})
-    table = SnapshotTable(spec=spec, rows=0, num_buckets=512, uses=uses)
+    table = StoredTable(spec=spec, rows=0, uses=uses)
     return SnapshotManifest(
-        format=FORMAT, version=FORMAT_VERSION, paceline="0", number=number, full=True, iteration=None, tables=(table,),
+        paceline="0", number=number, full=True, iteration=None, tables=(table,),
         **fields,
     )  # fmt: skip
 
 
-def use(part: SnapshotPart, *buckets: int) -> PartUse:
+def use(part: StoredPart, *buckets: int) -> PartUse:
     return PartUse(part=part, buckets=buckets or part.buckets)
 
 
@@ -66,7 +68,7 @@ def use(part: SnapshotPart, *buckets: int) -> PartUse:
 def test_a_part_is_a_safetensors_file(tmp_path: Path, rows: int) -> None:
     part = part_of(tmp_path, 1, 7, 9, rows=rows)
     assert part.rows == (rows, rows)
-    keys, records = read_part(tmp_path, part)
+    keys, records = read_part(tmp_path, part, "the snapshot")
     plain = load_file(tmp_path / part.file)
     np.testing.assert_array_equal(plain["keys"], keys)
     np.testing.assert_array_equal(plain["records"], records)
@@ -81,7 +83,7 @@ def test_a_part_of_the_size_foreseen_is_copied_once(num_bytes: int, stays: bool)
     keys, records = np.arange(1000, dtype=np.uint64), np.arange(1000, dtype=np.float32).reshape(1000, 1)
     for bucket in range(10):
         rows = slice(100 * bucket, 100 * bucket + 100)
-        gathered.add(bucket, keys[rows], records[rows])
+        gathered.add(keys[rows], records[rows], bucket)
         if bucket == 0:
             first = gathered.records
     assert np.shares_memory(first, gathered.records) is stays
@@ -99,14 +101,14 @@ def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
         with pytest.raises(
             ModelError, match=r"s0-t1-00007.safetensors is damaged: its SHA-256 is .*, the manifest says"
         ):
-            read_part(tmp_path, part)
+            read_part(tmp_path, part, "the snapshot")
     for size in (0, 1, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(ModelError, match=rf"cut off .* {size} bytes, the manifest says {len(whole)}"):
-            read_part(tmp_path, part)
+            read_part(tmp_path, part, "the snapshot")
     path.unlink()
     with pytest.raises(ModelError, match=r"cannot read .*: No such file"):
-        read_part(tmp_path, part)
+        read_part(tmp_path, part, "the snapshot")
 
 
 def test_a_manifest_comes_back(tmp_path: Path) -> None:
@@ -115,19 +117,19 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
     )
     training = {"files": [["a", 1]], "epochs": 3}
     manifest = manifest_of(4, use(part_of(tmp_path, 4, 1, 2), 2), account=account, training=training)
-    write_manifest(tmp_path, manifest)
-    assert read_manifest(tmp_path, 4) == manifest
+    write_manifest(tmp_path / folder_name(4), manifest)
+    assert read_snapshot(tmp_path, 4) == manifest
     path = tmp_path / folder_name(4) / "manifest.json"
     text = path.read_text()
     for wrong, message in (
         (text.replace('"number": 4', '"number": 5'), "its SHA-256 is"),
         (text[:-20], "is damaged"),
         ("[]", "no manifest of a snapshot"),
-        (text.replace('"version": 1', '"version": 99'), "format version 99, this Paceline reads 1: use Paceline 0"),
+        (text.replace('"version": 2', '"version": 99'), "version 99, this Paceline reads 1 and 2: use Paceline 0"),
     ):
         path.write_text(wrong)
         with pytest.raises(ModelError, match=message):
-            read_manifest(tmp_path, 4)
+            read_snapshot(tmp_path, 4)
 
 
 @pytest.mark.parametrize(
@@ -151,21 +153,21 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_a_manifest_that_was_made_up(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    write_manifest(tmp_path, manifest_of(4, use(part_of(tmp_path, 4, 1, 2, rows=5), 2)))
+    write_manifest(tmp_path / folder_name(4), manifest_of(4, use(part_of(tmp_path, 4, 1, 2, rows=5), 2)))
     path = tmp_path / folder_name(4) / "manifest.json"
     fields = json.loads(path.read_text())
     fields["tables"][0]["uses"][0]["part"].update(change)
     path.write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=f"manifest.json is damaged: .*{message}"):
-        read_manifest(tmp_path, 4)
+        read_snapshot(tmp_path, 4)
 
 
 def test_a_manifest_of_another_snapshot(tmp_path: Path) -> None:
     for number in (4, 5):
-        write_manifest(tmp_path, manifest_of(number, use(part_of(tmp_path, number, 1, 2), 2)))
+        write_manifest(tmp_path / folder_name(number), manifest_of(number, use(part_of(tmp_path, number, 1, 2), 2)))
     shutil.copy(tmp_path / folder_name(4) / "manifest.json", tmp_path / folder_name(5) / "manifest.json")
     with pytest.raises(ModelError, match="is that of snapshot 4, copied into the folder of another one"):
-        read_manifest(tmp_path, 5)
+        read_snapshot(tmp_path, 5)
     told: list[str] = []
     assert read_newest(tmp_path, told.append).manifest.number == 4
     assert "that of snapshot 4" in told[0]
@@ -174,30 +176,30 @@ def test_a_manifest_of_another_snapshot(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["part", "manifest"])
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     part = part_of(tmp_path, 4, 1)
-    write_manifest(tmp_path, manifest_of(4, use(part)))
+    write_manifest(tmp_path / folder_name(4), manifest_of(4, use(part)))
     path = tmp_path / (part.file if name == "part" else f"{folder_name(4)}/manifest.json")
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ModelError, match="is no regular file"):
-        read_part(tmp_path, part) if name == "part" else read_manifest(tmp_path, 4)
+        read_part(tmp_path, part, "the snapshot") if name == "part" else read_snapshot(tmp_path, 4)
 
 
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
-    folder = SnapshotFolder(tmp_path / "new" / "snapshots")
+    folder = SnapshotDirectory(tmp_path / "new" / "snapshots")
     number = folder.next_number()
     folder.make(number)
-    folder.commit(manifest_of(number, use(part_of(folder.directory, number, 1))))
+    folder.commit(manifest_of(number, use(part_of(folder.path, number, 1))))
     with pytest.raises(UsageError, match=rf"use by another run \(process {os.getpid()} on .*name another directory"):
-        SnapshotFolder(folder.directory)
-    assert read_newest(folder.directory).manifest.number == number  # who only reads is not in the way
+        SnapshotDirectory(folder.path)
+    assert read_newest(folder.path).manifest.number == number  # who only reads is not in the way
     folder.close()
     folder.close()
-    assert sorted(os.listdir(folder.directory)) == [folder_name(number)]
-    again = SnapshotFolder(folder.directory)
+    assert sorted(os.listdir(folder.path)) == [folder_name(number)]
+    again = SnapshotDirectory(folder.path)
     assert again.next_number() == number + 1
     del again  # forgotten is as good as closed
     gc.collect()
-    SnapshotFolder(folder.directory).close()
+    SnapshotDirectory(folder.path).close()
 
 
 def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path: Path) -> None:
@@ -223,7 +225,7 @@ def test_the_lock_of_a_process_that_was_killed_is_nobodys(tmp_path: Path) -> Non
 
 def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
     (tmp_path / "something else").write_text("")
-    folder = SnapshotFolder(tmp_path, keep=2)
+    folder = SnapshotDirectory(tmp_path, keep=2)
     assert folder.next_number() == 1
     first, other = part_of(tmp_path, 1, 1, 2), part_of(tmp_path, 1, 3, 4)
     folder.commit(manifest_of(1, use(first), use(other)))
@@ -237,7 +239,7 @@ def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
     assert numbers_in(tmp_path) == [1, 3, 4]
     part_of(tmp_path, 5, 1)  # a server was killed while it wrote
     folder.close()
-    again = SnapshotFolder(tmp_path, keep=2)
+    again = SnapshotDirectory(tmp_path, keep=2)
     assert again.next_number() == 6
     last = part_of(tmp_path, 6, 1, 2, 3, 4)
     again.commit(manifest_of(6, use(last)))
@@ -248,7 +250,7 @@ def test_files_stay_until_nothing_refers_to_them(tmp_path: Path) -> None:
     assert read_newest(tmp_path, told.append).manifest.number == 4
     assert "snapshot-000006 is not used, snapshot-000004 is: cannot read" in told[0]
     with pytest.raises(UsageError, match="at least 1"):
-        SnapshotFolder(tmp_path, keep=0)
+        SnapshotDirectory(tmp_path, keep=0)
 
 
 def test_done_shards_travel() -> None:

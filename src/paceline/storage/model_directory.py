@@ -1,0 +1,185 @@
+"""Models on disk, and checkpoints of PyTorch programs: directories of tables and of files of tensors.
+
+Data files carry a fresh name each time they are written; the manifest, put in place last, names those that belong to
+the model. So whatever is interrupted, the directory holds the old model or the new one, whole. Rows are stored by key,
+not by server: a model saved from three servers loads into two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import ModelError, UsageError
+from paceline.storage.checked_files import read_checked
+from paceline.storage.directory_lock import LOCK, DirectoryLock
+from paceline.storage.durable_io import is_no_space, make_directory, sync_directory
+from paceline.storage.format import ModelManifest, PartUse, StoredFile, StoredPart, StoredTable
+from paceline.storage.manifests import MANIFEST, read_fields, read_manifest, write_manifest
+from paceline.storage.parts import PartBuffer, read_part, write_file, write_part
+from paceline.tables.rules import INITIALIZERS, RULES, from_fields
+from paceline.tables.sparse_store import Floats, Keys, SparseStore
+from paceline.tables.spec import TableSpec
+
+_FIRST_BYTES = 1 << 20  # of the memory that parts are gathered in; it grows
+_WHOLE = "the model"
+_OURS = re.compile(rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+")
+"""Names of files that a save writes, besides the manifest."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model on disk whose manifest has been read."""
+
+    directory: Path
+    manifest: ModelManifest
+
+    def table(self, name: str) -> StoredTable:
+        """Return a table by name; raise ModelError if there is none."""
+        for table in self.manifest.tables:
+            if table.spec.name == name:
+                return table
+        raise ModelError(f"the model in {self.directory} has no table {name!r}")
+
+    def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
+        """Yield the keys and records of a table, file by file, checksums verified."""
+        for part in table.parts:
+            yield read_part(self.directory, part, _WHOLE)
+
+    def load_store(self, name: str) -> SparseStore:
+        """Return a sparse table as rows in this process."""
+        table = self.table(name)
+        spec = table.spec
+        store = SparseStore(
+            dim=spec.dim,
+            rule=from_fields(RULES, spec.update),
+            initializer=from_fields(INITIALIZERS, spec.initializer),
+            seed=spec.seed,
+        )
+        for keys, records in self.records(table):
+            store.write_records(keys, records)
+        return store
+
+    def read(self, file: StoredFile) -> bytes:
+        """Return a file's content, its checksum verified."""
+        return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _WHOLE).tobytes()
+
+
+def read_model(directory: str | os.PathLike[str]) -> SavedModel:
+    """Read a model's manifest. Raises ModelError when there is none, or it is none of ours."""
+    folder = Path(directory)
+    return SavedModel(folder, read_manifest(folder, ModelManifest))
+
+
+def save_model(
+    directory: str | os.PathLike[str],
+    tables: Iterable[tuple[TableSpec, Iterable[tuple[Keys, Floats]]]],
+    model: dict[str, Any],
+    tensors: dict[str, bytes] | None = None,
+) -> ModelManifest:
+    """Write a model of tables (each with its keys and records, in pieces) and of files of tensors, as safetensors.
+
+    It is there whole or not at all; a model that is there is replaced. `model` is kept in the manifest. Raises
+    ModelError if there is no space or no permission; then what was there before is untouched. Raises UsageError while
+    another process saves there.
+    """
+    folder = Path(directory)
+    generation = secrets.token_hex(4)
+    made: list[Path] = []
+    lock: DirectoryLock | None = None
+    try:
+        msgspec.json.encode(model)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"what is to be kept in the manifest is not fit for JSON: {error}") from None
+    try:
+        made = prepare_directory(folder)
+        lock = DirectoryLock.take(folder)
+        gathered = PartBuffer(_FIRST_BYTES)
+        manifest = ModelManifest(
+            tables=tuple(
+                _write_table(folder, f"table{number}-{{:05d}}.{generation}.safetensors", spec, pieces, gathered)
+                for number, (spec, pieces) in enumerate(tables)
+            ),
+            tensors={
+                name: write_file(folder, f"tensors-{name}.{generation}.safetensors", data)
+                for name, data in (tensors or {}).items()
+            },
+            model=model,
+        )
+        write_manifest(folder, manifest)
+    except BaseException as error:
+        for path in folder.glob(f"*.{generation}.safetensors"):
+            path.unlink(missing_ok=True)
+        if lock is not None:
+            lock.release()
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise ModelError(_cannot_write(folder, error)) from None
+        raise
+    try:
+        sync_directory(folder)
+        _remove_former(folder, manifest)
+    except OSError as error:
+        raise ModelError(
+            f"the model is saved in {folder}, but may not outlast a crash of this machine: {error.strerror or error}"
+        ) from None
+    finally:
+        lock.release()
+    return manifest
+
+
+def _write_table(
+    folder: Path, file: str, spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]], gathered: PartBuffer
+) -> StoredTable:
+    parts: list[StoredPart] = []
+    gathered.begin(spec.record_words)
+
+    def write() -> None:
+        parts.append(write_part(folder, file.format(len(parts)), spec.name, gathered))
+        gathered.begin(spec.record_words)
+
+    for keys, records in pieces:
+        gathered.add(keys, records)
+        if gathered.is_full:
+            write()
+    if gathered.num_bytes:
+        write()
+    rows = sum(part.num_rows for part in parts)
+    return StoredTable(spec=spec, rows=rows, uses=tuple(PartUse(part=part) for part in parts))
+
+
+def _remove_former(folder: Path, manifest: ModelManifest) -> None:
+    """Remove the model that was there before, and what an interrupted save has left."""
+    files = manifest.files
+    for path in folder.iterdir():
+        if path.name not in files and _OURS.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def prepare_directory(folder: Path) -> list[Path]:
+    """Make the directory and those above it, or see that it is empty or a model's; return those made, inmost first."""
+    if folder.is_dir():
+        if (folder / MANIFEST).exists():
+            read_fields(folder, ModelManifest)
+        elif any(not _OURS.fullmatch(path.name) and path.name != LOCK for path in folder.iterdir()):
+            raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
+        return []
+    if folder.exists():
+        raise ModelError(f"cannot save a model as {folder}: there is a file of that name")
+    return make_directory(folder)
+
+
+def _cannot_write(folder: Path, error: OSError) -> str:
+    if is_no_space(error):
+        return f"no space left to save the model in {folder}; a model that was there before is untouched"
+    return f"cannot save the model in {folder}: {error.strerror or error}"

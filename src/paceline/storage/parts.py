@@ -1,0 +1,153 @@
+"""Parts: the files of rows that models and snapshots consist of, gathered, written and read back checked.
+
+A part is a safetensors file of `keys` (uint64 [n]) and `records` (float32 [n, words]), in this order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from paceline.errors import ModelError
+from paceline.storage.checked_files import read_checked
+from paceline.storage.durable_io import write_synced
+from paceline.storage.format import StoredFile, StoredPart
+from paceline.tables.sparse_store import Floats, Keys
+
+PART_BYTES: Final = 64 << 20
+"""A part is closed when it has so many bytes; what is added at once never lies in two."""
+_PAGE_BYTES = 4096
+
+
+class PartBuffer:
+    """The rows of a part, copied together; the memory is used again for the next part.
+
+    In two pieces, however much is added: each call that hashes or writes waits for the interpreter's lock. Room for
+    `num_bytes` is made at once; the system takes its time to find it, so this is for a thread where others wait.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = np.empty(num_bytes + num_bytes // 4, np.uint8)  # what is added last may go beyond
+        self._memory[:num_bytes:_PAGE_BYTES] = 0
+        self.begin(1)
+
+    def begin(self, words: int) -> None:
+        """Forget the rows; the next ones have records of so many float32."""
+        self.buckets: list[int] = []
+        self.rows: list[int] = []
+        self._num_rows = 0
+        self._words = words
+        self._divide()
+
+    def _divide(self) -> None:
+        """Divide the memory into that of keys and that of records."""
+        most = self._memory.nbytes // (8 + 4 * self._words)
+        records = self._memory[8 * most : (8 + 4 * self._words) * most]
+        self._keys: Keys = self._memory[: 8 * most].view(np.uint64)
+        self._records: Floats = records.view(np.float32).reshape(most, self._words)
+
+    @property
+    def keys(self) -> Keys:
+        """All keys (uint64 [n])."""
+        return self._keys[: self._num_rows]
+
+    @property
+    def records(self) -> Floats:
+        """All records (float32 [n, words])."""
+        return self._records[: self._num_rows]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all keys and records."""
+        return (8 + 4 * self._words) * self._num_rows
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is as much as a part holds."""
+        return self.num_bytes >= PART_BYTES
+
+    def add(self, keys: Keys, records: Floats, bucket: int | None = None) -> None:
+        """Copy keys (uint64 [n]) and records (float32 [n, words]): those of a bucket, or of any."""
+        start, stop = self._num_rows, self._num_rows + len(keys)
+        if stop > len(self._keys):
+            before = self.keys, self.records
+            self._memory = np.empty((8 + 4 * self._words) * max(stop + len(keys), 2 * start), np.uint8)
+            self._divide()
+            self._keys[:start], self._records[:start] = before
+        self._keys[start:stop], self._records[start:stop] = keys, records
+        self._num_rows = stop
+        if bucket is not None:
+            self.buckets.append(bucket)
+            self.rows.append(len(keys))
+
+
+def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> StoredPart:
+    """Write gathered rows of a table as a file; it is on the disk when this returns. Raises OSError.
+
+    Where this is called in a thread, others run meanwhile: hashing and writing let them.
+    """
+    # Not safetensors.numpy.save: it makes one string of all of it, and nobody else can run while it does.
+    keys, records = gathered.keys, gathered.records
+    head = json.dumps(_layout(*records.shape), separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    buffers = [memoryview(len(head).to_bytes(8, "little") + head)]
+    buffers += [memoryview(array).cast("B") for array in (keys, records.reshape(-1)) if array.size]  # type: ignore[arg-type]
+    return StoredPart(
+        file=file,
+        num_bytes=sum(map(len, buffers)),
+        sha256=_write(directory / file, buffers),
+        table=table,
+        buckets=tuple(gathered.buckets),
+        rows=tuple(gathered.rows) if gathered.buckets else (len(keys),),
+        words=records.shape[1],
+    )
+
+
+def write_file(directory: Path, file: str, data: bytes) -> StoredFile:
+    """Write a file; it is on the disk when this returns. Raises OSError."""
+    return StoredFile(file=file, num_bytes=len(data), sha256=_write(directory / file, [memoryview(data)]))
+
+
+def _write(path: Path, buffers: Sequence[memoryview]) -> str:
+    """Write a file, and return the checksum of its content."""
+    digest = hashlib.sha256()
+    for buffer in buffers:
+        digest.update(buffer)
+    write_synced(path, *buffers)
+    return digest.hexdigest()
+
+
+def read_part(directory: Path, part: StoredPart, whole: str) -> tuple[Keys, Floats]:
+    """Return the keys (uint64 [n]) and records (float32 [n, words]) of a part, its checksum verified.
+
+    `whole` says in errors what it is a part of. Raises ModelError if it is damaged, not there, or not what the manifest
+    says.
+    """
+    path, rows = directory / part.file, part.num_rows
+    data = read_checked(path, part.num_bytes, part.sha256, whole)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        layout = json.loads(data[8:start].tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is no file of tensors: {error}") from None
+    if layout != _layout(rows, part.words) or start + rows * (8 + 4 * part.words) != part.num_bytes or start % 8:
+        raise ModelError(
+            f"{path} does not hold what the manifest says, {rows} rows of {part.words} float32 for table "
+            f"{part.table!r}: take another copy of {whole}"
+        )
+    keys = data[start : start + 8 * rows].view(np.uint64)
+    return keys, data[start + 8 * rows :].view(np.float32).reshape(rows, part.words)
+
+
+def _layout(rows: int, words: int) -> dict[str, Any]:
+    """Return the header of a safetensors file of keys and records."""
+    at = 8 * rows
+    return {
+        "keys": {"dtype": "U64", "shape": [rows], "data_offsets": [0, at]},
+        "records": {"dtype": "F32", "shape": [rows, words], "data_offsets": [at, at + 4 * rows * words]},
+    }
