@@ -11,6 +11,7 @@ The rules, with diagrams and what they do not promise, are in ``docs/protocol.md
 from paceline.protocol import (
     buckets,
     chains,
+    client,
     clocks,
     consistency,
     delivery,
@@ -27,6 +28,7 @@ from paceline.protocol import (
 )
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.protocol.chains import Chain, ChainGroup, Planner, chains_of, groups_of
+from paceline.protocol.client import ClientCore
 from paceline.protocol.clocks import Gate, VectorClock
 from paceline.protocol.consistency import (
     Accept,
@@ -60,6 +62,7 @@ __all__ = [
     "Buckets",
     "Chain",
     "ChainGroup",
+    "ClientCore",
     "Consistency",
     "DelayCompensate",
     "Delivery",
@@ -93,6 +96,7 @@ __all__ = [
     "chains",
     "chains_of",
     "check_stale_policy",
+    "client",
     "clocks",
     "consistency",
     "delivery",

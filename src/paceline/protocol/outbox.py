@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from paceline.protocol.chains import ChainGroup, has_followers
-from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +35,6 @@ class Done:
     """All parts of the request are answered."""
 
     token: object
-
-
-REQUEST: Final = StateTable(
-    "a request of a client",
-    ("waiting", "kept", "again"),
-    (
-        Transition(OUTSIDE, "start", "waiting", "Send"),
-        Transition(OUTSIDE, "start", "waiting", when="nobody leads"),
-        Transition(OUTSIDE, "adopt", "waiting"),
-        Transition(OUTSIDE, "adopt", "kept"),
-        Transition("waiting", "answered", "waiting", when="a part"),
-        Transition("waiting", "change", "waiting", "Send"),
-        Transition("waiting", "change", "waiting", when="nobody leads"),
-        Transition("waiting", "send_again", "waiting", "Send"),
-        Transition("waiting", "answered", OUTSIDE, "Done"),
-        Transition("waiting", "answered", "kept", "Done", when="until its iteration is safe"),
-        Transition("waiting", "failed", OUTSIDE),
-        Transition("kept", "durable", OUTSIDE),
-        Transition("kept", "change", "again", "Send", when="another one leads"),
-        Transition("kept", "change", "again", when="nobody leads"),
-        Transition("kept", "change", OUTSIDE, when="nobody could lead next"),
-        Transition("again", "answered", "again", when="a part"),
-        Transition("again", "change", "again", "Send"),
-        Transition("again", "change", "again", when="nobody leads"),
-        Transition("again", "send_again", "again", "Send"),
-        Transition("again", "answered", "kept"),
-        Transition("again", "answered", OUTSIDE, when="nobody could lead next"),
-        Transition("again", "failed", OUTSIDE),
-    ),
-)
 
 
 @dataclass(eq=False, slots=True)

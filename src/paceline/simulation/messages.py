@@ -197,6 +197,7 @@ class JoinedGate(Frame):
 class FinishGate(Frame):
     """A worker has no work now."""
 
+    number: int
     worker: int
     version: int
 
@@ -218,6 +219,7 @@ class PushPart(Frame):
 class TickClock(Frame):
     """A worker has finished `clock` iterations."""
 
+    number: int
     worker: int
     clock: int
     version: int
@@ -236,7 +238,7 @@ class PullPart(Frame):
 
 @dataclass(slots=True)
 class Answer(Frame):
-    """The answer to a push or a pull, and the iterations that are safe at the server."""
+    """The answer to a push, a pull, a tick or a finish, and the iterations that are safe at the server."""
 
     number: int
     durable: int

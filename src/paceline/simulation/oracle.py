@@ -20,9 +20,15 @@ class Violation(AssertionError):  # noqa: N818 - it is what the command line cal
 class Pushing(Protocol):
     """A worker as the oracle sees it."""
 
-    finished_clock: int
-    is_counted: bool
     is_alive: bool
+
+    @property
+    def finished_clock(self) -> int:
+        """How many iterations it has finished."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether servers wait for it."""
 
     @property
     def incarnation(self) -> int:

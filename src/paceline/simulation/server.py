@@ -216,7 +216,7 @@ class Server(Node):
             timing = self.core.time(kind, connection.owner, frame.version)
             if timing in KEPT:
                 self.core.early.keep(timing, connection.owner, _Request(connection, frame))
-            elif timing is Timing.STALE and kind is Kind.DATA:
+            elif timing is Timing.STALE:
                 connection.send(self, self._stale(frame))
             if timing is not Timing.NOW:
                 return
@@ -348,7 +348,7 @@ class Server(Node):
     def _durable(self) -> int:
         return 0 if self.core.iterations is None else self.core.iterations.durable
 
-    def _stale(self, frame: PushPart | PullPart) -> Stale:
+    def _stale(self, frame: PushPart | PullPart | TickClock) -> Stale:
         assert self.map is not None
         return Stale(frame.number, self.map)
 
@@ -471,11 +471,13 @@ class Server(Node):
     def _on_pull(self, connection: Connection, frame: PullPart) -> None:
         self._handle(events.Read(_Request(connection, frame), frame.worker, frame.clock, buckets=frame.buckets))
 
-    def _on_tick(self, _: Connection, frame: TickClock) -> None:
+    def _on_tick(self, connection: Connection, frame: TickClock) -> None:
         self._handle(events.Tick(frame.worker, frame.clock))
+        connection.send(self, Answer(frame.number, self._durable()))
 
-    def _on_finish(self, _: Connection, frame: FinishGate) -> None:
+    def _on_finish(self, connection: Connection, frame: FinishGate) -> None:
         self._handle(events.Retire(frame.worker))
+        connection.send(self, Answer(frame.number, self._durable()))
 
     def _on_join(self, connection: Connection, frame: JoinGate) -> None:
         self._handle(events.Join(_Request(connection, frame), frame.worker, 0, frame.clock))

@@ -1,80 +1,98 @@
-"""An outbox does to requests what its table says."""
+"""A client does to requests what its table says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from random import Random
+from types import SimpleNamespace
 
-from paceline.protocol import ChainGroup, Outbox
-from paceline.protocol.outbox import REQUEST, Done, Send
+from paceline.protocol import ChainGroup
+from paceline.protocol.client import REQUEST, ClientCore, Kind, Release, Request, Session, Transmit
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
 
 SERVERS = (1, 2, 3)
-NUM_BUCKETS = 3
 
 
 class Run:
-    """One outbox with one request."""
+    """One client with one request, to server 1."""
 
     def __init__(self, random: Random, watch: Watch) -> None:
         self.random, self.watch = random, watch
-        self.outbox = Outbox(1)
-        self.is_done = False
-        self.parts: list[Send] = []
-        keep_clock = random.choice([None, 5])
+        self.core = ClientCore(is_worker=True, is_sequential=True)
+        self.core.takes_part = True
+        self.change(1, first=1)
+        self.session = self.core.sessions[1]
         if random.random() < 0.5:
-            self.change(2)
-            self.note((OUTSIDE,), "start", self.outbox.start("request", random.randrange(1, 8), keep_clock=keep_clock))
-        else:
-            kept = {2: 0b10, 3: 0b100} if keep_clock else {}
-            self.is_done = bool(kept) and random.random() < 0.5
-            self.outbox.adopt("request", 0 if self.is_done else 0b1, kept=kept, keep_clock=keep_clock)
-            self.note((OUTSIDE,), "adopt", [])
+            self.core.connected(1)
+        self.session.awaits_view = random.random() < 0.2
+        kind = random.choice([Kind.PUSH, Kind.PULL])
+        self.request = self.session.request(kind, 5, 1, SimpleNamespace(buckets=0b11))
+        self.do("start", lambda: [self.session.start(self.request)][:0])
 
     def sight(self) -> Sight:
-        if self.outbox.num_waiting or self.outbox.lost:
-            return "again" if self.is_done else "waiting", self.outbox.num_waiting, self.outbox.lost
-        # After a map that was missed all that is kept goes out again: a copy of the outbox shows whether it is.
-        again = deepcopy(self.outbox).change(self.outbox.version + 2, (ChainGroup((1,), None, 0b111),))
-        return ("kept",) if again else (OUTSIDE,)
+        session, request = self.session, self.request
+        if request.replacements and not request.is_done:
+            return ("replaced",)
+        if request.number in session.in_flight and session.in_flight[request.number] is request:
+            return ("waiting" if request in session.unanswered() else "blocked",)
+        return ("retained",) if request in session.retained else (OUTSIDE,)
 
-    def note(self, before: Sight, name: str, told: Sequence[object]) -> None:
-        self.parts = [*self.parts, *(each for each in told if isinstance(each, Send))][-4:]
-        self.is_done = self.is_done or any(isinstance(each, Done) for each in told)
+    def do(self, name: str, action: Callable[[], Sequence[object] | None]) -> None:
+        before = self.sight()
+        told = [each for each in action() or [] if self._is_told(each)]
         self.watch.saw(before, name, self.sight(), told[0] if told else None)
+
+    def _is_told(self, instruction: object) -> bool:
+        if isinstance(instruction, Transmit):
+            return instruction.request is self.request or any(piece is self.request for piece, _ in instruction.pieces)
+        return isinstance(instruction, Release) and instruction.request is self.request
 
     def step(self) -> None:
         """Do something, and watch what becomes of the request."""
-        before, server = self.sight(), self.random.choice(SERVERS)
-        name = self.random.choice(["change", "send_again", "durable", *["answered"] * 4, "failed"])
-        if name == "change":
-            self.note(before, name, self.change(self.outbox.version + self.random.choice([0, 1, 1, 2])))
-        elif name == "send_again":
-            self.note(before, name, self.outbox.send_again(server))
-        elif name == "durable":
-            self.outbox.durable(server, self.random.choice([5, 6]))
-            self.note(before, name, [])
-        elif self.parts and name == "answered":
-            self.note(before, name, self.outbox.answered(self.random.choice(self.parts).number))
-        elif self.parts and self.random.random() < 0.2:
-            self.outbox.failed(self.random.choice(self.parts).number)
-            self.note(before, name, [])
+        match self.random.choice(["change", "connected", "stabilize", "refused", "failed", *["answered"] * 2]):
+            case "change":
+                self.do("change", lambda: self.change(self.core.version + self.random.choice([0, 1, 1, 2])))
+            case "connected" if 1 in self.core.sessions:
+                self.session.disconnected()
+                self.do("connected", lambda: self.core.connected(1))
+            case "stabilize":
+                self.do("stabilize", lambda: self.session.stabilize(self.random.choice([5, 6])))
+            case name if name in ("refused", "answered", "failed"):
+                found = self.any_in_flight()
+                if found is not None:
+                    self.answer(name, *found)
 
-    def change(self, version: int) -> list[Send]:
-        """Any map; in one of three no server is behind another, so that nothing need be kept."""
+    def any_in_flight(self) -> tuple[Session, Request] | None:
+        under_way = [(each, request) for each in self.core.sessions.values() for request in each.unanswered()]
+        return self.random.choice(under_way) if under_way else None
+
+    def answer(self, name: str, session: Session, request: Request) -> None:
+        if name == "failed":
+            self.do(name, lambda: session.failed(request, ValueError()))
+        elif name == "refused":
+            self.do(name, lambda: session.refused(request))
+        else:
+            self.do(name, lambda: [session.answered(request)][:0])
+
+    def change(self, version: int, first: int | None = None) -> Sequence[object]:
+        """Any view; in one of three no server is behind another, so that nothing need be retained."""
         behind = self.random.choice([(), (8,), (9,)])
-        leaders = [self.random.choice([*SERVERS, None]) for _ in range(NUM_BUCKETS)]
+        leaders = [first or self.random.choice([*SERVERS, 1, None]) for _ in range(2)]
         chains = [() if leader is None else (leader, *behind) for leader in leaders]
-        return self.outbox.change(version, tuple(ChainGroup(chain, None, 1 << b) for b, chain in enumerate(chains)))
+        out = self.core.change(version, tuple(ChainGroup(chain, None, 1 << b) for b, chain in enumerate(chains)))
+        for each in out:
+            if isinstance(each, Transmit):
+                each.request.payload = SimpleNamespace(buckets=sum(buckets for _, buckets in each.pieces))
+                self.core.sessions[each.request.server].start(each.request)
+        return out
 
 
-def test_an_outbox_does_what_its_table_says() -> None:
+def test_a_client_does_what_its_table_says() -> None:
     watch, random = Watch(REQUEST), Random(6)
     for _ in range(500):
         run = Run(random, watch)
-        for _ in range(30):
+        for _ in range(20):
             run.step()
     watch.ends()

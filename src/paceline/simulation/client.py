@@ -1,0 +1,272 @@
+"""A simulated client: a ClientCore between virtual connections and what a worker wants. It has no rule of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from paceline.errors import StaleEpochError
+from paceline.protocol.buckets import bucket_set
+from paceline.protocol.client import (
+    AskToJoin,
+    ClientCore,
+    Connect,
+    Disconnect,
+    Instruction,
+    Kind,
+    Request,
+    Resync,
+    Session,
+    Transmit,
+)
+from paceline.protocol.scheduler import View
+from paceline.simulation.messages import (
+    Answer,
+    FinishGate,
+    JoinedGate,
+    JoinGate,
+    PullPart,
+    PushPart,
+    Stale,
+    Synced,
+    TickClock,
+    Value,
+)
+from paceline.simulation.network import Connection
+from paceline.simulation.node import Node
+
+if TYPE_CHECKING:
+    from paceline.simulation.cluster import Cluster
+
+
+@dataclass(slots=True)
+class _Payload:
+    """The values of a push, the buckets of a pull, the round of a call to join."""
+
+    buckets: int
+    values: tuple[Value, ...] = ()
+    join: AskToJoin | None = None
+
+
+class Client(Node):
+    """A node that makes requests to servers. Whoever makes them says what comes when they are done."""
+
+    def __init__(self, host: str, name: str, cluster: Cluster) -> None:
+        super().__init__(host, name, cluster, is_server=False)
+        self.core = ClientCore(is_worker=True, is_sequential=cluster.is_sequential)
+        self._links: dict[int, Connection | None] = {}
+        self._connecting: set[int] = set()
+        self._has_joined = False
+        self.handlers: dict[type, Any] = {}
+        self._awaited: list[Request] = []
+        self._then: Callable[[], None] | None = None
+
+    # Connections.
+
+    @override
+    def accept(self, connection: Connection, hello: Any) -> bool:
+        return False
+
+    @override
+    def opened(self, connection: Connection) -> None:
+        kind, _, server = connection.hello
+        if kind == "node":
+            self.scheduler_opened(connection)
+            return
+        self._connecting.discard(server)
+        if self._links.get(server, self) is not None:
+            self.network.close(connection)
+            return
+        self._links[server] = connection
+        self.execute(self.core.connected(server))
+
+    @override
+    def refused(self, name: str, hello: Any) -> None:
+        kind, _, server = hello
+        if kind == "node":
+            self._connect()
+            return
+        self._connecting.discard(server)
+        self._connect_again()
+
+    @override
+    def closed(self, connection: Connection) -> None:
+        if connection.hello[0] == "node":
+            self.scheduler_closed()
+            return
+        server = connection.hello[2]
+        if not connection.was_opened:
+            self._connecting.discard(server)
+        if server in self._links and self._links[server] in (connection, None):
+            self._links[server] = None
+            self.core.sessions[server].disconnected()
+        self._connect_again()
+
+    def _connect_again(self) -> None:
+        for server, link in self._links.items():
+            address = self.address(server)
+            if link is None and address is not None and server not in self._connecting:
+                self._connecting.add(server)
+                self.network.connect(self, address, ("worker", self.incarnation, server))
+
+    @override
+    def receive(self, connection: Connection, frame: Any) -> None:
+        if self.is_current(connection):
+            self.handlers[type(frame)](connection, frame)
+            self._go_on()
+
+    # Views.
+
+    @override
+    def mapped(self, former: View | None, new: View) -> None:
+        self.execute(self.core.change(new.version, new.groups))
+        self._connect_again()
+        self._go_on()
+
+    def execute(self, instructions: Iterable[Instruction]) -> None:
+        """Do as the core bids."""
+        for instruction in instructions:
+            match instruction:
+                case Transmit(request, pieces):
+                    self.cluster.fired["resend"] += request.kind is not Kind.CALL
+                    session = self.core.sessions[request.server]
+                    if pieces:
+                        request.payload = _put_together(pieces)
+                    if not pieces or session.start(request):
+                        self._transmit(request)
+                case Resync(server, version, clock, takes_part):
+                    self._send(server, Synced(self.incarnation, version, clock, self._has_joined, takes_part))
+                case AskToJoin(server):
+                    self._start(self.core.sessions[server], Kind.CALL, _Payload(0, join=instruction))
+                case Connect(server):
+                    self._links[server] = None
+                case Disconnect(session):
+                    link = self._links.pop(session.server)
+                    if link is not None:
+                        self.network.close(link)
+                    for call in session.departed():
+                        session.failed(call, StaleEpochError(f"{session.server} is in no chain"))
+
+    # Requests.
+
+    def pull(self, buckets: int) -> list[Request]:
+        """Read buckets, in this iteration."""
+        return self._start_cut(Kind.PULL, buckets, ())
+
+    def push(self, values: tuple[Value, ...]) -> list[Request]:
+        """Push values."""
+        self.core.next_sequence()
+        return self._start_cut(Kind.PUSH, bucket_set(value[0] for value in values), values)
+
+    def tick(self) -> None:
+        """End this iteration."""
+        for session in self.core.sessions.values():
+            self._start(session, Kind.TICK)
+        self.core.tick()
+
+    def retire(self) -> list[Request]:
+        """Take part in iterations no longer."""
+        self.execute(self.core.retire())
+        return [self._start(session, Kind.CALL, _Payload(0)) for session in self.core.sessions.values()]
+
+    def until(self, requests: list[Request], then: Callable[[], None]) -> None:
+        """Do something when these requests are done."""
+        self._awaited, self._then = requests, then
+        self._go_on()
+
+    def _go_on(self) -> None:
+        then = self._then
+        if then is not None and all(request.is_done for request in self._awaited):
+            self._then = None
+            then()
+
+    def _start_cut(self, kind: Kind, buckets: int, values: tuple[Value, ...]) -> list[Request]:
+        return [
+            self._start(session, kind, _restrict(values, buckets & session.leads))
+            for session in self.core.sessions.values()
+            if buckets & session.leads
+        ]
+
+    def _start(self, session: Session, kind: Kind, payload: _Payload | None = None) -> Request:
+        request = session.request(kind, self.core.clock, self.core.sequence, payload)
+        if session.start(request):
+            self._transmit(request)
+        return request
+
+    def _send(self, server: int, frame: Any) -> None:
+        link = self._links[server]
+        if link is not None:
+            link.send(self, frame)
+
+    def _transmit(self, request: Request) -> None:
+        number, me, version, clock = request.number, self.incarnation, self.core.version, request.clock
+        payload: Any = request.payload
+        match request.kind:
+            case Kind.PUSH:
+                frame: Any = PushPart(number, me, request.sequence, clock, version, payload.buckets, payload.values)
+            case Kind.PULL:
+                frame = PullPart(number, me, clock, version, payload.buckets)
+            case Kind.TICK:
+                frame = TickClock(number, me, clock + 1, version)
+            case _ if payload.join is not None:
+                frame = JoinGate(me, payload.join.clock, version, number)
+            case _:
+                frame = FinishGate(number, me, version)
+        self._send(request.server, frame)
+
+    # Answers.
+
+    def on_answer(self, connection: Connection, frame: Answer) -> None:
+        """Take the answer to a push, a pull, a tick or a call to retire."""
+        session = self.core.sessions.get(connection.hello[2])
+        if session is None:
+            return
+        if session.retains:
+            session.stabilize(frame.durable)
+        request = session.in_flight.get(frame.number)
+        if request is None:
+            session.orphan_answered(frame.number)
+        else:
+            session.answered(request)
+
+    def on_joined(self, connection: Connection, frame: JoinedGate) -> None:
+        """Take the answer to a call to join."""
+        server = connection.hello[2]
+        session = self.core.sessions.get(server)
+        request = None if session is None else session.in_flight.get(frame.number)
+        if session is None or request is None:
+            return
+        session.answered(request)
+        join: Any = request.payload.join  # type: ignore[union-attr]
+        was_joining, self._has_joined = self.core.is_joining, True
+        self.execute(self.core.joined(server, join.round, frame.clock))
+        if was_joining and not self.core.is_joining:
+            self.joined()
+
+    def on_stale(self, connection: Connection, frame: Stale) -> None:
+        """Take a refusal, and the newer view."""
+        session = self.core.sessions.get(connection.hello[2])
+        request = None if session is None else session.in_flight.get(frame.number)
+        if session is not None and request is not None:
+            session.refused(request)
+        self.take(frame.view)
+
+    def joined(self) -> None:
+        """Begin: this worker takes part in iterations."""
+        raise NotImplementedError
+
+
+def _restrict(values: Iterable[Value], buckets: int) -> _Payload:
+    return _Payload(buckets, tuple(value for value in values if buckets >> value[0] & 1))
+
+
+def _put_together(pieces: Iterable[tuple[Request, int]]) -> _Payload:
+    union, values = 0, list[Value]()
+    for request, buckets in pieces:
+        payload: Any = request.payload
+        union |= buckets
+        values += _restrict(payload.values, buckets).values
+    return _Payload(union, tuple(sorted(values)))
