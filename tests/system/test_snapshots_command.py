@@ -178,7 +178,7 @@ def test_ctrl_c_while_resuming(
     options = TrainOptions(data=[click_log[0]], epochs=EPOCHS_TAKEN, resume=taken, save=tmp_path / "model")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with LocalCluster(servers=2) as cluster, cluster.connect(observer=True) as client:
+        with LocalCluster.start(servers=2) as cluster, cluster.connect(observer=True) as client:
             training = Training(options, client, num_workers=1, processes=cluster, warn=told.append)
             with pytest.raises(KeyboardInterrupt):
                 training.run()

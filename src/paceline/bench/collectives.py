@@ -28,7 +28,7 @@ from paceline.bench.plan import (
     plan_sizes,
 )
 from paceline.bench.progress import BenchProgress
-from paceline.bench.ranks import RankProcesses
+from paceline.bench.ranks import BenchRanks
 from paceline.bench.table import format_absent, format_footer, format_header, format_row
 from paceline.errors import UsageError
 from paceline.launch.kernels import prepare_kernels
@@ -91,7 +91,8 @@ def bench_collectives(
     _check_memory(plan)
     prepare_kernels()
     say(f"starting {plan.ranks} ranks ...")
-    with RankProcesses(plan, mpirun="mpi" in plan.peers) as ranks:
+    with BenchRanks(mpirun="mpi" in plan.peers) as ranks:
+        ranks.start(plan)
         for message in ranks.messages():
             if "absent" in message and on_absent is not None:
                 on_absent(message["absent"], message["why"])

@@ -26,7 +26,7 @@ from paceline.bench.plan import OURS, ROUNDS, Measurement, Plan
 from paceline.collectives import Group, init
 from paceline.environment import environment
 from paceline.errors import PacelineError, PeerError, UsageError
-from paceline.launch.roles import watch_parent
+from paceline.launch.supervisor import watch_parent
 from paceline.transport import known
 
 _BUDGET_S = 0.7

@@ -18,7 +18,8 @@ from paceline.protocol import parse_consistency, parse_stale_policy
 from paceline.transport import TLS, Endpoint, Hello
 
 from .kernels import load_kernels
-from .roles import Joining, run_scheduler, run_server, watch_parent
+from .roles import Joining, run_scheduler, run_server
+from .supervisor import watch_parent
 
 _ANSWER_S = 2.0
 

@@ -43,7 +43,7 @@ def _compile_side_by_side() -> None:
 
 _COMPILE_VALUES: Final = """
 import os
-from paceline.launch.roles import watch_parent
+from paceline.launch.supervisor import watch_parent
 watch_parent(lambda: os._exit(1))
 from paceline.kernels.compile import compile_values
 compile_values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -14,20 +13,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_stale_policy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
-from paceline.transport.backoff import Backoff
 from paceline.transport.security.authentication import check_token
 
 from .kernels import prepare_kernels
 from .roles import check_replicas, reach
+from .supervisor import Child, Process, Supervisor, describe_status, spawn
 
 # glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
 _MALLOC = {
@@ -38,9 +38,6 @@ _START_S = 60.0
 _END_S = 10.0
 _LOOPBACK = "127.0.0.1:0"
 _MAX_SERVERS = 100  # of one rank, one after the other
-_SHORT_LIFE_S = 5.0  # of a process that took another's place: the next one waits
-_FIRST_PAUSE_S = 1.0  # and twice as long each time
-_LONGEST_PAUSE_S = 30.0
 _MAX_SCHEDULERS = 6  # the first, and five that take its place: what kills so many would kill the next one too
 
 
@@ -72,8 +69,26 @@ class LocalCluster:
     one joins.
     """
 
-    def __init__(
-        self,
+    def __init__(self, *, consistency: Consistency, token: str, tls: TLS | None) -> None:
+        """Make one without processes; :meth:`start` makes one that runs."""
+        self.consistency = consistency
+        self.token = token
+        self.scheduler = ""
+        """The scheduler's address."""
+        self.scheduler_restarts = 0
+        """How many schedulers have died and were replaced."""
+        self.server_restarts = 0
+        """How many servers have died and were replaced (with replicas only)."""
+        self.scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
+        """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
+        self._tls = tls
+        self._supervisor = Supervisor()
+        self._nodes: dict[str, tuple[str, Process]] = {}  # the servers, by the name they register with
+        self._counting = threading.Lock()
+
+    @classmethod
+    def start(
+        cls,
         *,
         servers: int = 1,
         workers: int = 1,
@@ -89,77 +104,74 @@ class LocalCluster:
         token: str | None = None,
         share: Share | None = None,
         on_replaced: Callable[[str, int], None] = lambda name, status: None,
-    ) -> None:
+    ) -> LocalCluster:
+        """Start the processes, and wait until all servers are there."""
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
         check_replicas(replicas, servers, min_replicas)
-        self.consistency: Consistency = Eventual() if consistency is None else consistency
+        consistency = Eventual() if consistency is None else consistency
         stale = Accept() if stale is None else stale
-        check_stale_policy(self.consistency, stale)
-        self.token = make_token() if token is None else check_token(token)
-        self._tls = tls
-        self._on_replaced = on_replaced
-        self._children: list[tuple[str, subprocess.Popen[bytes]]] = []
-        self._nodes: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}  # the servers, by the name they register with
-        self._watches: dict[str, threading.Thread] = {}  # each replaces one that dies, by its name
-        self._starting = threading.Lock()
-        self._is_closing = threading.Event()
-        self.scheduler_restarts = 0
-        """How many schedulers have died and were replaced."""
-        self.server_restarts = 0
-        """How many servers have died and were replaced (with replicas only)."""
+        check_stale_policy(consistency, stale)
+        scheduling = {
+            "num_servers": servers,
+            "num_workers": workers,
+            "consistency": str(consistency),
+            "stale": str(stale),
+            "replicas": replicas,
+            "min_replicas": min_replicas,
+            "non_finite": check_policy(non_finite),
+            "heartbeat_timeout_s": heartbeat_timeout_s,
+        }
+        token = make_token() if token is None else check_token(token)
         prepare_kernels(on_compile)
-        self.scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
-        """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
+        cluster = cls(consistency=consistency, token=token, tls=tls)
         try:
-            # All start at once, and what they import and load they load side by side.
-            announcing = None
-            if share is None or share.runs_scheduler:
-                bind = _LOOPBACK if share is None else share.bind or share.scheduler
-                scheduling = {
-                    "role": "scheduler",
-                    "address": bind,
-                    "num_servers": servers,
-                    "num_workers": workers,
-                    "consistency": str(self.consistency),
-                    "stale": str(stale),
-                    "replicas": replicas,
-                    "min_replicas": min_replicas,
-                    "non_finite": check_policy(non_finite),
-                    "heartbeat_timeout_s": heartbeat_timeout_s,
-                    "scratch": str(self.scratch),
-                    "replaces": False,
-                }
-                announcing = self._spawn("scheduler", scheduling, stdout=subprocess.PIPE)
             listening = dict.fromkeys(range(servers), _LOOPBACK) if share is None else share.servers
-            serving: list[tuple[subprocess.Popen[bytes], dict[str, Any]]] = []
-            for rank, address in listening.items():
-                options: dict[str, Any] = {"role": "server", "rank": rank, "address": address}
-                if announcing is None:
-                    options["scratch"] = str(self.scratch)
-                serving.append((self._spawn(f"server {rank}", options), options))
-            for rank in range(workers if start_workers else 0):
-                self._spawn(f"worker {rank}", {"role": "worker", "rank": rank})
-            patience_s = _START_S if share is None else share.patience_s
-            if announcing is not None:
-                self.scheduler = self._hear_address(announcing)
-                if share is None:
-                    scheduling["address"] = self.scheduler.removeprefix("tcp://")
-                self._watch_scheduler(announcing, scheduling)
-            else:
-                assert share is not None
-                wait_cluster(self.transport(), share.scheduler, patience_s, ready=False)
-                self.scheduler = share.scheduler
-            for _, child in self._children:
-                if child is not announcing:
-                    self._tell_address(child)
-            wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
-            if replicas:
-                for child, options in serving:
-                    self._watch_server(f"server {options['rank']}", child, options)
+            cluster._start(scheduling, listening, workers if start_workers else 0, share, on_replaced)
         except BaseException:
-            self.close()
+            cluster.close()
             raise
+        return cluster
+
+    def _start(
+        self,
+        scheduling: dict[str, Any],
+        listening: Mapping[int, str],
+        num_workers: int,
+        share: Share | None,
+        on_replaced: Callable[[str, int], None],
+    ) -> None:
+        """Start all at once, so that they load side by side what they import and load."""
+        patience_s = _START_S if share is None else share.patience_s
+        scheduler: Child | None = None
+        if share is None or share.runs_scheduler:
+            bind = _LOOPBACK if share is None else share.bind or share.scheduler
+            scheduling = {"role": "scheduler", "address": bind, "scratch": str(self.scratch), **scheduling}
+            scheduler = self._start_child("scheduler", {**scheduling, "replaces": False})
+        serving: list[tuple[Child, dict[str, Any]]] = []
+        for rank, address in listening.items():
+            options: dict[str, Any] = {"role": "server", "rank": rank, "address": address}
+            if scheduler is None:
+                options["scratch"] = str(self.scratch)
+            serving.append((self._start_child(f"server {rank}", options), options))
+        for rank in range(num_workers):
+            self._start_child(f"worker {rank}", {"role": "worker", "rank": rank})
+        if scheduler is not None:
+            self.scheduler = self._hear_address(scheduler)
+            if share is None:
+                scheduling["address"] = self.scheduler.removeprefix("tcp://")
+            self._keep_scheduler(scheduler, {**scheduling, "replaces": True}, on_replaced)
+        else:
+            assert share is not None
+            wait_cluster(self.transport(), share.scheduler, patience_s, ready=False)
+            self.scheduler = share.scheduler
+        for child in self._supervisor.children:
+            if child is not scheduler:
+                self._tell_address(child.process)
+        wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
+        if scheduling["replicas"]:
+            for child, options in serving:
+                self._keep_server(child, {**options, "rank": None, "extra": True}, on_replaced)
 
     def connect(
         self, *, observer: bool = False, rank: int | None = None, timeout_s: float = 60.0, **options: Any
@@ -173,25 +185,18 @@ class LocalCluster:
 
     def dead_children(self, role: str) -> list[tuple[str, int]]:
         """Return name and exit status of the processes of a role that have ended."""
-        ended = []
-        for name, child in list(self._children):
-            # Nor is a process gone for as long as another one is to take its place.
-            watch = self._watches.get(name)
-            status = None if (watch is not None and watch.is_alive()) or not name.startswith(role) else child.poll()
-            if status is not None:
-                ended.append((name, status))
-        return ended
+        return self._supervisor.ended(role)
 
     def pids(self, role: str) -> list[int]:
         """Return the process ids of a role that live, by rank."""
-        return [child.pid for name, child in list(self._children) if name.startswith(role) and child.poll() is None]
+        return [child.process.pid for child in self._supervisor.living(role)]
 
     def kill_server(self, node: str) -> str | None:
         """Kill the server that registered as `node` if it runs here and lives; return its name."""
-        name, child = self._nodes.get(node, ("", None))
-        if child is None or child.poll() is not None:
+        name, process = self._nodes.get(node, ("", None))
+        if process is None or process.poll() is not None:
             return None
-        child.kill()
+        process.send_signal(signal.SIGKILL)
         return name
 
     def wait_workers(self, client: Client, count: int, timeout_s: float = _START_S) -> None:
@@ -205,32 +210,20 @@ class LocalCluster:
 
     def end_workers(self) -> None:
         """End the worker processes; servers and scheduler stay."""
-        workers = [child for name, child in self._children if name.startswith("worker")]
-        for child in workers:
-            child.kill()
-        for child in workers:
-            child.wait()
+        workers = self._supervisor.living("worker")
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.process.wait()
 
     def close(self) -> None:
         """End every process of the cluster. Idempotent."""
-        with self._starting:
-            self._is_closing.set()
+        self._supervisor.stop_replacing()
         # Workers hold nothing that is still wanted; to be told to end would be news to one that is stopped or stuck.
         self.end_workers()
-        if any(child.poll() is None for _, child in self._children):
+        if self.scheduler and self._supervisor.living():
             self._ask_to_end()
-        deadline = time.monotonic() + _END_S
-        for _, child in reversed(self._children):
-            _close_pipe(child.stdin)
-            try:
-                child.wait(max(deadline - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-            _close_pipe(child.stdout)
-        for watch in self._watches.values():
-            watch.join()
-        self._children = []
+        self._supervisor.close(_END_S)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _ask_to_end(self) -> None:
@@ -242,7 +235,7 @@ class LocalCluster:
                 link.call(messages.EndCluster())
             finally:
                 link.close()
-        except (PacelineError, AttributeError):
+        except PacelineError:
             pass  # it never came up, or is gone: its servers see that too
 
     def __enter__(self) -> LocalCluster:
@@ -254,97 +247,64 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    def _watch_scheduler(self, scheduler: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
-        """Start another scheduler, at the same address, whenever one dies."""
+    # The processes.
 
-        def started(scheduler: subprocess.Popen[bytes]) -> None:
-            assert scheduler.stdout is not None
-            if scheduler.stdout.readline():
-                self.scheduler_restarts += 1
+    def _start_child(self, name: str, options: dict[str, Any]) -> Child:
+        return self._supervisor.start(name, partial(self._launch, name, options))
 
-        again = {**options, "replaces": True}
-        self._replace("scheduler", scheduler, again, _MAX_SCHEDULERS - 1, started)
-
-    def _watch_server(self, name: str, server: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
-        """Start another server whenever one dies, to be filled by those that live."""
-
-        def started(server: subprocess.Popen[bytes]) -> None:
-            with self._starting:
-                self.server_restarts += 1
-            self._tell_address(server)
-
-        again = {**options, "rank": None, "extra": True}
-        self._replace(name, server, again, _MAX_SERVERS, started)
-
-    def _replace(
-        self,
-        name: str,
-        child: subprocess.Popen[bytes],
-        options: dict[str, Any],
-        most: int,
-        started: Callable[[subprocess.Popen[bytes]], None],
-    ) -> None:
-        """Start another process in the place of one that dies, so often at most, in a thread."""
-
-        def watch(child: subprocess.Popen[bytes]) -> None:
-            backoff, since = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), -math.inf
-            for _ in range(most):
-                status = child.wait()
-                if status == 0:
-                    return  # the cluster has ended
-                has_lived = time.monotonic() - since >= _SHORT_LIFE_S
-                if has_lived:
-                    backoff.reset()
-                if self._is_closing.wait(0.0 if has_lived else backoff.next_s()):
-                    return
-                with self._starting:
-                    if self._is_closing.is_set():
-                        return
-                    since = time.monotonic()
-                    _close_pipe(child.stdin)
-                    _close_pipe(child.stdout)
-                    place = self._children.index((name, child))
-                    child = self._spawn(name, options, stdout=None if child.stdout is None else subprocess.PIPE)
-                    self._children[place] = self._children.pop()
-                self._on_replaced(name, status)
-                started(child)
-            child.wait()
-
-        thread = threading.Thread(target=watch, args=(child,), name=f"paceline-{name}-watch", daemon=True)
-        self._watches[name] = thread
-        thread.start()
-
-    def _hear_address(self, scheduler: subprocess.Popen[bytes]) -> str:
-        assert scheduler.stdout is not None
-        line = scheduler.stdout.readline().decode().strip()
-        if not line:
-            raise PeerError("the scheduler did not start; what it said is above")
-        return line
-
-    def _tell_address(self, child: subprocess.Popen[bytes]) -> None:
-        assert child.stdin is not None
-        try:
-            child.stdin.write(self.scheduler.encode() + b"\n")
-            child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: whoever waits for it sees that
-
-    def _spawn(self, name: str, options: dict[str, Any], stdout: int | None = None) -> subprocess.Popen[bytes]:
+    def _launch(self, name: str, options: dict[str, Any]) -> Process:
         if self._tls is not None:
             options = {**options, "tls": asdict(self._tls)}
         if options["role"] == "server":
             options = {**options, "node": make_node_name("server")}
-        child = subprocess.Popen(
+        process = spawn(
             [sys.executable, "-m", "paceline.launch.child", json.dumps(options, default=str)],
             stdin=subprocess.PIPE,
-            stdout=stdout if stdout is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if options["role"] == "scheduler" else subprocess.DEVNULL,
             env={**_MALLOC, **os.environ, "PACELINE_TOKEN": self.token, "TMPDIR": str(self.scratch)},
-            start_new_session=True,
         )
-        self._children.append((name, child))
         if "node" in options:
-            self._nodes[options["node"]] = (name, child)
-        return child
+            self._nodes[options["node"]] = (name, process)
+        return process
+
+    def _keep_scheduler(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
+        """Start another scheduler, at the same address, whenever one dies."""
+
+        def replaced(scheduler: Process, status: int) -> None:
+            on_replaced(child.name, status)
+            assert scheduler.stdout is not None
+            if scheduler.stdout.readline():
+                self.scheduler_restarts += 1
+
+        launch = partial(self._launch, child.name, options)
+        self._supervisor.keep(child, launch, most=_MAX_SCHEDULERS - 1, on_replaced=replaced)
+
+    def _keep_server(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
+        """Start another server whenever one dies, to be filled by those that live."""
+
+        def replaced(server: Process, status: int) -> None:
+            on_replaced(child.name, status)
+            with self._counting:
+                self.server_restarts += 1
+            self._tell_address(server)
+
+        launch = partial(self._launch, child.name, options)
+        self._supervisor.keep(child, launch, most=_MAX_SERVERS, on_replaced=replaced)
+
+    def _hear_address(self, scheduler: Child) -> str:
+        assert scheduler.process.stdout is not None
+        line = scheduler.process.stdout.readline().decode().strip()
+        if not line:
+            raise PeerError("the scheduler did not start; what it said is above")
+        return line
+
+    def _tell_address(self, process: Process) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(self.scheduler.encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended: whoever waits for it sees that
 
     def _check_started(self, role: str) -> None:
         for name, status in self.dead_children(role):
@@ -378,25 +338,6 @@ def wait_cluster(
         link.close()
 
 
-def describe_status(status: int) -> str:
-    """Say how a process ended."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was killed by {name}"
-
-
-def _close_pipe(pipe: IO[bytes] | None) -> None:
-    try:
-        if pipe is not None:
-            pipe.close()
-    except BrokenPipeError:
-        pass  # there was something to flush, and nobody to read it
-
-
 def local_cluster(
     *,
     servers: int = 1,
@@ -418,7 +359,7 @@ def local_cluster(
     of life for `heartbeat_timeout_s` counts as dead. What would leave infinities or NaN in a table fails with
     ``NonFiniteError``; with ``non_finite="count"`` it is let in, and counted in the tables' statistics.
     """
-    return LocalCluster(
+    return LocalCluster.start(
         servers=servers,
         workers=workers,
         consistency=consistency,

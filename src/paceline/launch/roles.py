@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -31,6 +29,8 @@ from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.ps.pulse import Pulse
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 from paceline.transport.backoff import Backoff
+
+from .supervisor import watch_parent
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
@@ -338,20 +338,6 @@ async def _drain(link: SchedulerLink, stop: asyncio.Event, on_leaving: Callable[
     except asyncio.TimeoutError:
         on_leaving()
         await stop.wait()
-
-
-def watch_parent(on_gone: Callable[[], None]) -> None:
-    """Call `on_gone` in a thread when standard input ends: the parent holds its other end, and is gone."""
-
-    def watch() -> None:
-        try:
-            while os.read(sys.stdin.fileno(), 4096):
-                pass
-        except (OSError, ValueError):
-            pass
-        on_gone()
-
-    threading.Thread(target=watch, name="paceline-parent-watch", daemon=True).start()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

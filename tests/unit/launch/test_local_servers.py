@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-import paceline.launch.local as local_module
+from paceline.launch import supervisor
 from paceline.launch.local import LocalCluster, Share
 from paceline.launch.run.servers import RunServers
 from paceline.protocol import Accept, Eventual
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def servers() -> RunServers:
     """Two servers and a replica."""
-    return RunServers(
+    return RunServers.start(
         servers=2,
         workers=1,
         consistency=Eventual(),
@@ -53,12 +53,12 @@ def servers() -> RunServers:
 def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local_module, "_FIRST_PAUSE_S", 30.0)
-    monkeypatch.setattr(local_module, "_SHORT_LIFE_S", 30.0)
+    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(supervisor, "_SHORT_LIFE_S", 30.0)
     port, scheduler = free_port(), f"127.0.0.1:{free_port()}"
     share = Share(scheduler=scheduler, runs_scheduler=True, servers={0: "127.0.0.1:0", 1: f"127.0.0.1:{port}"})
     statuses: list[int] = []
-    with LocalCluster(
+    with LocalCluster.start(
         servers=2, replicas=1, share=share, on_replaced=lambda name, each: statuses.append(each)
     ) as local:
         os.kill(local.pids("server")[1], signal.SIGTERM)

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from paceline.launch.local import describe_status
+from paceline.launch.supervisor import describe_status
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.results import TrainResult, summarize_staleness
 from paceline.launch.train.training_run import _RunningLoss

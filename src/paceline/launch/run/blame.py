@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.launch.local import describe_status
+from paceline.launch.supervisor import describe_status
 
 _HEADER = b"Traceback (most recent call last):"
 _CHAINED = (

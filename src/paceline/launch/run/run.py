@@ -113,7 +113,7 @@ def run_script(options: RunOptions) -> int:
                 wait_cluster(SocketTransport(setup.token, tls=setup.tls), scheduler, _PATIENCE_S)
             else:
                 servers = stack.enter_context(
-                    RunServers(
+                    RunServers.start(
                         servers=choice.servers,
                         workers=setup.num_ranks,
                         consistency=choice.consistency,

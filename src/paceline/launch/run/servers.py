@@ -16,8 +16,9 @@ from types import TracebackType
 import msgspec
 
 from paceline.errors import PacelineError, PeerError
-from paceline.launch.local import LocalCluster, Share, describe_status
+from paceline.launch.local import LocalCluster, Share
 from paceline.launch.run.news import News
+from paceline.launch.supervisor import describe_status
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import SchedulerLink, make_node_name, messages
 from paceline.ps.client.routes import MapWatch
@@ -36,22 +37,8 @@ class RunServers:
     standard error, by whoever asks for the `failure` or waits here.
     """
 
-    def __init__(
-        self,
-        *,
-        servers: int,
-        workers: int,
-        consistency: Consistency,
-        stale: StalePolicy,
-        replicas: int,
-        token: str,
-        share: Share | None,
-        heartbeat_timeout_s: float,
-        min_replicas: int = 0,
-        non_finite: str = "refuse",
-        tls: TLS | None = None,
-        on_compile: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, workers: int, share: Share | None) -> None:
+        """Make one without processes; :meth:`start` makes one that runs."""
         self._num_workers = workers
         self._share = share
         self._seen: set[int] = set()
@@ -65,7 +52,29 @@ class RunServers:
         self._ended = self._cut_short = False
         self._lost: str | None = None  # why there is no scheduler any more
         self._changed = threading.Condition()
-        self._cluster = LocalCluster(
+        self._cluster: LocalCluster
+        self._link: SchedulerLink | None = None
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        servers: int,
+        workers: int,
+        consistency: Consistency,
+        stale: StalePolicy,
+        replicas: int,
+        token: str,
+        share: Share | None,
+        heartbeat_timeout_s: float,
+        min_replicas: int = 0,
+        non_finite: str = "refuse",
+        tls: TLS | None = None,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> RunServers:
+        """Start the processes, and wait until all servers are there."""
+        run = cls(workers, share)
+        run._cluster = LocalCluster.start(
             servers=servers,
             workers=workers,
             consistency=consistency,
@@ -78,17 +87,20 @@ class RunServers:
             share=share,
             heartbeat_timeout_s=heartbeat_timeout_s,
             on_compile=on_compile,
-            on_replaced=self._note_replaced,
+            on_replaced=run._note_replaced,
         )
-        self.scheduler = self._cluster.scheduler
-        """Where the ranks of this machine find the scheduler."""
-        self._link: SchedulerLink | None = None
         try:
             if replicas or share is not None:
-                self._link = self._watch_cluster()
+                run._link = run._watch_cluster()
         except BaseException:
-            self._cluster.close()
+            run._cluster.close()
             raise
+        return run
+
+    @property
+    def scheduler(self) -> str:
+        """Where the ranks of this machine find the scheduler."""
+        return self._cluster.scheduler
 
     def failure(self) -> str | None:
         """Say who is gone, if the ranks cannot go on without. To be called about every second."""

@@ -24,7 +24,8 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.launch.interrupts import DeferredSignals
-from paceline.launch.local import LocalCluster, describe_status
+from paceline.launch.local import LocalCluster
+from paceline.launch.supervisor import describe_status
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.data_files import check_files, open_training_data, total_size
 from paceline.launch.train.options import TrainOptions
@@ -371,7 +372,7 @@ def train_locally(
     """Train on processes of this machine that live as long as the training. Arguments as LocalCluster and Training."""
     check_files(options)  # what is wrong is said before anything starts
     with (
-        LocalCluster(
+        LocalCluster.start(
             servers=servers,
             workers=workers,
             consistency=consistency,

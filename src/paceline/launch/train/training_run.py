@@ -63,7 +63,7 @@ def run_training(
                 client = stack.enter_context(Client(SocketTransport(token, tls=tls), scheduler, observer=True))
                 workers = client.link.call(messages.GetSettings(), messages.Settings).num_workers
             else:
-                cluster = LocalCluster(
+                cluster = LocalCluster.start(
                     servers=servers,
                     workers=workers,
                     consistency=consistency,

@@ -1,8 +1,8 @@
-"""Ends a run's ranks, and what they have started, if the launcher is killed: a process that waits for just that.
+"""Ends foreign programs, and what they have started, if their parent is killed: a process that waits for just that.
 
 Run as a file, ``python -I -S guard.py``: it imports nothing of ours and takes 15 ms to start. On standard input it
-reads ``+GROUP`` and ``-GROUP``, process groups that began and ended, and ``end`` when the launcher needs it no more. An
-end without that word is the launcher's. Portable, and reaches grandchildren, unlike Linux's PR_SET_PDEATHSIG.
+reads ``+GROUP`` and ``-GROUP``, process groups that began and ended, and ``end`` when the parent needs it no more. An
+end without that word is the parent's. Portable, and reaches grandchildren, unlike Linux's PR_SET_PDEATHSIG.
 """
 
 import os
