@@ -10,9 +10,9 @@ import msgspec
 
 from paceline.protocol import Accept, Eventual
 from paceline.protocol.buckets import to_bytes
+from paceline.protocol.jobs import DoneShards, JobMemory, JobRecord, JobSpec, Lease
 from paceline.ps import SGD, Scheduler, Zeros, messages
 from paceline.ps.messages import CALL, NOTICE, RESULT
-from paceline.ps.messages import snapshots as snapshot_messages
 from paceline.ps.scheduler.processes import own_process
 from paceline.tables.rules import to_fields
 from paceline.transport import Address, Endpoint, Hello, Kind, Listener, MemoryTransport
@@ -178,11 +178,12 @@ class SchedulerEpisode(Episode):
             )
             for rank in range(2)
         )  # fmt: skip
-        lease = messages.Lease(lease=3, epoch=0, file=1, shard=1)
-        job = messages.JobMemory(
-            number=1, num_workers=2, done=((0, 0, b"\1\0\1"),), ended={1: 4}, settled={7: {"examples": 4.0}},
+        lease = Lease(lease=3, epoch=0, file=1, shard=1)
+        done = DoneShards(epoch=0, file=0, shards=b"\5", first=random.choice((0, 3)))
+        job = JobMemory(
+            record=JobRecord(number=1, num_workers=2, done=(done,), ended={1: 4}, settled={7: {"examples": 4.0}}),
             working=role == "worker", leases=(lease,), last_lease=4, progress={"job": 1.0, "examples": 3.0},
-            posted=random.choice((None, self.job()[0])), taken=((7, 1),),
+            posted=random.choice((None, self.job()[0].spec)), taken=((7, 1),),
         )  # fmt: skip
         known = messages.KnownTable(number=3, declared=spec_of("t"), spec=spec_of("t", 0.5))
         return messages.Rejoin(
@@ -199,16 +200,17 @@ class SchedulerEpisode(Episode):
 
     def job(self) -> tuple[messages.PostJob, bytes]:
         random = self.random
-        done = (messages.DoneShards(epoch=0, file=0, shards=b"\x05"),)
-        return messages.PostJob(
+        done = (DoneShards(epoch=0, file=0, shards=b"\x05"),)
+        spec = JobSpec(
             description=b"work", files=random.choice(((3, None), (4, 2), (None,), ())), epochs=random.randrange(1, 3),
             assignment=random.choice(("first-come", "strided")), done=random.choice(((), done)),
             progress={"examples": 3.0},
-        ), b""  # fmt: skip
+        )  # fmt: skip
+        return messages.PostJob(spec=spec), b""
 
     def simple(self) -> Any:
         random = self.random
-        number = random.choice((1, 2, self.scheduler._jobs._last))
+        number = random.choice((1, 2, self.scheduler._jobs.core.last_number))
         return random.choice(
             (
                 lambda: messages.GetMap(), lambda: messages.GetSettings(), lambda: messages.Leave(),
@@ -220,7 +222,7 @@ class SchedulerEpisode(Episode):
                 lambda: messages.Promised(term=random.randrange(9)),
                 lambda: messages.Filled(version=1, target=OTHERS + 1, buckets=to_bytes(7)),
                 lambda: messages.JobStatus(job=number), lambda: messages.TakeReports(job=number),
-                lambda: snapshot_messages.GetAccount(job=number),
+                lambda: messages.GetAccount(job=number),
                 lambda: messages.FileEnded(job=number, file=random.randrange(2), num_shards=3),
                 lambda: messages.JobFailed(job=number, error="DataError", message="bad"),
             )
@@ -228,7 +230,7 @@ class SchedulerEpisode(Episode):
 
     def at_work(self) -> Any:
         random = self.random
-        number = self.scheduler._jobs._last
+        number = self.scheduler._jobs.core.last_number
         return random.choice(
             (
                 lambda: messages.TakeLease(job=number, wait=random.random() < 0.5),
@@ -236,7 +238,7 @@ class SchedulerEpisode(Episode):
                     job=number, lease=random.randrange(6), progress={"job": float(number), "x": 1.0}
                 ),
                 lambda: messages.Report(
-                    job=number, fields={"kind": random.choice(("predictions", "metrics")), "v": [1, 2.5]},
+                    job=number, fields={"kind": "x", "v": [1, 2.5]}, shard=random.choice((None, (0, 0, 1))),
                     number=random.randrange(9), settled=random.random() < 0.5,
                 ),
             )

@@ -279,14 +279,14 @@ DEFECTS: Final = (
     Defect(
         "lease-granted-twice",
         "a shard that a lost worker held is given out again and again",
-        "protocol/shards.py",
+        "protocol/jobs/shards.py",
         "key = heapq.heappop(self._returned)",
         "key = self._returned[0]",
     ),
     Defect(
         "lost-lease-done",
         "a shard counts as done though its lease was taken back",
-        "protocol/shards.py",
+        "protocol/jobs/shards.py",
         '            self._move(key, "Lost")\n            heapq.heappush(self._returned, key)',
         '            self._move(key, "Done")\n            self._num_done += 1',
     ),

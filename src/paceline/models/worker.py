@@ -22,8 +22,8 @@ import numpy as np
 
 from paceline.data import Dataset, open_spec
 from paceline.errors import DataError, PacelineError, PeerError, UsageError
+from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Lease
 from paceline.ps import RULES, Client, SchedulerLink, SparseTable, Ticket, from_fields, messages
-from paceline.ps.messages import ALL_DONE, NOTHING_NOW
 from paceline.transport import Transport
 
 from . import jobs
@@ -63,7 +63,7 @@ def run_worker(
         number = 0
         while True:
             try:
-                job: messages.Job = client.link.call(messages.GetJob(after=number), messages.Job, timeout_s=_FOREVER_S)
+                job: Job = client.link.call(messages.GetJob(after=number), Job, timeout_s=_FOREVER_S)
                 if job.number < 0:
                     return
                 number = job.number
@@ -166,15 +166,18 @@ class Worker:
                 found.append((minibatch.labels.copy(), minibatch.predict(weights)))
                 counters.examples += minibatch.num_examples
                 self._tell(counters)
-            self._report_predictions(counters.job, found)
+            self._report_predictions(counters.job, lease, found)
             leases.read(lease.file, dataset.ended(lease.file))
             leases.done(lease, counters.as_progress(self._client))
 
-    def _report_predictions(self, number: int, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> None:
+    def _report_predictions(
+        self, number: int, lease: Lease, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+    ) -> None:
         if found:
             labels = np.concatenate([labels for labels, _ in found])
             probabilities = np.concatenate([probabilities for _, probabilities in found])
-            report = messages.Report(job=number, fields={"kind": "predictions", "examples": len(labels)})
+            fields = {"kind": "predictions", "examples": len(labels)}
+            report = messages.Report(job=number, fields=fields, shard=lease.key)
             self._call(report, (labels, probabilities))
 
     # With the scheduler.
@@ -221,26 +224,24 @@ class _Leases:
     def __init__(self, link: SchedulerLink, counters: _Counters) -> None:
         self._link = link
         self._job = counters.job
-        self._asked: Callable[[], messages.Lease] | None = None
+        self._asked: Callable[[], Lease] | None = None
         self._ended: set[int] = set()
 
     def prefetch(self) -> None:
         """Ask for the next shard, without waiting for the answer."""
         if self._asked is None:
-            self._asked = self._link.start(messages.TakeLease(job=self._job, wait=False), messages.Lease)
+            self._asked = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
 
-    def next_nowait(self) -> messages.Lease | None:
+    def next_nowait(self) -> Lease | None:
         """Return the next lease (its number is ALL_DONE if there is none any more), or None if there is none now."""
         self.prefetch()
         assert self._asked is not None
         lease, self._asked = self._asked(), None
         return None if lease.lease == NOTHING_NOW else lease
 
-    def wait_next(self) -> messages.Lease:
+    def wait_next(self) -> Lease:
         """Return the next lease when there is one; one that somebody else holds may come back."""
-        lease: messages.Lease = self._link.call(
-            messages.TakeLease(job=self._job, wait=True), messages.Lease, timeout_s=_FOREVER_S
-        )
+        lease: Lease = self._link.call(messages.TakeLease(job=self._job, wait=True), Lease, timeout_s=_FOREVER_S)
         return lease
 
     def read(self, file: int, num_shards: int | None) -> None:
@@ -249,7 +250,7 @@ class _Leases:
             self._ended.add(file)
             self._link.tell(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
 
-    def done(self, lease: messages.Lease, progress: dict[str, float]) -> None:
+    def done(self, lease: Lease, progress: dict[str, float]) -> None:
         """Report a shard, all of whose pushes are acknowledged."""
         self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
 
@@ -267,8 +268,8 @@ class _Pipeline:
         self._counters = counters
         self._ahead = ahead
         self._current: tuple[Minibatch, Ticket] | None = None
-        self._shards: list[messages.Lease] = []  # whose last minibatch is the current one
-        self._unconfirmed: deque[tuple[Ticket, list[messages.Lease], dict[str, float]]] = deque()
+        self._shards: list[Lease] = []  # whose last minibatch is the current one
+        self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
 
     def feed(self, minibatch: Minibatch) -> None:
         """Take the next minibatch; finish the one before."""
@@ -282,7 +283,7 @@ class _Pipeline:
         if self._unconfirmed and self._unconfirmed[0][0].done():
             self._confirm()
 
-    def end_shard(self, lease: messages.Lease) -> None:
+    def end_shard(self, lease: Lease) -> None:
         """Note that the current minibatch is the last of a shard."""
         self._shards.append(lease)
         if self._current is None:  # the shard was empty
@@ -315,6 +316,6 @@ class _Pipeline:
         pushed.wait()
         self._report(shards, progress)
 
-    def _report(self, shards: list[messages.Lease], progress: dict[str, float]) -> None:
+    def _report(self, shards: list[Lease], progress: dict[str, float]) -> None:
         for lease in shards:
             self._leases.done(lease, progress)

@@ -16,6 +16,7 @@ from paceline.protocol import (
     consistency,
     delivery,
     iterations,
+    jobs,
     membership,
     outbox,
     placement,
@@ -23,7 +24,6 @@ from paceline.protocol import (
     replication,
     scheduler,
     server,
-    shards,
     transitions,
 )
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
@@ -52,7 +52,6 @@ from paceline.protocol.reachability import Reachability, Silence
 from paceline.protocol.replication import Replication
 from paceline.protocol.scheduler import SchedulerCore
 from paceline.protocol.server import ServerCore
-from paceline.protocol.shards import ShardAccount, Shards
 from paceline.protocol.transitions import StateTable, Transition
 
 __all__ = [
@@ -83,8 +82,6 @@ __all__ = [
     "SchedulerCore",
     "Sequential",
     "ServerCore",
-    "ShardAccount",
-    "Shards",
     "Silence",
     "StalePolicy",
     "StateTable",
@@ -102,6 +99,7 @@ __all__ = [
     "delivery",
     "groups_of",
     "iterations",
+    "jobs",
     "membership",
     "outbox",
     "parse_consistency",
@@ -112,6 +110,5 @@ __all__ = [
     "replication",
     "scheduler",
     "server",
-    "shards",
     "transitions",
 ]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from paceline.protocol.jobs.shards import Granted
 from paceline.protocol.membership import Member
 from paceline.protocol.replication import FilterState
 from paceline.protocol.scheduler import View
 from paceline.protocol.server import Clocks
-from paceline.protocol.shards import Granted
 
 Value: TypeAlias = tuple[int, int, int]
 Part: TypeAlias = tuple[int, tuple[Value, ...]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.protocol.chains import ChainGroup
+from paceline.protocol.jobs.shards import Granted
 from paceline.protocol.membership import Member
 from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View
-from paceline.protocol.shards import Granted
 from paceline.simulation.messages import (
     Beat,
     Key,

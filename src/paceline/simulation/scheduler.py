@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from paceline.protocol import shards
+from paceline.protocol.jobs import shards
+from paceline.protocol.jobs.shards import Granted, Shards
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
-from paceline.protocol.shards import Granted, Shards
 from paceline.simulation.messages import (
     Beat,
     Filled,

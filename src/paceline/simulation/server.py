@@ -9,13 +9,13 @@ from typing_extensions import override
 
 from paceline.protocol import replication
 from paceline.protocol.buckets import buckets_in
+from paceline.protocol.jobs.shards import Granted
 from paceline.protocol.membership import Role
 from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
 from paceline.protocol.server import Kind, Timing, events
 from paceline.protocol.server.waiting import KEPT
-from paceline.protocol.shards import Granted
 from paceline.simulation.messages import (
     Answer,
     Check,

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
+from paceline.protocol.jobs.shards import Granted
 from paceline.protocol.scheduler import View
-from paceline.protocol.shards import Granted
 from paceline.simulation.client import Client
 from paceline.simulation.messages import (
     Answer,

@@ -9,15 +9,13 @@ Models and snapshots differ in what they keep beside the tables (:class:`ModelMa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from paceline.errors import UsageError
-from paceline.protocol import ShardAccount
-from paceline.protocol.buckets import buckets_in
+from paceline.protocol.jobs import JobAccount
 from paceline.tables.bounds import Bucket, Natural, Sha256, Words
 from paceline.tables.spec import TableSpec
 from paceline.version import __version__
@@ -96,44 +94,6 @@ class StoredTable(msgspec.Struct, frozen=True, kw_only=True):
     def parts(self) -> tuple[StoredPart, ...]:
         """The files that hold its rows."""
         return tuple(use.part for use in self.uses)
-
-
-class DoneShards(msgspec.Struct, frozen=True, kw_only=True):
-    """The shards of one file that were done in one epoch: bit s of `shards` (little endian) stands for shard s."""
-
-    epoch: int
-    file: int
-    shards: bytes
-
-
-class JobAccount(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done of a job at one moment: all pushes that came of the done shards are acknowledged."""
-
-    files: tuple[int | None, ...]
-    """Shards of each file, where known."""
-    done: tuple[DoneShards, ...]
-    progress: dict[str, float] = {}
-    """The workers' counters over the done shards: examples, loss, bytes."""
-
-
-def done_shards(accounts: Iterable[ShardAccount]) -> tuple[DoneShards, ...]:
-    """Return the shards that are done as they travel."""
-    masks: dict[tuple[int, int], int] = {}
-    for each in accounts:
-        if each.done:
-            at = each.epoch, each.file
-            masks[at] = masks.get(at, 0) | 1 << each.shard
-    return tuple(
-        DoneShards(epoch=epoch, file=file, shards=mask.to_bytes(-(-mask.bit_length() // 8), "little"))
-        for (epoch, file), mask in sorted(masks.items())
-    )
-
-
-def shards_in(done: Iterable[DoneShards]) -> Iterator[tuple[int, int, int]]:
-    """Yield epoch, file and shard of each that is done."""
-    for each in done:
-        for shard in buckets_in(int.from_bytes(each.shards, "little")):
-            yield each.epoch, each.file, shard
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

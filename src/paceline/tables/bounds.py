@@ -22,8 +22,6 @@ MAX_WORDS: Final = 1 << 20
 
 MAX_RANK: Final = 65535
 """Of a server or worker."""
-MAX_SHARDS: Final = 1 << 26
-"""Of a job: those of all its files in all its epochs, and one more for each file in each epoch."""
 _MAX_NUMBER: Final = 1 << 62
 """Of what is counted on from what a peer says: there is room above it."""
 
@@ -33,7 +31,6 @@ Word: TypeAlias = Annotated[int, Meta(ge=0)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
 """An incarnation, or the number of a view, a term, a job or a lease."""
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]
-NumShards: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SHARDS)]
 Version: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
 Clock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CLOCK)]
 TableNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TABLES)]
@@ -42,7 +39,6 @@ Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=NUM_BUCKETS - 1)]
 BucketMask: TypeAlias = Annotated[bytes, Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
 """A set of buckets (:func:`paceline.protocol.buckets.to_bytes`)."""
 Role: TypeAlias = Annotated[str, Meta(pattern=r"^(server|worker|observer)\Z")]
-Assignment: TypeAlias = Annotated[str, Meta(pattern=r"^(first-come|strided)\Z")]
 Operation: TypeAlias = Annotated[str, Meta(pattern=r"^(push|write|erase)\Z")]
 NonFinitePolicy: TypeAlias = Annotated[str, Meta(pattern=r"^(refuse|count)\Z")]
 Sha256: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]

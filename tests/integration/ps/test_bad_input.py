@@ -22,6 +22,7 @@ from paceline.errors import (
     UsageError,
 )
 from paceline.protocol import Accept, DropStale, Sequential
+from paceline.protocol.jobs import Job, JobSpec
 from paceline.ps import SGD, Adagrad, Adam, Client, Constant, Scheduler, messages
 from paceline.ps.messages import CALL, NOTICE, PULL, PUSH, PUSH_PULL, RANGE, TICKS
 from paceline.transport import Channel, Hello, SocketTransport
@@ -315,7 +316,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
         ]:
             with pytest.raises(error, match=message):
                 ask(channel, kind, meta=meta)
-        job = messages.PostJob(description=b"", files=(1,), epochs=1, assignment="first-come")
+        job = messages.PostJob(spec=JobSpec(description=b"", files=(1,), epochs=1, assignment="first-come"))
         number = call(channel, job)
         for request in (messages.TakeLease(job=number, wait=True), messages.LeaseDone(job=number, lease=1)):
             with pytest.raises(PeerError, match="no worker of the cluster"):
@@ -392,11 +393,11 @@ def test_the_scheduler_is_gone() -> None:
 
         def wait_for_a_job() -> None:
             with pytest.raises(ConnectionLostError) as caught:
-                client.link.call(messages.GetJob(after=0), messages.Job)
+                client.link.call(messages.GetJob(after=0), Job)
             waiting.append(caught.value)
 
         def stop() -> None:
-            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler._jobs._seekers)) == 1)
+            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler._jobs.core._seekers)) == 1)
             cluster.stop_scheduler()
 
         in_threads(wait_for_a_job, stop)

@@ -13,8 +13,9 @@ import pytest
 
 from paceline.errors import ConnectionLostError
 from paceline.protocol import Sequential
+from paceline.protocol.jobs import ALL_DONE, Job, JobSpec, JobState, Lease
 from paceline.ps import SGD, SchedulerLink, messages
-from paceline.ps.messages import ALL_DONE, NOTICE
+from paceline.ps.messages import NOTICE
 from paceline.transport import Hello
 
 from .harness import PATIENCE_S, Cluster, in_threads, wait_until
@@ -118,21 +119,21 @@ def cluster() -> Iterator[Cluster]:
 def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> None:
     """Calls and what wants no answer: none is lost, none is taken twice."""
     poster, workers = cluster.link(role="observer"), [cluster.link(rank=rank) for rank in range(3)]
-    job = messages.PostJob(description=b"work", files=(40, None), epochs=2, assignment="first-come")
+    job = messages.PostJob(spec=JobSpec(description=b"work", files=(40, None), epochs=2, assignment="first-come"))
     number = int(poster.call(job, int))
     done: list[tuple[int, int, int]] = []
     cuts: list[int] = []
 
     def work(worker: SchedulerLink) -> None:
         examples = 0.0
-        worker.call(messages.GetJob(after=0), messages.Job)
+        worker.call(messages.GetJob(after=0), Job)
         worker.tell(messages.FileEnded(job=number, file=1, num_shards=5))
         while True:
-            lease = worker.call(messages.TakeLease(job=number, wait=True), messages.Lease)
+            lease = worker.call(messages.TakeLease(job=number, wait=True), Lease)
             if lease.lease == ALL_DONE:
                 return
             examples += 10
-            report = messages.Report(job=number, fields={"kind": "predictions", "shard": lease.shard})
+            report = messages.Report(job=number, fields={"shard": lease.shard}, shard=lease.key)
             worker.call(report, body=(bytes([lease.shard]),))
             progress = {"job": number, "examples": examples}
             worker.tell(messages.LeaseDone(job=number, lease=lease.lease, progress=progress))
@@ -150,7 +151,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
     assert len(cuts) > 2
     assert sorted(done) == sorted({*done})
     assert len(done) == 90
-    found: messages.JobState = poster.call(messages.JobStatus(job=number), messages.JobState)
+    found: JobState = poster.call(messages.JobStatus(job=number), JobState)
     assert (found.done, found.total, found.lost_workers) == (90, 90, 0)
     assert found.progress["examples"] == 900
     assert found.num_reports == 90
@@ -158,11 +159,13 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
 
 def test_what_was_asked_before_the_cut_is_answered_behind_it(cluster: Cluster) -> None:
     seeker, poster = cluster.link(), cluster.link(role="observer")
-    seeking = seeker.start(messages.GetJob(after=0), messages.Job)
+    seeking = seeker.start(messages.GetJob(after=0), Job)
     seeker.call(messages.GetMap())
     cut_all(cluster)
     wait_until(lambda: seeker.reconnections == 1 and poster.reconnections == 1)
-    number = poster.call(messages.PostJob(description=b"", files=(1,), epochs=1, assignment="first-come"), int)
+    number = poster.call(
+        messages.PostJob(spec=JobSpec(description=b"", files=(1,), epochs=1, assignment="first-come")), int
+    )
     assert seeking().number == number
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import DataError, PeerError
+from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, JobSpec, JobState, Lease, TakenReport
 from paceline.ps import SchedulerLink, messages
-from paceline.ps.messages import ALL_DONE, NOTHING_NOW
 
 from .harness import Cluster, in_threads, wait_until
 
@@ -26,37 +26,37 @@ def poster(cluster: Cluster) -> SchedulerLink:
 
 
 def post(poster: SchedulerLink, *files: int | None, epochs: int = 1, assignment: str = "first-come") -> int:
-    job = messages.PostJob(description=b"work", files=files, epochs=epochs, assignment=assignment)
+    job = messages.PostJob(spec=JobSpec(description=b"work", files=files, epochs=epochs, assignment=assignment))
     return int(poster.call(job, int))
 
 
-def take(worker: SchedulerLink, job: int, *, wait: bool = False) -> messages.Lease:
-    lease: messages.Lease = worker.call(messages.TakeLease(job=job, wait=wait), messages.Lease)
+def take(worker: SchedulerLink, job: int, *, wait: bool = False) -> Lease:
+    lease: Lease = worker.call(messages.TakeLease(job=job, wait=wait), Lease)
     return lease
 
 
-def done(worker: SchedulerLink, job: int, lease: messages.Lease, **progress: float) -> None:
+def done(worker: SchedulerLink, job: int, lease: Lease, **progress: float) -> None:
     worker.call(messages.LeaseDone(job=job, lease=lease.lease, progress={**progress, "job": job} if progress else {}))
 
 
-def state(poster: SchedulerLink, job: int) -> messages.JobState:
-    found: messages.JobState = poster.call(messages.JobStatus(job=job), messages.JobState)
+def state(poster: SchedulerLink, job: int) -> JobState:
+    found: JobState = poster.call(messages.JobStatus(job=job), JobState)
     return found
 
 
 def rest(worker: SchedulerLink, after: int) -> None:
     """Ask for the next job, as a worker that is through does, and do not wait for it."""
-    worker.start(messages.GetJob(after=after), messages.Job)
+    worker.start(messages.GetJob(after=after), Job)
     worker.call(messages.GetMap())  # by its answer the scheduler has heard
 
 
 def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
     workers = [cluster.link(rank=rank) for rank in range(2)]
-    asked = [worker.start(messages.GetJob(after=0), messages.Job) for worker in workers]
+    asked = [worker.start(messages.GetJob(after=0), Job) for worker in workers]
     number = post(poster, 3, 2, epochs=2)
-    assert {answer() for answer in asked} == {messages.Job(number=number, description=b"work")}
+    assert {answer() for answer in asked} == {Job(number=number, description=b"work")}
     late = cluster.link()
-    assert late.call(messages.GetJob(after=0), messages.Job).number == number
+    assert late.call(messages.GetJob(after=0), Job).number == number
     seen = []
     for step in range(10):
         worker = workers[step % 2]
@@ -85,7 +85,7 @@ def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: Schedul
     mine, lost = take(lives, number), take(dies, number)
     done(lives, number, mine)
     assert take(lives, number).lease == NOTHING_NOW
-    waiting: list[messages.Lease] = []
+    waiting: list[Lease] = []
     in_threads(lambda: waiting.append(take(lives, number, wait=True)), lambda: cluster.lose(dies))
     assert waiting[0].lease not in (lost.lease, NOTHING_NOW, ALL_DONE)
     assert (waiting[0].file, waiting[0].shard) == (lost.file, lost.shard)
@@ -100,7 +100,7 @@ def test_a_lost_workers_leases_are_given_again(cluster: Cluster, poster: Schedul
 def test_a_worker_that_leaves_gives_its_leases_back(cluster: Cluster, poster: SchedulerLink) -> None:
     stays, leaves = cluster.link(), cluster.link()
     number = post(poster, 1, assignment="strided")
-    asked = stays.start(messages.TakeLease(job=number, wait=False), messages.Lease)
+    asked = stays.start(messages.TakeLease(job=number, wait=False), Lease)
     assert take(leaves, number).lease == NOTHING_NOW
     lease = asked()
     stays.close()
@@ -116,7 +116,7 @@ def test_whoever_waits_hears_that_all_is_done(cluster: Cluster, poster: Schedule
     works, waits = cluster.link(), cluster.link()
     number = post(poster, 1)
     lease = take(works, number)
-    answer = waits.start(messages.TakeLease(job=number, wait=True), messages.Lease)
+    answer = waits.start(messages.TakeLease(job=number, wait=True), Lease)
     waits.call(messages.GetMap())
     done(works, number, lease)
     assert answer().lease == ALL_DONE
@@ -151,7 +151,7 @@ def test_a_job_is_not_over_while_work_is_left(cluster: Cluster, poster: Schedule
 def test_strided_work_goes_by_rank(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     number = post(poster, 4, assignment="strided")
-    asked = second.start(messages.TakeLease(job=number, wait=False), messages.Lease)
+    asked = second.start(messages.TakeLease(job=number, wait=False), Lease)
     assert [take(first, number).shard for _ in range(2)] == [0, 2]
     assert [asked().shard, take(second, number).shard] == [1, 3]
 
@@ -186,7 +186,7 @@ def test_reports_come_with_their_bodies(cluster: Cluster, poster: SchedulerLink)
         )
     assert state(poster, number).num_reports == 3
     for index in range(3):
-        report, body = poster.call_with_body(messages.TakeReports(job=number), messages.TakenReport)
+        report, body = poster.call_with_body(messages.TakeReports(job=number), TakenReport)
         assert report.fields == {"index": index, "name": "é"}
         assert bytes(body) == bytes([index]) * 1000 + b"!"
     report, body = poster.call_with_body(messages.TakeReports(job=number))
@@ -226,9 +226,9 @@ def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink
     works, waits, rests = (cluster.link() for _ in range(3))
     first = post(poster, 1)
     lease = take(works, first)
-    waiting = waits.start(messages.TakeLease(job=first, wait=True), messages.Lease)
+    waiting = waits.start(messages.TakeLease(job=first, wait=True), Lease)
     waits.call(messages.GetMap())
-    resting = rests.start(messages.GetJob(after=first), messages.Job)
+    resting = rests.start(messages.GetJob(after=first), Job)
     rests.call(messages.GetMap())
     second = post(poster, 1)
     assert second == first + 1
@@ -240,7 +240,7 @@ def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink
     works.call(messages.FileEnded(job=first, file=0, num_shards=9))
     works.call(messages.JobFailed(job=first, error="DataError", message=""))
     assert take(works, first).lease == ALL_DONE
-    assert works.call(messages.GetJob(after=first), messages.Job).number == second
+    assert works.call(messages.GetJob(after=first), Job).number == second
     found = state(poster, second)
     assert (found.done, found.failed, found.num_reports) == (0, None, 0)
     with pytest.raises(PeerError, match=f"there is no job {first}, or it is over"):
@@ -253,15 +253,15 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
     late._on_notice = heard.append
     number = post(poster, 1)
     take(late, number)
-    seeking = seeks.start(messages.GetJob(after=number), messages.Job)
-    waiting = waits.start(messages.TakeLease(job=number, wait=True), messages.Lease)
+    seeking = seeks.start(messages.GetJob(after=number), Job)
+    waiting = waits.start(messages.TakeLease(job=number, wait=True), Lease)
     for link in (seeks, waits):
         link.call(messages.GetMap())
     poster.call(messages.EndCluster())
     assert seeking().number == -1
     assert waiting().lease == ALL_DONE
     wait_until(lambda: any(isinstance(notice, messages.Ended) for notice in heard))
-    assert late.call(messages.GetJob(after=number), messages.Job).number == -1
+    assert late.call(messages.GetJob(after=number), Job).number == -1
     assert cluster.scheduler.ended.is_set()
     assert cluster.scheduler.num_members == 4
 
@@ -269,7 +269,7 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
 def test_a_strided_job_begins_when_all_its_workers_have_asked(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     job = post(poster, 4, assignment="strided")
-    asked = first.start(messages.TakeLease(job=job, wait=False), messages.Lease)
+    asked = first.start(messages.TakeLease(job=job, wait=False), Lease)
     assert state(poster, job).seconds == 0.0  # nobody has begun
     assert take(second, job).shard == 1
     assert asked().shard == 0
@@ -278,7 +278,7 @@ def test_a_strided_job_begins_when_all_its_workers_have_asked(cluster: Cluster, 
 def test_a_strided_job_does_not_wait_for_a_worker_that_dies_first(cluster: Cluster, poster: SchedulerLink) -> None:
     first, second = cluster.link(rank=0), cluster.link(rank=1)
     job = post(poster, 2, assignment="strided")
-    asked = first.start(messages.TakeLease(job=job, wait=False), messages.Lease)
+    asked = first.start(messages.TakeLease(job=job, wait=False), Lease)
     cluster.lose(second)
     assert asked().shard == 0
 

@@ -14,9 +14,9 @@ import pytest
 
 from paceline.errors import AddressError, ConnectionLostError, PeerError
 from paceline.protocol import BoundedDelay, Eventual
+from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.scheduler import events
 from paceline.ps import SGD, Scheduler, SchedulerLink, make_node_name, messages
-from paceline.ps.messages import ALL_DONE, NOTHING_NOW
 from paceline.ps.scheduler.jobs import Jobs
 from paceline.testing import serve_in_thread
 from paceline.transport import Channel, Hello, Listener, SocketTransport
@@ -133,25 +133,25 @@ def poster(cluster: Restartable) -> SchedulerLink:
 
 
 def post(poster: SchedulerLink, *files: int | None, epochs: int = 1, assignment: str = "first-come") -> int:
-    job = messages.PostJob(description=b"work", files=files, epochs=epochs, assignment=assignment)
+    job = messages.PostJob(spec=JobSpec(description=b"work", files=files, epochs=epochs, assignment=assignment))
     return int(poster.call(job, int))
 
 
 def begin(worker: SchedulerLink, after: int = 0) -> int:
-    return int(worker.call(messages.GetJob(after=after), messages.Job).number)
+    return int(worker.call(messages.GetJob(after=after), Job).number)
 
 
-def take(worker: SchedulerLink, job: int, *, wait: bool = False) -> messages.Lease:
-    lease: messages.Lease = worker.call(messages.TakeLease(job=job, wait=wait), messages.Lease)
+def take(worker: SchedulerLink, job: int, *, wait: bool = False) -> Lease:
+    lease: Lease = worker.call(messages.TakeLease(job=job, wait=wait), Lease)
     return lease
 
 
-def finish(worker: SchedulerLink, job: int, lease: messages.Lease, examples: float) -> None:
+def finish(worker: SchedulerLink, job: int, lease: Lease, examples: float) -> None:
     worker.tell(messages.LeaseDone(job=job, lease=lease.lease, progress={"job": job, "examples": examples}))
 
 
-def state(poster: SchedulerLink, job: int) -> messages.JobState:
-    found: messages.JobState = poster.call(messages.JobStatus(job=job), messages.JobState)
+def state(poster: SchedulerLink, job: int) -> JobState:
+    found: JobState = poster.call(messages.JobStatus(job=job), JobState)
     return found
 
 
@@ -204,7 +204,7 @@ def test_members_leases_and_counters_are_as_they_were(cluster: Restartable, post
     assert [take(worker, job, wait=True).lease for worker in workers] == [ALL_DONE, ALL_DONE]
     assert not state(poster, job).finished
     for worker in workers:
-        worker.start(messages.GetJob(after=job), messages.Job)
+        worker.start(messages.GetJob(after=job), Job)
     wait_until(lambda: state(poster, job).finished)
     ended = state(poster, job)
     assert (ended.done, ended.total, ended.lost_workers) == (6, 6, 0)
@@ -238,8 +238,8 @@ def test_what_waits_for_an_answer_is_asked_again(cluster: Restartable, poster: S
     for worker in (works, waits, idles):
         begin(worker)
     lease = take(works, job)
-    waiting = waits.start(messages.TakeLease(job=job, wait=True), messages.Lease)
-    idle = idles.start(messages.GetJob(after=job), messages.Job)
+    waiting = waits.start(messages.TakeLease(job=job, wait=True), Lease)
+    idle = idles.start(messages.GetJob(after=job), Job)
     waits.call(messages.GetMap())
     idles.call(messages.GetMap())
     cluster.kill_scheduler()
@@ -256,7 +256,7 @@ def test_a_lease_of_which_nobody_heard_is_given_again(cluster: Restartable, post
     job = post(poster, 1)
     begin(worker)
     take(worker, job)
-    worker._memory._leases.clear()  # as if the answer had been on its way when the scheduler died
+    worker._memory._ledger._leases.clear()  # as if the answer had been on its way when the scheduler died
     cluster.kill_scheduler()
     cluster.replace()
     cluster.wait_back()
@@ -294,13 +294,13 @@ def test_reports_are_neither_lost_nor_told_twice(cluster: Restartable, poster: S
     job = post(poster, 3)
     begin(worker)
 
-    def report(index: int, kind: str = "predictions") -> None:
-        worker.call(messages.Report(job=job, fields={"kind": kind, "index": index}), body=(bytes([index]) * 9,))
+    def report(index: int, shard: Key | None) -> None:
+        worker.call(messages.Report(job=job, fields={"index": index}, shard=shard), body=(bytes([index]) * 9,))
 
     def taken() -> list[int]:
         found: list[int] = []
         while True:
-            each, body = poster.call_with_body(messages.TakeReports(job=job), messages.TakenReport | None)
+            each, body = poster.call_with_body(messages.TakeReports(job=job), TakenReport | None)
             if each is None:
                 return found
             assert bytes(body) == bytes([each.fields["index"]]) * 9
@@ -308,13 +308,13 @@ def test_reports_are_neither_lost_nor_told_twice(cluster: Restartable, poster: S
 
     for index in range(3):
         lease = take(worker, job)
-        report(index)
+        report(index, lease.key)
         if index < 2:
             finish(worker, job, lease, index)
         if index == 0:
             wait_until(lambda: state(poster, job).num_reports == 1)
             assert taken() == [0]
-    report(3, "data")
+    report(3, None)
     cluster.kill_scheduler()
     cluster.replace()
     cluster.wait_back()
@@ -333,11 +333,11 @@ def test_a_shard_whose_report_is_lost_is_read_again(cluster: Restartable, poster
     for worker in (lives, dies):
         begin(worker)
     lease = take(dies, job)
-    dies.call(messages.Report(job=job, fields={"kind": "predictions"}))
+    dies.call(messages.Report(job=job, fields={}, shard=lease.key))
     finish(dies, job, lease, 5)
     wait_until(lambda: state(poster, job).num_reports == 1)
     if taken:
-        assert poster.call(messages.TakeReports(job=job), messages.TakenReport).done == (0, 0, 0)
+        assert poster.call(messages.TakeReports(job=job), TakenReport).done == ((0, 0, 0),)
     cluster.end(dies)
     cluster.kill_scheduler()
     cluster.replace()
@@ -377,7 +377,7 @@ def test_strided_work_stays_with_its_rank(cluster: Restartable, poster: Schedule
     job = post(poster, 6, assignment="strided")
     for worker in workers:
         begin(worker)
-    asked = [worker.start(messages.TakeLease(job=job, wait=False), messages.Lease) for worker in workers]
+    asked = [worker.start(messages.TakeLease(job=job, wait=False), Lease) for worker in workers]
     leases = [answer() for answer in asked]
     assert [lease.shard for lease in leases] == [0, 1]
     cluster.kill_scheduler()

@@ -10,7 +10,8 @@ from paceline.data import open_dataset
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.snapshots import Resumption, describe_training, parse_every
-from paceline.storage.format import DoneShards, JobAccount, SnapshotManifest
+from paceline.protocol.jobs import DoneShards, JobAccount
+from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import Snapshot
 
 

@@ -16,17 +16,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from paceline.errors import ModelError, UsageError
-from paceline.protocol import Shards, shards
+from paceline.protocol.jobs import DoneShards, JobAccount, Shards, done_shards, shards, shards_in
 from paceline.storage.directory_lock import DirectoryLock
 from paceline.storage.format import (
-    DoneShards,
-    JobAccount,
     PartUse,
     SnapshotManifest,
     StoredPart,
     StoredTable,
-    done_shards,
-    shards_in,
 )
 from paceline.storage.manifests import write_manifest
 from paceline.storage.parts import PartBuffer, read_part, write_part
@@ -261,11 +257,11 @@ def test_done_shards_travel() -> None:
         if granted.lease % 3:
             pool.handle(shards.Done(1, granted.lease))
     pool.handle(shards.Ended(1, 8))
-    done = done_shards(pool.report())
+    done = done_shards(pool.done())
     again = Shards.restore(pool.sizes, epochs=2, done=shards_in(done))
     assert pool.sizes == (20, 8, 3)
     assert again.progress() == pool.progress()
-    assert done_shards(again.report()) == done
+    assert done_shards(again.done()) == done
     left = {(a.epoch, a.file, a.shard) for a in pool.report() if not a.done}
     leased = set()
     while isinstance(granted := again.handle(shards.Lease(1))[0], shards.Granted):

@@ -17,10 +17,11 @@ from paceline.data import Dataset
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.launch.train.options import SnapshotPlan, TrainOptions
 from paceline.models import jobs
+from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
-from paceline.storage.format import JobAccount, SnapshotManifest
+from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import Snapshot, SnapshotWriteError, read_newest
 
 _EVERY = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)|(\d[\d_]*)")
@@ -60,7 +61,7 @@ class TrainingSnapshots:
         self._last_s = time.monotonic()
         self._last_examples = examples
 
-    def look(self, state: messages.JobState) -> None:
+    def look(self, state: JobState) -> None:
         """Begin a snapshot if one is due, go on with the one that is being taken; never waits."""
         try:
             if self._taker.is_taking:
@@ -74,7 +75,7 @@ class TrainingSnapshots:
             self._taker.give_up()
             self._warn(f"a snapshot was not taken: {error}")
 
-    def _is_due(self, state: messages.JobState) -> bool:
+    def _is_due(self, state: JobState) -> bool:
         now, examples = time.monotonic(), int(state.progress.get("examples", 0))
         if self._plan.seconds is not None:
             due = now - self._last_s >= self._plan.seconds

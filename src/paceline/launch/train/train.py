@@ -34,6 +34,7 @@ from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, descr
 from paceline.models import jobs
 from paceline.models.metrics import Evaluation, evaluate
 from paceline.protocol import NUM_BUCKETS, Consistency, Sequential
+from paceline.protocol.jobs import JobSpec, JobState, TakenReport
 from paceline.ps import Client, messages, to_fields
 from paceline.storage.manifests import MANIFEST
 
@@ -188,9 +189,7 @@ class Training:
 
     # A job, start to end.
 
-    def _run_job(
-        self, task: str, dataset: Dataset, epochs: int
-    ) -> tuple[messages.JobState, list[tuple[dict[str, Any], bytes]]]:
+    def _run_job(self, task: str, dataset: Dataset, epochs: int) -> tuple[JobState, list[tuple[dict[str, Any], bytes]]]:
         link = self._client.link
         consistency: Consistency = self._client.consistency
         job = jobs.Job(
@@ -208,12 +207,14 @@ class Training:
         known = [None] * len(dataset.files) if resumed is None else resumed.files
         number = link.call(
             messages.PostJob(
-                description=jobs.encode(job),
-                files=tuple(dataset.num_shards(i) if size is None else size for i, size in enumerate(known)),
-                epochs=epochs,
-                assignment="strided" if strided else "first-come",
-                done=() if resumed is None else resumed.done,
-                progress={} if resumed is None else resumed.progress,
+                spec=JobSpec(
+                    description=jobs.encode(job),
+                    files=tuple(dataset.num_shards(i) if size is None else size for i, size in enumerate(known)),
+                    epochs=epochs,
+                    assignment="strided" if strided else "first-come",
+                    done=() if resumed is None else resumed.done,
+                    progress={} if resumed is None else resumed.progress,
+                )
             ),
             int,
         )
@@ -227,7 +228,7 @@ class Training:
             if task == "train" and self._snapshots is not None:
                 self._snapshots.end()
 
-    def _watch_job(self, task: str, number: int) -> tuple[messages.JobState, list[tuple[dict[str, Any], bytes]]]:
+    def _watch_job(self, task: str, number: int) -> tuple[JobState, list[tuple[dict[str, Any], bytes]]]:
         """Watch a job to its end."""
         reports: list[tuple[dict[str, Any], bytes]] = []
         reported = 0.0
@@ -250,14 +251,12 @@ class Training:
                 self._report(task, state)
             time.sleep(_POLL_S)
 
-    def _ask_state(self, number: int) -> messages.JobState:
+    def _ask_state(self, number: int) -> JobState:
         """Ask how far a job is. That may take long, while the scheduler is replaced; what else happens is noticed."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                state: messages.JobState = self._client.link.call(
-                    messages.JobStatus(job=number), messages.JobState, timeout_s=_ANSWER_S
-                )
+                state: JobState = self._client.link.call(messages.JobStatus(job=number), JobState, timeout_s=_ANSWER_S)
                 return state
             except DeadlineError:
                 self._check_signals(number)
@@ -276,14 +275,12 @@ class Training:
 
     def _take_reports(self, number: int, most: int, reports: list[tuple[dict[str, Any], bytes]]) -> None:
         for _ in range(most):
-            report, body = self._client.link.call_with_body(
-                messages.TakeReports(job=number), messages.TakenReport | None
-            )
+            report, body = self._client.link.call_with_body(messages.TakeReports(job=number), TakenReport | None)
             if report is None:
                 return
             reports.append((report.fields, bytes(body)))
 
-    def _report(self, task: str, state: messages.JobState) -> None:
+    def _report(self, task: str, state: JobState) -> None:
         done = state.done / state.total if state.total else None
         self._on_progress(
             Progress(
@@ -298,7 +295,7 @@ class Training:
             )
         )
 
-    def _note_lost(self, task: str, state: messages.JobState) -> None:
+    def _note_lost(self, task: str, state: JobState) -> None:
         if self._lost_before + state.lost_workers > self._lost:
             self._lost = self._lost_before + state.lost_workers
             self._warn(f"a worker died: {state.num_workers} go on, and its unfinished shards are read again ({task})")
@@ -315,7 +312,7 @@ class Training:
         missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role("server")})
         return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
 
-    def _check_alive(self, state: messages.JobState) -> None:
+    def _check_alive(self, state: JobState) -> None:
         if self._client.link.reconnections > self._reconnections:
             self._reconnections = self._client.link.reconnections
             self._warn("the scheduler died: another one has taken its place")

@@ -24,6 +24,7 @@ from typing import Any
 from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
 from paceline.protocol import Sequential
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in, count, from_bytes, to_bytes
+from paceline.protocol.jobs import JobAccount
 from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.messages import TableSpec
@@ -34,7 +35,7 @@ from paceline.ps.messages.snapshots import (
     SnapshotState,
     TakeSnapshot,
 )
-from paceline.storage.format import JobAccount, PartUse, SnapshotManifest, StoredPart, StoredTable
+from paceline.storage.format import PartUse, SnapshotManifest, StoredPart, StoredTable
 from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWriteError, describe_failure, folder_name
 
 FULL_EVERY = 10

@@ -48,23 +48,18 @@ from paceline.ps.messages.cluster import (
     Welcome,
 )
 from paceline.ps.messages.jobs import (
-    ALL_DONE,
-    NOTHING_NOW,
     FileEnded,
+    GetAccount,
     GetJob,
-    Job,
     JobFailed,
-    JobMemory,
     JobNews,
-    JobState,
     JobStatus,
-    Lease,
     LeaseDone,
     PostJob,
     Report,
     TakeLease,
-    TakenReport,
     TakeReports,
+    job_event,
 )
 from paceline.ps.messages.kinds import (
     ACK,
@@ -102,14 +97,11 @@ from paceline.ps.messages.servers import (
     TableStatistics,
     WriteRecords,
 )
-from paceline.ps.messages.snapshots import GetAccount
-from paceline.storage.format import DoneShards
 from paceline.tables.spec import TableSpec
 from paceline.transport import reader
 
 __all__ = [
     "ACK",
-    "ALL_DONE",
     "CALL",
     "CHECK",
     "CLOCKS",
@@ -120,7 +112,6 @@ __all__ = [
     "CreateTable",
     "DROPPED",
     "DeclareTable",
-    "DoneShards",
     "Drain",
     "Elsewhere",
     "EndCluster",
@@ -140,21 +131,16 @@ __all__ = [
     "GetStatistics",
     "GroupInfo",
     "Heartbeat",
-    "Job",
     "JobFailed",
-    "JobMemory",
     "JobNews",
-    "JobState",
     "JobStatus",
     "JoinClock",
     "KnownTable",
-    "Lease",
     "LeaseDone",
     "Leave",
     "ListTables",
     "MapChange",
     "MemberInfo",
-    "NOTHING_NOW",
     "NOTICE",
     "NoteUpdate",
     "PING",
@@ -190,7 +176,6 @@ __all__ = [
     "TableStatistics",
     "TakeLease",
     "TakeReports",
-    "TakenReport",
     "ToScheduler",
     "ToServer",
     "VALUES",
@@ -204,6 +189,7 @@ __all__ = [
     "decode_to_scheduler",
     "decode_to_server",
     "encode",
+    "job_event",
 ]
 
 ToScheduler = (

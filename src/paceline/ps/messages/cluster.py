@@ -12,7 +12,7 @@ from paceline.errors import ProtocolError, UsageError
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import ALL, count, from_bytes
 from paceline.protocol.chains import ChainGroup
-from paceline.ps.messages.jobs import JobMemory
+from paceline.protocol.jobs import JobMemory
 from paceline.tables.bounds import (
     MAX_RANK,
     BucketMask,

@@ -101,10 +101,4 @@ class LoadState(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the files are there at all, as the server sees the directory; if not, it has loaded nothing."""
 
 
-class GetAccount(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask the scheduler what is done of a job; answered by JobAccount."""
-
-    job: int
-
-
 ToServer = TakeSnapshot | GetSnapshotState | DropSnapshot | LoadParts | GetLoadState

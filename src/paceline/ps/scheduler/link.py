@@ -2,7 +2,7 @@
 
 The connection may break: the line connects again and goes on where it was (:mod:`paceline.ps.scheduler.sessions`). The
 scheduler may die and another come in its place, at the same address: the line tells the new one who this process is and
-what it remembers (:mod:`~paceline.ps.scheduler.account`), and what waits for an answer is asked again. Whoever uses the
+what it remembers (:mod:`~paceline.ps.scheduler.memory`), and what waits for an answer is asked again. Whoever uses the
 line notices a pause.
 """
 
@@ -31,7 +31,7 @@ from paceline.protocol.scheduler import KnownViews
 from paceline.ps import messages
 from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
-from paceline.ps.scheduler.account import Memory
+from paceline.ps.scheduler.memory import Memory
 from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
 from paceline.ps.scheduler.processes import own_process
 from paceline.transport import Address, Channel, Hello, Transport, read_meta
@@ -310,15 +310,15 @@ class SchedulerLink:
             message.answer.set_result((frame.meta, frame.body))
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
-        self._memory.incarnation = welcome.incarnation
+        self._memory.joined(welcome.incarnation)
         self._heartbeat_s = welcome.heartbeat_s
         self._welcome = welcome
         self._take_map(welcome.cluster)
 
     def _take_notice(self, notice: msgspec.Struct) -> None:
         match notice:
-            case messages.JobNews():
-                self._memory.told(notice)
+            case messages.JobNews(record=record):
+                self._memory.told(record)
             case ClusterMap():
                 self._take_map(notice)
             case MapChange():

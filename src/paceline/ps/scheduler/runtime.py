@@ -151,7 +151,8 @@ class Scheduler(Handler):
                 self._rejoin(peer, header, request)
             case messages.Heartbeat(unreachable=unreachable, progress=progress):
                 self._feed(events.Heartbeat(peer, unreachable))
-                self._jobs.note_progress(self._sessions[peer].incarnation or 0, progress)
+                if progress:
+                    self._jobs.note_progress(self._sessions[peer], progress, self.core.membership)
             case messages.Leave():
                 self._feed(events.Leave(peer))
                 peer.close()  # which the other end waits for
@@ -416,11 +417,10 @@ class Scheduler(Handler):
                 session.peer = None
             session.incarnation = returned.member.incarnation
             self._members[returned.member.incarnation] = session
-            rejoins.append((session, rejoin))
-        for _, rejoin in sorted(rejoins, key=lambda each: each[1].role != "server"):  # servers know the tables best
+            rejoins.append((session, returned.member, rejoin))
+        for _, _, rejoin in sorted(rejoins, key=lambda each: each[2].role != "server"):  # servers know the tables best
             self._tables.restore(rejoin.tables)
-        dead = {member.rank: member.incarnation for member in taken.dead if member.role is Role.WORKER}
-        self._jobs.restore(rejoins, dead)
+        self._jobs.restore(rejoins, taken.dead)
         self._tell_news_soon()
         for member in taken.dead:
             self._on_note(f"{_name(member)} is declared dead: it has not come to this scheduler, which took over")

@@ -9,9 +9,19 @@ import pytest
 
 from paceline.errors import PeerError
 from paceline.protocol import Member, Membership, Role
+from paceline.protocol.jobs import (
+    ALL_DONE,
+    NOTHING_NOW,
+    DoneShards,
+    JobMemory,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Lease,
+    shards_in,
+)
 from paceline.protocol.scheduler import events
 from paceline.ps import messages
-from paceline.ps.messages import ALL_DONE, NOTHING_NOW, JobMemory
 from paceline.ps.scheduler.jobs import Jobs
 from paceline.ps.scheduler.sessions import Call, Session
 
@@ -34,14 +44,14 @@ class Cluster:
         return Asker(self, self.membership.register(f"worker {number}", Role.WORKER, 0.0))
 
     def post(self, files: tuple[int | None, ...] = (2,), *, assignment: str = "first-come") -> int:
-        post = messages.PostJob(description=b"do", files=files, epochs=1, assignment=assignment)
+        post = messages.PostJob(spec=JobSpec(description=b"do", files=files, epochs=1, assignment=assignment))
         (number,) = self.poster.ask(post)
         assert isinstance(number, int)
         return number
 
-    def state(self, number: int) -> messages.JobState:
+    def state(self, number: int) -> JobState:
         (state,) = self.poster.ask(messages.JobStatus(job=number))
-        return msgspec.convert(state, messages.JobState)
+        return msgspec.convert(state, JobState)
 
     def remove(self, worker: Asker, reason: str | None) -> None:
         assert worker.member is not None
@@ -106,7 +116,7 @@ def test_a_job_is_done_when_its_shards_are_and_its_workers_rest() -> None:
     assert state.progress == {"examples": 2.0}
     news = cluster.jobs.take_news()
     assert news is not None
-    assert sorted(news.done) == [(0, 0, 0), (0, 0, 1)]
+    assert sorted(shards_in(news.record.done)) == [(0, 0, 0), (0, 0, 1)]
     assert cluster.jobs.take_news() is None
 
 
@@ -193,31 +203,36 @@ def test_when_the_cluster_ends_there_is_no_job_for_anybody() -> None:
     assert second.get_job() == [-1]
 
 
-def rejoin(asker: Asker, job: JobMemory | None) -> tuple[Session, messages.Rejoin]:
+def rejoin(asker: Asker, job: JobMemory | None) -> tuple[Session, Member, messages.Rejoin]:
     member = asker.member or Member("poster", Role.OBSERVER, 0, 99)
-    return asker.session, messages.Rejoin(
-        node=member.node,
-        role=member.role.value,
-        rank=member.rank,
-        incarnation=member.incarnation,
-        endpoint=None,
-        settings=SETTINGS,
-        cluster=messages.ClusterMap(epoch=1, members=()),
-        job=job,
+    return (
+        asker.session,
+        member,
+        messages.Rejoin(
+            node=member.node,
+            role=member.role.value,
+            rank=member.rank,
+            incarnation=member.incarnation,
+            endpoint=None,
+            settings=SETTINGS,
+            cluster=messages.ClusterMap(epoch=1, members=()),
+            job=job,
+        ),
     )
 
 
 def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
-    posted = messages.PostJob(description=b"do", files=(3,), epochs=1, assignment="first-come")
-    held = messages.Lease(lease=7, shard=1)
+    posted = JobSpec(description=b"do", files=(3,), epochs=1, assignment="first-come")
+    done = (DoneShards(epoch=0, file=0, shards=b"\1"),)
+    held = Lease(lease=7, shard=1)
     cluster.jobs.restore(
         [
-            rejoin(cluster.poster, JobMemory(number=4, posted=posted, done=((0, 0, b"\1"),))),
-            rejoin(worker, JobMemory(number=4, working=True, leases=(held,), last_lease=7)),
+            rejoin(cluster.poster, JobMemory(record=JobRecord(number=4, done=done), posted=posted)),
+            rejoin(worker, JobMemory(record=JobRecord(number=4), working=True, leases=(held,), last_lease=7)),
         ],
-        {},
+        (),
     )
     assert cluster.jobs.concerns(cluster.poster.session)
     worker.done(4, 7)
@@ -232,6 +247,6 @@ def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
 def test_a_job_whose_poster_does_not_come_back_is_over_for_its_workers() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
-    cluster.jobs.restore([rejoin(worker, JobMemory(number=4, working=True))], {})
+    cluster.jobs.restore([rejoin(worker, JobMemory(record=JobRecord(number=4), working=True))], ())
     assert worker.take_lease(4) == [ALL_DONE]
     assert cluster.post() == 5

@@ -12,11 +12,12 @@ scheduler); leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from paceline.errors import DataError, ProtocolError, UsageError
+from paceline.protocol.jobs.records import Key
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 Assignment: TypeAlias = Literal["first-come", "strided"]
@@ -102,8 +103,6 @@ class _Cursor:
     shard: int
 
 
-_Key: TypeAlias = tuple[int, int, int]  # epoch, file, shard: their order is the order of leasing
-
 SHARD: Final = StateTable(
     "a shard in one epoch",
     ("free", "open", "returned", "done"),
@@ -173,11 +172,11 @@ class Shards:
         self._stride = num_workers if self._strided else 1
         self._offsets = [sum(n or 0 for n in files[:i]) for i in range(len(files))]
         self._states: dict[tuple[int, int], bytearray] = {}  # epoch, file → one state per shard
-        self._leased_again: dict[_Key, int] = {}
+        self._leased_again: dict[Key, int] = {}
         self._cursors = [_Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)]
         self._orphans: set[int] = set()  # positions whose worker was lost: their shards are for all
-        self._returned: list[_Key] = []  # a heap
-        self._open: dict[int, tuple[int, _Key]] = {}  # lease → worker, shard
+        self._returned: list[Key] = []  # a heap
+        self._open: dict[int, tuple[int, Key]] = {}  # lease → worker, shard
         self._waiting: dict[int, None] = {}  # workers, in the order in which they began to wait
         self._num_done = 0
         self._next_lease = 0
@@ -267,6 +266,15 @@ class Shards:
         """The (epoch, file, shard) of a lease that is open."""
         return self._open[lease][1] if lease in self._open else None
 
+    def holds(self, worker: int) -> bool:
+        """Whether a worker has an open lease."""
+        return any(holder == worker for holder, _ in self._open.values())
+
+    def done(self) -> Iterator[Key]:
+        """The shards that are done."""
+        for (epoch, file), states in self._states.items():
+            yield from ((epoch, file, shard) for shard, state in enumerate(states) if state == _DONE)
+
     def progress(self) -> tuple[int, int | None]:
         """How many shards of all epochs are done, and of how many; None while a file's number is unknown."""
         if None in self._sizes:
@@ -296,7 +304,7 @@ class Shards:
         self._move(key, "Lease")
         return Granted(worker, lease, *key)
 
-    def _next(self, worker: int) -> _Key | None:
+    def _next(self, worker: int) -> Key | None:
         # Rule 1: what was given back goes out before anything new.
         if self._returned:
             key = heapq.heappop(self._returned)
@@ -305,7 +313,7 @@ class Shards:
         # Rule 2: then the earliest epoch that has something for this worker; within it, its own before what a
         # lost worker left. Nobody takes a shard of a living one.
         own = worker if self._strided else 0
-        best: tuple[int, bool, _Key, int] | None = None
+        best: tuple[int, bool, Key, int] | None = None
         for position in {own, *self._orphans}:
             key_of = self._peek(position) if 0 <= position < self._stride else None
             if key_of is not None:
@@ -316,7 +324,7 @@ class Shards:
         self._cursors[best[3]].shard += self._stride
         return best[2]
 
-    def _peek(self, position: int) -> _Key | None:
+    def _peek(self, position: int) -> Key | None:
         cursor = self._cursors[position]
         while cursor.epoch < self._epochs:
             size = self._sizes[cursor.file]
@@ -397,22 +405,22 @@ class Shards:
                 self._num_done -= states.count(_DONE, num_shards)
                 del states[num_shards:]
 
-    def _is_past(self, key: _Key) -> bool:
+    def _is_past(self, key: Key) -> bool:
         size = self._sizes[key[1]]
         return size is not None and key[2] >= size
 
-    def _exists(self, key: _Key) -> bool:
+    def _exists(self, key: Key) -> bool:
         epoch, file, shard = key
         return 0 <= epoch < self._epochs and 0 <= file < len(self._sizes) and shard >= 0 and not self._is_past(key)
 
-    def _state(self, key: _Key) -> int:
+    def _state(self, key: Key) -> int:
         states = self._states.get(key[:2], b"")
         return states[key[2]] if key[2] < len(states) else _FREE
 
-    def _move(self, key: _Key, event: str) -> None:
+    def _move(self, key: Key, event: str) -> None:
         self._set_state(key, _NEXT[self._state(key), event])
 
-    def _set_state(self, key: _Key, state: int) -> None:
+    def _set_state(self, key: Key, state: int) -> None:
         epoch, file, shard = key
         states = self._states.setdefault((epoch, file), bytearray())
         if shard >= len(states):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import DataError, ProtocolError, UsageError
-from paceline.protocol import ShardAccount, Shards
-from paceline.protocol.shards import Done, Ended, Event, Exhausted, Granted, Instruction, Lease, Lost, Wait
+from paceline.protocol.jobs import ShardAccount, Shards
+from paceline.protocol.jobs.shards import Done, Ended, Event, Exhausted, Granted, Instruction, Lease, Lost, Wait
 
 
 def feed(shards: Shards, *events: Event) -> list[Instruction]:

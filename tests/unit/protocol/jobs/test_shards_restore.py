@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.protocol import Shards
-from paceline.protocol.shards import Assignment, Done, Ended, Exhausted, Granted, Lease, Lost
+from paceline.protocol.jobs import Shards
+from paceline.protocol.jobs.shards import Assignment, Done, Ended, Exhausted, Granted, Lease, Lost
 
 NUM_WORKERS = 3
 Key = tuple[int, int, int]

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paceline.protocol import Shards
-from paceline.protocol.shards import Assignment, Done, Ended, Event, Exhausted, Granted, Lease, Lost, Wait
+from paceline.protocol.jobs import Shards
+from paceline.protocol.jobs.shards import Assignment, Done, Ended, Event, Exhausted, Granted, Lease, Lost, Wait
 
 NUM_WORKERS = 3
 workers = st.integers(0, NUM_WORKERS)  # one more than there are positions: a late-comer

@@ -1,0 +1,58 @@
+"""Work that is leased to workers in small shards, as pure state machines: :class:`JobCore` and :class:`MemberLedger`.
+
+A job is of one scheduler's :class:`JobLedger`; its members keep what it takes to restore that under the next scheduler.
+"""
+
+from paceline.protocol.jobs import events, shards
+from paceline.protocol.jobs.core import JobCore
+from paceline.protocol.jobs.ledger import JobLedger, Remembered
+from paceline.protocol.jobs.member import MemberLedger
+from paceline.protocol.jobs.records import (
+    ALL_DONE,
+    MAX_SHARDS,
+    NOTHING_NOW,
+    Counters,
+    DoneShards,
+    Job,
+    JobAccount,
+    JobFacts,
+    JobMemory,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Key,
+    Lease,
+    TakenReport,
+    done_shards,
+    shards_in,
+)
+from paceline.protocol.jobs.shards import SHARD, ShardAccount, Shards
+
+__all__ = [
+    "ALL_DONE",
+    "Counters",
+    "DoneShards",
+    "Job",
+    "JobAccount",
+    "JobCore",
+    "JobFacts",
+    "JobLedger",
+    "JobMemory",
+    "JobRecord",
+    "JobSpec",
+    "JobState",
+    "Key",
+    "Lease",
+    "MAX_SHARDS",
+    "MemberLedger",
+    "NOTHING_NOW",
+    "Remembered",
+    "SHARD",
+    "ShardAccount",
+    "Shards",
+    "TakenReport",
+    "done_shards",
+    "events",
+    "shards",
+    "shards_in",
+]

@@ -1,0 +1,177 @@
+"""The jobs of a cluster: one ledger after another, who has posted the latest, and the workers that wait for the next.
+
+A scheduler holds one :class:`JobCore` beside its :class:`paceline.protocol.scheduler.SchedulerCore`, and so does each
+simulated one. Its runtime feeds it what processes ask, and who is gone; it returns what is to be answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from paceline.errors import PeerError
+from paceline.protocol.jobs import events
+from paceline.protocol.jobs.events import Answer, Asked
+from paceline.protocol.jobs.ledger import JobLedger, Remembered
+from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
+from paceline.protocol.membership import Member, Membership, Role
+
+
+class JobCore:
+    """The latest job, and the workers that wait for the next one. `num_workers` is how many the cluster begins with."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.ledger: JobLedger | None = None
+        """The latest job's."""
+        self._num_workers = num_workers
+        self.last_number = 0
+        """The latest job's, also where its ledger died with a former scheduler."""
+        self._poster: object = None
+        self._seekers: dict[object, tuple[object, int]] = {}  # peer → the call, after which job
+        self._has_ended = False
+
+    def handle(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
+        """Take a request; return what to answer, to this or to others. Raises PeerError."""
+        return [*self._answer(asked, membership, now_s), *self._answers()]
+
+    def _answers(self) -> list[Answer]:
+        return [] if self.ledger is None else self.ledger.take_answers()
+
+    def _answer(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
+        call = asked.call
+        match asked.request:
+            case events.PostJob():
+                return self._post(asked, asked.request, membership)
+            case events.GetJob(after=after):
+                return self._get(asked, after, membership, now_s)
+            case events.TakeLease(job=number, wait=wait):
+                job = self._unless_over(number)
+                if job is None:
+                    return [Answer(call, Lease(lease=ALL_DONE))]
+                job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
+                return []
+            case events.JobStatus(job=number):
+                return [Answer(call, self._current(number).state(len(membership.of(Role.WORKER)), now_s))]
+            case events.GetAccount(job=number):
+                return [Answer(call, self._current(number).account())]
+            case events.TakeReports(job=number):
+                taken = self._current(number).take_report()
+                return [Answer(call, None) if taken is None else Answer(call, *taken)]
+            case events.Progress(counters=counters):
+                if self.ledger is not None:
+                    self.ledger.note_progress(asked.incarnation, counters)
+                return []
+        self._note(asked, membership)
+        return [Answer(call, None)]
+
+    def _note(self, asked: Asked, membership: Membership) -> None:
+        """Note what a worker says of its job; of one that is over it concerns nobody."""
+        request = asked.request
+        assert isinstance(request, events.LeaseDone | events.FileEnded | events.Report | events.JobFailed)
+        job = self._unless_over(request.job)
+        if job is None:
+            return
+        match request:
+            case events.LeaseDone():
+                job.lease_done(_worker(asked, membership), request)
+            case events.FileEnded(file=file, num_shards=num_shards):
+                job.file_ended(file, num_shards)
+            case events.Report():
+                job.add_report(_worker(asked, membership).incarnation, request)
+            case events.JobFailed(error=error, message=message):
+                job.fail(error, message)
+
+    def _post(self, asked: Asked, request: events.PostJob, membership: Membership) -> list[Answer]:
+        self.last_number = number = self.last_number + 1
+        answers = [Answer(asked.call, number)]
+        if self.ledger is not None:
+            self.ledger.close()
+            answers += self.ledger.take_answers()
+        ranks = [member.rank for member in membership.of(Role.WORKER)]
+        # Strided work is dealt by rank: whoever is expected has a place in it, here or not.
+        self.ledger = JobLedger(number, request.spec, max(self._num_workers, max(ranks, default=-1) + 1), ranks)
+        self._poster = asked.peer
+        for peer, (call, after) in list(self._seekers.items()):
+            if after < number:
+                del self._seekers[peer]
+                answers.append(Answer(call, Job(number=number, description=request.spec.description)))
+        return answers
+
+    def _get(self, asked: Asked, after: int, membership: Membership, now_s: float) -> list[Answer]:
+        job = self.ledger
+        if self._has_ended:
+            return [Answer(asked.call, Job(number=-1))]
+        if job is not None and job.number > after:
+            return [Answer(asked.call, Job(number=job.number, description=job.spec.description))]
+        if job is not None:
+            job.rests(_worker(asked, membership).rank, now_s)
+        self._seekers[asked.peer] = asked.call, after
+        return []
+
+    def _current(self, number: int) -> JobLedger:
+        if self.ledger is None or self.ledger.number != number:
+            raise PeerError(f"there is no job {number}, or it is over")
+        return self.ledger
+
+    def _unless_over(self, number: int) -> JobLedger | None:
+        """Return a job; None if another one was posted since, or it died with its poster."""
+        is_over = number <= self.last_number and (self.ledger is None or number != self.ledger.number)
+        return None if is_over else self._current(number)
+
+    # What becomes of processes.
+
+    def removed(self, member: Member, peer: object, *, is_lost: bool, now_s: float) -> list[Answer]:
+        """Take note that a member is gone, dead or by its own wish; return what to answer others."""
+        if self.ledger is not None and member.role is Role.WORKER:
+            self.ledger.removed(member, is_lost=is_lost, now_s=now_s)
+        return [*self._answers(), *self.forget(peer)]
+
+    def forget(self, peer: object) -> list[Answer]:
+        """Take note that a process does not come back; return what to answer others."""
+        self._seekers.pop(peer, None)
+        if self.ledger is not None and peer is not None and peer is self._poster:
+            self.ledger.fail("PeerError", "whoever posted the job is gone")
+        return self._answers()
+
+    def take_news(self) -> JobRecord | None:
+        """Return what is new of the job, for workers and poster to keep; None if nothing is."""
+        return None if self.ledger is None else self.ledger.take_news()
+
+    def concerns(self, peer: object) -> bool:
+        """Whether a process has posted the latest job."""
+        return peer is self._poster
+
+    # Beginning and end.
+
+    def restore(self, remembered: Collection[Remembered], dead: Collection[Member], now_s: float) -> None:
+        """Take over what members know of the latest job; `dead` are those that did not come back."""
+        memories = [each.memory for each in remembered if each.memory is not None]
+        facts = JobFacts(max((memory.number for memory in memories), default=0))
+        for memory in memories:
+            if memory.number == facts.number:
+                facts.merge(memory.record)
+        self.last_number = facts.number
+        workers = [each for each in remembered if each.member.role is Role.WORKER]
+        lost = [member for member in dead if member.role is Role.WORKER]
+        num_workers = max([self._num_workers, *(each.member.rank + 1 for each in workers), *(m.rank + 1 for m in lost)])
+        for each in remembered:
+            known = each.memory
+            if known is not None and known.number == facts.number and known.posted is not None:
+                self.ledger = JobLedger.restore(facts, known, workers, dead=lost, num_workers=num_workers, now_s=now_s)
+                self._poster = each.peer
+                return
+
+    def end(self) -> list[Answer]:
+        """Return what to answer all workers: there is no more work."""
+        self._has_ended = True
+        answers = [Answer(call, Job(number=-1)) for call, _ in self._seekers.values()]
+        self._seekers.clear()
+        if self.ledger is not None:
+            self.ledger.close()
+        return [*answers, *self._answers()]
+
+
+def _worker(asked: Asked, membership: Membership) -> Member:
+    member = membership.find(asked.incarnation)
+    if member is None or member.role is not Role.WORKER:
+        raise PeerError("this process is no worker of the cluster (any more)")
+    return member

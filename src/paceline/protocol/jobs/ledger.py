@@ -1,0 +1,230 @@
+"""The scheduler's ledger of one job: who holds which shard, what is done, what workers have found.
+
+It dies with its scheduler. What counts is told to members as it happens (:meth:`JobLedger.take_news`), and they keep
+it, so that a new scheduler can restore the ledger from what they remember.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from paceline.protocol.jobs import shards
+from paceline.protocol.jobs.events import Answer, LeaseDone, Report
+from paceline.protocol.jobs.leases import Leases
+from paceline.protocol.jobs.records import (
+    Counters,
+    JobAccount,
+    JobFacts,
+    JobMemory,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Key,
+    TakenReport,
+    done_shards,
+    shards_in,
+)
+from paceline.protocol.jobs.results import Results
+from paceline.protocol.jobs.shards import Shards
+from paceline.protocol.membership import Member
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What a member of a former scheduler's cluster knows of its latest job; `peer` is as in events."""
+
+    peer: object
+    member: Member
+    memory: JobMemory | None
+
+
+class JobLedger:
+    """One job. `number` identifies it; `ranks` are the workers that live now.
+
+    `num_workers` is how many the shards of a strided job are dealt to.
+    """
+
+    def __init__(self, number: int, spec: JobSpec, num_workers: int, ranks: Collection[int] = ()) -> None:
+        is_strided = spec.assignment == "strided"
+        self.number = number
+        self.spec = spec
+        self.failed: tuple[str, str] | None = None
+        self._lost = 0
+        self._num_workers = max(num_workers, 1)
+        self._leases = Leases(self._pool(spec.files, list(shards_in(spec.done))), ranks if is_strided else ())
+        self._results = Results(number, spec.progress)
+        self._news = JobFacts(number)
+        self._has_news = True  # the job itself
+        self._give_away_absent(ranks)
+
+    def _pool(
+        self,
+        files: Sequence[int | None],
+        done: Collection[Key],
+        held: Collection[shards.Granted] = (),
+        last_lease: int = -1,
+    ) -> Shards:
+        return Shards.restore(
+            files,
+            epochs=self.spec.epochs,
+            assignment="strided" if self.spec.assignment == "strided" else "first-come",
+            num_workers=self._num_workers,
+            done=done,
+            held=held,
+            last_lease=last_lease,
+        )
+
+    @classmethod
+    def restore(
+        cls,
+        facts: JobFacts,
+        posters: JobMemory,
+        workers: Collection[Remembered],
+        *,
+        dead: Collection[Member],
+        num_workers: int,
+        now_s: float,
+    ) -> JobLedger:
+        """Make the ledger of a former scheduler anew.
+
+        `facts` is what all members know together, `posters` what the poster does, `workers` what each live worker
+        does; `dead` are the workers that did not come back. `num_workers` counts if no member knows of a number.
+        """
+        spec = posters.posted
+        assert spec is not None
+        self = cls(facts.number, spec, facts.num_workers or num_workers)
+        at_work = {
+            each.member.rank: each.memory
+            for each in workers
+            if each.memory is not None and each.memory.number == self.number and each.memory.working
+        }
+        held = [
+            shards.Granted(rank, lease.lease, *lease.key) for rank, memory in at_work.items() for lease in memory.leases
+        ]
+        record = facts.export()
+        done = [*shards_in(record.done), *shards_in(spec.done)]
+        files = [facts.ended.get(file, size) for file, size in enumerate(spec.files)]
+        last_lease = max((memory.last_lease for memory in at_work.values()), default=-1)
+        ranks = [each.member.rank for each in workers]
+        is_strided = spec.assignment == "strided"
+        self._leases = Leases(self._pool(files, done, held, last_lease), ranks if is_strided else ())
+        self._give_away_absent(ranks)
+        has_begun = bool(done or held or posters.seconds)
+        self._leases.resume(at_work, now_s - posters.seconds if has_begun else None)
+        self._lost, self.failed = facts.lost, facts.failed
+        self._results.restore(record, posters.taken)
+        self._news.merge(record)
+        for each in workers:
+            if each.memory is not None and each.memory.number == self.number:
+                self._results.note_progress(each.member.incarnation, each.memory.progress)
+        for member in dead:
+            self.removed(member, is_lost=True, now_s=now_s)
+        if self.failed is not None:
+            self.close()
+        return self
+
+    def _give_away_absent(self, ranks: Collection[int]) -> None:
+        """Give the strides of workers that are not there to the others, until they come."""
+        if self.spec.assignment == "strided":
+            for absent in set(range(self._num_workers)) - set(ranks):
+                self._leases.give_away(absent)
+
+    def take_answers(self) -> list[Answer]:
+        """Return the answers to workers that have asked for shards, since the last call."""
+        return self._leases.take_answers()
+
+    def take_lease(self, call: object, rank: int, *, wait: bool, now_s: float) -> None:
+        """Answer a worker that wants a shard; with `wait`, when there is one."""
+        self._leases.take(call, rank, wait=wait, now_s=now_s)
+
+    def lease_done(self, worker: Member, request: LeaseDone) -> None:
+        """Note that a worker has done a shard."""
+        key = self._leases.done(worker.rank, request.lease)
+        self._results.note_progress(worker.incarnation, request.progress)
+        if key is not None and self._results.shard_done(worker.incarnation, key, request.progress):
+            self._note_done([key], worker.incarnation, request.progress)
+
+    def file_ended(self, file: int, num_shards: int) -> None:
+        """Note the number of shards of a file whose end has been read."""
+        self._leases.file_ended(file, num_shards)
+        self._news.ended[file] = num_shards
+        self._has_news = True
+
+    def note_progress(self, incarnation: int, counters: Counters) -> None:
+        """Note a worker's counters now."""
+        self._results.note_progress(incarnation, counters)
+
+    def add_report(self, incarnation: int, report: Report) -> None:
+        """Keep a report for the poster; one of a shard, until that is done."""
+        self._results.add_report(incarnation, report)
+
+    def take_report(self) -> tuple[TakenReport, object] | None:
+        """Return the next report, and its body."""
+        taken = self._results.take_report()
+        if taken is not None and taken[0].done:
+            self._note_done(taken[0].done, taken[0].incarnation, taken[0].settled)
+        return taken
+
+    def removed(self, worker: Member, *, is_lost: bool, now_s: float) -> None:
+        """Lease again what a worker held that is gone; what it did of that counts once, when it is done again."""
+        if is_lost:
+            self._lost += 1
+            self._has_news = True
+        if self._leases.left(worker.rank, now_s) or is_lost:
+            self._results.forget_undone(worker.incarnation)
+
+    def rests(self, rank: int, now_s: float) -> None:
+        """Note that a worker has asked for the next job: it is through with this one."""
+        self._leases.rests(rank, now_s)
+
+    def close(self) -> None:
+        """Tell workers that there are no shards (any more)."""
+        self._leases.close()
+
+    def fail(self, error: str, message: str) -> None:
+        """End the job for a reason; the first one counts."""
+        self.failed = self.failed or (error, message)
+        self._has_news = True
+        self.close()
+
+    def _note_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
+        """Have members know that a worker has done shards, and its counters then."""
+        for key in keys:
+            self._news.add_done(key)
+        self._news.settle(incarnation, counters)
+        self._has_news = True
+
+    def take_news(self) -> JobRecord | None:
+        """Return what is new since the last call, for members to keep; None if nothing is."""
+        if not self._has_news:
+            return None
+        news, self._news, self._has_news = self._news, JobFacts(self.number), False
+        news.num_workers, news.lost, news.failed = self._num_workers, self._lost, self.failed
+        return news.export()
+
+    def account(self) -> JobAccount:
+        """Return what is done: all that came of these shards is acknowledged by the servers."""
+        pool = self._leases.pool
+        return JobAccount(files=pool.sizes, done=done_shards(pool.done()), progress=self._results.progress_of_done())
+
+    def state(self, num_workers: int, now_s: float) -> JobState:
+        """Return how far the job is; so many workers live."""
+        done, total = self._leases.pool.progress()
+        started_s, ended_s = self._leases.started_s, self._leases.ended_s
+        until_s = now_s if ended_s is None else ended_s
+        return JobState(
+            done=done,
+            total=total,
+            finished=ended_s is not None,
+            failed=self.failed,
+            progress=self._results.progress(),
+            seconds=0.0 if started_s is None else until_s - started_s,
+            num_workers=num_workers,
+            lost_workers=self._lost,
+            num_reports=self._results.num_reports,
+        )
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        self._leases.validate()

@@ -1,0 +1,133 @@
+"""The ledger that a worker, or who posts jobs, keeps of the latest job, for a scheduler that takes over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from paceline.protocol.jobs import events
+from paceline.protocol.jobs.records import (
+    Counters,
+    Job,
+    JobFacts,
+    JobMemory,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Key,
+    Lease,
+    TakenReport,
+)
+
+
+class MemberLedger:
+    """What one process remembers of the latest job: it looks at each request that goes out, and at each answer.
+
+    Reports are kept until the next job: the scheduler may die with those that nobody has taken.
+    """
+
+    def __init__(self) -> None:
+        self.incarnation = 0
+        self._facts = JobFacts(0)
+        self._working = 0  # the number of the job that this worker was given last
+        self._leases: dict[int, Lease] = {}
+        self._last_lease = -1
+        self._progress: Counters = {}
+        self._reports: dict[int, events.Report] = {}
+        self._undone: dict[Key, list[int]] = {}  # shard → the numbers of its reports
+        self._num_reports = 0
+        self._posted: JobSpec | None = None
+        self._seconds = 0.0
+        self._heard_s: float | None = None  # when, and that the job ran then
+        self._taken: set[tuple[int, int]] = set()
+
+    def sent(self, request: events.Request) -> events.Request:
+        """Note a request before it is sent; return it as it is to be sent."""
+        facts = self._facts
+        match request:
+            case events.Report(shard=shard):
+                self._num_reports += 1
+                request = replace(request, number=self._num_reports)
+                self._reports[request.number] = request
+                if shard is not None:
+                    self._undone.setdefault(shard, []).append(request.number)
+            case events.LeaseDone(job=job) if job == self._working:
+                self._done(request)
+            case events.FileEnded(job=job, file=file, num_shards=num_shards) if job == facts.number:
+                facts.ended[file] = num_shards
+            case events.Progress(counters=counters):
+                self._progress = counters
+            case events.JobFailed(job=job, error=error, message=message) if job == facts.number:
+                facts.failed = facts.failed or (error, message)
+            case _:
+                pass
+        return request
+
+    def _done(self, request: events.LeaseDone) -> None:
+        self._progress = request.progress or self._progress
+        lease = self._leases.pop(request.lease, None)
+        if lease is None:
+            return
+        for number in self._undone.pop(lease.key, ()):
+            self._reports[number] = replace(self._reports[number], settled=True)
+        if request.job == self._facts.number:
+            self._facts.add_done(lease.key)
+            self._facts.settle(self.incarnation, request.progress)
+
+    def answered(self, request: events.Request, answer: Any, now_s: float) -> None:
+        """Note the answer to a request."""
+        facts = self._facts
+        match request, answer:
+            case events.TakeLease(job=job), Lease(lease=number) if job == self._working and number >= 0:
+                self._leases[number] = answer
+                self._last_lease = max(self._last_lease, number)
+            case events.GetJob(), Job(number=number) if number > self._working:
+                self._begin(number)
+                self._working, self._leases, self._last_lease = number, {}, -1
+                self._progress, self._reports, self._undone = {}, {}, {}
+            case events.PostJob(spec=spec), int():
+                self._begin(answer)
+                self._posted, self._taken = spec, set()
+                self._seconds, self._heard_s = 0.0, None
+            case events.JobStatus(job=job), JobState() if job == facts.number:
+                facts.lost = max(facts.lost, answer.lost_workers)
+                self._seconds = answer.seconds
+                self._heard_s = now_s if answer.seconds and not answer.finished else None
+            case events.TakeReports(job=job), TakenReport() if job == facts.number:
+                self._taken.add((answer.incarnation, answer.number))
+                for key in answer.done:
+                    facts.add_done(key)
+                if answer.done:
+                    facts.settle(answer.incarnation, answer.settled)
+
+    def told(self, news: JobRecord) -> None:
+        """Note the scheduler's news."""
+        self._begin(news.number)
+        if news.number == self._facts.number:
+            self._facts.merge(news)
+
+    def memory(self, now_s: float) -> JobMemory | None:
+        """What there is to tell of the latest job."""
+        if not self._facts.number:
+            return None
+        is_mine = self._working == self._facts.number
+        return JobMemory(
+            record=self._facts.export(),
+            working=is_mine,
+            leases=tuple(self._leases.values()) if is_mine else (),
+            last_lease=self._last_lease if is_mine else -1,
+            progress=self._progress if is_mine else {},
+            posted=self._posted,
+            seconds=self._seconds + (0.0 if self._heard_s is None else now_s - self._heard_s),
+            taken=tuple(sorted(self._taken)),
+        )
+
+    def reports(self) -> list[events.Report]:
+        """What this worker has reported of its job."""
+        return list(self._reports.values())
+
+    def _begin(self, number: int) -> None:
+        """Turn to a later job."""
+        if number > self._facts.number:
+            self._facts = JobFacts(number)
+            self._posted = None

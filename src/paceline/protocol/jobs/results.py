@@ -1,0 +1,119 @@
+"""What the workers of one job have found and counted: of each shard once, whoever dies."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.protocol.jobs.events import Report
+from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport
+
+_BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
+
+
+@dataclass(slots=True)
+class _Finding:
+    """A report; the shards that are done when its poster has it; its worker's counters then."""
+
+    incarnation: int
+    report: Report
+    done: list[Key] = field(default_factory=list)
+    settled: Counters = field(default_factory=dict)
+
+
+class Results:
+    """The counters and reports of one job. Workers are known by their incarnations.
+
+    Should a worker and the scheduler die before the poster has what was found in a shard, the shard has to be read
+    again. So that a shard is done becomes known to members when its report is taken, and so do the shards that its
+    worker has done after it: counters say how much a worker has done, not of which shards.
+    """
+
+    def __init__(self, number: int, progress: Counters) -> None:
+        self._number = number
+        self._now: dict[int, Counters] = {_BEFORE: progress} if progress else {}
+        self._of_done: dict[int, Counters] = {_BEFORE: progress}  # of the shards that are done
+        self._reports: deque[_Finding] = deque()
+        self._held: dict[tuple[int, Key], list[_Finding]] = {}  # reports of shards that are not done
+        self._unknown: dict[int, _Finding] = {}  # the last report of each worker that completes a shard
+        self._seen: set[tuple[int, int]] = set()  # reports: incarnation, number
+
+    def restore(self, record: JobRecord, taken: tuple[tuple[int, int], ...]) -> None:
+        """Note what members know, and which reports the poster has."""
+        self._seen.update(taken)
+        self._of_done.update(record.settled)
+        self._now.update((incarnation, dict(counters)) for incarnation, counters in record.settled.items())
+
+    @property
+    def num_reports(self) -> int:
+        """How many reports there are to take."""
+        return len(self._reports)
+
+    def note_progress(self, incarnation: int, counters: Counters) -> None:
+        """Note a worker's counters now."""
+        if counters.get("job") == self._number:
+            self._now[incarnation] = counters
+
+    def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
+        """Note that a worker has done a shard; return whether that may be known at once, or with its report."""
+        self._of_done[incarnation] = counters
+        findings = self._held.pop((incarnation, key), [])
+        self._reports.extend(findings)
+        if findings:
+            self._unknown[incarnation] = findings[-1]
+        last = self._unknown.get(incarnation)
+        if last is None:
+            return True
+        last.done.append(key)
+        last.settled = counters
+        return False
+
+    def add_report(self, incarnation: int, report: Report) -> None:
+        """Keep a report for the poster; one of a shard, until that is done."""
+        if report.number:
+            if (incarnation, report.number) in self._seen:
+                return  # its worker could not know that it had come
+            self._seen.add((incarnation, report.number))
+        finding = _Finding(incarnation, report)
+        if report.shard is None or report.settled:
+            self._reports.append(finding)
+        else:
+            self._held.setdefault((incarnation, report.shard), []).append(finding)
+
+    def take_report(self) -> tuple[TakenReport, object] | None:
+        """Return the next report, and its body."""
+        if not self._reports:
+            return None
+        finding = self._reports.popleft()
+        if self._unknown.get(finding.incarnation) is finding:
+            del self._unknown[finding.incarnation]
+        report = TakenReport(
+            fields=finding.report.fields,
+            incarnation=finding.incarnation,
+            number=finding.report.number,
+            done=tuple(finding.done),
+            settled=finding.settled,
+        )
+        return report, finding.report.body
+
+    def forget_undone(self, incarnation: int) -> None:
+        """Forget what a worker has found and counted in shards that it has not done: others will do them."""
+        self._held = {at: findings for at, findings in self._held.items() if at[0] != incarnation}
+        self._now[incarnation] = self._of_done.get(incarnation, {})
+
+    def progress(self) -> Counters:
+        """The sum of all workers' counters."""
+        return _sum(self._now)
+
+    def progress_of_done(self) -> Counters:
+        """The sum of all workers' counters over the shards that are done."""
+        return _sum(self._of_done)
+
+
+def _sum(by_worker: dict[int, Counters]) -> Counters:
+    total: Counters = {}
+    for counters in by_worker.values():
+        for name, value in counters.items():
+            if name != "job":
+                total[name] = total.get(name, 0.0) + value
+    return total

@@ -1,0 +1,104 @@
+"""What a process remembers for the scheduler, should a new one come in its place.
+
+:class:`Memory` looks at each message that goes out on the process's line to the scheduler and at each answer: tables it
+keeps itself, jobs are the matter of its :class:`paceline.protocol.jobs.MemberLedger`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from paceline.protocol.jobs import Job, JobMemory, JobRecord, JobState, Lease, MemberLedger, TakenReport, events
+from paceline.ps import messages
+from paceline.ps.messages import KnownTable, job_event
+from paceline.tables.bounds import TableNumber
+from paceline.transport import read_meta
+
+_ANSWERS: Final[dict[type, Any]] = {
+    messages.TakeLease: Lease,
+    messages.GetJob: Job,
+    messages.PostJob: int,
+    messages.JobStatus: JobState,
+    messages.TakeReports: TakenReport | None,
+}
+"""What is worth noting of the answers to a job's requests."""
+
+
+def _decode(meta: bytes, kind: Any) -> Any:
+    return read_meta(meta, kind, "an answer of the scheduler")
+
+
+class Memory:
+    """What one process would tell a new scheduler. Its methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: dict[int, KnownTable] = {}
+        self._ledger = MemberLedger()
+
+    def joined(self, incarnation: int) -> None:
+        """Note which member this process is."""
+        self._ledger.incarnation = incarnation
+
+    def sent(self, message: msgspec.Struct, body: Iterable[Any] = ()) -> msgspec.Struct:
+        """Note a message before it is sent; return it as it is to be sent."""
+        match message:
+            case messages.Report():
+                with self._lock:
+                    report = self._ledger.sent(events.Report(**msgspec.structs.asdict(message), body=tuple(body)))
+                return _message(report)
+            case messages.Heartbeat(progress=progress) if progress:
+                with self._lock:
+                    self._ledger.sent(events.Progress(counters=progress))
+            case _:
+                event = job_event(message)
+                if event is not None:
+                    with self._lock:
+                        self._ledger.sent(event)
+        return message
+
+    def answered(self, message: msgspec.Struct, meta: bytes) -> None:
+        """Note the answer to a message, in the thread that receives it: nothing is forgotten that has come."""
+        if isinstance(message, messages.DeclareTable):
+            number = _decode(meta, TableNumber)
+            with self._lock:
+                known = KnownTable(number=number, declared=message.spec, spec=message.spec)
+                self._tables.setdefault(number, known)
+        elif type(message) in _ANSWERS:
+            event = job_event(message)
+            assert event is not None
+            answer = _decode(meta, _ANSWERS[type(message)])
+            with self._lock:
+                self._ledger.answered(event, answer, time.monotonic())
+
+    def told(self, news: JobRecord) -> None:
+        """Note the scheduler's news."""
+        with self._lock:
+            self._ledger.told(news)
+
+    def tables(self) -> tuple[KnownTable, ...]:
+        """The tables that this process has declared."""
+        with self._lock:
+            return tuple(self._tables.values())
+
+    def job(self) -> JobMemory | None:
+        """What there is to tell of the latest job."""
+        with self._lock:
+            return self._ledger.memory(time.monotonic())
+
+    def reports(self) -> list[tuple[messages.Report, tuple[Any, ...]]]:
+        """What this worker has reported of its job."""
+        with self._lock:
+            return [(_message(report), report.body) for report in self._ledger.reports()]
+
+
+def _message(report: events.Request) -> messages.Report:
+    assert isinstance(report, events.Report)
+    return messages.Report(
+        job=report.job, fields=report.fields, number=report.number, shard=report.shard, settled=report.settled
+    )

@@ -1,0 +1,242 @@
+"""One job's ledger: when its shards are dealt out, which findings count, and what a new scheduler makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.protocol import Member, Role
+from paceline.protocol.jobs import (
+    ALL_DONE,
+    DoneShards,
+    JobFacts,
+    JobLedger,
+    JobMemory,
+    JobSpec,
+    Lease,
+    Remembered,
+    events,
+    shards_in,
+)
+
+
+def spec(files: tuple[int | None, ...], *, assignment: str = "first-come", **fields: Any) -> JobSpec:
+    return JobSpec(description=b"", files=files, epochs=1, assignment=assignment, **fields)
+
+
+class Worker:
+    """Takes leases of a ledger; it is incarnation 10 + its rank."""
+
+    def __init__(self, rank: int) -> None:
+        self._answer: Lease | None = None
+        self.member = Member(f"worker {rank}", Role.WORKER, rank, 10 + rank)
+
+    def take(self, ledger: JobLedger) -> Lease | None:
+        """Ask for a shard; return what is answered at once."""
+        ledger.take_lease(self, self.member.rank, wait=True, now_s=1.0)
+        return self.answer(ledger)
+
+    def answer(self, ledger: JobLedger) -> Lease | None:
+        """Return what is answered; others' answers are theirs to take."""
+        for each in ledger.take_answers():
+            assert isinstance(each.call, Worker)
+            assert each.call._answer is None
+            each.call._answer = each.content
+        answer, self._answer = self._answer, None
+        return answer
+
+    def done(self, ledger: JobLedger, lease: Lease, examples: float = 1.0) -> None:
+        progress = {"job": 1.0, "examples": examples}
+        ledger.lease_done(self.member, events.LeaseDone(job=1, lease=lease.lease, progress=progress))
+
+    def predict(self, ledger: JobLedger, number: int, lease: Lease, *, settled: bool = False) -> None:
+        report = events.Report(job=1, fields={}, body=b"scores", number=number, shard=lease.key, settled=settled)
+        ledger.add_report(self.member.incarnation, report)
+
+    def remembers(self, memory: JobMemory | None) -> Remembered:
+        return Remembered(self, self.member, memory)
+
+
+def news_of(ledger: JobLedger) -> list[tuple[int, int, int]] | None:
+    """Return the shards of which members are told that they are done."""
+    news = ledger.take_news()
+    return None if news is None else list(shards_in(news.done))
+
+
+def taken(worker: Worker, ledger: JobLedger) -> Lease:
+    lease = worker.take(ledger)
+    assert lease is not None
+    assert lease.lease >= 0
+    return lease
+
+
+def test_strided_shards_are_dealt_when_all_workers_have_asked() -> None:
+    ledger = JobLedger(1, spec((4,), assignment="strided"), 2, [0, 1])
+    first, second = Worker(0), Worker(1)
+    assert second.take(ledger) is None
+    lease = taken(first, ledger)
+    other = second.answer(ledger)
+    assert other is not None
+    assert (lease.shard, other.shard) == (0, 1)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_one_that_goes_before_it_has_asked_is_not_waited_for(is_dead: bool) -> None:
+    ledger = JobLedger(1, spec((2,), assignment="strided"), 2, [0, 1])
+    first = Worker(0)
+    assert first.take(ledger) is None
+    ledger.removed(Worker(1).member, is_lost=is_dead, now_s=1.0)
+    assert first.answer(ledger) is not None
+
+
+def test_what_a_snapshot_says_is_done_is_not_read_again() -> None:
+    done = DoneShards(epoch=0, file=0, shards=b"\5")
+    ledger = JobLedger(1, spec((3,), done=(done,), progress={"examples": 8.0}), 1, [0])
+    worker = Worker(0)
+    lease = taken(worker, ledger)
+    assert lease.shard == 1
+    worker.done(ledger, lease, 3.0)
+    answer = worker.take(ledger)
+    assert answer is not None
+    assert answer.lease == ALL_DONE
+    assert ledger.account().progress == {"examples": 11.0}
+    assert ledger.account().done == (DoneShards(epoch=0, file=0, shards=b"\7"),)
+
+
+def test_the_end_of_a_file_becomes_known() -> None:
+    ledger = JobLedger(1, spec((None,)), 1, [0])
+    worker = Worker(0)
+    assert ledger.state(1, 2.0).total is None
+    lease = taken(worker, ledger)
+    ledger.file_ended(0, 1)
+    worker.done(ledger, lease)
+    assert (ledger.state(1, 2.0).done, ledger.state(1, 2.0).total) == (1, 1)
+    news = ledger.take_news()
+    assert news is not None
+    assert news.ended == {0: 1}
+
+
+def test_a_report_counts_when_its_shard_is_done_and_that_is_known_when_the_report_is_taken() -> None:
+    ledger = JobLedger(1, spec((1,)), 1, [0])
+    worker = Worker(0)
+    ledger.take_news()
+    lease = taken(worker, ledger)
+    worker.predict(ledger, 1, lease)
+    assert ledger.take_report() is None
+    worker.done(ledger, lease, 5.0)
+    assert ledger.take_news() is None
+    taken_report = ledger.take_report()
+    assert taken_report is not None
+    report, body = taken_report
+    assert (report.incarnation, report.number, report.done, body) == (10, 1, ((0, 0, 0),), b"scores")
+    news = ledger.take_news()
+    assert news is not None
+    assert list(shards_in(news.done)) == [(0, 0, 0)]
+    assert news.settled == {10: {"job": 1.0, "examples": 5.0}}
+
+
+def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() -> None:
+    """The counters of the later one include the earlier one's, which may have to be done again."""
+    ledger = JobLedger(1, spec((4,)), 2, [0, 1])
+    worker, other = Worker(0), Worker(1)
+    first, second, others = taken(worker, ledger), taken(worker, ledger), taken(other, ledger)
+    ledger.take_news()
+    worker.predict(ledger, 1, first)
+    worker.done(ledger, first, 5.0)
+    worker.done(ledger, second, 7.0)
+    assert ledger.take_news() is None
+    other.done(ledger, others, 1.0)
+    assert news_of(ledger) == [others.key]
+    taken_report = ledger.take_report()
+    assert taken_report is not None
+    assert (taken_report[0].done, taken_report[0].settled["examples"]) == ((first.key, second.key), 7.0)
+    assert news_of(ledger) == [first.key, second.key]
+    worker.done(ledger, taken(worker, ledger), 8.0)
+    assert news_of(ledger) == [(0, 0, 3)]
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_what_is_found_and_counted_in_a_shard_that_is_not_done_does_not_count(is_dead: bool) -> None:
+    ledger = JobLedger(1, spec((1,)), 2, [0, 1])
+    first, second = Worker(0), Worker(1)
+    lease = taken(first, ledger)
+    first.predict(ledger, 1, lease)
+    ledger.note_progress(first.member.incarnation, {"job": 1.0, "examples": 3.0})
+    ledger.removed(first.member, is_lost=is_dead, now_s=1.0)
+    state = ledger.state(1, 2.0)
+    assert (state.num_reports, state.progress, state.lost_workers) == (0, {}, int(is_dead))
+    assert taken(second, ledger).shard == 0
+
+
+def test_reports_of_a_lease_that_a_worker_does_not_hold_do_not_count() -> None:
+    ledger = JobLedger(1, spec((1,)), 1, [0])
+    worker = Worker(0)
+    ledger.take_news()
+    worker.predict(ledger, 1, Lease(lease=99))
+    worker.done(ledger, Lease(lease=99))
+    assert (ledger.state(1, 2.0).num_reports, ledger.take_news()) == (0, None)
+
+
+def test_what_a_dead_worker_counted_since_its_last_shard_does_not_count() -> None:
+    ledger = JobLedger(1, spec((2,)), 1, [0])
+    worker = Worker(0)
+    worker.done(ledger, taken(worker, ledger), 5.0)
+    taken(worker, ledger)
+    ledger.note_progress(worker.member.incarnation, {"job": 1.0, "examples": 8.0})
+    assert ledger.state(1, 2.0).progress == {"examples": 8.0}
+    ledger.removed(worker.member, is_lost=True, now_s=1.0)
+    assert ledger.state(1, 2.0).progress == {"examples": 5.0}
+
+
+def test_counters_of_another_job_do_not_count() -> None:
+    ledger = JobLedger(2, spec((2,)), 1, [0])
+    ledger.note_progress(10, {"job": 1.0, "examples": 8.0})
+    assert ledger.state(1, 2.0).progress == {}
+
+
+def test_a_job_that_has_failed_gives_nothing_to_do() -> None:
+    ledger = JobLedger(1, spec((2,)), 2, [0, 1])
+    first, second = Worker(0), Worker(1)
+    taken(first, ledger)
+    ledger.fail("DataError", "bad")
+    for worker in (first, second):
+        answer = worker.take(ledger)
+        assert answer is not None
+        assert answer.lease == ALL_DONE
+
+
+def test_a_failure_is_news() -> None:
+    ledger = JobLedger(1, spec((2,)), 1, [0])
+    ledger.take_news()
+    ledger.fail("DataError", "bad")
+    news = ledger.take_news()
+    assert news is not None
+    assert news.failed == ("DataError", "bad")
+
+
+def test_what_members_know_is_the_ledger_again() -> None:
+    ledger = JobLedger(1, spec((4,)), 2, [0, 1])
+    first, second = Worker(0), Worker(1)
+    done, held, lost = (taken(worker, ledger) for worker in (first, first, second))
+    first.done(ledger, done, 5.0)
+    facts = JobFacts(1)
+    news = ledger.take_news()
+    assert news is not None
+    facts.merge(news)
+    counters = {"job": 1.0, "examples": 5.0}
+    memory = JobMemory(record=news, working=True, leases=(held,), last_lease=held.lease, progress=counters)
+    posters = JobMemory(record=news, posted=spec((4,)), seconds=3.0)
+    again = JobLedger.restore(facts, posters, [first.remembers(memory)], dead=[second.member], num_workers=2, now_s=1.0)
+    again.validate()
+    state = again.state(1, 2.0)
+    assert (state.done, state.total, state.lost_workers, state.progress) == (1, 4, 1, {"examples": 5.0})
+    assert state.seconds == 4.0
+    first.done(again, held, 6.0)
+    shards = set()
+    while (lease := first.take(again)) is not None and lease.lease != ALL_DONE:
+        assert lease.lease > held.lease
+        shards.add(lease.shard)
+        first.done(again, lease)
+    assert shards == {0, 1, 2, 3} - {done.shard, held.shard}
+    assert lost.shard in shards

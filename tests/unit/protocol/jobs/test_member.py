@@ -1,0 +1,128 @@
+"""What members remember of a job for a scheduler that comes in the place of another."""
+
+from __future__ import annotations
+
+from paceline.protocol.jobs import (
+    NOTHING_NOW,
+    DoneShards,
+    Job,
+    JobFacts,
+    JobMemory,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Lease,
+    MemberLedger,
+    TakenReport,
+    events,
+    shards_in,
+)
+
+
+def give_job(ledger: MemberLedger, number: int) -> None:
+    ledger.answered(events.GetJob(after=0), Job(number=number), 1.0)
+
+
+def give_lease(ledger: MemberLedger, job: int, lease: int, shard: int) -> None:
+    ledger.answered(events.TakeLease(job=job, wait=False), Lease(lease=lease, shard=shard), 1.0)
+
+
+def memory_of(ledger: MemberLedger, now_s: float = 1.0) -> JobMemory:
+    memory = ledger.memory(now_s)
+    assert memory is not None
+    return memory
+
+
+def test_a_worker_remembers_what_it_holds_and_what_it_has_done() -> None:
+    ledger = MemberLedger()
+    ledger.incarnation = 5
+    assert ledger.memory(1.0) is None
+    give_job(ledger, 3)
+    for lease in range(3):
+        give_lease(ledger, 3, lease, 10 + lease)
+    give_lease(ledger, 3, NOTHING_NOW, 0)
+    ledger.sent(events.LeaseDone(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
+    ledger.sent(events.LeaseDone(job=2, lease=2))  # of a job that is over
+    ledger.sent(events.Progress(counters={"job": 3, "examples": 9.0}))
+    ledger.sent(events.FileEnded(job=3, file=4, num_shards=2))
+    memory = memory_of(ledger)
+    assert (memory.number, memory.working, memory.last_lease) == (3, True, 2)
+    assert [(lease.lease, lease.shard) for lease in memory.leases] == [(0, 10), (2, 12)]
+    assert memory.record.done == (DoneShards(epoch=0, file=0, shards=b"\1", first=11),)
+    assert memory.record.settled == {5: {"job": 3, "examples": 7.0}}
+    assert memory.record.ended == {4: 2}
+    assert memory.progress == {"job": 3, "examples": 9.0}
+    give_job(ledger, 4)
+    assert memory_of(ledger) == JobMemory(record=JobRecord(number=4), working=True)
+
+
+def test_reports_are_counted_and_kept_until_the_next_job() -> None:
+    ledger = MemberLedger()
+    give_job(ledger, 1)
+    for shard in (0, 1):
+        give_lease(ledger, 1, shard, shard)
+        ledger.sent(events.Report(job=1, fields={}, body=(b"body",), shard=(0, 0, shard)))
+    ledger.sent(events.LeaseDone(job=1, lease=1))
+    ledger.sent(events.Report(job=1, fields={}))
+    assert [(each.number, each.settled) for each in ledger.reports()] == [(1, False), (2, True), (3, False)]
+    assert ledger.reports()[0].body == (b"body",)
+    give_job(ledger, 2)
+    assert ledger.reports() == []
+
+
+def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
+    ledger = MemberLedger()
+    spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="strided")
+    ledger.told(JobRecord(number=1, num_workers=4))
+    ledger.answered(events.PostJob(spec=spec), 1, 1.0)
+    done = (DoneShards(epoch=0, file=0, shards=b"\2"),)
+    ledger.told(JobRecord(number=1, num_workers=4, done=done, settled={2: {"examples": 3.0}}, lost=1))
+    report = TakenReport(fields={}, incarnation=2, number=9, done=((1, 0, 0),), settled={"examples": 4.0})
+    ledger.answered(events.TakeReports(job=1), report, 1.0)
+    ledger.answered(events.TakeReports(job=1), None, 1.0)
+    memory = memory_of(ledger)
+    assert (memory.posted, memory.taken, memory.working) == (spec, ((2, 9),), False)
+    assert (memory.record.num_workers, memory.record.lost) == (4, 1)
+    assert (list(shards_in(memory.record.done)), memory.record.settled) == (
+        [(0, 0, 1), (1, 0, 0)],
+        {2: {"examples": 4.0}},
+    )
+    ledger.told(JobRecord(number=2, num_workers=4))  # somebody else's
+    assert memory_of(ledger).posted is None
+
+
+def test_a_poster_knows_how_long_its_job_has_run() -> None:
+    ledger = MemberLedger()
+    spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="first-come")
+    ledger.answered(events.PostJob(spec=spec), 1, 1.0)
+    runs = JobState(
+        done=1,
+        total=2,
+        finished=False,
+        failed=None,
+        progress={},
+        seconds=3.0,
+        num_workers=1,
+        lost_workers=2,
+        num_reports=0,
+    )
+    ledger.answered(events.JobStatus(job=1), runs, 10.0)
+    assert (memory_of(ledger, 12.0).seconds, memory_of(ledger).record.lost) == (5.0, 2)
+
+
+def test_facts_merge_in_any_order_and_twice_is_as_good_as_once() -> None:
+    one = JobRecord(
+        number=1, done=(DoneShards(epoch=0, file=0, shards=b"\5"),), settled={1: {"a": 5.0}}, ended={0: 3}, lost=1
+    )
+    other = JobRecord(
+        number=1,
+        done=(DoneShards(epoch=0, file=0, shards=b"\1", first=1), DoneShards(epoch=1, file=0, shards=b"\1")),
+        settled={1: {"a": 4.0}, 2: {"a": 1.0}},
+    )
+    for records in ((one, other), (other, one, other)):
+        facts = JobFacts(1)
+        for record in records:
+            facts.merge(record)
+        merged = facts.export()
+        assert list(shards_in(merged.done)) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 0)]
+        assert (merged.settled, merged.ended, merged.lost) == ({1: {"a": 5.0}, 2: {"a": 1.0}}, {0: 3}, 1)
