@@ -28,11 +28,12 @@ from paceline.errors import (
     VersionError,
 )
 from paceline.protocol.scheduler import KnownViews
+from paceline.protocol.scheduler.line import MemberEnd, SentMessage
 from paceline.ps import messages
 from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
 from paceline.ps.scheduler.memory import Memory
-from paceline.ps.scheduler.outgoing import Answer, Message, Outgoing
+from paceline.ps.scheduler.outgoing import Answer, Content, add, send
 from paceline.ps.scheduler.processes import own_process
 from paceline.transport import Address, Channel, Hello, Transport, read_meta
 from paceline.transport.backoff import Backoff
@@ -90,7 +91,7 @@ class SchedulerLink:
         self._is_well = is_well
         self._memory = Memory()
         self._send_lock: threading.Lock | NoLock = threading.Lock()
-        self._outgoing = Outgoing()
+        self._end = MemberEnd()
         self._is_connected = True
         self._connected_at = time.monotonic()
         self._refused_since: float | None = None  # the first of several connections that were broken at once
@@ -146,39 +147,40 @@ class SchedulerLink:
             self._is_leaving |= isinstance(message, messages.Drain)
             self._send_or_keep(message, (), None)
 
-    def _send(self, message: msgspec.Struct, body: Sequence[Any]) -> Message:
+    def _send(self, message: msgspec.Struct, body: Sequence[Any]) -> SentMessage:
         with self._send_lock:
             return self._send_or_keep(message, tuple(body), Future())
 
-    def _send_or_keep(self, content: msgspec.Struct, body: tuple[Any, ...], answer: Answer | None) -> Message:
+    def _send_or_keep(self, content: msgspec.Struct, body: tuple[Any, ...], answer: Answer | None) -> SentMessage:
         """Send a message, or keep it until there is a scheduler again. Under the lock."""
         if self._lost is not None:
             raise self._lost
         content = self._memory.sent(content, body)
-        message = self._outgoing.add(content, body, answer)
+        message = add(self._end, content, body, answer)
         if self._is_connected:
             try:
-                self._outgoing.send(self._channel, message)
+                send(self._end, self._channel, message)
             except ConnectionLostError:
                 self._is_connected = False  # the link's thread sees it too, and does what is to be done
             except PacelineError:
-                self._outgoing.take(message.number)
+                self._end.take(message.number)
                 raise
         return message
 
-    def _finish(self, sent: Message, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
+    def _finish(self, sent: SentMessage, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        assert sent.answer is not None
+        content: Content = sent.content
+        assert content.answer is not None
         try:
-            meta, data = sent.answer.result(timeout_s if math.isfinite(timeout_s) else None)
+            meta, data = content.answer.result(timeout_s if math.isfinite(timeout_s) else None)
         except TimeoutError:
             with self._send_lock:
-                self._outgoing.take(sent.number)
+                self._end.take(sent.number)
                 is_nobody_there = not self._is_connected and self._registration is None
             if is_nobody_there:
                 raise self._gone() from None
             raise DeadlineError(
-                f"the scheduler at {self.address} did not answer {type(sent.content).__name__} within {timeout_s:g} s"
+                f"the scheduler at {self.address} did not answer {type(content.struct).__name__} within {timeout_s:g} s"
             ) from None
         return read_meta(meta, Any if result is None else result, "an answer of the scheduler"), data
 
@@ -291,23 +293,24 @@ class SchedulerLink:
             if header is None:
                 raise
             with self._send_lock:
-                refused = self._outgoing.take(header.request)
-            if refused is not None and refused.answer is not None:
-                refused.answer.set_exception(error)
+                refused = self._end.take(header.request)
+            if refused is not None:
+                refused.content.answer.set_exception(error)
             return
         if frame.header.sequence:
             with self._send_lock:
-                self._outgoing.received(frame.header.sequence)
+                self._end.received(frame.header.sequence)
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
             return
         with self._send_lock:
-            message = self._outgoing.take(frame.header.request)
-        if message is not None and message.answer is not None:
-            if isinstance(message.content, messages.Register):  # changes of the map may follow at once
+            message = self._end.take(frame.header.request)
+        if message is not None:
+            request: Content = message.content
+            if isinstance(request.struct, messages.Register):  # changes of the map may follow at once
                 self._welcomed(read_meta(frame.meta, messages.Welcome, "a welcome"))
-            self._memory.answered(message.content, frame.meta)
-            message.answer.set_result((frame.meta, frame.body))
+            self._memory.answered(request.struct, frame.meta)
+            message.content.answer.set_result((frame.meta, frame.body))
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         self._memory.joined(welcome.incarnation)
@@ -405,22 +408,23 @@ class SchedulerLink:
             if self._welcome is None:  # not a member yet: the registration is among what is asked again
                 self._send_again(0)
                 return True
-            rejoining = self._outgoing.add(self._rejoin(), (), Future())
-            self._outgoing.send(channel, rejoining)
-        assert rejoining.answer is not None
+            self._end.rejoins()
+            answer: Answer = Future()
+            rejoining = add(self._end, self._rejoin(), (), answer)
+            send(self._end, channel, rejoining)
         try:
-            self._wait_welcome(rejoining.answer)
+            self._wait_welcome(answer)
         finally:
             with self._send_lock:
                 # Not among what is asked again: should this connection break too, the scheduler is told anew.
-                self._outgoing.take(rejoining.number)
-        answer = read_meta(rejoining.answer.result()[0], _WELCOME, "a welcome")
-        if isinstance(answer, messages.Elsewhere):
+                self._end.take(rejoining.number)
+        welcome = read_meta(answer.result()[0], _WELCOME, "a welcome")
+        if isinstance(welcome, messages.Elsewhere):
             return False
-        self._welcome, self._heartbeat_s = answer, answer.heartbeat_s
-        self._take_map(answer.cluster)
+        self._welcome, self._heartbeat_s = welcome, welcome.heartbeat_s
+        self._take_map(welcome.cluster)
         with self._send_lock:
-            self._send_again(answer.received)
+            self._send_again(welcome.received)
         self.reconnections += 1
         self._refused_since = None
         return True
@@ -459,21 +463,20 @@ class SchedulerLink:
     def _send_again(self, received: int) -> None:
         """Send what the scheduler may not have; -1: it is another one, and has nothing. Under the lock."""
         if received < 0:
-            self._outgoing.forget_notices()
             for report, parts in self._memory.reports():
                 self._channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
-        for message in self._outgoing.since(received):
-            self._outgoing.send(self._channel, message)
+        for message in self._end.welcomed(received):
+            send(self._end, self._channel, message)
         self._is_connected = True
 
     def _fail(self, error: PacelineError) -> None:
         closing = self._closing
         with self._send_lock:
             lost = self._lost = self._lost or error
-            calls = self._outgoing.calls()
+            calls = self._end.calls()
         for message in calls:
-            if message.answer is not None and not message.answer.done():
-                message.answer.set_exception(lost)
+            if not message.content.answer.done():
+                message.content.answer.set_exception(lost)
         with self._map_changed:
             self._map_changed.notify_all()
         self._channel.close()

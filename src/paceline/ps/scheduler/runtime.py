@@ -249,6 +249,7 @@ class Scheduler(Handler):
             peer.send_frame(messages.RESULT, request=header.request, meta=messages.encode(messages.Elsewhere()))
             return
         self._asked[peer] = header.request
+        self._sessions[peer].end.is_foreign = True
         job = request.job
         member = Member(request.node, role, request.rank, request.incarnation, request.endpoint, request.process)
         returned = Returned(
@@ -357,7 +358,6 @@ class Scheduler(Handler):
             session.incarnation = member.incarnation
         self._sessions[peer] = known
         is_resumed, known.peer = known.peer is not peer, peer
-        received, known.is_fresh = -1 if known.is_fresh else known.received, False
         view = self._view_for(member.role)
         self._told[peer] = view
         self._answer_asked(
@@ -368,7 +368,7 @@ class Scheduler(Handler):
                 heartbeat_s=self.core.heartbeat_s,
                 settings=self._settings,
                 cluster=map_of(view),
-                received=received,
+                received=known.end.welcome_number,
             ),
         )
         if is_resumed:
@@ -414,7 +414,7 @@ class Scheduler(Handler):
             session = self._sessions.get(returned.peer)  # type: ignore[call-overload]
             if session is None:  # its connection broke again, and it comes again
                 session = Session(returned.peer)  # type: ignore[arg-type]
-                session.peer = None
+                session.end.is_foreign, session.peer = True, None
             session.incarnation = returned.member.incarnation
             self._members[returned.member.incarnation] = session
             rejoins.append((session, returned.member, rejoin))

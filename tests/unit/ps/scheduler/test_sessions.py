@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import PeerError
+from paceline.protocol.scheduler.line import MemberEnd
 from paceline.ps import messages
 from paceline.ps.messages import CALL, NOTICE, RESULT
-from paceline.ps.scheduler.outgoing import Outgoing
+from paceline.ps.scheduler.outgoing import add, send
 from paceline.ps.scheduler.sessions import Call, Session, notify_all
 
 from .lines import End, Sent
@@ -64,7 +65,7 @@ def test_an_answer_is_kept_until_it_is_known_to_have_come() -> None:
 def test_what_has_no_number_is_new_every_time() -> None:
     session = Session(End().peer)
     assert [session.is_new(Sent(NOTICE).header) for _ in range(2)] == [True, True]
-    assert session.received == 0
+    assert session.end.received == 0
 
 
 def test_of_the_answers_the_oldest_are_forgotten_first() -> None:
@@ -105,7 +106,7 @@ def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: flo
     """A process speaks, the line breaks with all that is on it, both go on where they were."""
     random = Random(seed)
     up, down = End(), End()
-    outgoing, session = Outgoing(), Session(down.peer)
+    outgoing, session = MemberEnd(), Session(down.peer)
     taken: list[int] = []
     answers: dict[int, int] = {}
 
@@ -125,15 +126,15 @@ def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: flo
         up.sent.clear()
         down.sent.clear()
         session.answer_again()
-        for message in outgoing.since(session.received):
-            outgoing.send(up.channel, message)
+        for message in outgoing.since(session.end.received):
+            send(outgoing, up.channel, message)
 
     asked = []
     for number in range(1, 21):
         wants_answer = random.random() < 0.6
-        message = outgoing.add(messages.LeaseDone(job=number, lease=0), answer=Future() if wants_answer else None)
+        message = add(outgoing, messages.LeaseDone(job=number, lease=0), answer=Future() if wants_answer else None)
         asked += [number] if wants_answer else []
-        outgoing.send(up.channel, message)
+        send(outgoing, up.channel, message)
         for line, take in ((up, deliver), (down, hear)):
             while line.sent and random.random() < 0.7:
                 take(line.sent.popleft())

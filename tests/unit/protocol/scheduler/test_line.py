@@ -1,0 +1,72 @@
+"""What a process says to the scheduler comes once, also to another scheduler that hears of the rest otherwise."""
+
+from __future__ import annotations
+
+from paceline.protocol.scheduler.line import MemberEnd, SchedulerEnd, SentMessage
+
+
+def numbers(messages: list[SentMessage]) -> list[int]:
+    return [each.number for each in messages]
+
+
+def test_what_the_scheduler_has_is_not_sent_again() -> None:
+    end = MemberEnd()
+    for number in range(1, 5):
+        end.add(number, is_call=bool(number % 2))
+    assert numbers(end.since(0)) == [1, 2, 3, 4]
+    assert numbers(end.since(2)) == [3, 4]
+    end.received(2)
+    assert numbers(end.since(0)) == [1, 3, 4]
+    assert end.take(1) is not None
+    assert end.take(1) is None
+    assert numbers(end.calls()) == [3]
+    assert end.lowest == 3
+
+
+def test_another_scheduler_is_asked_again_and_told_what_is_new_since_the_process_said_what_it_remembers() -> None:
+    """A shard that is done while a scheduler gathers the others, or another connection breaks, is done."""
+    end = MemberEnd()
+    end.add("call", is_call=True)
+    end.add("told before")
+    end.rejoins()
+    end.add("told while the scheduler recovers")
+    end.rejoins()
+    end.add("told after another break")
+    assert [each.content for each in end.welcomed(-1)] == [
+        "call",
+        "told while the scheduler recovers",
+        "told after another break",
+    ]
+
+
+def test_the_same_scheduler_is_told_all_that_it_lacks() -> None:
+    end = MemberEnd()
+    end.add("one")
+    end.add("two")
+    end.rejoins()
+    end.add("three")
+    assert [each.content for each in end.welcomed(1)] == ["two", "three"]
+
+
+def test_a_message_that_may_come_twice_is_sent_again_until_it_is_answered() -> None:
+    end = MemberEnd()
+    message = end.add("leave", is_call=True, is_numbered=False)
+    assert end.since(100) == [message]
+
+
+def test_of_notices_that_supersede_one_another_the_newest_is_kept() -> None:
+    end = MemberEnd()
+    end.add("older", supersedes="progress")
+    end.add("other")
+    end.add("newer", supersedes="progress")
+    assert [each.content for each in end.since(0)] == ["other", "newer"]
+
+
+def test_a_member_of_a_former_cluster_is_told_so_until_something_has_come() -> None:
+    end = SchedulerEnd(is_foreign=True)
+    assert (end.welcome_number, SchedulerEnd().welcome_number) == (-1, 0)
+    assert end.is_new(0, 1)
+    assert end.welcome_number == -1
+    assert end.is_new(7, 1)
+    assert not end.is_new(7, 1)
+    assert end.welcome_number == 7
