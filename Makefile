@@ -5,8 +5,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 
 .PHONY: demo test check bench torture mutants thorough clean
 
-# How long `make torture` takes: clusters simulated, then clusters of real processes.
+# How long `make torture` takes: clusters of the protocol simulated, clusters of the product's own code in virtual time,
+# then clusters of real processes.
 SEEDS ?= 0:10000
+CLUSTERS ?= 0:2000
 RUNS ?= 100
 # And `make thorough`: frames that nobody should send, clusters simulated in storms of faults, runs of the random tests.
 FRAMES ?= 10000000
@@ -29,6 +31,7 @@ check: .venv/.dev
 
 torture: .venv/.dev
 	$(BIN)/python -m paceline.simulation --seeds $(SEEDS)
+	$(BIN)/python -m paceline.simulation --product --seeds $(CLUSTERS) --jobs $(JOBS)
 	PYTHONPATH=tests $(BIN)/python -m system.torture --runs $(RUNS)
 
 mutants: .venv/.dev

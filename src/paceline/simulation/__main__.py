@@ -20,7 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run; return the exit status: 0, 1 if a guarantee did not hold, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m paceline.simulation", description=__doc__)
     parser.add_argument("--seeds", default="0:1000", help="FIRST:END, or one seed (default: %(default)s)")
-    parser.add_argument("--faults", default=",".join(KINDS), help="kinds that may happen, by commas (default: all)")
+    parser.add_argument("--faults", help="kinds that may happen, by commas (default: all)")
+    parser.add_argument(
+        "--product",
+        action="store_true",
+        help="the product's own servers, scheduler and clients instead of the protocol",
+    )
     parser.add_argument("--num-faults", type=int, help="how many are drawn for each seed (default: 0 to 8)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--trace", action="store_true", help="print every frame that arrives")
@@ -29,13 +34,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--defect", choices=[each.value for each in Defect], help="break a rule on purpose")
     options = parser.parse_args(arguments)
+    kinds = _kinds(options.product)
     first, _, end = options.seeds.partition(":")
-    faults = tuple(kind for kind in options.faults.split(",") if kind)
+    faults = kinds if options.faults is None else tuple(kind for kind in options.faults.split(",") if kind)
     if not first.isdecimal() or (end and not end.isdecimal()):
         parser.error(f"--seeds {options.seeds}: expected FIRST:END, such as 0:1000, or one number")
-    if unknown := [kind for kind in faults if kind not in KINDS]:
-        parser.error(f"--faults: {unknown[0]!r} is no kind of fault: expected some of {', '.join(KINDS)}")
+    if unknown := [kind for kind in faults if kind not in kinds]:
+        parser.error(f"--faults: {unknown[0]!r} is no kind of fault: expected some of {', '.join(kinds)}")
     seeds = range(int(first), int(end) if end else int(first) + 1)
+    if options.product:
+        from paceline.simulation.product.command import run_product
+
+        return run_product(seeds, faults, options)
     began_s = time.perf_counter()
     fired: Counter[str] = Counter()
     failed: list[Outcome] = []
@@ -59,6 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{num_lost} clusters lost buckets, as they must")
     print(f"{len(failed)} violations")
     return 1 if failed else 0
+
+
+def _kinds(of_product: bool) -> tuple[str, ...]:
+    if not of_product:
+        return KINDS
+    from paceline.simulation.product import PRODUCT_KINDS
+
+    return PRODUCT_KINDS
 
 
 def replay(seed: int, faults: tuple[str, ...], options: argparse.Namespace) -> str:

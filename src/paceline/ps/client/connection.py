@@ -602,7 +602,7 @@ class ServerConnection:
                     )
                     self._fail_all(lost)
                     raise lost from None
-                self._watch.pause(self.version, 0.05)
+                self._watch.pause(0.05)
             except BaseException:
                 self._cut()
                 raise

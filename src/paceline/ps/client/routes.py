@@ -146,10 +146,11 @@ class MapWatch:
         """Whether there are routes of a higher version."""
         return self.newest is not None and self.newest.version > version
 
-    def pause(self, version: int, seconds: float) -> None:
-        """Wait so long, or until there are routes of a higher version."""
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until there are newer routes than now."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_newer_than(version), seconds)
+            known = self.newest
+            self._changed.wait_for(lambda: self.newest is not known, seconds)
 
     def wait_newer(self, version: int, timeout_s: float) -> Routes:
         """Wait for routes of a higher version; return the newest. Raises DeadlineError, and what `fail` was told."""

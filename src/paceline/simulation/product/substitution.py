@@ -1,0 +1,92 @@
+"""What the product's modules take for the system while a simulation runs.
+
+Modules of the product import `time`, `threading`, `secrets` and the like by name. While a simulation runs these names
+stand for its own clock, threads and random numbers, in every module where they occur: none need know of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import random
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn
+
+from paceline.ps import Scheduler, Server, make_node_name
+from paceline.ps.fail_stop import end_process
+from paceline.ps.messages import Process as ProcessInfo
+from paceline.ps.scheduler.processes import own_process
+from paceline.simulation.product.loop import VirtualLoop
+from paceline.simulation.product.network import Network
+from paceline.simulation.product.primitives import Executor, Future, Numbers, Threading, Time
+from paceline.simulation.product.transport import VirtualTransport
+from paceline.simulation.product.world import Killed, World
+from paceline.transport import SocketTransport, new_event_loop
+
+_PRODUCT: Final = tuple(f"paceline.{package}" for package in ("launch.roles", "ps", "storage", "tables", "transport"))
+
+
+@contextlib.contextmanager
+def product_in(world: World, network: Network, disk_delay_s: Callable[[], float]) -> Iterator[None]:
+    """Have the product's modules live in a world."""
+    stand_ins = _stand_ins(world, network, disk_delay_s)
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module_name, module in list(sys.modules.items()):
+            if not module_name.startswith(_PRODUCT):
+                continue
+            names = vars(module)
+            for name, value in list(names.items()):
+                stand_in = stand_ins.get(id(value))
+                if stand_in is not None:
+                    changed.append((names, name, value))
+                    names[name] = stand_in
+        yield
+    finally:
+        for names, name, value in changed:
+            names[name] = value
+
+
+def _stand_ins(world: World, network: Network, disk_delay_s: Callable[[], float]) -> dict[int, Any]:
+    numbers = Numbers(world)
+    pairs: list[tuple[Any, Any]] = [
+        (time, Time(world)),
+        (threading, Threading(world)),
+        (random, numbers),
+        (secrets, numbers),
+        (concurrent.futures.Future, lambda: Future(world)),
+        (concurrent.futures.ThreadPoolExecutor, lambda *_, **__: Executor(world, disk_delay_s)),
+        (new_event_loop, lambda: VirtualLoop(world)),
+        (SocketTransport, lambda *_, **__: VirtualTransport(network)),
+        (end_process, lambda who, error: _end(world, error)),
+        (own_process, lambda: _process_info(world)),
+        (Scheduler, lambda **arguments: _role(world, Scheduler(**arguments))),
+        (Server, lambda **arguments: _role(world, Server(**arguments))),
+        (make_node_name, lambda role: f"{role}-{world.current.process.name}-{world.random.randbytes(3).hex()}"),
+    ]
+    return {id(real): stand_in for real, stand_in in pairs}
+
+
+def _role(world: World, role: Any) -> Any:
+    """Return a role, which its process knows from now on."""
+    process = world.current.process
+    process.role, process.loop = role, asyncio.get_running_loop()
+    return role
+
+
+def _process_info(world: World) -> ProcessInfo:
+    """Return what tells no scheduler's kernel of a process: the simulation tells of its end."""
+    return ProcessInfo("virtual", world.current.process.number, 0)
+
+
+def _end(world: World, error: BaseException) -> NoReturn:
+    process = world.current.process
+    world.note(f"{process.name} ends itself: {type(error).__name__}: {error}")
+    process.failure = error
+    process.kill()
+    raise Killed

@@ -1,0 +1,282 @@
+"""Virtual time and threads: of all threads of a simulation exactly one runs, and a seed decides which is next.
+
+Product code blocks: in locks, on channels, in the selector of an event loop. Here every such wait ends in
+:meth:`World.block`, which hands the baton to the thread whose turn is next; time jumps to that turn. The threads are
+the system's, so that product code runs unchanged, but all but one of them wait for the baton.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import zlib
+from collections.abc import Callable
+from random import Random
+from typing import Any, Final
+
+_JITTER_S: Final = 2e-4
+"""How long a thread that is woken waits for a processor, at most."""
+_MAX_TURNS: Final = 400_000
+
+
+class Killed(SystemExit):
+    """Ends a thread of a process that was killed; asyncio passes it on, as it does every SystemExit."""
+
+
+class Deadlock(Exception):  # noqa: N818 - what was found, as Violation
+    """The simulation goes on for ever."""
+
+
+class Process:
+    """A process of the simulation: threads that are paused and killed together."""
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world = world
+        self.name = name
+        self.host = host
+        self.number = len(world.processes)
+        self.is_dead = False
+        self.is_paused = False
+        self.is_silent = False
+        """Whether its host dies with it, so that its connections do not end."""
+        self.role: Any = None
+        """The product's server or scheduler in it."""
+        self.loop: Any = None
+        """The event loop that it runs in."""
+        self.threads: list[Thread] = []
+        self.at_death: list[Callable[[], None]] = []
+        """Called when it is killed or its main thread has ended."""
+        self.failure: BaseException | None = None
+        """Why it has ended itself, if it has."""
+        self.hook: Callable[[Any], None] | None = None
+        """What ``threading.excepthook`` is in it."""
+        self.signals: dict[int, Callable[[], None]] = {}
+        self._deferred: list[tuple[Thread, int]] = []
+        world.processes.append(self)
+
+    def start(self, main: Callable[[], None]) -> Thread:
+        """Start its main thread; when that ends, so does the process."""
+
+        def run() -> None:
+            try:
+                main()
+            finally:
+                self.kill()
+
+        thread = Thread(self, run, f"{self.name}/main")
+        thread.start()
+        return thread
+
+    def pause(self) -> None:
+        """Stop all its threads, as SIGSTOP does."""
+        self.is_paused = True
+
+    def go_on(self) -> None:
+        """Let its threads run again."""
+        self.is_paused = False
+        deferred, self._deferred = self._deferred, []
+        for thread, generation in deferred:
+            self.world.resume_at(self.world.now_s, thread, generation)
+
+    def defer(self, thread: Thread, generation: int) -> None:
+        """Let a thread have its turn when the process goes on."""
+        self._deferred.append((thread, generation))
+
+    def kill(self) -> None:
+        """End it now: none of its threads goes on, and its connections end. Idempotent."""
+        if self.is_dead:
+            return
+        self.is_dead = True
+        self.is_paused = False
+        for call in self.at_death:
+            call()
+        for thread in self.threads:
+            self.world.resume_at(self.world.now_s, thread, None)
+
+
+class Thread:
+    """A thread of a process. It runs only while it has the baton."""
+
+    def __init__(self, process: Process, target: Callable[[], None], name: str) -> None:
+        self.process = process
+        self.name = name
+        self.generation = 0
+        self.is_woken = False
+        self.is_over = False
+        self.ended: list[Thread] = []  # who waits for its end
+        self.at_end: list[Callable[[], None]] = []
+        self.number = process.world.next_number()
+        self._baton = threading.Lock()
+        self._baton.acquire()
+        self._target = target
+
+    def start(self) -> None:
+        """Let it run as soon as it is its turn."""
+        process = self.process
+        process.threads.append(self)
+        threading.Thread(target=self._run, name=self.name, daemon=True).start()
+        process.world.resume_soon(self)
+
+    def wait_baton(self) -> None:
+        """Wait in the system for one's turn."""
+        self._baton.acquire()
+
+    def give_baton(self) -> None:
+        """Let this thread go on; the caller waits from now on, or ends."""
+        self._baton.release()
+
+    def _run(self) -> None:
+        self.wait_baton()
+        process = self.process
+        try:
+            if not process.is_dead:
+                self._target()
+        except Killed:
+            pass
+        except BaseException as error:
+            process.world.unhandled(self, error)
+        for call in self.at_end:
+            call()
+        self.is_over = True
+        process.threads.remove(self)
+        for thread in self.ended:
+            process.world.wake(thread)
+        process.world.leave()
+
+
+class World:
+    """The clock, the turns and the random numbers of one simulation. The thread that made it is the harness's own."""
+
+    def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
+        self.random = Random(seed)
+        self.now_s = 0.0
+        self.trace = trace
+        self.trace_hash = 0
+        self.num_turns = 0
+        self.processes: list[Process] = []
+        self.failure: BaseException | None = None
+        self._turns: list[tuple[float, float, int, Callable[..., None] | None, tuple[Any, ...]]] = []
+        self._number = 0
+        harness = Process(self, "harness", "harness")
+        self.main = self.current = Thread(harness, lambda: None, "harness")
+        self.max_turns = _MAX_TURNS
+
+    def next_number(self) -> int:
+        """Return a number that no other thing of this world has."""
+        self._number += 1
+        return self._number
+
+    def note(self, text: str) -> None:
+        """Say what happens; two runs that differ in one word have other hashes."""
+        line = f"{self.now_s:10.6f} {text}"
+        self.trace_hash = zlib.crc32(line.encode(), self.trace_hash)
+        if self.trace is not None:
+            self.trace(line)
+
+    # Turns.
+
+    def at(self, time_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call at a time; what is called must not block."""
+        heapq.heappush(self._turns, (time_s, self.random.random(), self.next_number(), call, arguments))
+
+    def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call after a delay."""
+        self.at(self.now_s + delay_s, call, *arguments)
+
+    def resume_at(self, time_s: float, thread: Thread, generation: int | None) -> None:
+        """Give a thread its turn at a time, if it still waits as it does now; None: however it waits."""
+        heapq.heappush(self._turns, (time_s, self.random.random(), self.next_number(), None, (thread, generation)))
+
+    def resume_soon(self, thread: Thread) -> None:
+        """Give a thread its turn when a processor is free."""
+        self.resume_at(self.now_s + self.random.random() * _JITTER_S, thread, thread.generation)
+
+    def wake(self, thread: Thread) -> None:
+        """Wake a thread that waits in :meth:`block`; whoever does not wait there is not concerned."""
+        if not thread.is_woken:
+            thread.is_woken = True
+            self.resume_soon(thread)
+
+    def block(self, timeout_s: float | None = None) -> bool:
+        """Wait to be woken; return whether that was so. Raises Killed in a process that is dead."""
+        me = self.current
+        if me.process.is_dead:
+            raise Killed
+        me.is_woken = False
+        if timeout_s is not None:
+            self.resume_at(self.now_s + max(timeout_s, 0.0), me, me.generation)
+        following = self._next(me)
+        if following is not me:
+            following.give_baton()
+            me.wait_baton()
+        me.generation += 1
+        was_woken, me.is_woken = me.is_woken, True
+        if me is self.main and self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        if me.process.is_dead:
+            raise Killed
+        return was_woken
+
+    def leave(self) -> None:
+        """Hand the baton on from a thread that ends."""
+        self._next(None).give_baton()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait so long."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.block(end_s - self.now_s)
+
+    def unhandled(self, thread: Thread, error: BaseException) -> None:
+        """Take what ended a thread: its process's hook does, or the harness's thread raises it."""
+        hook = thread.process.hook
+        if hook is None or not isinstance(error, Exception):
+            self.fail(error)
+            return
+        try:
+            hook(error)
+        except Killed:
+            pass
+
+    def fail(self, error: BaseException) -> None:
+        """Have the harness's thread raise this."""
+        if self.failure is None:
+            self.failure = error
+            self.resume_at(self.now_s, self.main, None)
+
+    def _next(self, me: Thread | None) -> Thread:
+        """Let what happens without a thread happen; return the thread whose turn is next."""
+        while True:
+            time_s, _, _, call, arguments = heapq.heappop(self._turns)
+            self.now_s = max(self.now_s, time_s)
+            if call is not None:
+                try:
+                    call(*arguments)
+                except Exception as error:
+                    self.fail(error)
+                continue
+            thread, generation = arguments
+            if thread.is_over or (generation is not None and generation != thread.generation):
+                continue
+            if thread.process.is_paused:
+                thread.process.defer(thread, generation)
+                continue
+            self.num_turns += 1
+            if self.num_turns == self.max_turns:
+                self.fail(Deadlock(f"{self.num_turns} turns, and no end"))
+            self.current = thread
+            return thread  # type: ignore[no-any-return]
+
+    # The end.
+
+    def close(self) -> None:
+        """End all processes and wait until their threads are over."""
+        harness, *others = self.processes
+        for process in others:
+            process.kill()
+        for _ in range(1000):
+            if not any(process.threads for process in others):
+                break
+            self.block(0.001)
+        harness.is_dead = True

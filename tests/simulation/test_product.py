@@ -1,0 +1,91 @@
+"""The product's own processes from seeds: nothing promised is broken, planted defects are found, all of it replays."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.protocol.delivery import Delivery
+from paceline.simulation.__main__ import main
+from paceline.simulation.product import PRODUCT_KINDS, ProductCluster
+from paceline.simulation.product.truth import Truth, Violation
+from paceline.tables.sparse_part import SparsePart
+
+SEEDS = range(24)
+DEFECT_SEEDS = range(200)
+
+
+def test_nothing_promised_is_broken() -> None:
+    outcomes = [ProductCluster(seed).run() for seed in SEEDS]
+    assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
+    fired = sum((each.fired for each in outcomes), Counter[str]())
+    assert len(fired) > len(PRODUCT_KINDS) // 2
+    assert sum(each.num_reads for each in outcomes) > 300
+    assert sum(each.num_compared for each in outcomes) > 10_000
+
+
+def test_a_seed_is_the_same_every_time() -> None:
+    for seed in (3, 4):
+        lines: list[list[str]] = [[], []]
+        outcomes = [ProductCluster(seed, num_faults=6, trace=lines[run].append).run() for run in (0, 1)]
+        assert lines[0] == lines[1]
+        assert outcomes[0] == outcomes[1]
+        assert len(lines[0]) > 1000
+
+
+def violations(num_faults: int) -> Iterator[str]:
+    """Yield what is found, seed after seed."""
+    for seed in DEFECT_SEEDS:
+        violation = ProductCluster(seed, num_faults=num_faults).run().violation
+        if violation is not None:
+            yield violation
+
+
+def test_a_filter_that_lets_all_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, admit = Delivery.missing, Delivery.admit
+
+    def all_of(delivery: Delivery, buckets: int | None) -> int:
+        return delivery.buckets if buckets is None else buckets
+
+    def lets_through(delivery: Delivery, incarnation: int, sequence: int, buckets: int | None = None) -> int:
+        missing(delivery, incarnation, sequence, buckets)
+        return all_of(delivery, buckets)
+
+    def admits_all(delivery: Delivery, incarnation: int, sequence: int, buckets: int | None = None) -> int:
+        admit(delivery, incarnation, sequence, buckets)
+        return all_of(delivery, buckets)
+
+    monkeypatch.setattr(Delivery, "missing", lets_through)
+    monkeypatch.setattr(Delivery, "admit", admits_all)
+    assert any("(exactly once)" in each or "(reads)" in each for each in violations(8))
+
+
+def test_a_fill_without_its_filter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt = Delivery.adopt
+    monkeypatch.setattr(Delivery, "adopt", lambda delivery, buckets, state: adopt(delivery, buckets, ()))
+    assert any("(exactly once)" in each or "(reads)" in each for each in violations(8))
+
+
+def test_a_fill_that_loses_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = SparsePart.load_bucket
+    monkeypatch.setattr(
+        SparsePart, "load_bucket", lambda part, bucket, keys, rows: load(part, bucket, keys[1:], rows[1:])
+    )
+    assert any("(replicas)" in each or "(reads)" in each for each in violations(8))
+
+
+def test_a_violation_prints_the_command_that_replays_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_fault(truth: Truth, chains: object) -> None:
+        raise Violation(f"(test) {len(truth.issued)} pushes")
+
+    monkeypatch.setattr(Truth, "check", find_fault)
+    assert main(["--product", "--seeds", "0:2", "--faults=", "--num-faults", "2"]) == 1
+    found = re.search(r"seed (\d+): (.*)\n  python -m paceline.simulation (.*)\n", capsys.readouterr().out)
+    assert found is not None
+    assert main(found[3].split()) == 1
+    assert f"VIOLATION {found[2]}" in capsys.readouterr().out
