@@ -326,8 +326,7 @@ class Server(Node):
                 case events.SumUp():
                     parts = self._sum(instruction.iteration, instruction.workers, instruction.buckets)
                     instruction.payload = _Request(None, None, AGGREGATE, instruction.iteration + 1, parts)
-                case events.ApplySum(iteration, workers):
-                    buckets = self.core.replication.primary
+                case events.ApplySum(iteration, workers, buckets):
                     self._apply(_Request(None, None, parts=self._sum(iteration, workers, buckets)), buckets)
 
     def _apply(self, push: _Request, buckets: int) -> None:

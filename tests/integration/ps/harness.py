@@ -222,7 +222,7 @@ class Cluster:
 
     def num_counted(self) -> int:
         """How many workers take part in the iterations, as the servers see it."""
-        return max(len(node.server._counted) for node in self.nodes)
+        return max(len(node.server.core.workers.counted) for node in self.nodes)
 
     def compare_replicas(self) -> int:
         """Have all servers compare their buckets with those before them in the chains; return how many they were.
@@ -231,7 +231,7 @@ class Cluster:
         """
         nodes = [node for node in self.nodes if node.served is not None and not node.failures]
         newest = self.scheduler.core.newest.version  # by an older map buckets may still be filled: these are left out
-        wait_until(lambda: all(node.server._replicator.rules.version >= newest for node in nodes))
+        wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
         checks = [node.server._replicator.checks for node in nodes]
         compared, received = sum(each.num_compared for each in checks), sum(each.num_received for each in checks)
         expected = received + sum(node.call(node.server._replicator.check_all) for node in nodes)

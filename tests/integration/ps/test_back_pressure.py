@@ -46,7 +46,7 @@ def most_held(node: ServerNode, done: Any) -> int:
     def look() -> bool:
         nonlocal most
         is_done = bool(done())
-        most = max(most, node.call(lambda: node.server._count_held() + node.server._count_ahead()))
+        most = max(most, node.call(lambda: node.server._pressure.count_held() + node.server._pressure.count_ahead()))
         return is_done
 
     wait_until(look)

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.errors import PacelineError, PeerError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.protocol.replication import Lead
 from paceline.ps import SGD, Client, SparseTable
 from paceline.tables.bucket_arrays import buckets_of_keys
 
@@ -35,7 +36,8 @@ def fail_once(node: ServerNode, name: str, error: Exception) -> None:
 
 def led_by(node: ServerNode) -> Keys:
     """Return keys whose primary a server is."""
-    return KEYS[[bool(buckets_of_keys(KEYS[i : i + 1]) & node.server._rules.primary) for i in range(len(KEYS))]]
+    primary = node.server.core.replication.primary
+    return KEYS[[bool(buckets_of_keys(KEYS[i : i + 1]) & primary) for i in range(len(KEYS))]]
 
 
 def end(node: ServerNode) -> BaseException:
@@ -82,7 +84,7 @@ def test_who_fails_while_alone_acknowledges_nothing(consistency: Consistency) ->
         clients = cluster.connect_all(timeout_s=5.0)
         tables = [table_of(client) for client in clients]
         (node,) = cluster.nodes
-        fail_once(node, "push_sum" if node.server._buffer is not None else "push", MemoryError())
+        fail_once(node, "push_sum" if node.server.core.iterations is not None else "push", MemoryError())
         pushes = [partial(table.push, KEYS, ONES, tick=True) for table in tables]
         found, *_ = in_threads(partial(end, node), *pushes)
         assert isinstance(found, MemoryError)
@@ -122,7 +124,7 @@ def test_a_map_that_cannot_be_carried_out_ends_the_server() -> None:
         table_of(client).push(KEYS, ONES).wait()
         goes, fails = cluster.nodes
         error = KeyError("Lead")
-        fails.server._replicator._on_lead = raises(error)
+        fails.server._runtime._actions[Lead] = raises(error)
         goes.stop()
         assert end(fails) is error
 
@@ -133,7 +135,7 @@ def test_a_link_that_fails_ends_the_server() -> None:
         client = cluster.connect()
         table_of(client).push(KEYS, ONES).wait()
         node = cluster.nodes[0]
-        links = node.server._replicator._links
+        links = node.server._runtime.links
         assert links is not None
         error = KeyError("up")
         links._on_up = raises(error)

@@ -22,7 +22,7 @@ ONES = -np.ones((300, 1), np.float32)
 
 
 def clocks_of(node: ServerNode) -> dict[int, int]:
-    return dict(node.server._gatekeeper.gate.clocks)
+    return dict(node.server.core.workers.gate.clocks)
 
 
 def push(client: Client) -> None:
@@ -85,7 +85,7 @@ def test_what_has_failed_is_raised() -> None:
 
     with Cluster() as cluster:
         client = cluster.connect()
-        cluster.nodes[0].server._kinds[PUSH] = refuse
+        cluster.nodes[0].server._handlers[PUSH] = refuse
         with pytest.raises(UsageError, match="not today"):
             work(client)
         with pytest.raises(UsageError, match="closed"):
@@ -126,15 +126,15 @@ def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
                 client._take_map(new)
 
         change(now.version + 1, None)
-        gatekeeper = goes.server._gatekeeper
-        assert (dict(gatekeeper.gate.clocks), gatekeeper.ranks, gatekeeper.counted) == ({}, {}, set())
+        workers = goes.server.core.workers
+        assert (dict(workers.gate.clocks), workers.ranks, workers.counted) == ({}, {}, set())
         for client in clients:
             push(client)  # it does not hear of this
         change(now.version + 2, goes.server._replicator.incarnation)
-        wait_until(lambda: goes.call(lambda: dict(gatekeeper.gate.clocks)) == dict.fromkeys(known[goes], 2))
-        assert gatekeeper.ranks == stays.server._ranks
-        held = goes.server._rules
+        wait_until(lambda: goes.call(lambda: dict(workers.gate.clocks)) == dict.fromkeys(known[goes], 2))
+        assert workers.ranks == stays.server.core.workers.ranks
+        held = goes.server.core.replication
         wait_until(lambda: goes.call(lambda: held.held == ALL))
         second.retire()
         push(first)
-        wait_until(lambda: goes.call(lambda: max(gatekeeper.gate.clocks.values())) == 3)
+        wait_until(lambda: goes.call(lambda: max(workers.gate.clocks.values())) == 3)

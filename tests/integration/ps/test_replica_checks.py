@@ -115,7 +115,7 @@ def test_a_push_that_never_came_is_told() -> None:
         client = cluster.connect()
         sparse, _ = tables_of(client, SGD(lr=1.0))
         replica = cluster.nodes[1]
-        rules: Any = replica.server._rules
+        rules: Any = replica.server.core.replication
         original = rules._filter.admit
         rules._filter.admit = lambda *arguments: 0
         sparse.push(KEYS, np.ones((300, 2), np.float32)).wait()

@@ -130,8 +130,8 @@ def test_a_new_table_goes_down_the_chains_by_itself(monkeypatch: pytest.MonkeyPa
     with Cluster(servers=3, workers=1, replicas=2) as cluster:
         client = cluster.connect()
         first, second, third = (node.server._replicator for node in cluster.nodes)
-        send_clocks = first._send_clocks
-        monkeypatch.setattr(first, "_send_clocks", lambda to: None if to == third.incarnation else send_clocks(to))
+        send_clocks = first.send_clocks
+        monkeypatch.setattr(first, "send_clocks", lambda to: None if to == third.incarnation else send_clocks(to))
         made = messages.CreateTable(number=77, spec=client.sparse_table("t", update=SGD(lr=1.0)).spec)
         connection = next(each for each in client._connections if each.incarnation == first.incarnation)
         connection.call(made)
@@ -216,7 +216,7 @@ def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_one_who_retires() -
         goes.flush()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         time.sleep(0.5)
-        wait_until(lambda: bool(cluster.nodes[0].server._replicator._reports))  # it has the rows, and nobody is told
+        wait_until(lambda: bool(cluster.nodes[0].server.core._reports))  # it has the rows, and nobody is told
         assert not is_whole(observer, 2, 0)
         goes.retire()
         wait_until(lambda: is_whole(observer, 2, 0))
@@ -242,7 +242,7 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
         client._take_map(change(2, *one.members, *other.members))  # of which the other one does not hear
         table.push(keys, -np.ones((len(keys), 1), np.float32), tick=True)
         read = table.pull_async(keys)
-        wait_until(lambda: bool(node.call(lambda: node.server._gatekeeper.num_held)))
+        wait_until(lambda: bool(node.call(lambda: len(node.server.core.reads))))
         change(3, *other.members)
         wait_until(lambda: read.done() or client._watch.is_unsettled)
         assert not read.done()

@@ -176,7 +176,7 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         table = client.sparse_table("w", update=SGD(lr=1.0))
         keys, ones = np.arange(200, dtype=np.uint64), np.ones(200, np.float32)
         table.push(keys, ones).wait()
-        wait_until(lambda: all(client.incarnation in node.server._on_map for node in cluster.nodes))
+        wait_until(lambda: all(client.incarnation in node.server.core.workers.named for node in cluster.nodes))
         link = cluster.nodes[1].link
         connect, link._transport = link._transport, _NoWay()  # type: ignore[assignment]
         incarnation = link._welcome.incarnation if link._welcome else 0

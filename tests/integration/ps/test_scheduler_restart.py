@@ -615,7 +615,7 @@ def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> Non
         without = tuple(member for member in known.members if member.incarnation != worker.incarnation)
 
         def take(members: tuple[messages.MemberInfo, ...], last_incarnation: int) -> None:
-            changes = {"members": members, "epoch": server._epoch + 1, "last_incarnation": last_incarnation}
+            changes = {"members": members, "epoch": server.core.epoch + 1, "last_incarnation": last_incarnation}
             server.members_changed(msgspec.structs.replace(known, **changes))
 
         before = min(worker.incarnation, other.incarnation) - 1
@@ -626,10 +626,10 @@ def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> Non
         cluster.nodes[0].call(lambda: setattr(server, "_on_map", {other.incarnation}))  # it never heard of the worker
         joining = threading.Thread(target=worker.join)
         joining.start()
-        wait_until(lambda: len(server._unnamed) == 1)
+        wait_until(lambda: len(list(server.core.early)) == 1)
         cluster.nodes[0].call(lambda: take(known.members, before))
         joining.join(PATIENCE_S)
-        assert not server._unnamed
+        assert not list(server.core.early)
         assert table.push_pull(np.arange(3), np.ones(3, np.float32)).tolist() == [[-2.0]] * 3
         cluster.nodes[0].call(lambda: take(without, known.last_incarnation))
         with pytest.raises(PeerError, match="left the cluster or was declared dead"):
@@ -644,11 +644,11 @@ def test_who_joined_and_died_between_two_maps_is_waited_for_no_longer() -> None:
 
         def take(last_incarnation: int) -> set[int]:
             members = tuple(member for member in known.members if member.incarnation != lost.incarnation)
-            server._on_map = set()  # no map has ever named the worker here
-            epoch = server._epoch + 1
+            server.core.workers.named = frozenset()  # no map has ever named the worker here
+            epoch = server.core.epoch + 1
             changes = {"members": members, "epoch": epoch, "last_incarnation": last_incarnation}
             server.members_changed(msgspec.structs.replace(known, **changes))
-            return set(server._counted)
+            return set(server.core.workers.counted)
 
         assert cluster.nodes[0].call(lambda: take(lost.incarnation - 1)) == {lost.incarnation, left.incarnation}
         assert cluster.nodes[0].call(lambda: take(known.last_incarnation)) == {left.incarnation}

@@ -33,13 +33,13 @@ def test_who_is_on_no_map_holds_nobody(consistency: Consistency) -> None:
         ghost = connect(cluster, 10**9)
         ghost.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
         ghost.send_frame(SYNCED, flags=1, epoch=client._routes.version)
-        wait_until(lambda: len(cluster.nodes[0].server._unnamed) == 2)
+        wait_until(lambda: len(list(cluster.nodes[0].server.core.early)) == 2)
         for iteration in range(4):
             table.push(KEYS, ONES, tick=True)
             assert set(table.pull(KEYS).reshape(-1)) == {iteration + 1.0}
         assert cluster.num_counted() == 1
         ghost.close()
-        wait_until(lambda: not cluster.nodes[0].server._unnamed)
+        wait_until(lambda: not list(cluster.nodes[0].server.core.early))
 
 
 def test_who_left_before_any_map_joins_no_more() -> None:

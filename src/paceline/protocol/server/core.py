@@ -372,7 +372,7 @@ class ServerCore:
                 self._replicate(replication.Push(token, AGGREGATE, sequence, version, each.buckets))
             else:
                 self.replication.admit(AGGREGATE, sequence)
-                self._out.append(events.ApplySum(each.iteration, each.workers))
+                self._out.append(events.ApplySum(each.iteration, each.workers, each.buckets))
                 self.iterations.acknowledged(each.iteration)
             self._out.append(events.Completed(each.iteration))
 

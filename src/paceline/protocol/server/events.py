@@ -265,6 +265,7 @@ class ApplySum:
 
     iteration: int
     workers: tuple[int, ...]
+    buckets: int
 
 
 @dataclass(frozen=True, slots=True)

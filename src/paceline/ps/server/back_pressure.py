@@ -10,8 +10,12 @@ replicate are always read: their signs of life come by the same connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import cast
 
+from paceline.protocol import ServerCore
+from paceline.ps.server.pushes import Frame, payload_of
+from paceline.tables.aggregation import IterationBuffer
 from paceline.transport import Peer
 
 MAX_HELD_BYTES = 1 << 28
@@ -19,18 +23,11 @@ _LOOK_PERIOD_S = 0.01
 
 
 class BackPressure:
-    """The connections of one server that are not read.
+    """The connections of one server that are not read."""
 
-    `count_held` returns the bytes that are held for others, `count_ahead` those of iterations that are not complete,
-    which concern only workers that are ahead of another one; `is_ahead` says whether somebody is.
-    """
-
-    def __init__(
-        self, count_held: Callable[[], int], count_ahead: Callable[[], int], is_ahead: Callable[[Peer], bool]
-    ) -> None:
-        self._count_held = count_held
-        self._count_ahead = count_ahead
-        self._is_ahead = is_ahead
+    def __init__(self, core: ServerCore, buffer: IterationBuffer | None) -> None:
+        self._core = core
+        self._buffer = buffer
         self.max_bytes = MAX_HELD_BYTES
         self._added = 0  # bytes since they were counted, and what they were then
         self._paused: dict[Peer, None] = {}
@@ -41,12 +38,26 @@ class BackPressure:
         """How many connections are not read."""
         return len(self._paused)
 
+    def count_held(self) -> int:
+        """Return the bytes that are held for others: early frames, and pushes that wait for servers behind."""
+        early = sum(len(frame[2]) + len(frame[3]) for frame in cast("Iterable[Frame]", self._core.early))
+        payloads = (payload_of(token) for token in self._core.replication.waiting)
+        return early + sum(push.num_bytes for push in payloads)
+
+    def count_ahead(self) -> int:
+        """Return the bytes of iterations that are not complete: only workers that are ahead of another add to them."""
+        return 0 if self._buffer is None else self._buffer.num_bytes
+
+    def _is_ahead(self, peer: Peer) -> bool:
+        gate = self._core.workers.gate
+        return gate.clocks.get(peer.hello.incarnation, 0) > gate.minimum
+
     def note(self, peer: Peer, num_bytes: int) -> None:
         """Take note of what a peer has sent, and that is kept; read it no more for now if that is too much."""
         self._added += num_bytes
         if self._added <= self.max_bytes:  # counted, it may be less
             return
-        held, ahead = self._count_held(), self._count_ahead()
+        held, ahead = self.count_held(), self.count_ahead()
         self._added = held + ahead
         if held > self.max_bytes or (held + ahead > self.max_bytes and self._is_ahead(peer)):
             peer.pause_receiving()
@@ -74,7 +85,7 @@ class BackPressure:
 
     def _look(self) -> None:
         self._timer = None
-        held, ahead = self._count_held(), self._count_ahead()
+        held, ahead = self.count_held(), self.count_ahead()
         self._added = held + ahead
         for peer in list(self._paused):
             if 2 * held <= self.max_bytes and (2 * (held + ahead) <= self.max_bytes or not self._is_ahead(peer)):

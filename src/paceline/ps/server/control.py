@@ -1,4 +1,4 @@
-"""The control calls of a server: tables made, read, written and described; workers that join and retire.
+"""The control calls of a server: tables made, read, written and described.
 
 A call is a CALL frame with a message of :mod:`paceline.ps.messages`; the answer is a RESULT frame. None of this is in
 the way of a gradient: that is :mod:`paceline.ps.server.server`.
@@ -6,6 +6,7 @@ the way of a gradient: that is :mod:`paceline.ps.server.server`.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,12 @@ from paceline.protocol.buckets import Buckets
 from paceline.ps import messages
 from paceline.ps.messages import RESULT, TableStatistics
 from paceline.ps.messages import snapshots as snapshot_messages
-from paceline.ps.server.gatekeeper import Gatekeeper, name_of
+from paceline.ps.server.answers import name_of
 from paceline.ps.server.pushes import ERASE, WRITE, ChainPush, Piece
-from paceline.ps.server.replicator import Replicator
+from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
-from paceline.tables.server_tables import ServerTables
 from paceline.transport import Header, Peer
 
 _CHANGES = (messages.WriteRecords, messages.Erase, messages.SetUpdate, snapshot_messages.LoadParts)
@@ -57,49 +57,31 @@ class Traffic:
 class ServerControl:
     """Answers the control calls of one server."""
 
-    def __init__(
-        self,
-        tables: ServerTables,
-        gatekeeper: Gatekeeper,
-        replicator: Replicator,
-        traffic: Traffic,
-        non_finite: NonFinite,
-    ) -> None:
-        self._tables = tables
-        self._gatekeeper = gatekeeper
-        self._replicator = replicator
+    def __init__(self, runtime: Runtime, traffic: Traffic, non_finite: NonFinite, snapshots: ServerSnapshots) -> None:
+        self._core = runtime.core
+        self._tables = runtime.tables
+        self._answers = runtime.answers
+        self._replicator = runtime.replicator
         self._traffic = traffic
         self._non_finite = non_finite
+        self._own_sequences = itertools.count(1)  # of what this server itself sends down a chain, in its own name
         self._calls: dict[type, Any] = {
             messages.CreateTable: self._create_table,
-            messages.JoinClock: self._join_clock,
-            messages.Retire: self._retire,
             messages.ReadBucket: self._read_bucket,
             messages.SetUpdate: self._set_update,
             messages.GetStatistics: self._get_statistics,
+            **snapshots.calls,
         }
-        self.snapshots = ServerSnapshots(
-            tables,
-            clock=lambda: max(gatekeeper.gate.clocks.values(), default=0),
-            version=lambda: replicator.rules.version,
-            non_finite=non_finite,
-        )
-        for message, answer in self.snapshots.calls.items():
-            self._calls[message] = lambda peer, request, body, answer=answer: answer(request)
 
-    def call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+    def call(self, peer: Peer, header: Header, request: Any) -> None:
         """Do as a CALL frame asks, and answer it."""
-        request = messages.decode_to_server(meta)
         if isinstance(request, _CHANGES):
-            self._gatekeeper.check_member(peer)
-        if isinstance(request, messages.WriteRecords | messages.Erase):
-            self._push_down(peer, header, request, body)
-            return
-        result = self._calls[type(request)](peer, request, body)
+            self._answers.check_member(peer)
+        result = self._calls[type(request)](request)
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer), body=parts)
 
-    def _create_table(self, peer: Peer, request: messages.CreateTable, body: memoryview) -> None:
+    def _create_table(self, request: messages.CreateTable) -> None:
         rank = self._tables.rank
         table = self._tables.by_number.get(request.number)
         if table is not None:
@@ -112,30 +94,23 @@ class ServerControl:
         self._tables.by_number[request.number] = self._replicator.new_table(request.spec)
         self._replicator.tables_changed()
 
-    def _join_clock(self, peer: Peer, request: messages.JoinClock, body: memoryview) -> int:
-        return self._gatekeeper.join(peer, request.rank, request.clock)
-
-    def _retire(self, peer: Peer, request: messages.Retire, body: memoryview) -> None:
-        self._gatekeeper.retire(peer.hello.incarnation)
-
-    def _read_bucket(
-        self, peer: Peer, request: messages.ReadBucket, body: memoryview
-    ) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
+    def _read_bucket(self, request: messages.ReadBucket) -> tuple[int, tuple[np.ndarray[Any, Any], ...]]:
         self._check_led(1 << request.bucket)
         keys, records = self._tables.find(request.table).part.read_bucket(request.bucket)
         return len(keys), (keys, records)
 
     def _check_led(self, buckets: Buckets) -> None:
-        if buckets & ~self._replicator.rules.primary:
+        if buckets & ~self._core.replication.primary:
             raise StaleEpochError(
                 f"server {self._tables.rank} does not lead all of these buckets (any more): take the new map of the "
                 "cluster and ask again"
             )
 
-    def _push_down(
+    def write_or_erase(
         self, peer: Peer, header: Header, request: messages.WriteRecords | messages.Erase, body: memoryview
-    ) -> None:
-        """Write or erase records here and on the servers behind; the answer waits for them."""
+    ) -> ChainPush:
+        """Return what writes or erases records, here and on the servers behind; the answer waits for them."""
+        self._answers.check_member(peer)
         table = self._tables.find(request.table)
         part = table.part
         if isinstance(request, messages.WriteRecords):
@@ -161,23 +136,22 @@ class ServerControl:
             what = f"what {name_of(peer)} writes to server {self._tables.rank}"
             self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), what)
             part.reserve(selection)
-        push = ChainPush(
+        return ChainPush(
             operation,
             self._replicator.incarnation,
-            self._replicator.next_sequence(),
+            next(self._own_sequences),
             [Piece(request.table, selection, floats)],
             peer,
             header,
             result=0 if operation == ERASE else None,
+            buckets=buckets,
+            is_owned=True,
         )
-        self._replicator.push(push, buckets)
 
-    def _set_update(self, peer: Peer, request: messages.SetUpdate, body: memoryview) -> None:
+    def _set_update(self, request: messages.SetUpdate) -> None:
         self._replicator.set_update(request.table, request.update)
 
-    def _get_statistics(
-        self, peer: Peer, request: messages.GetStatistics, body: memoryview
-    ) -> messages.ServerStatistics:
+    def _get_statistics(self, request: messages.GetStatistics) -> messages.ServerStatistics:
         bytes_in, bytes_out = self._traffic.totals()
         return messages.ServerStatistics(
             tables={
@@ -195,7 +169,7 @@ class ServerControl:
             bytes_in=bytes_in,
             bytes_out=bytes_out,
             resident_bytes=psutil.Process().memory_info().rss,
-            held=self._gatekeeper.num_held + self._replicator.num_withheld,
+            held=self._core.num_waiting,
             num_compared=self._replicator.checks.num_compared,
             num_unordered=self._replicator.checks.num_unordered,
             differences=self._replicator.checks.differences,

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.kernels.sparse import largest
 from paceline.protocol.buckets import ALL, Buckets, from_bytes, to_bytes
+from paceline.protocol.server.events import SumUp
 from paceline.ps.messages import FORWARD, PieceInfo, TableSpec
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTables
 from paceline.tables.sparse_store import Floats
 from paceline.transport import Header, Peer, padded
+
+Frame: TypeAlias = tuple[Peer, Header, bytes, bytearray]
+"""A frame that came too early, with copies of its parts."""
 
 PUSH = "push"
 WRITE = "write"
@@ -49,8 +53,14 @@ class ChainPush:
     buckets: Buckets = ALL
     """Those that its keys are of, as far as that is known: what is asked of no others need not be looked for."""
 
+    is_owned: bool = False
+    """Whether its pieces are copies."""
+
     def own(self) -> None:
-        """Copy the pieces out of the buffer that they were received in, which will be used again."""
+        """Copy the pieces out of the buffer that they were received in, which will be used again; once."""
+        if self.is_owned:
+            return
+        self.is_owned = True
         self.pieces = [Piece(piece.table, piece.selection.copy(), piece.floats.copy()) for piece in self.pieces]
 
     @property
@@ -65,6 +75,13 @@ class ChainPush:
             return self.pieces
         pieces = (restrict(tables, piece, buckets) for piece in self.pieces)
         return [piece for piece in pieces if piece is not None]
+
+
+def payload_of(token: object) -> ChainPush:
+    """Return the push that a token of the core stands for."""
+    payload = token.payload if isinstance(token, SumUp) else token
+    assert isinstance(payload, ChainPush)
+    return payload
 
 
 def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ModelError, PacelineError, StaleEpochError, UsageError
+from paceline.protocol import ServerCore
 from paceline.protocol.buckets import buckets_in, from_bytes, to_bytes
 from paceline.ps.messages.snapshots import (
     DropSnapshot,
@@ -327,18 +328,12 @@ def _are_there(directory: Path, parts: Sequence[StoredPart]) -> bool:
 
 
 class ServerSnapshots:
-    """Takes snapshots of one server's tables, and loads them.
+    """Takes snapshots of one server's tables, and loads them."""
 
-    `clock` tells the highest clock of a worker, `version` that of the map of chains that the server goes by.
-    """
-
-    def __init__(
-        self, tables: ServerTables, clock: Callable[[], int], version: Callable[[], int], non_finite: NonFinite
-    ) -> None:
+    def __init__(self, tables: ServerTables, core: ServerCore, non_finite: NonFinite) -> None:
         self._tables = tables
+        self._core = core
         self._non_finite = non_finite
-        self._clock = clock
-        self._version = version
         self._taking: _Taking | None = None
         self._boundary: int | None = None
         self._loading: _Loading | None = None
@@ -356,7 +351,7 @@ class ServerSnapshots:
         for number in request.tables:
             self._tables.find(number)
         from_bytes(request.buckets)
-        clock = self._clock()
+        clock = max(self._core.workers.gate.clocks.values(), default=0)
         if request.boundary is not None and request.boundary <= clock:
             return SnapshotBegun(begun=False, clock=clock)
         if self._taking is not None and not self._taking.done:
@@ -388,9 +383,10 @@ class ServerSnapshots:
 
     def load(self, request: LoadParts) -> None:
         """Begin to load. Raises StaleEpochError by another map."""
-        if request.version != self._version():
+        version = self._core.replication.version
+        if request.version != version:
             raise StaleEpochError(
-                f"server {self._tables.rank} goes by version {self._version()} of the map, and a snapshot is to be "
+                f"server {self._tables.rank} goes by version {version} of the map, and a snapshot is to be "
                 f"loaded by version {request.version}: ask again by the newest one"
             )
         if self._loading is not None and not self._loading.done:

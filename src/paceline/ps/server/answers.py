@@ -1,0 +1,173 @@
+"""What a server answers: values, acknowledgements, and why something is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import DeadlineError, NonFiniteError, PeerError, StaleEpochError, UsageError
+from paceline.protocol import ServerCore
+from paceline.protocol.buckets import Buckets
+from paceline.ps.messages import ACK, VALUES
+from paceline.ps.server.pushes import ChainPush
+from paceline.ps.server.stale_gradients import StaleGradients
+from paceline.tables.part import Selection
+from paceline.tables.server_tables import ServerTable, ServerTables
+from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Header, Limits, Peer, padded
+
+_MAX_TIMEOUT_MS = 30 * 24 * 3600 * 1000
+_HEADER_FLOATS = HEADER_BYTES // 4
+_MAX_ANSWER_BYTES = Limits().max_frame_bytes
+
+
+class BlockedRead:
+    """A read that waits: the token of :class:`paceline.protocol.server.events.Read`."""
+
+    __slots__ = ("clock", "flags", "header", "peer", "selection")
+
+    def __init__(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
+        self.peer = peer
+        self.header = header
+        self.selection = selection
+        self.clock = clock
+        self.flags = flags
+
+
+class Answers:
+    """The answers of one server."""
+
+    def __init__(self, tables: ServerTables, core: ServerCore, stale: StaleGradients, min_replicas: int) -> None:
+        self._tables = tables
+        self._core = core
+        self._stale = stale
+        self._min_replicas = min_replicas
+        self._replies: dict[Peer, np.ndarray[Any, np.dtype[np.float32]]] = {}
+
+    def disconnected(self, peer: Peer) -> None:
+        """Forget a connection."""
+        self._replies.pop(peer, None)
+
+    def values(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
+    ) -> None:
+        """Send values, as of iteration `clock`."""
+        if table.refused and (refusal := table.refused.pop(peer.hello.incarnation, None)):
+            raise NonFiniteError(refusal)
+        count = table.part.num_values(selection)
+        size = HEADER_BYTES + padded(4 * count)
+        reply = self._replies.get(peer)
+        if reply is None or reply.nbytes < size or peer.write_backlog_bytes:
+            if size > _MAX_ANSWER_BYTES:
+                raise UsageError(
+                    f"{count} values of table {table.spec.name!r} were asked for at once, which take {size} bytes: at "
+                    f"most {_MAX_ANSWER_BYTES} go into one answer; ask for fewer keys at a time"
+                )
+            reply = self._replies[peer] = np.empty(max(size, 4096) // 4, np.float32)
+        values = reply[_HEADER_FLOATS : _HEADER_FLOATS + count]
+        table.part.pull(selection, values)
+        table.pulls += 1
+        worker = peer.hello.incarnation
+        if worker in self._core.workers.counted:
+            self._stale.pulled(worker, header, table, clock, selection, values)
+        frame = memoryview(reply).cast("B")  # type: ignore[arg-type]
+        HEADER.pack_into(
+            frame, 0, MAGIC, PROTOCOL_VERSION, VALUES, flags, header.table, header.request, header.epoch,
+            self._clock(clock), header.sequence, 0, 4 * count,
+        )  # fmt: skip
+        peer.send(frame[:size])
+
+    def acknowledge(self, peer: Peer, header: Header, flags: int) -> None:
+        """Say that a push is applied, or a tick counted."""
+        peer.send(
+            HEADER.pack(
+                MAGIC, PROTOCOL_VERSION, ACK, flags, header.table, header.request, header.epoch,
+                self._clock(header.clock), header.sequence, 0, 0,
+            )
+        )  # fmt: skip
+
+    def _clock(self, clock: int) -> int:
+        """Return the clock of an answer: under sequential consistency, how many iterations are complete and safe."""
+        iterations = self._core.iterations
+        return clock if iterations is None else iterations.durable
+
+    # Refusals.
+
+    def check_member(self, peer: Peer) -> None:
+        """Raise PeerError if a process has left or is dead, or never was one: sums of iterations go by number 0."""
+        if peer.hello.incarnation < 1:
+            raise PeerError(
+                f"{name_of(peer)} is no member of the cluster (incarnation {peer.hello.incarnation}): server "
+                f"{self._tables.rank} takes nothing from it; connect to the scheduler first"
+            )
+        if self._core.workers.is_gone(peer.hello.incarnation):
+            raise self.not_a_member(peer)
+
+    def not_a_member(self, peer: Peer) -> PeerError:
+        """Return why nothing is taken from a process any more."""
+        return PeerError(
+            f"{name_of(peer)} (incarnation {peer.hello.incarnation}) left the cluster or was declared dead: server "
+            f"{self._tables.rank} takes nothing more from it; connect again"
+        )
+
+    def stale(self) -> StaleEpochError:
+        """Return why a request of an older map is refused."""
+        return StaleEpochError(
+            f"the map of the cluster has changed (server {self._tables.rank} has version "
+            f"{self._core.replication.version}): the request was not carried out; take the new map and send it again"
+        )
+
+    def no_memory(self) -> PeerError:
+        """Return why a request is refused that there is no memory for."""
+        return PeerError(
+            f"server {self._tables.rank} has no memory for this request: it was refused, and nothing has changed; ask "
+            "for less at a time, or start more servers"
+        )
+
+    def late_read(self, read: BlockedRead) -> DeadlineError:
+        """Return why a read has waited too long."""
+        core = self._core
+        gate, ranks = core.workers.gate, core.workers.ranks
+        late = [f"worker {ranks.get(worker, worker)}" for worker in gate.lagging(read.clock)]
+        late += [f"worker {ranks[worker]}" for worker in core.updates.awaited if worker in ranks]
+        if not late and gate.is_open(read.clock) and not core.updates.may_read(read.clock):
+            late.append(self.shortage(core.replication.primary) or "the servers that replicate this one")
+        missing = gate.num_missing
+        if missing:
+            late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")
+        return DeadlineError(
+            f"{name_of(read.peer)} waited {timeout_s(read.peer):g} s to begin iteration {read.clock} under "
+            f"{gate.consistency} consistency: server {self._tables.rank} still awaits {' and '.join(late)}"
+        )
+
+    def late_push(self, push: ChainPush, peer: Peer) -> DeadlineError:
+        """Return why a push is not acknowledged, which too few replicas have.
+
+        It is the error NOT_ENOUGH_REPLICAS_AFTER_APPEND of Kafka's ``min.insync.replicas``.
+        """
+        table = self._tables.find(push.pieces[0].table).spec.name
+        return DeadlineError(
+            f"{name_of(peer)} waited {timeout_s(peer):g} s for the acknowledgement of a push to table {table!r}: "
+            f"{self.shortage(push.buckets)}; the push is applied, and lost if server {self._tables.rank} fails before "
+            "it has replicas enough"
+        )
+
+    def shortage(self, buckets: Buckets) -> str:
+        """Return which bucket has too few replicas to acknowledge anything, in words; empty if none has."""
+        found = self._core.replication.shortage(buckets)
+        if found is None:
+            return ""
+        bucket, count = found
+        has = {0: "no replica", 1: "1 replica"}.get(count, f"{count} replicas")
+        return f"bucket {bucket} has {has}, and the cluster acknowledges with {self._min_replicas} (--min-replicas)"
+
+
+def name_of(peer: Peer) -> str:
+    """Return who a peer is, for messages."""
+    return f"{peer.hello.role} {peer.hello.rank}"
+
+
+def timeout_s(peer: Peer) -> float:
+    """Return how long a peer waits for an answer: a minute, unless it has said a number of milliseconds."""
+    told = peer.hello.extra.get("timeout_ms")
+    return min(max(told, 0), _MAX_TIMEOUT_MS) / 1000.0 if isinstance(told, int) else 60.0

@@ -1,0 +1,140 @@
+"""Servers that are filled: buckets are sent whole to those behind this one, and taken from the one before it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.protocol import ServerCore
+from paceline.protocol.buckets import to_bytes
+from paceline.ps import messages
+from paceline.ps.messages import STATE, STATE_TAKEN
+from paceline.ps.server.chain_links import ChainLinks
+from paceline.ps.server.pushes import Piece, pack
+from paceline.ps.server.replica_checks import ReplicaChecks
+from paceline.tables.non_finite import NonFinite
+from paceline.tables.part import Selection
+from paceline.tables.server_tables import ServerTables
+from paceline.transport import Header, Peer
+
+_FILL_PAUSE = 4.0  # times what a bucket took of the time of others
+_SLOW_LINK = 12.5e6  # bytes per second: the slowest line on which fills shall leave room for others
+
+
+class ReceivedBucket:
+    """A bucket that came whole: the token of :class:`paceline.protocol.replication.StateReceived`."""
+
+    __slots__ = ("number", "order", "peer", "pieces")
+
+    def __init__(self, peer: Peer, number: int, order: int, pieces: list[Piece]) -> None:
+        self.peer = peer
+        self.number = number
+        self.order = order
+        self.pieces = pieces
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A bucket that is on its way to a server that is being filled: since when, its bytes, what to send it took."""
+
+    began_s: float
+    size: int
+    busy_s: float = 0.0
+
+
+class Fills:
+    """The buckets of one server that are on their way."""
+
+    def __init__(
+        self,
+        core: ServerCore,
+        tables: ServerTables,
+        links: ChainLinks | None,
+        checks: ReplicaChecks,
+        non_finite: NonFinite,
+    ) -> None:
+        self._core = core
+        self._tables = tables
+        self._links = links
+        self._checks = checks
+        self._non_finite = non_finite
+        self._soon: set[int] = set()  # servers to which a bucket will be sent soon
+        self._sent: dict[int, _Sent] = {}  # servers to which a bucket is on its way
+
+    def lose_all(self) -> None:
+        """Forget what is on its way: it is of an older map, and is not taken."""
+        self._sent = {}
+
+    def lose(self, target: int) -> None:
+        """Forget what is on its way to a server: its connection broke."""
+        self._sent.pop(target, None)
+
+    def send_soon(self) -> None:
+        """Have the next bucket sent to each server that is being filled."""
+        for target in self._core.replication.filling:
+            if target not in self._soon:
+                self._soon.add(target)
+                asyncio.get_running_loop().call_soon(self._send_next, target)
+
+    def _send_next(self, target: int) -> None:
+        """Send the next bucket to a server that is being filled: one at a time, so that nobody waits long."""
+        self._soon.discard(target)
+        peer = None if self._links is None else self._links.peer(target)
+        if peer is None or target in self._sent:  # it will say that it has it
+            return
+        rules = self._core.replication
+        fill = rules.next_fill(target)
+        if fill is None:
+            return
+        began_s, busy_s = time.monotonic(), time.thread_time()
+        number, bucket, state = fill
+        pieces = []
+        for table_number, table in self._tables.by_number.items():
+            keys, records = table.part.read_bucket(bucket)
+            if len(keys):
+                pieces.append(Piece(table_number, Selection(keys), records.reshape(-1)))
+        infos, body = pack(pieces)
+        entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
+        info = messages.StateInfo(bucket, self._checks.orders.of(bucket), entries, infos)
+        self._sent[target] = sent = _Sent(began_s, size=sum(part.nbytes for part in body))
+        peer.send_frame(STATE, request=number, epoch=rules.version, meta=messages.encode(info), body=body)
+        sent.busy_s = time.thread_time() - busy_s
+
+    def taken(self, target: int, header: Header) -> None:
+        """Go on when four times as much time has passed as the bucket took: who works meanwhile gets most of it.
+
+        What it took is processors' time at both ends, and the line's. That it waited, where much else happens, is no
+        reason to leave buckets without their replicas for longer.
+        """
+        sent = self._sent.pop(target, None)
+        if target not in self._soon:
+            self._soon.add(target)
+            took_s = 0.0
+            if sent is not None:
+                passed_s = time.monotonic() - sent.began_s
+                took_s = min(sent.busy_s + header.clock / 1e6 + sent.size / _SLOW_LINK, passed_s)
+            asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self._send_next, target)
+
+    def load(self, received: ReceivedBucket, bucket: int) -> None:
+        """Replace a bucket by the one that came, and confirm it."""
+        busy_s = time.thread_time()
+        self._checks.load(bucket, received.order)
+        pieces = {piece.table: piece for piece in received.pieces}
+        for number, table in self._tables.by_number.items():
+            piece = pieces.get(number)
+            if piece is None:
+                table.part.load_bucket(bucket, _NO_KEYS, _NO_FLOATS.reshape(0, table.part.record_words))
+            else:
+                keys = piece.selection.key_array()
+                records = piece.floats.reshape(len(keys), -1)
+                self._non_finite.taken(table, keys, records, f"what fills server {self._tables.rank}")
+                table.part.load_bucket(bucket, keys, records)
+        busy_us = int((time.thread_time() - busy_s) * 1e6)
+        received.peer.send_frame(STATE_TAKEN, request=received.number, clock=busy_us)
+
+
+_NO_KEYS = np.empty(0, np.uint64)
+_NO_FLOATS = np.empty(0, np.float32)

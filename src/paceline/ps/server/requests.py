@@ -1,0 +1,227 @@
+"""What workers send: pushes, reads, ticks, and their word for where they stand. Frames in, events to the core.
+
+A push that need not be sent on nor kept is applied here at once: the core says so, and keeps the filter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.errors import ProtocolError
+from paceline.kernels.sparse import largest
+from paceline.protocol.server import Route, events
+from paceline.ps.fail_stop import Fail, must_succeed
+from paceline.ps.messages import DROPPED, RANGE, TICKS
+from paceline.ps.server.answers import name_of
+from paceline.ps.server.back_pressure import BackPressure
+from paceline.ps.server.pushes import PUSH as PUSH_DOWN
+from paceline.ps.server.pushes import ChainPush, Piece, check_range
+from paceline.ps.server.runtime import Runtime
+from paceline.tables.aggregation import Push
+from paceline.tables.non_finite import NonFinite
+from paceline.tables.part import Selection
+from paceline.tables.server_tables import ServerTable
+from paceline.tables.sparse_part import check_finite
+from paceline.tables.sparse_store import Floats
+from paceline.transport import Header, Peer
+
+
+class Requests:
+    """The requests of one server's clients; `replicas` is how many servers the cluster has behind each primary."""
+
+    def __init__(
+        self, runtime: Runtime, pressure: BackPressure, non_finite: NonFinite, replicas: int, *, fail: Fail
+    ) -> None:
+        self._runtime = runtime
+        self._core = runtime.core
+        self._tables = runtime.tables
+        self._answers = runtime.answers
+        self._stale = runtime.stale
+        self._pressure = pressure
+        self._non_finite = non_finite
+        self._replicas = replicas
+        self._fail = fail
+
+    def pull(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Take a PULL frame."""
+        table = self._tables.find(header.table)
+        if header.flags & RANGE:
+            selection = _range(table, body)
+            if len(body) != 16:
+                raise ProtocolError(f"a range pull has a body of 16 bytes, {len(body)} were got")
+        else:
+            if len(body) & 7:
+                raise ProtocolError(f"a pull's body is keys of 8 bytes each, {len(body)} bytes were got")
+            selection = Selection(np.frombuffer(body, np.uint64))
+        self._runtime.read(peer, header, table, selection, header.clock, 0)
+
+    def push(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Take a PUSH or PUSH_PULL frame."""
+        core = self._core
+        table, flags, worker = self._tables.find(header.table), 0, peer.hello.incarnation
+        whole, grads = self._split_push(table, header, body)
+        selection = whole
+        top = check_finite(grads, name_of(peer), table.spec.name)
+        if worker in core.workers.counted:
+            core.workers.check_leap(worker, header.clock, core.updates.first_clock)
+        else:
+            self._answers.check_member(peer)  # the filter has forgotten those that are gone
+        route = core.route(worker, header.clock)
+        if route is Route.CHAIN:
+            self._push_down(peer, header, table, selection, grads, top)
+            return
+        if route is Route.KEEP:
+            self._keep_for_iteration(peer, header, table, selection, grads, top)
+        else:
+            primary = core.replication.primary
+            fresh = core.replication.missing(worker, header.sequence, primary)
+            if fresh and fresh != primary:
+                selection, grads = table.part.restrict(selection, grads, fresh)
+            if fresh:
+                flags = self._apply(peer, header, table, selection, grads, top)
+            else:  # it was applied, or dropped, when it came first
+                flags = self._stale.flags_of_duplicate(worker, header)
+        self._runtime.answer_push(peer, header, whole, self._tick_of(worker, header), flags)
+
+    def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Take a TICK frame."""
+        worker, core = peer.hello.incarnation, self._core
+        if worker in core.workers.counted:
+            core.workers.check_leap(worker, header.clock, core.updates.first_clock)
+        self._runtime.feed(events.Tick(worker, header.clock + 1))
+        self._answers.acknowledge(peer, header, 0)
+
+    def synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Take a SYNCED frame."""
+        self._answers.check_member(peer)
+        counts = bool(header.flags & 1)
+        self._runtime.feed(
+            events.Synced(
+                token=(peer, header),
+                worker=peer.hello.incarnation,
+                rank=header.sequence,
+                version=header.epoch,
+                clock=header.clock,
+                has_joined=counts,
+                counts=counts,
+            )
+        )
+
+    def _tick_of(self, worker: int, header: Header) -> int:
+        """Tick, if the push ends its iteration; return the clock of what may be read behind it."""
+        if not header.flags & TICKS:
+            return header.clock
+        self._runtime.feed(events.Tick(worker, header.clock + 1))
+        return header.clock + 1
+
+    def _keep_for_iteration(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+    ) -> None:
+        """Keep a new push for the end of its iteration."""
+        assert self._runtime.sums is not None
+        primary = self._core.replication.primary
+        buckets = table.part.buckets_of(selection) if self._replicas else primary
+        if buckets & ~primary:
+            raise self._answers.stale()
+        kept = self._runtime.sums.buffer.copy(selection, grads)
+        self._keep(peer.hello.incarnation, header, table, kept, top, buckets)
+        self._pressure.note(peer, grads.nbytes)
+
+    @must_succeed
+    def _keep(self, worker: int, header: Header, table: ServerTable, kept: Push, top: float, buckets: int) -> None:
+        assert self._runtime.sums is not None
+        fresh = self._core.keep(worker, header.sequence, header.clock, buckets)
+        if fresh:
+            table.pushes += 1
+            if fresh != buckets:
+                kept = table.part.restrict(*kept, fresh)
+            rank = self._core.workers.ranks[worker]
+            self._runtime.sums.buffer.add(header.clock, worker, rank, header.table, kept, top)
+
+    def _push_down(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+    ) -> None:
+        """Apply a push here, and answer it when the servers behind have it too."""
+        worker, clock, core = peer.hello.incarnation, header.clock, self._core
+        buckets = table.part.buckets_of(selection)
+        fresh = core.replication.missing(worker, header.sequence, buckets)
+        if fresh:
+            if worker in core.workers.counted:
+                dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
+                if dropped:
+                    clock = self._tick_of(worker, header)
+                    self._runtime.answer_push(peer, header, selection, clock, DROPPED)
+                    return
+            new = selection, grads
+            if fresh != buckets:
+                new = table.part.restrict(selection, grads, fresh)
+                top = float(largest(new[1]))
+            self._non_finite.check_push(table, *new, top, self._name(peer))
+        table.pushes += 1
+        flags = self._stale.flags_of_duplicate(worker, header)
+        pieces = [Piece(header.table, selection, grads)]
+        push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=buckets)
+        push.own()
+        table.part.reserve(selection)
+        self._feed_push(push, clock)
+        self._pressure.note(peer, push.num_bytes)
+        table.staleness.applied(worker, clock)
+        self._tick_of(worker, header)
+
+    @must_succeed
+    def _feed_push(self, push: ChainPush, iteration: int) -> None:
+        version = self._core.replication.version
+        self._runtime.feed(events.Push(push, push.incarnation, push.sequence, iteration, version, push.buckets))
+
+    def push_own(self, push: ChainPush) -> None:
+        """Apply what this server itself pushes, for a client, and send it on."""
+        self._feed_push(push, 0)
+
+    def _name(self, peer: Peer) -> str:
+        return f"a push of {name_of(peer)} to server {self._tables.rank}"
+
+    def _split_push(self, table: ServerTable, header: Header, body: memoryview) -> tuple[Selection, Floats]:
+        part, at = table.part, 16
+        if header.flags & RANGE:
+            selection = _range(table, body)
+        else:
+            count = len(body) // (8 + 4 * part.dim)
+            selection, at = Selection(np.frombuffer(body, np.uint64, count)), 8 * count
+        if len(body) != at + 4 * part.num_values(selection):
+            raise ProtocolError(
+                f"a push to table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes, which is no "
+                "whole number of keys with their gradients"
+            )
+        return selection, np.frombuffer(body, np.float32, offset=at)
+
+    def _apply(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+    ) -> int:
+        """Apply a new push; return the flags of the answer."""
+        worker, dropped = peer.hello.incarnation, False
+        if worker in self._core.workers.counted:
+            dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
+        if not dropped:
+            self._non_finite.check_push(table, selection, grads, top, self._name(peer))
+            table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
+        table.pushes += 1
+        try:
+            self._core.replication.admit(worker, header.sequence)
+            if not dropped:
+                table.part.push(selection, grads)
+                table.staleness.applied(worker, header.clock)
+        except Exception as error:
+            self._fail(error)
+            raise
+        return DROPPED if dropped else 0
+
+
+def _range(table: ServerTable, body: memoryview) -> Selection:
+    if table.spec.kind != "dense" or len(body) < 16:
+        raise ProtocolError(
+            f"a request for a range of table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: a "
+            "range is two numbers of 8 bytes, and of a dense table"
+        )
+    start, stop = np.frombuffer(body, np.uint64, 2).tolist()
+    check_range(table.spec, start, stop)
+    return Selection(None, start, stop)

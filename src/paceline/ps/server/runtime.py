@@ -1,0 +1,337 @@
+"""A server's core at work: events go in, and what it says is done to tables, links and clients.
+
+Everything that changes what a server may acknowledge goes through :meth:`Runtime.feed`. An exception while an
+instruction is carried out ends the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from paceline.errors import PacelineError, PeerError
+from paceline.protocol import Sequential, ServerCore, replication
+from paceline.protocol.buckets import to_bytes
+from paceline.protocol.replication import AGGREGATE
+from paceline.protocol.server import events
+from paceline.ps import messages
+from paceline.ps.fail_stop import Fail, must_succeed
+from paceline.ps.messages import CALL, FORWARDED, PUSH, RESULT, STATE_TAKEN, TICKS
+from paceline.ps.server.answers import Answers, BlockedRead, timeout_s
+from paceline.ps.server.chain_links import ChainLinks
+from paceline.ps.server.fills import Fills, ReceivedBucket
+from paceline.ps.server.pushes import PUSH as PUSH_DOWN
+from paceline.ps.server.pushes import ChainPush, Frame, apply, payload_of
+from paceline.ps.server.replica_checks import ReplicaChecks
+from paceline.ps.server.replicator import Replicator
+from paceline.ps.server.snapshots import ServerSnapshots
+from paceline.ps.server.stale_gradients import StaleGradients
+from paceline.ps.server.sums import IterationSums
+from paceline.tables.non_finite import NonFinite
+from paceline.tables.part import Selection
+from paceline.tables.server_tables import ServerTable, ServerTables
+from paceline.transport import Header, Kind, Peer, Transport, error_of
+
+_EXPIRY_PERIOD_S = 0.25
+_logger = logging.getLogger("paceline.ps")
+
+Call: TypeAlias = tuple[Peer, Header]
+"""What a worker's word has to be answered by."""
+
+
+class Runtime:
+    """The core of one server with all that it needs to act.
+
+    `transport` is for connections to other servers; `on_filled` takes what the scheduler must hear, and does not raise.
+    """
+
+    def __init__(
+        self,
+        core: ServerCore,
+        tables: ServerTables,
+        *,
+        answers: Answers,
+        stale: StaleGradients,
+        non_finite: NonFinite,
+        snapshots: ServerSnapshots,
+        transport: Transport | None,
+        on_filled: Callable[[messages.Filled], None],
+        fail: Fail,
+    ) -> None:
+        self.core = core
+        self.tables = tables
+        self.answers = answers
+        self.stale = stale
+        self.sums: IterationSums | None = None
+        """What is kept until its iteration is complete; None unless consistency is sequential."""
+        consistency = core.workers.gate.consistency
+        if isinstance(consistency, Sequential):
+            self.sums = IterationSums(tables, non_finite, consistency.aggregate == "mean")
+        self._snapshots = snapshots
+        self._on_filled = on_filled
+        self._fail = fail
+        self.links: ChainLinks | None = None
+        if transport is not None:
+            self.links = ChainLinks(
+                transport, on_up=self._link_up, on_down=self._link_down, on_frame=self._link_frame, fail=fail
+            )
+        checks = ReplicaChecks(tables)
+        self.replicator = Replicator(core, tables, self.links, checks, fail=fail)
+        self._fills = Fills(core, tables, self.links, checks, non_finite)
+        self._expiry: asyncio.TimerHandle | None = None
+        self._again: list[Frame] = []
+        self._actions: dict[type, Callable[[Any], None]] = {
+            replication.Apply: self._apply,
+            replication.Forward: self._forward,
+            replication.Acknowledge: self._acknowledge,
+            replication.Withhold: self._withhold,
+            replication.Refuse: lambda each: self._refuse(each.token),
+            replication.Forget: lambda each: self._refuse(each.token),
+            replication.Load: self._load,
+            replication.Drop: self._drop,
+            replication.Hold: self._hold,
+            replication.Lead: self._lead,
+            replication.Ready: lambda each: self.replicator.send_ready(each.target, each.version),
+            replication.Links: self._have_links,
+            replication.Report: self._report,
+            events.SendClocks: lambda each: self.replicator.send_clocks(each.target),
+            events.Receive: lambda each: self._again.append(each.token),
+            events.Joined: self._joined,
+            events.Expelled: self._expel,
+            events.Stale: lambda each: self._refuse(each.token),
+            events.Serve: self._serve,
+            events.Late: self._late,
+            events.DropKept: self._drop_kept,
+            events.ForgetKept: lambda each: None if self.sums is None else self.sums.buffer.clear(),
+            events.SumUp: self._sum_up,
+            events.ApplySum: self._apply_sum,
+            events.Completed: lambda each: self._snapshots.iteration_completed(each.iteration),
+            events.ForgetWorker: self._forget_worker,
+        }
+
+    def feed(self, event: events.Event) -> None:
+        """Take one event. Raises PacelineError, as the core does, before anything has changed."""
+        instructions = self.core.handle(event)
+        if instructions:
+            self.carry_out(instructions)
+
+    @must_succeed
+    def carry_out(self, instructions: Sequence[events.Instruction]) -> None:
+        """Do as the core says, in order."""
+        for instruction in instructions:
+            self._actions[type(instruction)](instruction)
+
+    def take_early(self) -> list[Frame]:
+        """Return the frames that came too early, and are to be handled now."""
+        frames, self._again = self._again, []
+        return frames
+
+    def disconnected(self, peer: Peer) -> None:
+        """Forget a connection, and what has come on it: nobody hears an answer."""
+        self.core.disconnected(lambda token: _peer(token) is peer)
+        self.replicator.disconnected(peer)
+
+    def close(self) -> None:
+        """Stop timers, and close the connections to other servers."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._snapshots.close()
+        self.replicator.close()
+        if self.links is not None:
+            self.links.close()
+
+    # Reads and answers.
+
+    def read(
+        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
+    ) -> None:
+        """Answer with values as of iteration `clock`, now or when that may begin."""
+        worker = peer.hello.incarnation
+        if worker not in self.core.workers.counted:
+            self.answers.check_member(peer)
+        elif not self.core.is_readable(clock):
+            table.part.num_values(selection)  # what is wrong with it is said now, and to the one who asked
+            token = BlockedRead(peer, header, selection.copy(), clock, flags)
+            self.feed(events.Read(token, worker, clock, time.monotonic() + timeout_s(peer)))
+            self._expire_later()
+            return
+        self.answers.values(peer, header, table, selection, clock, flags)
+
+    def answer_push(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
+        """Acknowledge a push, or answer it with the values that it has asked for, as of iteration `clock`."""
+        if header.kind == PUSH:
+            self.answers.acknowledge(peer, header, flags)
+        else:
+            self.read(peer, header, self.tables.find(header.table), selection, clock, flags)
+
+    def _serve(self, instruction: events.Serve) -> None:
+        read = instruction.token
+        assert isinstance(read, BlockedRead)
+        try:
+            table = self.tables.find(read.header.table)
+            self.answers.values(read.peer, read.header, table, read.selection, read.clock, read.flags)
+        except PacelineError as error:  # its own: whose tick has opened the gate is not concerned
+            read.peer.send_error(read.header, error)
+        except MemoryError:
+            what = f"server {self.tables.rank} has no memory for the values that were asked for"
+            read.peer.send_error(read.header, PeerError(what))
+
+    def _acknowledge(self, instruction: replication.Acknowledge) -> None:
+        """Answer a push that all servers of its chains have."""
+        push = payload_of(instruction.token)
+        peer, header = push.peer, push.header
+        if peer is None or header is None:
+            return
+        if peer.hello.role == "server":
+            peer.send_frame(FORWARDED, request=header.request)
+        elif header.kind == CALL:
+            peer.send_frame(RESULT, request=header.request, meta=messages.encode(push.result))
+        else:
+            clock = header.clock + (1 if header.flags & TICKS else 0)
+            try:
+                self.answer_push(peer, header, push.pieces[0].selection, clock, push.flags)
+            except PacelineError as error:
+                peer.send_error(header, error)
+            except MemoryError:
+                peer.send_error(header, self.answers.no_memory())
+
+    def _refuse(self, token: Any) -> None:
+        """Have a client ask again by the newer map. A server that has sent a push on needs no answer."""
+        if not isinstance(token, ChainPush | BlockedRead) or token.peer is None or token.header is None:
+            return
+        if token.peer.hello.role != "server":
+            token.peer.send_error(token.header, self.answers.stale())
+
+    def _withhold(self, instruction: replication.Withhold) -> None:
+        push = payload_of(instruction.token)
+        if push.peer is not None:
+            self.core.withhold(push, time.monotonic() + timeout_s(push.peer))
+            self._expire_later()
+
+    def _joined(self, instruction: events.Joined) -> None:
+        peer, header = _call(instruction.token)
+        peer.send_frame(RESULT, request=header.request, meta=messages.encode(instruction.clock))
+
+    def _expel(self, instruction: events.Expelled) -> None:
+        token = instruction.token
+        peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)
+        assert peer is not None
+        assert header is not None
+        peer.send_error(header, self.answers.not_a_member(peer))
+
+    def _late(self, instruction: events.Late) -> None:
+        token = instruction.token
+        if isinstance(token, BlockedRead):
+            token.peer.send_error(token.header, self.answers.late_read(token))
+            return
+        push = payload_of(token)
+        if push.peer is not None and push.header is not None:
+            push.peer.send_error(push.header, self.answers.late_push(push, push.peer))
+
+    def _expire_later(self) -> None:
+        if self._expiry is None and self.core.num_waiting:
+            self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_PERIOD_S, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self.feed(events.Time(time.monotonic()))
+        self._expire_later()
+
+    # Pushes.
+
+    def _apply(self, instruction: replication.Apply) -> None:
+        push = payload_of(instruction.token)
+        self.replicator.checks.orders.applied(push.incarnation, push.sequence, instruction.buckets)
+        apply(self.tables, push, instruction.buckets)
+
+    def _forward(self, instruction: replication.Forward) -> None:
+        push = payload_of(instruction.token)
+        push.own()
+        self.replicator.forward(push, instruction.target, instruction.number, instruction.buckets)
+
+    def _sum_up(self, token: events.SumUp) -> None:
+        assert self.sums is not None
+        pieces = self.sums.pieces(token.iteration, token.workers, token.buckets)
+        sequence, buckets = token.iteration + 1, token.buckets
+        token.payload = ChainPush(PUSH_DOWN, AGGREGATE, sequence, pieces, buckets=buckets, is_owned=True)
+
+    def _apply_sum(self, instruction: events.ApplySum) -> None:
+        assert self.sums is not None
+        self.sums.apply(instruction.iteration, instruction.workers, instruction.buckets)
+
+    def _drop_kept(self, instruction: events.DropKept) -> None:
+        assert self.sums is not None
+        self.sums.buffer.forget(instruction.worker, instruction.iteration)
+
+    def _forget_worker(self, instruction: events.ForgetWorker) -> None:
+        self.stale.forget(instruction.worker)
+        for table in self.tables.by_number.values():
+            table.staleness.forget(instruction.worker)
+            table.refused.pop(instruction.worker, None)
+
+    # Buckets.
+
+    def _load(self, instruction: replication.Load) -> None:
+        assert isinstance(instruction.token, ReceivedBucket)
+        self._fills.load(instruction.token, instruction.bucket)
+
+    def _drop(self, instruction: replication.Drop) -> None:
+        self.replicator.checks.drop(instruction.buckets)
+        for table in self.tables.by_number.values():
+            table.part.drop(instruction.buckets)
+
+    def _hold(self, instruction: replication.Hold) -> None:
+        for table in self.tables.by_number.values():
+            table.part.hold(instruction.buckets)
+
+    def _lead(self, instruction: replication.Lead) -> None:
+        for table in self.tables.by_number.values():
+            table.part.set_primary(instruction.buckets)
+        if self.sums is not None:
+            self.sums.restrict(instruction.buckets)
+
+    def _have_links(self, instruction: replication.Links) -> None:
+        self._fills.lose_all()
+        self.replicator.have_links(instruction.targets)
+        self._fills.send_soon()
+
+    def _report(self, report: replication.Report) -> None:
+        self._on_filled(messages.Filled(version=report.version, target=report.target, buckets=to_bytes(report.buckets)))
+
+    # Links to the servers behind.
+
+    @must_succeed
+    def _link_up(self, target: int) -> None:
+        self._fills.lose(target)
+        self.feed(replication.LinkUp(target))
+        self._fills.send_soon()
+
+    @must_succeed
+    def _link_down(self, target: int) -> None:
+        self.feed(replication.LinkDown(target))
+
+    @must_succeed
+    def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
+        if header.kind == FORWARDED:
+            self.feed(replication.Acknowledged(target, header.request))
+            self._fills.send_soon()
+        elif header.kind == STATE_TAKEN:
+            self.feed(replication.Confirmed(target, header.request))
+            self._fills.taken(target, header)
+        elif header.kind == Kind.ERROR:
+            _logger.error("a server behind this one did not take a frame, and is sent all again: %s", error_of(meta))
+            assert self.links is not None
+            self.links.renew(target)
+
+
+def _peer(token: Any) -> Peer | None:
+    peer: Peer | None = token[0] if isinstance(token, tuple) else token.peer
+    return peer
+
+
+def _call(token: Any) -> Call:
+    assert isinstance(token, tuple)
+    return token[0], token[1]

@@ -1,0 +1,75 @@
+"""The pushes of iterations that are not complete, and their sums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from paceline.errors import NonFiniteError
+from paceline.kernels.sparse import largest
+from paceline.protocol.buckets import Buckets
+from paceline.ps.server.pushes import Piece, restrict
+from paceline.tables.aggregation import Complete, IterationBuffer, Push, apply_sum, sum_up
+from paceline.tables.non_finite import NonFinite
+from paceline.tables.server_tables import ServerTables
+
+_SAFE_SUM = 1e38  # of gradients, before the factor
+_logger = logging.getLogger("paceline.ps")
+
+
+class IterationSums:
+    """What one server keeps under sequential consistency; `mean` says whether the sums are divided by the workers."""
+
+    def __init__(self, tables: ServerTables, non_finite: NonFinite, mean: bool) -> None:
+        self._tables = tables
+        self._non_finite = non_finite
+        self.buffer = IterationBuffer(mean)
+
+    def restrict(self, buckets: Buckets) -> None:
+        """Keep only what is of these buckets."""
+        self.buffer.restrict({number: table.part for number, table in self._tables.by_number.items()}, buckets)
+
+    def apply(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> None:
+        """Sum what `workers` have pushed in an iteration, all of it to these buckets, and apply it."""
+        complete = self._complete(iteration, workers, buckets)
+        for number, pushes in sorted(complete.tables.items()):
+            table = self._tables.by_number[number]
+            table.staleness.histogram[0] += len(pushes)  # nothing was applied since it began
+            apply_sum(table.part, pushes, complete.factor)
+        self.buffer.recycle(complete.tables)
+
+    def pieces(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> list[Piece]:
+        """Sum what `workers` have pushed in an iteration; return what of it is of these buckets."""
+        complete = self._complete(iteration, workers, buckets)
+        return self._sum_up(complete.tables, complete.factor, buckets)
+
+    def _complete(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> Complete:
+        complete = self.buffer.complete(iteration, workers)
+        for number, pushes in list(complete.tables.items()):
+            table = self._tables.by_number[number]
+            top = complete.tops[number]
+            if top < _SAFE_SUM and table.part.magnitudes.take(top * complete.factor):
+                continue
+            what = f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
+            try:
+                for selection, grads in sum_up(table.part, pushes, complete.factor):
+                    piece = restrict(self._tables, Piece(number, selection, grads), buckets)
+                    if piece is not None:
+                        top = float(largest(piece.floats))
+                        self._non_finite.check_push(table, piece.selection, piece.floats, top, what)
+            except NonFiniteError as error:  # the table's sum is not applied; its workers will hear of it
+                _logger.warning("%s", error)
+                table.refused.update(dict.fromkeys(workers, str(error)))
+                del complete.tables[number]
+        return complete
+
+    def _sum_up(self, tables: Mapping[int, Sequence[Push]], factor: float, buckets: Buckets) -> list[Piece]:
+        pieces = []
+        for number, pushes in sorted(tables.items()):
+            table = self._tables.by_number[number]
+            table.staleness.histogram[0] += len(pushes)
+            for selection, grads in sum_up(table.part, pushes, factor):
+                piece = restrict(self._tables, Piece(number, selection, grads), buckets)
+                if piece is not None:
+                    pieces.append(piece)
+        return pieces
