@@ -623,7 +623,9 @@ def test_a_worker_that_a_new_scheduler_does_not_know_yet_is_not_refused() -> Non
         table.push(np.arange(3), np.ones(3, np.float32)).wait()
         worker.retire()
         worker.join()
-        cluster.nodes[0].call(lambda: setattr(server, "_on_map", {other.incarnation}))  # it never heard of the worker
+        cluster.nodes[0].call(
+            lambda: setattr(server.core.workers, "named", frozenset({other.incarnation}))
+        )  # it never heard of the worker
         joining = threading.Thread(target=worker.join)
         joining.start()
         wait_until(lambda: len(list(server.core.early)) == 1)

@@ -1,0 +1,412 @@
+"""A server's core: what it makes of requests, views and other servers' words. Links and payloads are tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from paceline.errors import ProtocolError
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential, ServerCore
+from paceline.protocol.chains import ChainGroup
+from paceline.protocol.replication import (
+    Acknowledge,
+    Acknowledged,
+    Apply,
+    Confirmed,
+    Forward,
+    Forwarded,
+    LinkUp,
+    Refuse,
+    Report,
+    StateReceived,
+    Withhold,
+)
+from paceline.protocol.server import Clocks, Kind, Route, Timing
+from paceline.protocol.server.events import (
+    ApplySum,
+    ClocksReceived,
+    Completed,
+    DropKept,
+    Event,
+    Expelled,
+    ForgetKept,
+    ForgetWorker,
+    Join,
+    Joined,
+    Keep,
+    Late,
+    Push,
+    Read,
+    ReadyReceived,
+    Receive,
+    Retire,
+    SendClocks,
+    Serve,
+    Stale,
+    SumUp,
+    Synced,
+    Tick,
+    Time,
+    ViewChanged,
+)
+
+ME, OTHER, THIRD = 1, 2, 3
+FIRST, SECOND = 10, 11
+BUCKETS = 0b1111
+
+
+def view(
+    version: int, *chains: tuple[int, ...], workers: Iterable[int] = (FIRST, SECOND), filling: int | None = None,
+    epoch: int | None = None, last: int = SECOND,
+) -> ViewChanged:  # fmt: skip
+    """A view in which the buckets are dealt to these chains in equal parts."""
+    width = 4 // len(chains)
+    groups = tuple(ChainGroup(chain, filling, (1 << width) - 1 << width * place) for place, chain in enumerate(chains))
+    servers = frozenset(server for chain in chains for server in chain) | ({filling} - {None})
+    named = frozenset(workers)
+    epoch = version if epoch is None else epoch
+    return ViewChanged(epoch, version, groups, servers | named, named, last)  # type: ignore[arg-type]
+
+
+class Driver:
+    """A core, and what it said last."""
+
+    def __init__(self, consistency: Consistency, *, expected: int = 2, **options: Any) -> None:
+        self.core = ServerCore(consistency, expected_workers=expected, **options)
+        self.core.joined(ME)
+
+    def feed(self, *events: Event) -> list[Any]:
+        """Feed events; return all instructions."""
+        found: list[Any] = []
+        for event in events:
+            found += self.core.handle(event)
+            self.core.validate()
+        return found
+
+    def join(self, *workers: int, clock: int = 0) -> list[Any]:
+        """Have workers take part."""
+        return self.feed(*(Join(f"join {worker}", worker, worker - FIRST, clock) for worker in workers))
+
+    def push(self, token: object, worker: int, sequence: int, iteration: int, buckets: int = BUCKETS) -> list[Any]:
+        """Push by the current view."""
+        version = self.core.replication.version
+        return self.feed(Push(token, worker, sequence, iteration, version, buckets))
+
+
+def alone(consistency: Consistency) -> Driver:
+    """A server that has all buckets, and nobody behind it; two workers take part."""
+    driver = Driver(consistency)
+    driver.feed(view(1, (ME,)))
+    driver.join(FIRST, SECOND)
+    return driver
+
+
+def first_of_two(consistency: Consistency, **options: Any) -> Driver:
+    """The same with a replica."""
+    driver = Driver(consistency, replicas=1, **options)
+    driver.feed(view(1, (ME, OTHER)), LinkUp(OTHER))
+    driver.join(FIRST, SECOND)
+    return driver
+
+
+# When a request is handled.
+
+
+def test_everything_is_early_before_the_server_is_a_member() -> None:
+    core = ServerCore(Eventual())
+    assert {core.time(kind, FIRST, 0) for kind in Kind} == {Timing.EARLY}
+    assert core.handle(view(1, (ME,))) == []
+    core.early.keep(Timing.EARLY, FIRST, "frame")
+    assert Receive("frame") in core.joined(ME)
+    assert core.early.is_empty
+
+
+@pytest.mark.parametrize(
+    ("kind", "older", "newer"),
+    [
+        (Kind.DATA, Timing.STALE, Timing.EARLY),
+        (Kind.TICK, Timing.STALE, Timing.EARLY),
+        (Kind.SYNCED, Timing.REPEATED, Timing.EARLY),
+        (Kind.CHAIN, Timing.NOW, Timing.EARLY),
+        (Kind.CALL, Timing.NOW, Timing.NOW),
+        (Kind.OTHER, Timing.NOW, Timing.NOW),
+    ],
+)
+def test_a_request_of_another_view(kind: Kind, older: Timing, newer: Timing) -> None:
+    driver = alone(Eventual())
+    driver.feed(view(2, (ME,)))
+    assert driver.core.time(kind, FIRST, 1) is older
+    assert driver.core.time(kind, FIRST, 2) is Timing.NOW
+    assert driver.core.time(kind, FIRST, 3) is newer
+
+
+def test_nobody_joins_whom_no_view_names() -> None:
+    driver = alone(Eventual())
+    assert driver.core.time(Kind.CALL, 12, 0) is Timing.UNNAMED
+    driver.core.early.keep(Timing.UNNAMED, 12, "join")
+    named = (FIRST, SECOND, 12)
+    assert driver.feed(view(1, (ME,), workers=named, epoch=2, last=12)) == [Receive("join")]
+    assert driver.core.time(Kind.CALL, 12, 0) is Timing.NOW
+    assert driver.feed(Join("late", 9, 0, 0)) == [Expelled("late")]
+
+
+def test_what_a_worker_says_is_taken_in_order() -> None:
+    """Its word that it takes no part, by a newer view, came before it joined: handled behind, nobody waited for it."""
+    driver = alone(Sequential())
+    assert driver.core.time(Kind.SYNCED, FIRST, 2) is Timing.EARLY
+    driver.core.early.keep(Timing.EARLY, FIRST, "synced")
+    assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.EARLY
+    assert driver.core.time(Kind.CALL, SECOND, 0) is Timing.NOW
+
+
+def test_an_older_view_is_left_aside() -> None:
+    driver = alone(Eventual())
+    driver.feed(view(1, (ME,), epoch=5))
+    assert driver.feed(view(1, (ME,), workers=(FIRST,), epoch=4)) == []
+    assert driver.core.workers.counted == {FIRST, SECOND}
+
+
+# Who takes part.
+
+
+def test_who_is_gone_is_waited_for_no_more_and_refused() -> None:
+    driver = alone(BoundedDelay(tau=0))
+    driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1), Read("dead", SECOND, 1))
+    out = driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
+    assert out == [Expelled("dead"), ForgetWorker(SECOND), Serve("read")]
+    assert driver.join(SECOND) == [Expelled(f"join {SECOND}")]
+    assert driver.push("push", SECOND, 0, 0) == [Expelled("push")]
+    assert driver.feed(Read("again", SECOND, 0)) == [Expelled("again")]
+
+
+def test_one_that_died_on_its_way_is_not_expected() -> None:
+    driver = Driver(BoundedDelay(tau=0))
+    driver.feed(view(1, (ME,)))
+    driver.join(FIRST)
+    driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1))
+    assert Serve("read") in driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
+
+
+def test_one_that_a_new_scheduler_may_not_know_yet_is_not_gone() -> None:
+    driver = alone(Eventual())
+    driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2, last=FIRST))
+    assert not driver.core.workers.is_gone(SECOND)
+    assert SECOND in driver.core.workers.named
+
+
+def test_a_worker_joins_where_the_others_are() -> None:
+    driver = alone(Sequential())
+    driver.feed(Tick(FIRST, 3), Tick(SECOND, 3))
+    driver.feed(view(1, (ME,), workers=(FIRST, SECOND, 12), epoch=2, last=12))
+    assert driver.join(12) == [Joined("join 12", 3)]
+
+
+def test_nobody_finishes_a_million_iterations_at_once() -> None:
+    driver = alone(Sequential())
+    with pytest.raises(ProtocolError, match="went from iteration 0 to 1000000 at once"):
+        driver.join(FIRST, clock=1_000_000)
+    with pytest.raises(ProtocolError, match="at most 1048576 iterations"):
+        Driver(Sequential()).feed(ClocksReceived(Clocks(((FIRST, 0, 2_000_000, True),), 0, 0)))
+
+
+def test_who_retires_is_not_waited_for_and_its_unfinished_pushes_are_dropped() -> None:
+    driver = alone(Sequential())
+    driver.push("first", FIRST, 0, 0)
+    driver.push("second", SECOND, 0, 0)
+    driver.feed(Tick(FIRST, 1))
+    assert driver.feed(Retire(SECOND)) == [DropKept(SECOND, 0), ApplySum(0, (FIRST,), BUCKETS), Completed(0)]
+    assert driver.feed(Retire(SECOND)) == []
+
+
+def test_a_worker_that_has_never_taken_part_says_that_it_has_sent_all() -> None:
+    driver = Driver(Eventual())
+    driver.feed(view(1, (ME,)))
+    driver.feed(Synced("synced", FIRST, 0, 1, 0, has_joined=False, counts=False))
+    assert driver.core.workers.ranks == {}
+
+
+# Pushes and reads with one copy.
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1)])
+def test_alone_a_push_is_applied_and_acknowledged_at_once(consistency: Consistency) -> None:
+    driver = alone(consistency)
+    assert driver.core.route(FIRST, 0) is Route.ALONE
+    assert driver.push("push", FIRST, 0, 0, 0b11) == [Apply("push", 0b11), Acknowledge("push")]
+    assert driver.push("again", FIRST, 0, 0, 0b11) == [Apply("again", 0), Acknowledge("again")]
+
+
+def test_what_this_server_does_not_lead_is_refused() -> None:
+    driver = Driver(Eventual())
+    driver.feed(view(1, (ME,), (OTHER,)))
+    assert driver.push("push", FIRST, 0, 0) == [Refuse("push")]
+    assert driver.feed(Read("read", FIRST, 0, buckets=BUCKETS)) == [Stale("read")]
+
+
+def test_alone_an_iteration_is_summed_and_applied_once() -> None:
+    driver = alone(Sequential())
+    assert driver.push("first", FIRST, 0, 0, 0b1) == [Keep("first", 0b1), Acknowledge("first")]
+    assert driver.push("again", FIRST, 0, 0, 0b1) == [Keep("again", 0), Acknowledge("again")]
+    driver.push("second", SECOND, 0, 0)
+    assert driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1)) == []
+    assert driver.feed(Tick(SECOND, 1)) == [ApplySum(0, (FIRST, SECOND), BUCKETS), Completed(0), Serve("read")]
+    assert driver.push("late", FIRST, 0, 0) == [Keep("late", 0), Acknowledge("late")]
+
+
+def test_what_a_retired_worker_has_ticked_counts_in_its_iteration() -> None:
+    driver = alone(Sequential())
+    driver.feed(Tick(FIRST, 1), Retire(FIRST))
+    assert driver.core.route(FIRST, 0) is Route.KEEP
+    assert driver.core.route(FIRST, 1) is Route.ALONE
+    assert driver.core.route(99, 0) is Route.ALONE
+
+
+def test_a_read_waits_for_the_gate_and_no_longer_than_its_deadline() -> None:
+    driver = alone(BoundedDelay(tau=0))
+    assert driver.core.is_readable(0)
+    assert not driver.core.is_readable(1)
+    driver.feed(Read("first", FIRST, 1, 5.0), Read("second", FIRST, 1, 9.0))
+    assert driver.core.num_waiting == 2
+    assert driver.feed(Time(4.9)) == []
+    assert driver.feed(Time(5.0)) == [Late("first")]
+    assert driver.feed(Tick(FIRST, 1), Tick(SECOND, 1)) == [Serve("second")]
+    assert driver.feed(Time(100.0)) == []
+
+
+def test_a_cut_connection_is_answered_no_more() -> None:
+    driver = alone(BoundedDelay(tau=0))
+    driver.feed(Read("cut read", FIRST, 1), Read("read", SECOND, 1))
+    driver.core.early.keep(Timing.EARLY, FIRST, "cut frame")
+    driver.core.disconnected(lambda token: str(token).startswith("cut"))
+    assert driver.core.early.is_empty
+    assert driver.feed(Tick(FIRST, 1), Tick(SECOND, 1)) == [Serve("read")]
+
+
+def test_reads_that_wait_are_refused_when_the_view_changes() -> None:
+    driver = alone(BoundedDelay(tau=0))
+    driver.feed(Read("read", FIRST, 1))
+    assert driver.feed(view(2, (ME,)))[0] == Stale("read")
+    assert driver.feed(Tick(FIRST, 1), Tick(SECOND, 1)) == []
+
+
+# Chains.
+
+
+def test_with_a_replica_a_push_is_acknowledged_when_it_has_it() -> None:
+    driver = first_of_two(Eventual())
+    assert driver.core.route(FIRST, 0) is Route.CHAIN
+    assert driver.push("push", FIRST, 0, 0) == [Forward("push", OTHER, 1, BUCKETS), Apply("push", BUCKETS)]
+    assert driver.feed(Acknowledged(OTHER, 1)) == [Acknowledge("push")]
+
+
+def test_a_sum_goes_down_the_chain_and_is_read_when_the_replica_has_it() -> None:
+    driver = first_of_two(Sequential())
+    driver.push("push", FIRST, 0, 0)
+    driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1))
+    out = driver.feed(Tick(SECOND, 1))
+    token = out[0]
+    assert isinstance(token, SumUp)
+    assert (token.iteration, token.workers, token.buckets) == (0, (FIRST, SECOND), BUCKETS)
+    assert out[1:] == [Forward(token, OTHER, 1, BUCKETS), Apply(token, BUCKETS), Completed(0)]
+    assert driver.core.iterations is not None
+    assert driver.core.iterations.durable == 0
+    assert driver.feed(Acknowledged(OTHER, 1)) == [Serve("read")]
+    assert driver.core.iterations.durable == 1
+
+
+def test_too_few_replicas_withhold_acknowledgements_until_the_deadline() -> None:
+    driver = Driver(Eventual(), replicas=1, min_replicas=1)
+    driver.feed(view(1, (ME,)))
+    assert driver.core.route(FIRST, 0) is Route.CHAIN
+    for sequence, token in enumerate(("late", "cut", "push")):
+        assert driver.push(token, FIRST, sequence, 0) == [Apply(token, BUCKETS), Withhold(token)]
+        driver.core.withhold(token, 5.0 + sequence)
+    assert driver.core.num_waiting == 3
+    assert driver.feed(Time(5.0)) == [Late("late")]
+    driver.core.disconnected(lambda token: token == "cut")
+    out = driver.feed(view(2, (ME, OTHER)))
+    assert Acknowledge("push") in out
+    assert Acknowledge("late") not in out
+    assert Acknowledge("cut") not in out
+    assert driver.core.num_waiting == 0
+
+
+def test_a_takeover_waits_for_what_workers_send_again() -> None:
+    driver = Driver(BoundedDelay(tau=1), replicas=1)
+    driver.feed(view(1, (OTHER, ME)))
+    driver.join(FIRST, SECOND)
+    driver.feed(view(2, (ME,)))
+    assert not driver.core.is_readable(0)
+    driver.feed(Read("read", FIRST, 0))
+    assert driver.feed(Synced("synced", FIRST, 0, 2, 0, has_joined=True, counts=True)) == []
+    assert driver.feed(view(2, (ME,), workers=(FIRST,), epoch=3)) == [ForgetWorker(SECOND), Serve("read")]
+
+
+def test_nobody_is_waited_for_in_the_first_view() -> None:
+    driver = Driver(BoundedDelay(tau=0))
+    driver.feed(view(1, (ME,)))
+    assert driver.core.updates.awaited == frozenset()
+
+
+def test_a_takeover_of_iterations_waits_for_the_servers_behind_too() -> None:
+    driver = Driver(Sequential(), replicas=2)
+    driver.feed(view(1, (OTHER, ME, THIRD)))
+    driver.join(FIRST, SECOND)
+    driver.feed(view(2, (ME, THIRD)), LinkUp(THIRD))
+    for worker in (FIRST, SECOND):
+        driver.feed(Synced("synced", worker, 0, 2, 0, has_joined=True, counts=True))
+    driver.feed(Read("read", FIRST, 0))
+    assert driver.core.updates.awaited == {THIRD}
+    assert driver.feed(ReadyReceived(THIRD, 2)) == [Serve("read")]
+
+
+# Fills.
+
+
+def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
+    driver = Driver(Sequential(), replicas=1)
+    driver.feed(view(2, (OTHER,), filling=ME))
+    assert not driver.core.is_settled
+    assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
+    driver.core.early.keep(Timing.BEFORE_CLOCKS, FIRST, "join")
+    known = Clocks(((FIRST, 0, 3, True), (SECOND, 1, 4, True), (12, 2, 3, False)), 0, 3)
+    assert driver.feed(ClocksReceived(known)) == [Receive("join")]
+    assert driver.core.is_settled
+    assert driver.core.known_clocks() == Clocks(known.workers, 0, 3)
+    assert driver.core.workers.counted == {FIRST, SECOND}
+    assert driver.feed(StateReceived("state", OTHER, 2, 0, ())) != []
+
+
+def test_a_fill_is_reported_when_all_that_is_here_alone_is_in_the_chain() -> None:
+    driver = alone(Sequential())
+    driver.push("push", FIRST, 0, 0)
+    driver.feed(view(2, (ME,), filling=OTHER))
+    assert driver.feed(LinkUp(OTHER))[0] == SendClocks(OTHER)
+    for _ in range(4):
+        number, _, _ = driver.core.replication.next_fill(OTHER) or (0, 0, ())
+        assert not any(isinstance(each, Report) for each in driver.feed(Confirmed(OTHER, number)))
+    for worker in (FIRST, SECOND):
+        driver.feed(Synced("synced", worker, 0, 2, 0, has_joined=True, counts=True))
+    out = driver.feed(Tick(FIRST, 1), Tick(SECOND, 1))
+    forward = next(each for each in out if isinstance(each, Forward))
+    assert not any(isinstance(each, Report) for each in out)
+    assert driver.feed(Acknowledged(OTHER, forward.number)) == [Report(2, OTHER, BUCKETS)]
+
+
+def test_a_server_in_no_chain_forgets_the_workers() -> None:
+    driver = alone(Sequential())
+    driver.push("push", FIRST, 0, 0)
+    out = driver.feed(view(2, (OTHER,)))
+    assert {FIRST, SECOND} == {each.worker for each in out if isinstance(each, ForgetWorker)}
+    assert ForgetKept() in out
+    assert driver.core.known_clocks() == Clocks((), 0, 0)
+    assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
+
+
+def test_a_replica_applies_what_is_forwarded() -> None:
+    driver = Driver(Eventual(), replicas=1)
+    driver.feed(view(1, (OTHER, ME)))
+    out = driver.feed(Forwarded("push", OTHER, FIRST, 0, 1, BUCKETS))
+    assert out == [Apply("push", BUCKETS), Acknowledge("push")]
