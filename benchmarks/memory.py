@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from paceline.kernels.compile import compile_kernels
-from paceline.launch.local import _MALLOC
+from paceline.launch.fork_server import MALLOC
 from paceline.ps import FTRL, SGD, Adagrad, SparseStore, UpdateRule
 
 CASES: dict[str, tuple[int, UpdateRule]] = {
@@ -102,7 +102,7 @@ def measure(case: str, rows: int, keys_per_push: int) -> Result:
 def measure_in_fresh_process(case: str, rows: int, keys_per_push: int) -> Result:
     """Do as :func:`measure` in a process that has held nothing before."""
     command = [sys.executable, __file__, "--rows", str(rows), "--keys", str(keys_per_push), "--case", case]
-    done = subprocess.run(command, env={**_MALLOC, **os.environ}, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env={**MALLOC, **os.environ}, stdout=subprocess.PIPE, text=True, check=True)
     return Result(**json.loads(done.stdout))
 
 

@@ -103,9 +103,9 @@ class Running:
         self.wait_line("examples/s")
 
     def children(self, role: str) -> list[psutil.Process]:
-        """The processes of a role that it started, by rank."""
+        """The processes of a role that it started, or its fork server did, by rank."""
         found = []
-        for child in psutil.Process(self.process.pid).children():
+        for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 options = json.loads(child.cmdline()[-1])
             except (psutil.Error, IndexError, ValueError):

@@ -49,7 +49,7 @@ def test_a_training_told_to_end(paceline: Commands, click_log: tuple[Path, Path]
 
 def test_interrupted_while_processes_start(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     running = paceline.start("train", click_log[0], *LONG, "--save", "model")
-    wait_until(lambda: len(psutil.Process(running.process.pid).children()) > 1, "no process was started")
+    wait_until(lambda: len(psutil.Process(running.process.pid).children(recursive=True)) > 1, "no process was started")
     running.signal(signal.SIGINT)
     finished = running.wait()
     assert (finished.status, sentences(finished.err)) == (130, ["paceline: interrupted"])
@@ -58,8 +58,8 @@ def test_interrupted_while_processes_start(paceline: Commands, click_log: tuple[
 def test_when_the_parent_is_killed_the_others_end(paceline: Commands, click_log: tuple[Path, Path]) -> None:
     """And their temporary files go, which the fixture looks at."""
     running = start(paceline, click_log, *LONG, "--servers", "2")
-    children = psutil.Process(running.process.pid).children()
-    assert len(children) == 5
+    children = psutil.Process(running.process.pid).children(recursive=True)
+    assert len(children) == 6  # scheduler, servers, workers, and the process that they are forked from
     running.process.kill()
     _, alive = psutil.wait_procs(children, timeout=5.0)
     assert alive == []

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.transport import TLS, make_token, read_token
-from paceline.transport.security.authentication import check_token
+
+if TYPE_CHECKING:
+    from paceline.transport import TLS
 
 Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
 Format = Annotated[
@@ -65,6 +66,9 @@ def find_scheduler(given: str | None) -> str:
 
 def find_token(file: Path | None, *, create: bool = False) -> str:
     """Return the token from the file or the environment; with `create`, make the file if it is missing."""
+    from paceline.transport import make_token, read_token
+    from paceline.transport.security.authentication import check_token
+
     if file is not None:
         if create and not file.exists():
             token = make_token()
@@ -86,6 +90,8 @@ def find_token(file: Path | None, *, create: bool = False) -> str:
 
 def find_tls(cert: Path | None, key: Path | None, ca: Path | None) -> TLS | None:
     """Return the TLS settings, None if no option is given."""
+    from paceline.transport import TLS
+
     return TLS.of_files(cert, key, ca)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.launch.fork_server import ForkServer
+
 from . import options
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def train(
+    context: typer.Context,
     data: options.Data,
     evaluation: Annotated[
         list[str] | None, typer.Option("--eval", help="File to evaluate on after training; may be given several times.")
@@ -82,6 +85,11 @@ def train(
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
+    fork_server = None
+    if scheduler is None:
+        fork_server = ForkServer.start()  # first: it loads what it needs while this process does
+        context.call_on_close(fork_server.close)
+
     from paceline.data import Columns
     from paceline.environment import num_cores
     from paceline.errors import UsageError
@@ -142,6 +150,7 @@ def train(
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
         quiet=quiet,
         heartbeat_timeout_s=heartbeat_timeout or 10.0,
+        fork_server=fork_server,
     )
     if json:
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))

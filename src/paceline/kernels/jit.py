@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from typing_extensions import override
 
 _SOURCES = (
     "atomics",
@@ -46,6 +47,14 @@ def _package_stamp() -> str:
     return digest.hexdigest()
 
 
+class _OwnName(str):
+    """The name of a file in the cache, with the process that writes it: after a fork, that is another one."""
+
+    @override
+    def format(self, *arguments: object, **fields: object) -> str:
+        return super().format(*arguments, process=os.getpid(), **fields)
+
+
 def njit(**options: Any) -> Any:
     """Return a decorator as ``numba.njit(**options)`` does."""
     decorate_with_numba = numba.njit(**options)
@@ -57,7 +66,7 @@ def njit(**options: Any) -> Any:
             file._source_stamp = (file._source_stamp, _package_stamp())
         if file is not None and hasattr(file, "_data_name_pattern"):
             base = file._data_name_pattern.removesuffix(".{number:d}.nbc")
-            file._data_name_pattern = f"{base}.{_package_stamp()[:12]}.{os.getpid()}.{{number:d}}.nbc"
+            file._data_name_pattern = _OwnName(f"{base}.{_package_stamp()[:12]}.{{process}}.{{number:d}}.nbc")
         return kernel
 
     return decorate

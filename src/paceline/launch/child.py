@@ -1,10 +1,11 @@
-"""What a process that a local cluster starts runs: ``python -m paceline.launch.child '{"role": "server", …}'``.
+"""What a local cluster's processes run: ``python -m paceline.launch.child '{"role": "server", …}'``, or a fork.
 
 The token comes by the environment, never on the command line, where everybody could read it.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -17,11 +18,17 @@ from paceline.errors import AddressError, ConnectionLostError, DeadlineError, Pa
 from paceline.protocol import parse_consistency, parse_stale_policy
 from paceline.transport import TLS, Endpoint, Hello
 
-from .kernels import load_kernels
+from .kernels import load_kernels, load_kernels_nowait
 from .roles import Joining, run_scheduler, run_server
 from .supervisor import watch_parent
 
 _ANSWER_S = 2.0
+
+
+def prepare() -> None:
+    """Load what every role needs, in a process that forks them."""
+    importlib.import_module("paceline.models.worker")
+    load_kernels_nowait()
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 
@@ -51,8 +52,17 @@ compile_values()
 _PATIENCE_S: Final = 300.0
 
 
+@cache
 def load_kernels() -> None:
     """Load the compiled kernels from the cache on disk, so that no request waits for it; takes half a second."""
     from paceline.kernels.compile import compile_kernels
 
     compile_kernels()
+
+
+def load_kernels_nowait() -> None:
+    """Load the kernels if they are compiled."""
+    from paceline.kernels.compile import is_compiled
+
+    if is_compiled():
+        load_kernels()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,15 +27,12 @@ from paceline.tables.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.security.authentication import check_token
 
+from .fork_server import CHILD, MALLOC, ForkError, ForkServer
 from .kernels import prepare_kernels
 from .roles import check_replicas, reach
 from .supervisor import Child, Process, Supervisor, describe_status, spawn
 
-# glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
-_MALLOC = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
-    "glibc.malloc.trim_threshold=268435456"
-}
+_logger = logging.getLogger(__name__)
 _START_S = 60.0
 _END_S = 10.0
 _LOOPBACK = "127.0.0.1:0"
@@ -85,6 +84,8 @@ class LocalCluster:
         self._supervisor = Supervisor()
         self._nodes: dict[str, tuple[str, Process]] = {}  # the servers, by the name they register with
         self._counting = threading.Lock()
+        self._fork_server: ForkServer | None = None
+        self._closing = contextlib.ExitStack()
 
     @classmethod
     def start(
@@ -104,8 +105,9 @@ class LocalCluster:
         token: str | None = None,
         share: Share | None = None,
         on_replaced: Callable[[str, int], None] = lambda name, status: None,
+        fork_server: ForkServer | None = None,
     ) -> LocalCluster:
-        """Start the processes, and wait until all servers are there."""
+        """Start the processes, by forks of `fork_server` or one of its own; wait until all servers are there."""
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
         check_replicas(replicas, servers, min_replicas)
@@ -123,9 +125,10 @@ class LocalCluster:
             "heartbeat_timeout_s": heartbeat_timeout_s,
         }
         token = make_token() if token is None else check_token(token)
-        prepare_kernels(on_compile)
         cluster = cls(consistency=consistency, token=token, tls=tls)
         try:
+            cluster._fork_server = fork_server or cluster._closing.enter_context(ForkServer.start())
+            prepare_kernels(on_compile)
             listening = dict.fromkeys(range(servers), _LOOPBACK) if share is None else share.servers
             cluster._start(scheduling, listening, workers if start_workers else 0, share, on_replaced)
         except BaseException:
@@ -224,6 +227,7 @@ class LocalCluster:
         if self.scheduler and self._supervisor.living():
             self._ask_to_end()
         self._supervisor.close(_END_S)
+        self._closing.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _ask_to_end(self) -> None:
@@ -257,15 +261,22 @@ class LocalCluster:
             options = {**options, "tls": asdict(self._tls)}
         if options["role"] == "server":
             options = {**options, "node": make_node_name("server")}
-        process = spawn(
-            [sys.executable, "-m", "paceline.launch.child", json.dumps(options, default=str)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if options["role"] == "scheduler" else subprocess.DEVNULL,
-            env={**_MALLOC, **os.environ, "PACELINE_TOKEN": self.token, "TMPDIR": str(self.scratch)},
-        )
+        process = self._fork_or_spawn(json.dumps(options, default=str), captured=options["role"] == "scheduler")
         if "node" in options:
             self._nodes[options["node"]] = (name, process)
         return process
+
+    def _fork_or_spawn(self, argument: str, *, captured: bool) -> Process:
+        environment = {**MALLOC, **os.environ, "PACELINE_TOKEN": self.token, "TMPDIR": str(self.scratch)}
+        try:
+            if self._fork_server is not None:
+                return self._fork_server.fork([argument], environment=environment, captured=captured)
+        except ForkError as error:
+            _logger.debug("processes are started afresh, and not forked: %s", error)
+            self._fork_server = None
+        stdout = subprocess.PIPE if captured else subprocess.DEVNULL
+        command = [sys.executable, "-m", CHILD, argument]
+        return spawn(command, stdin=subprocess.PIPE, stdout=stdout, env=environment)
 
     def _keep_scheduler(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
         """Start another scheduler, at the same address, whenever one dies."""

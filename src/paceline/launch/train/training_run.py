@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.errors import ModelLostError
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.data_files import check_files
 from paceline.launch.train.options import TrainOptions
@@ -41,6 +42,7 @@ def run_training(
     tls: TLS | None = None,
     quiet: bool = False,
     heartbeat_timeout_s: float = 10.0,
+    fork_server: ForkServer | None = None,
 ) -> TrainResult:
     """Train with a progress line; on the cluster of `scheduler`, or on processes that live as long as this call.
 
@@ -75,6 +77,7 @@ def run_training(
                     heartbeat_timeout_s=heartbeat_timeout_s,
                     on_compile=lambda text: console.print(text, highlight=False),
                     start_workers=True,
+                    fork_server=fork_server,
                 )
                 stack.enter_context(cluster)
                 client = stack.enter_context(cluster.connect(observer=True))

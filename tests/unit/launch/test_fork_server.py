@@ -1,0 +1,169 @@
+"""Processes that are forked from one that has loaded what they need."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.launch import local
+from paceline.launch.fork_server import Forked, ForkError, ForkServer
+
+if sys.platform in ("darwin", "win32"):
+    pytest.skip("processes are not forked here", allow_module_level=True)
+
+MODULE = "echoing"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that comes true soon."""
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """A fork server that can import this folder."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    with ForkServer.start(MODULE) as server:
+        yield server
+
+
+@pytest.fixture
+def fork(server: ForkServer) -> Iterator[Callable[[str], Forked]]:
+    """Forks a process that does what it is told; it has ended after the test."""
+    forked = []
+
+    def fork(what: str, **environment: str) -> Forked:
+        process = server.fork([what], environment={**os.environ, **environment}, captured=True)
+        forked.append(process)
+        return process
+
+    yield fork
+    for process in forked:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.send_signal(signal.SIGKILL)
+        process.wait(20.0)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def line(process: Forked) -> bytes:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_a_fork_begins_as_a_new_interpreter_would(
+    fork: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    others = [fork("wait"), fork("wait")]
+    found = [fork("describe", GIVEN=given, TMPDIR=str(tmp_path)) for given in ("one", "two")]
+    first, second = (json.loads(line(process)) for process in found)
+    assert [process.wait(20.0) for process in found] == [7, 7]
+    for process, told in zip(found, (first, second), strict=True):
+        assert process.pid == told["pid"] == told["group"] == told["session"]
+    assert (first["given"], second["given"]) == ("one", "two")
+    assert first["folder"] == first["temporary"] == str(tmp_path)
+    assert first["random"] != second["random"]
+    assert first["child handler"]
+    assert first["descriptors"] in ([0, 1, 2], [])  # and no pipe of others, which would not end then
+    assert capfd.readouterr().err == "to standard error\n" * 2
+    assert [other.poll() for other in others] == [None, None]
+
+
+def test_how_forks_end_is_told(fork: Callable[..., Forked], capfd: pytest.CaptureFixture[str]) -> None:
+    failed, killed, waiting = fork("raise"), fork("sleep"), fork("wait")
+    assert failed.wait(20.0) == 1
+    assert "ValueError: an error of the child" in capfd.readouterr().err
+    assert line(killed) == b"sleeps\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        killed.wait(0.05)
+    killed.send_signal(signal.SIGTERM)
+    assert killed.wait(20.0) == -signal.SIGTERM
+    killed.send_signal(signal.SIGTERM)  # nobody is there to get it
+    assert waiting.stdin is not None
+    waiting.stdin.close()  # as when this process is killed
+    assert waiting.wait(20.0) == 7
+    assert not psutil.pid_exists(waiting.pid)  # its parent has noticed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems show a process as it was started")
+def test_forks_show_what_they_are(fork: Callable[..., Forked]) -> None:
+    process = fork("sleep")
+    assert line(process) == b"sleeps\n"
+    words = [word.strip() for word in psutil.Process(process.pid).cmdline()]
+    assert words == [sys.executable, "-m", MODULE, "sleep"]
+
+
+def test_forks_outlive_their_fork_server(server: ForkServer, fork: Callable[..., Forked]) -> None:
+    process = fork("sleep")
+    assert line(process) == b"sleeps\n"
+    psutil.Process(process.pid).parent().kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    assert process.poll() is None
+    with pytest.raises(ForkError):
+        server.fork(["sleep"], environment=os.environ, captured=False)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(20.0) == 255  # nobody knows
+
+
+def test_no_process_with_threads_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ECHOING_THREAD", "1")
+    with ForkServer.start(MODULE) as unsafe, pytest.raises(ForkError, match="threads run in the fork server"):
+        unsafe.fork(["describe"], environment=os.environ, captured=False)
+
+
+def test_clusters_start_afresh_where_forks_are_not_safe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(os, "fork")
+    caplog.set_level(logging.DEBUG, local.__name__)
+    with local.LocalCluster.start(servers=2) as cluster:
+        processes = [psutil.Process(pid) for role in ("scheduler", "server") for pid in cluster.pids(role)]
+        assert [process.ppid() for process in processes] == [os.getpid()] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "processes are started afresh, and not forked: this system does not fork processes safely"
+    ]
+    assert not any(process.is_running() for process in processes)
+
+
+def test_clusters_can_share_a_fork_server() -> None:
+    with ForkServer.start() as server:
+        parents = set()
+        for _ in range(2):
+            with local.LocalCluster.start(fork_server=server) as cluster:
+                parents |= {psutil.Process(pid).ppid() for pid in cluster.pids("s")}
+        assert len(parents) == 1
+        assert parents != {os.getpid()}
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    program = (
+        "import time, paceline\n"
+        "with paceline.local_cluster(servers=2) as cluster:\n"
+        "    print(cluster.scratch, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        scratch = Path(launcher.stdout.readline().decode().strip())
+        left = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(left) == 4  # the fork server, the scheduler, two servers
+        launcher.kill()
+    _, alive = psutil.wait_procs(left, timeout=20.0)
+    assert alive == []
+    wait_until(lambda: not scratch.exists())

@@ -1,0 +1,103 @@
+"""Processes that are started, replaced and ended by a supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from paceline.launch.supervisor import Process, Supervisor, spawn
+
+PATIENCE_S = 20.0
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+PARENT = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(600)\n"
+)
+OBEDIENT = "import sys; print(1, flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    """One that is closed after the test."""
+    supervisor = Supervisor()
+    yield supervisor
+    supervisor.close(0.1)
+
+
+def python(text: str) -> Process:
+    return spawn([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def hear(process: Process) -> bytes:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_what_ends_with_its_input_is_not_killed(supervisor: Supervisor) -> None:
+    child = supervisor.start("obedient", lambda: python(OBEDIENT))
+    hear(child.process)
+    supervisor.close(PATIENCE_S)
+    assert child.status() == 0
+    assert supervisor.living() == []
+
+
+def test_what_does_not_end_is_killed(supervisor: Supervisor) -> None:
+    child = supervisor.start("stubborn", lambda: python(STUBBORN), is_foreign=True)
+    hear(child.process)
+    supervisor.close(0.1, signal.SIGTERM)
+    assert child.status() == -signal.SIGKILL
+
+
+def test_what_a_foreign_program_has_started_ends_with_it(supervisor: Supervisor) -> None:
+    """Even in a session of its own, where no signal to the program's group comes."""
+    child = supervisor.start("foreign", lambda: python(PARENT), is_foreign=True)
+    started = psutil.Process(int(hear(child.process)))
+    supervisor.close(PATIENCE_S, signal.SIGTERM)
+    psutil.wait_procs([started], timeout=PATIENCE_S)
+    assert not started.is_running()
+
+
+def test_a_dead_process_is_replaced_and_a_finished_one_is_not(supervisor: Supervisor) -> None:
+    statuses: list[int] = []
+    child = supervisor.start("kept", lambda: python(OBEDIENT))
+    supervisor.keep(child, lambda: python(OBEDIENT), most=5, on_replaced=lambda _, status: statuses.append(status))
+    first = child.process.pid
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while not statuses:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert statuses == [-signal.SIGKILL]
+    assert child.process.pid != first
+    assert supervisor.ended() == []
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    assert child.keeper is not None
+    child.keeper.join(PATIENCE_S)
+    assert supervisor.ended() == [("kept", 0)]
+
+
+def test_a_guard_ends_foreign_programs_of_a_killed_parent() -> None:
+    program = (
+        "import sys, time\n"
+        "from paceline.launch.supervisor import Supervisor, spawn\n"
+        "child = Supervisor().start('foreign', lambda: spawn([sys.executable, '-c', sys.argv[1]]), is_foreign=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, STUBBORN], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        left = psutil.Process(parent.pid).children()
+        assert len(left) == 2  # the program, and its guard
+        parent.kill()
+        _, alive = psutil.wait_procs(left, timeout=PATIENCE_S)
+    assert alive == []
