@@ -21,7 +21,7 @@ import struct
 import sys
 import tempfile
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 
 class WarmParent:
@@ -70,8 +70,7 @@ class WarmParent:
         if reason is not None:
             self._answer({"refused": reason})
         else:
-            gc.collect()
-            gc.freeze()
+            gc.freeze()  # what is never looked at is never copied
             pid = os.fork()
             if pid == 0:
                 self._become_child(asked, descriptors)
@@ -139,8 +138,8 @@ def set_title(words: list[str]) -> None:
         ctypes.memmove(start, title.ljust(end - start - 1) + b"\0", end - start)
 
 
-def main() -> int:
-    """Serve; in a child, run the module."""
+def main() -> NoReturn:
+    """Serve; in a child, run the module, and end with its status."""
     gc.disable()  # nothing of what is loaded here is garbage
     module = importlib.import_module(sys.argv[2])
     module.prepare()
@@ -149,8 +148,14 @@ def main() -> int:
         os._exit(0)  # at once: there is nothing to be tidied up
     sys.argv = [sys.argv[2], *asked["arguments"]]
     set_title([sys.executable, "-m", *sys.argv])
-    return int(module.main())
+    status = int(module.main())
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # to take all modules down would be a tenth of a second for nothing
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
