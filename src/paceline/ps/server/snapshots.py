@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.errors import ModelError, PacelineError, StaleEpochError, UsageError
 from paceline.protocol import ServerCore
-from paceline.protocol.buckets import buckets_in, from_bytes, to_bytes
+from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
 from paceline.ps.messages.snapshots import (
     DropSnapshot,
     GetLoadState,
@@ -41,6 +44,8 @@ from paceline.tables.sparse_store import Floats, Keys
 _WRITERS = 2  # while one waits for the disk, the other one hashes and writes
 _PAUSE = 1.0  # after a bucket is copied, in the time that it took
 
+_Result = TypeVar("_Result")
+
 
 class _Taking:
     """One snapshot on one server, from its beginning to the last part on the disk."""
@@ -48,99 +53,94 @@ class _Taking:
     def __init__(self, tables: ServerTables, request: TakeSnapshot) -> None:
         self._tables = tables
         self._request = request
-        self.number = request.number
-        self.begun = self.done = False
+        self.done = False
         self.error = ""
-        self.parts: list[StoredPart] = []
-        self.kept: list[KeptBuckets] = []
+        self._parts: list[StoredPart] = []
+        self._kept: list[KeptBuckets] = []
         self._given_up = self._is_dropped = False
         self._moments: dict[int, Moment] = {}
-        self._todo: list[tuple[int, int]] = []  # table, bucket; the next one last
-        self._free: list[PartBuffer] = []
-        self._gathered: PartBuffer | None = None  # the buckets of the next part
-        self._table = -1  # which they are of
-        self._num_parts = 0
-        self._num_writing = 0
-        self._stands_still = False
         self._directory = Path(request.directory)
-        self._prefix = f"s{tables.rank}-r{request.round}"
-        self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-snapshot")
-        held = [tables.find(number).part for number in request.tables]
+        self._buffers: deque[asyncio.Future[PartBuffer]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def number(self) -> int:
+        """Which snapshot it is."""
+        return self._request.number
+
+    @property
+    def begun(self) -> bool:
+        """Whether buckets are being copied, or were."""
+        return self._task is not None
+
+    def prepare(self) -> None:
+        """Have memory made to copy buckets to: each piece is there when it is made, or what it held is on the disk."""
+        held = [self._tables.find(number).part for number in self._request.tables]
         size = sum((8 + 4 * part.record_words) * part.num_rows for part in held)
         for _ in range(1 + min(_WRITERS, size // parts.PART_BYTES)):
-            future = self._pool.submit(PartBuffer, min(size, parts.PART_BYTES))
-            future.add_done_callback(lambda made: _call_soon(self._loop, self._has_made, made))
-
-    def _has_made(self, future: Future[PartBuffer]) -> None:
-        error = future.exception()
-        if error is not None:
-            self._fail(str(error) or "no memory for a copy of buckets")
-        elif not self.done and not self._given_up:
-            self._has_free(future.result())
-
-    def _has_free(self, buffer: PartBuffer) -> None:
-        self._free.append(buffer)
-        if self._stands_still:
-            self._stands_still = False
-            self._step()
+            self._buffers.append(_call(self._pool, PartBuffer, min(size, parts.PART_BYTES)))
 
     def begin(self) -> None:
         """Begin: at the boundary, or at once."""
-        self.begun = True
         mine = from_bytes(self._request.buckets)
-        todo = []
+        todo: dict[int, Buckets] = {}
         for number in self._request.tables:
             part = watch(self._tables.find(number))
             rest = mine & part.held
             for earlier in self._request.whole:
                 if kept := part.unchanged_since(earlier) & rest:
-                    self.kept.append(KeptBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
+                    self._kept.append(KeptBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
                     rest &= ~kept
             if self._request.boundary is not None and rest:
                 self._moments[number] = part.moment = Moment(part.part, rest)
                 part.note_written(self.number, rest)
-            todo += [(number, bucket) for bucket in buckets_in(rest)]
-        self._todo = todo[::-1]
-        future = self._pool.submit((self._directory / self._request.folder).mkdir, parents=True, exist_ok=True)
-        future.add_done_callback(lambda made: _call_soon(self._loop, self._has_folder, made))
+            todo[number] = rest
+        self._task = _start(self._take(todo))
 
-    def _has_folder(self, future: Future[None]) -> None:
-        error = future.exception()
-        if isinstance(error, OSError):
-            self._fail(describe_failure(self._directory, error))
-        else:
-            self._step()
-
-    def _step(self) -> None:
-        """Copy one bucket; whoever waits is served before the next one."""
-        if self.error or self._given_up:
-            return
-        gathered, table = self._gathered, self._todo[-1][0] if self._todo else -1
-        if gathered is not None and (gathered.is_full or table != self._table):
-            self._write(gathered)
-            gathered = self._gathered = None
-        if not self._todo:
-            self._look_for_end()
-            return
-        self._table = table
-        if gathered is None:
-            if not self._free:
-                self._stands_still = True
-                return
-            gathered = self._gathered = self._free.pop()
-            gathered.begin(self._tables.find(table).part.record_words)
-        number, bucket = self._todo.pop()
-        start = time.perf_counter()
+    async def _take(self, todo: dict[int, Buckets]) -> None:
         try:
+            folder = self._directory / self._request.folder
+            await _result(_call(self._pool, partial(folder.mkdir, parents=True, exist_ok=True)))
+            for number, buckets in todo.items():
+                if not self._given_up:
+                    await self._copy_table(number, buckets)
+            while self._buffers:
+                await _result(self._buffers.popleft())
+            self.done = not self._given_up
+        except OSError as error:
+            self._fail(describe_failure(self._directory, error))
+        except (PacelineError, MemoryError) as error:
+            self._fail(str(error) or "no memory for a copy of buckets")
+        finally:
+            if not self.done:
+                await asyncio.gather(*self._buffers, return_exceptions=True)  # nothing is written any more
+                self._buffers.clear()
+                self._remove()
+            self._pool.shutdown(wait=False)
+
+    async def _copy_table(self, number: int, buckets: Buckets) -> None:
+        """Copy the buckets of a table, and have them written; whoever waits is served before the next one."""
+        spec = self._tables.find(number).part.spec
+        files = (f"{self._request.folder}/{self._prefix}-t{number}-{index:05d}.safetensors" for index in count())
+        gathered: PartBuffer | None = None
+        for bucket in buckets_in(buckets):
+            if gathered is None:
+                gathered = await _result(self._buffers.popleft())
+                gathered.begin(spec.record_words)
+            if self._given_up:
+                return
+            start = time.perf_counter()
             copy = self._copy(number, bucket)
             if copy is not None:
                 gathered.add(*copy, bucket)
-        except (UsageError, MemoryError) as error:
-            self._fail(str(error) or "no memory for a copy of a bucket")
-            return
-        # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
-        self._loop.call_later(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02), self._step)
+            # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
+            await asyncio.sleep(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02))
+            if gathered.is_full:
+                self._buffers.append(_call(self._pool, self._write, next(files), spec.name, gathered))
+                gathered = None
+        if gathered is not None:
+            self._buffers.append(_call(self._pool, self._write, next(files), spec.name, gathered))
 
     def _copy(self, number: int, bucket: int) -> tuple[Keys, Floats] | None:
         """Return a bucket; None if it has moved to another server."""
@@ -162,54 +162,37 @@ class _Taking:
         if part.moment is moment:
             part.moment = None
 
-    def _write(self, gathered: PartBuffer) -> None:
-        name = self._tables.find(self._table).part.spec.name
-        file = f"{self._request.folder}/{self._prefix}-t{self._table}-{self._num_parts:05d}.safetensors"
-        self._num_parts += 1
-        self._num_writing += 1
-        future = self._pool.submit(write_part, self._directory, file, name, gathered)
-        future.add_done_callback(lambda done: _call_soon(self._loop, self._written, done, gathered))
-
-    def _written(self, future: Future[StoredPart], gathered: PartBuffer) -> None:
-        self._num_writing -= 1
-        error = future.exception()
-        if error is None:
-            self.parts.append(future.result())
-        elif isinstance(error, OSError):
-            self._fail(describe_failure(self._directory, error))
-        else:
-            self._fail(f"{type(error).__name__}: {error}")
-        if self.error or self._given_up:
-            if not self._num_writing:
-                self._remove()
-        else:
-            self._has_free(gathered)
-            self._look_for_end()
-
-    def _look_for_end(self) -> None:
-        if not self._todo and self._gathered is None and not self._num_writing:
-            self.done = True
-            self._free = []
-            self._pool.shutdown(wait=False)
+    def _write(self, file: str, table: str, gathered: PartBuffer) -> PartBuffer:
+        """Write a part, in a thread; return the memory, to be used again."""
+        self._parts.append(write_part(self._directory, file, table, gathered))
+        return gathered
 
     def _fail(self, error: str) -> None:
-        self.error = self.error or error
+        self.error = error
         self.give_up()
 
     def give_up(self) -> None:
         """Stop, and remove what was written."""
         self._given_up = True
-        self._todo, self._free, self._gathered = [], [], None
         for number in list(self._moments):
             self._close_moment(number)
-        self._pool.shutdown(wait=False)
-        if not self._num_writing:
+        if self._task is None:
+            for buffer in self._buffers:
+                buffer.cancel()
+            self._buffers.clear()
+            self._pool.shutdown(wait=False)
+        if self._task is None or self._task.done():
             self._remove()
 
     def drop(self) -> None:
         """Give it up, since the coordinator does; its folder goes too when the last server has left it."""
         self._is_dropped = True
         self.give_up()
+
+    @property
+    def _prefix(self) -> str:
+        """How the names of this server's files begin."""
+        return f"s{self._tables.rank}-r{self._request.round}"
 
     def _remove(self) -> None:
         # If it is not dropped the folder stays, or another server would have none, and tell of that.
@@ -220,13 +203,12 @@ class _Taking:
 
     def state(self) -> SnapshotState:
         """Return how far it is."""
-        done = self.done
-        return SnapshotState(
-            done=done, error=self.error, parts=tuple(self.parts) if done else (), kept=tuple(self.kept) if done else ()
-        )
+        if not self.done:
+            return SnapshotState(done=False, error=self.error, parts=(), kept=())
+        return SnapshotState(done=True, error="", parts=tuple(self._parts), kept=tuple(self._kept))
 
 
-class _Loading:
+class _PartsLoading:
     """Buckets on their way from parts on the disk into a table."""
 
     def __init__(self, tables: ServerTables, request: LoadParts, non_finite: NonFinite) -> None:
@@ -234,85 +216,70 @@ class _Loading:
         self._part = self._table.part
         self._non_finite = non_finite
         self._directory = Path(request.directory)
+        self._parts = request.parts
         held = self._part.held  # as the primary server or as a replica
-        wanted = [from_bytes(buckets) & held for buckets in request.buckets]
-        self._todo = [(part, mine) for part, mine in zip(request.parts, wanted, strict=True) if mine][::-1]
-        self._num_reading = 0
-        self._ready: list[tuple[int, Keys, Floats]] = []
-        self._loop = asyncio.get_running_loop()
-        self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-loading")
-        self._is_setting = self._given_up = False
+        self._wanted = [from_bytes(buckets) & held for buckets in request.buckets]
+        self._task: asyncio.Task[None] | None = None
         self.done = False
         self.is_seen = True
         self.error = ""
         self.rows = 0
-        future = self._pool.submit(_are_there, self._directory, request.parts)
-        future.add_done_callback(lambda looked: _call_soon(self._loop, self._has_looked, looked))
 
-    def _has_looked(self, future: Future[bool]) -> None:
-        if self._given_up:
-            return
-        error = future.exception()
-        if error is not None:
-            self._fail(str(error) or type(error).__name__)
-            return
-        self.is_seen = future.result()
-        if not self.is_seen:
-            self._todo = []
-        self._read_on()
+    def begin(self) -> None:
+        """Begin."""
+        self._task = _start(self._load())
 
-    def _read_on(self) -> None:
-        while self._todo and self._num_reading < _WRITERS and len(self._ready) < 1024:
-            part, buckets = self._todo.pop()
-            self._num_reading += 1
-            future = self._pool.submit(read_buckets, self._directory, part, buckets)
-            future.add_done_callback(lambda done: _call_soon(self._loop, self._has_read, done))
-        if not self._todo and not self._num_reading and not self._ready:
+    async def _load(self) -> None:
+        pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-loading")
+        todo = deque((part, mine) for part, mine in zip(self._parts, self._wanted, strict=True) if mine)
+        reading: deque[asyncio.Future[list[tuple[int, Keys, Floats]]]] = deque()
+        try:
+            self.is_seen = await _result(_call(pool, _are_there, self._directory, self._parts))
+            while self.is_seen and (todo or reading):
+                while todo and len(reading) < _WRITERS:
+                    reading.append(_call(pool, read_buckets, self._directory, *todo.popleft()))
+                for bucket, keys, records in await _result(reading.popleft()):
+                    self._set(bucket, keys, records)
+                    await asyncio.sleep(0)  # whoever waits is served before the next one
             self.done = True
-            self._pool.shutdown(wait=False)
+        except (PacelineError, OSError) as error:
+            self.error = str(error) or type(error).__name__
+        finally:
+            for each in reading:
+                each.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _has_read(self, future: Future[list[tuple[int, Keys, Floats]]]) -> None:
-        self._num_reading -= 1
-        if self._given_up:
-            return
-        error = future.exception()
-        if error is not None:
-            self._fail(str(error) or type(error).__name__)
-            return
-        self._ready += future.result()
-        if not self._is_setting:
-            self._is_setting = True
-            self._set_next()
-
-    def _set_next(self) -> None:
-        """Set one bucket; whoever waits is served before the next one."""
-        if self._given_up:
-            return
-        if self._ready:
-            bucket, keys, records = self._ready.pop()
-            try:
-                if self._part.held >> bucket & 1:  # or it has moved meanwhile, and will be loaded again
-                    self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
-                    self._part.load_bucket(bucket, keys, records)
-            except PacelineError as error:
-                self._fail(str(error) or type(error).__name__)
-                return
-            self.rows += len(keys)
-            self._loop.call_soon(self._set_next)
-        else:
-            self._is_setting = False
-        if not self._ready:
-            self._read_on()
-
-    def _fail(self, error: str) -> None:
-        self.error = error
-        self.give_up()
+    def _set(self, bucket: int, keys: Keys, records: Floats) -> None:
+        if self._part.held >> bucket & 1:  # or it has moved meanwhile, and will be loaded again
+            self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
+            self._part.load_bucket(bucket, keys, records)
+        self.rows += len(keys)
 
     def give_up(self) -> None:
         """Stop. It is no error by itself: another loading takes its place, or the server ends, which others see."""
-        self._given_up = True
-        self._todo, self._ready = [], []
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Do something in the event loop; an exception of it is treated as that of a callback is."""
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(lambda ended: None if ended.cancelled() else ended.result())
+    return task
+
+
+def _call(pool: ThreadPoolExecutor, function: Callable[..., _Result], *arguments: Any) -> asyncio.Future[_Result]:
+    return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+
+async def _result(called: asyncio.Future[_Result]) -> _Result:
+    """Return what a call in a thread has. What it raises, ModelError if it is of no other kind, is no server's end."""
+    try:
+        return await called
+    except OSError:
+        raise
+    except Exception as error:
+        raise ModelError(str(error) or type(error).__name__) from None
 
 
 def _remove_files(folder: Path, names: str, is_last: bool) -> None:
@@ -336,7 +303,7 @@ class ServerSnapshots:
         self._non_finite = non_finite
         self._taking: _Taking | None = None
         self._boundary: int | None = None
-        self._loading: _Loading | None = None
+        self._loading: _PartsLoading | None = None
         self.calls: dict[type, Callable[[Any], Any]] = {
             TakeSnapshot: self.take,
             GetSnapshotState: self.state,
@@ -357,6 +324,7 @@ class ServerSnapshots:
         if self._taking is not None and not self._taking.done:
             self._taking.give_up()
         self._taking = _Taking(self._tables, request)
+        self._taking.prepare()
         self._boundary = request.boundary
         if request.boundary is None:
             self._taking.begin()
@@ -391,7 +359,8 @@ class ServerSnapshots:
             )
         if self._loading is not None and not self._loading.done:
             self._loading.give_up()
-        self._loading = _Loading(self._tables, request, self._non_finite)
+        self._loading = _PartsLoading(self._tables, request, self._non_finite)
+        self._loading.begin()
 
     def load_state(self, request: GetLoadState) -> LoadState:
         """Return how far the loading is."""
@@ -406,8 +375,3 @@ class ServerSnapshots:
             self._taking.give_up()
         if self._loading is not None and not self._loading.done:
             self._loading.give_up()
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-        loop.call_soon_threadsafe(function, *arguments)
