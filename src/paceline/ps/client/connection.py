@@ -39,6 +39,7 @@ from paceline.transport import (
     Transport,
     read_meta,
 )
+from paceline.transport.backoff import Backoff
 
 _PADS = tuple(bytes(size) for size in range(8))
 _NOTHING = np.empty(0, np.uint8)
@@ -49,6 +50,7 @@ _LARGE_BYTES = 1 << 19
 _MAX_AWAITED_BYTES = 1 << 26
 
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.1
 _CONNECT_S = 1.0
 _KIND_AT = 3  # in a packed header
 _NO_KEYS = np.empty(0, np.uint64)
@@ -578,7 +580,7 @@ class ServerConnection:
     def _reconnect(self, cause: ConnectionLostError) -> None:
         """Connect again and send again all that is not answered, in order; or be stuck, if the server is gone."""
         self._cut()
-        began = time.monotonic()
+        began, backoff = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             if self._lost is not None:  # told by another thread
                 self._fail_all(self._lost)
@@ -602,7 +604,7 @@ class ServerConnection:
                     )
                     self._fail_all(lost)
                     raise lost from None
-                self._watch.pause(0.05)
+                self._watch.pause(backoff.next_s())
             except BaseException:
                 self._cut()
                 raise

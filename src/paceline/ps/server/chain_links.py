@@ -15,9 +15,10 @@ from paceline.protocol import Silence
 from paceline.ps.fail_stop import Fail, watch_task
 from paceline.ps.messages import PING, PONG
 from paceline.transport import Endpoint, Handler, Header, Hello, Peer, Transport
+from paceline.transport.backoff import Backoff
 
 _CONNECT_S = 2.0
-_PAUSE_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.1
 
 FrameHandler = Callable[[int, Header, memoryview, memoryview], None]
 
@@ -105,13 +106,13 @@ class _Link(Handler):
         watch_task(self._task, owner.fail)
 
     async def _keep(self) -> None:
-        owner = self._owner
+        owner, backoff = self._owner, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             self._broken.clear()
             try:
                 peer = await owner._transport.open(self, self._endpoint, self._hello, timeout_s=_CONNECT_S)
             except (PacelineError, OSError):
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(backoff.next_s())
                 continue
             if self._is_stopped:
                 peer.abort()
@@ -121,7 +122,8 @@ class _Link(Handler):
             await self._broken.wait()
             self.peer = None
             owner._on_down(self._target)
-            await asyncio.sleep(_PAUSE_S)
+            backoff.reset()
+            await asyncio.sleep(backoff.next_s())
 
     def ask(self) -> bool:
         """Ask whether the server is there; return whether that is known without its answer.
