@@ -64,7 +64,7 @@ class Cluster(ClusterState):
         violation: str | None = None
         log = Log(self.world)
         try:
-            with product_in(self.world, self.network, self.faults.disk_delay_s), log:
+            with product_in(self.world, self.network, self.faults.disk_delay_s), self.memory.installed(), log:
                 try:
                     self._live()
                 except (Violation, Deadlock) as error:
@@ -104,9 +104,17 @@ class Cluster(ClusterState):
     def _wait(self, what: str, is_so: Callable[[], bool]) -> None:
         end_s = max(self.world.now_s, self.faults.last_s) + _PATIENCE_S
         while not is_so():
+            self._check_ends()
             if self.world.now_s > max(end_s, self.faults.last_s + _PATIENCE_S):
                 raise Violation(f"(progress) waited {_PATIENCE_S:g} s for {what}: {self._describe()}")
             self.world.sleep(0.05)
+
+    def _check_ends(self) -> None:
+        """Raise Violation if a server or scheduler has ended that nobody could take for dead."""
+        for process in (*self.servers.values(), *([] if self.scheduler is None else [self.scheduler])):
+            error = process.failure
+            if error is not None and process not in self.excused:
+                raise Violation(f"(fail-stop) {process.name} ended itself: {type(error).__name__}: {error}")
 
     def _are_through(self, phase: int) -> bool:
         live = [each for each in self.workers.values() if not each.process.is_dead]

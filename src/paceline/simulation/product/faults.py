@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from paceline.simulation.product.network import KEEPALIVE_S
@@ -14,6 +15,7 @@ from paceline.simulation.product.world import Process
 KINDS: Final = (
     "reset", "half-open", "refuse", "slow", "hiccup", "cut", "pause", "crash-server", "vanish-server", "crash-worker",
     "vanish-worker", "pause-worker", "crash-scheduler", "join-server", "drain-server", "join-worker",
+    "refuse-memory", "out-of-memory",
 )  # fmt: skip
 _SPAN_S: Final = 3.0
 """In which the faults of a phase begin."""
@@ -37,7 +39,8 @@ class Faults:
             "vanish-server": self._vanish_server, "crash-worker": self._crash_worker,
             "vanish-worker": self._vanish_worker, "pause-worker": self._pause_worker,
             "crash-scheduler": self._crash_scheduler, "join-server": self._join_server,
-            "drain-server": self._drain_server, "join-worker": self._join_worker,
+            "drain-server": self._drain_server, "join-worker": self._join_worker, "refuse-memory": self._refuse_memory,
+            "out-of-memory": self._out_of_memory,
         }  # fmt: skip
 
     @property
@@ -70,7 +73,7 @@ class Faults:
             cluster.world.note(f"FAULT {kind}")
             self.last_s = cluster.world.now_s
 
-    def _for(self, seconds: float, end: Callable[[], None]) -> None:
+    def _for(self, seconds: float, end: Callable[[], object]) -> None:
         """Have a fault end by itself."""
         world = self._cluster.world
         number = world.next_number()
@@ -113,6 +116,7 @@ class Faults:
     def _doubt(self, server: Process) -> None:
         """Let a server be in doubt until the chains are whole without it, or with it again."""
         self._doubtful[server.name] = server
+        self._cluster.excused[server] = None
         self._cluster.world.after(0.2, self._look_again, server)
 
     def _look_again(self, server: Process) -> None:
@@ -268,4 +272,25 @@ class Faults:
         if not chains_of(self._cluster.scheduler):
             return False
         self._cluster.start_worker()
+        return True
+
+    # Memory.
+
+    def _refuse_memory(self) -> bool:
+        server = self._one(self._servers())
+        if server is None or not self._cluster.may_refuse:
+            return False
+        refusing = self._cluster.memory.refusing
+        refusing[server] = None
+        self._for(self._cluster.world.random.random(), partial(refusing.pop, server, None))
+        return True
+
+    def _out_of_memory(self) -> bool:
+        server = self._one(self._servers())
+        if server is None or not self._can_lose(server):
+            return False
+        self._doubt(server)
+        failing = self._cluster.memory.failing
+        failing[server] = None
+        self._for(self._cluster.world.random.random() * 2, partial(failing.pop, server, None))
         return True

@@ -9,6 +9,7 @@ from random import Random
 
 from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.simulation.product.memory import Memory
 from paceline.simulation.product.network import Network
 from paceline.simulation.product.truth import CLOCKS, OTHERS, Plan, Truth
 from paceline.simulation.product.world import Process, World
@@ -83,7 +84,10 @@ class ClusterState(ABC):
         self.scheduler: Process | None = None
         self.fired: Counter[str] = Counter()
         self.num_pushes = self.num_reads = 0
-        self.may_refuse = False
+        self.memory = Memory(world)
+        self.excused: dict[Process, None] = {}
+        """Servers that may end themselves."""
+        self.may_refuse = not self.is_sequential and world.random.random() < 0.3
         """Whether servers may refuse pushes for want of memory."""
 
     @property

@@ -84,14 +84,19 @@ class Worker(Participant):
             self._push(plan, keys, grads)
             applied.append((plan, keys, grads))
             if not cluster.is_sequential:
-                self._mirrors[plan.name].apply(keys, grads)
+                self._note(plan, keys, grads)
         if random.random() < 0.6 or cluster.may_refuse:
             self._wait_tickets()
         client.tick()
         self.num_counted += 1
         if cluster.is_sequential:
             for plan, keys, grads in applied:
-                self._mirrors[plan.name].apply(keys, grads)
+                self._note(plan, keys, grads)
+
+    def _note(self, plan: Plan, keys: Keys, grads: Floats) -> None:
+        mirror = self._mirrors.get(plan.name)
+        if mirror is not None:
+            mirror.apply(keys, grads)
 
     def _draw(self, plan: Plan) -> tuple[Keys, Floats]:
         numbers = np.random.default_rng(self._random.getrandbits(32))
