@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from paceline.errors import PacelineError
+from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.launch.roles import run_scheduler, run_server
 from paceline.protocol.buckets import Buckets
 from paceline.simulation.product.faults import KINDS, Faults
@@ -204,7 +204,15 @@ class Cluster(ClusterState):
 
         def main() -> None:
             node = world.current.process.name
-            run_server(joining, address=f"memory://{node}", node=node, extra=extra)  # type: ignore[arg-type]
+            while True:
+                try:
+                    run_server(joining, address=f"memory://{node}", node=node, extra=extra)  # type: ignore[arg-type]
+                    return
+                except (AddressError, ConnectionLostError, DeadlineError) as error:
+                    if world.current.process.role is not None:
+                        raise
+                    world.note(f"{node} is started again: {error}")  # nobody was there to be joined
+                    world.sleep(0.1)
 
         process = self.process("server", main)
         self.servers[process.name] = process

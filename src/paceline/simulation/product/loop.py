@@ -78,7 +78,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def abandon(self) -> None:
         """Close the coroutines of a process that was killed: nothing of them goes on."""
-        for task in asyncio.all_tasks(self):
+        for task in sorted(asyncio.all_tasks(self), key=lambda task: (len(task.get_name()), task.get_name())):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()
             with contextlib.suppress(RuntimeError, Killed, AttributeError):

@@ -86,6 +86,8 @@ def _process_info(world: World) -> ProcessInfo:
 
 def _end(world: World, error: BaseException) -> NoReturn:
     process = world.current.process
+    if process.is_dead:
+        raise Killed
     world.note(f"{process.name} ends itself: {type(error).__name__}: {error}")
     process.failure = error
     process.kill()

@@ -126,6 +126,7 @@ class _VirtualListener(Listener):
         self._service = service
         self._network = network
         self._loop = asyncio.get_running_loop()
+        self._accepted: dict[AcceptedConnection, None] = {}  # in order, for the sake of replays
 
     @property
     @override
@@ -141,14 +142,17 @@ class _VirtualListener(Listener):
         if self._loop.is_closed() or self._network.listeners.get(self.endpoint.tcp.host) is not self:
             end.abort()
             return
-        Pipe(AcceptedConnection(self._service), end, self._loop).begin()
+        connection = AcceptedConnection(self._service)
+        self._accepted[connection] = None
+        Pipe(connection, end, self._loop).begin()
 
     @override
     async def close(self) -> None:
         if self._network.listeners.get(self.endpoint.tcp.host) is self:
             del self._network.listeners[self.endpoint.tcp.host]
-        for connection in list(self._service.connections):
-            connection.close()
+        for connection in self._accepted:
+            if connection in self._service.connections:
+                connection.close()
         for _ in range(100):
             if not self._service.connections:
                 break
