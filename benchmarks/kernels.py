@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from paceline.kernels.cases import ARRAY_CASES, SPARSE_CASES, SparseCase
-from paceline.kernels.compile import compile_kernels, is_compiled
-from paceline.tables.rules import FTRL, RULES, UpdateRule
-from paceline.tables.sparse_store import SparseStore
+from paceline.kernels.cases import ARRAY_CASES
+from paceline.tables import cases as table_cases
+from paceline.tables.cases import SPARSE_CASES, SparseCase
+from paceline.tables.compile import compile_kernels, is_compiled
 
 _BUDGET_S = 0.2  # per measurement, after the first round
 
@@ -55,7 +55,7 @@ def make_result(
 
 
 def array_results(only: str, rounds: int) -> Iterator[Result]:
-    for case in ARRAY_CASES:
+    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES):
         if only in case.label:
             ours, theirs = case.arguments(), case.arguments()
             yield make_result(
@@ -65,12 +65,6 @@ def array_results(only: str, rounds: int) -> Iterator[Result]:
                 lambda case=case, theirs=theirs: case.twin(*theirs),  # type: ignore[misc]
                 rounds,
             )
-
-
-def rule_of(case: SparseCase) -> UpdateRule:
-    """Return the case's rule; the hyperparameters do not matter to its time."""
-    (kind,) = (kind for kind in RULES.values() if kind.code == case.rule.code)
-    return FTRL() if kind is FTRL else kind(lr=0.01)  # type: ignore[call-arg]
 
 
 def sparse_results(only: str, rounds: int) -> Iterator[Result]:
@@ -83,7 +77,7 @@ def table_results(case: SparseCase, rounds: int) -> Iterator[Result]:
     """Yield the times of filling a table, of pulls and of pushes."""
     keys, batch, grads = case.batches()
     all_grads, out = np.resize(grads, len(keys) * case.dim), np.empty_like(grads)
-    store, twin = SparseStore(dim=case.dim, rule=rule_of(case), seed=7), case.twin()
+    store, twin = case.store(), case.twin()
     start = time.perf_counter()
     store.push(keys, all_grads)
     insert_s = time.perf_counter() - start

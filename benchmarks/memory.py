@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import psutil
 
-from paceline.kernels.compile import compile_kernels
 from paceline.launch.fork_server import MALLOC
 from paceline.ps import FTRL, SGD, Adagrad, SparseStore, UpdateRule
+from paceline.tables.compile import compile_kernels
 
 CASES: dict[str, tuple[int, UpdateRule]] = {
     "sgd 1": (1, SGD(lr=0.1)),

@@ -11,104 +11,48 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .launch import LocalCluster, connect, local_cluster
-    from .protocol import Accept, BoundedDelay, DelayCompensate, DropStale, Eventual, Sequential
-    from .ps import (
-        ASGD,
-        FTRL,
-        SGD,
-        Adadelta,
-        Adagrad,
-        Adam,
-        Adamax,
-        AdamW,
-        Client,
-        Constant,
-        DenseTable,
-        Momentum,
-        NAdam,
-        Normal,
-        RAdam,
-        RMSprop,
-        Rprop,
-        SparseTable,
-        Ticket,
-        Uniform,
-        Zeros,
-    )
+    from .launch import LocalCluster as LocalCluster
+    from .launch import connect as connect
+    from .launch import local_cluster as local_cluster
+    from .protocol import Accept as Accept
+    from .protocol import BoundedDelay as BoundedDelay
+    from .protocol import DelayCompensate as DelayCompensate
+    from .protocol import DropStale as DropStale
+    from .protocol import Eventual as Eventual
+    from .protocol import Sequential as Sequential
+    from .ps import Client as Client
+    from .ps import DenseTable as DenseTable
+    from .ps import SparseTable as SparseTable
+    from .ps import Ticket as Ticket
+    from .tables.initializers import *  # noqa: F403
+    from .tables.rules import *  # noqa: F403
 
-_ROOMS = {
+_PACKAGES = {
     "launch": ("LocalCluster", "connect", "local_cluster"),
     "protocol": ("Accept", "BoundedDelay", "DelayCompensate", "DropStale", "Eventual", "Sequential"),
-    "ps": (
-        "ASGD",
-        "FTRL",
-        "SGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "Adamax",
-        "AdamW",
-        "Client",
-        "Constant",
-        "DenseTable",
-        "Momentum",
-        "NAdam",
-        "Normal",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SparseTable",
-        "Ticket",
-        "Uniform",
-        "Zeros",
-    ),
+    "ps": ("Client", "DenseTable", "SparseTable", "Ticket"),
 }
-_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
-
-__all__ = [
-    "ASGD",
-    "Accept",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "BoundedDelay",
-    "Client",
-    "Constant",
-    "DelayCompensate",
-    "DenseTable",
-    "DropStale",
-    "Eventual",
-    "FTRL",
-    "LocalCluster",
-    "Momentum",
-    "NAdam",
-    "Normal",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-    "Sequential",
-    "SparseTable",
-    "Ticket",
-    "Uniform",
-    "Zeros",
-    "connect",
-    "local_cluster",
-]
+_PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its room when it is first asked for."""
-    room = _ROOM_OF.get(name)
-    if room is None:
+    """Import a public name from its package when it is first asked for."""
+    if name in _PACKAGE_OF:
+        value = getattr(importlib.import_module(f".{_PACKAGE_OF[name]}", __name__), name)
+    elif name == "__all__":
+        value = sorted([*_PACKAGE_OF, *_settings()])
+    elif not name[:1].isupper() or (value := _settings().get(name)) is None:  # a submodule is not looked for there
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{room}", __name__), name)
     globals()[name] = value
     return value
 
 
+def _settings() -> dict[str, Any]:
+    """Return the update rules and initializers, which their registries know."""
+    from .tables import initializers, rules
+
+    return {**initializers.INITIALIZERS, **rules.RULES}
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__getattr__("__all__")])

@@ -21,7 +21,7 @@ from paceline.storage.manifests import MANIFEST, digest_of, write_manifest
 from paceline.storage.model_directory import save_model
 from paceline.storage.parts import PartBuffer, read_part, write_part
 from paceline.storage.snapshot_directory import folder_name, read_snapshot
-from paceline.tables.rules import to_fields
+from paceline.tables.settings import to_fields
 
 from .listening import Episode, FoundError
 from .mutations import Frame

@@ -14,7 +14,7 @@ from paceline.protocol.jobs import DoneShards, JobMemory, JobRecord, JobSpec, Le
 from paceline.ps import SGD, Scheduler, Zeros, messages
 from paceline.ps.messages import CALL, NOTICE, RESULT
 from paceline.ps.scheduler.processes import own_process
-from paceline.tables.rules import to_fields
+from paceline.tables.settings import to_fields
 from paceline.transport import Address, Endpoint, Hello, Kind, Listener, MemoryTransport
 
 from .listening import Attacker, Episode, FoundError, Line

@@ -36,7 +36,7 @@ from paceline.ps.messages import (
 )
 from paceline.ps.messages import snapshots as snapshot_messages
 from paceline.storage.format import StoredPart
-from paceline.tables.rules import to_fields
+from paceline.tables.settings import to_fields
 from paceline.transport import Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer, padded
 
 from .listening import Attacker, Episode, FoundError, Line

@@ -15,7 +15,7 @@ import paceline
 from paceline.errors import PacelineError
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.ps import Client, messages
-from paceline.tables.sparse_store import Keys
+from paceline.tables.types import Keys
 
 if sys.platform != "linux":
     pytest.skip("the memory of another process can be limited on Linux only", allow_module_level=True)

@@ -1,4 +1,8 @@
-"""Kernels of a dense table: one long record of values and state planes, updated by range or by position."""
+"""Kernels of a dense table: one long record of values and state planes, updated by range or by position.
+
+Those that update are given `update`, which applies a rule to elements; who calls them compiles them (see
+:mod:`paceline.tables.rules`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import numpy as np
 
 from .initializers import initial_row
 from .jit import njit
-from .rules import INITIAL_A, INITIAL_B, start_state, update_record
+from .parameters import INITIAL_A, INITIAL_B
 
 
-@njit(cache=True, nogil=True)
-def dense_start(rule, record, size, start, stop, first_key, kind, seed, parameters):  # type: ignore[no-untyped-def]
+@njit(nogil=True, inline="always")
+def start_range(rule, record, size, start, stop, first_key, kind, seed, parameters, start_state):  # type: ignore[no-untyped-def]
     """Set elements ``[start, stop)`` of a record of `size` values to initial values and state.
 
     `first_key` is the table's key of element `start`, so the values do not depend on where a bucket lies.
@@ -21,20 +25,20 @@ def dense_start(rule, record, size, start, stop, first_key, kind, seed, paramete
     start_state(rule, record, len(record), size, start, stop, parameters)
 
 
-@njit(cache=True, nogil=True)
-def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type: ignore[no-untyped-def]
+@njit(nogil=True, inline="always")
+def push_range(rule, record, size, start, stop, grads, at, parameters, update):  # type: ignore[no-untyped-def]
     """Update elements ``[start, stop)`` with ``grads[at:]``."""
     # On slices every index is seen not to be negative, so that the loops are vectorized: 6 ms for SGD on 25 million
     # elements instead of 21.
     length = stop - start
-    update_record(rule, record[start:], size, 0, length, grads[at : at + length], 0, parameters, True)
+    update(rule, record[start:], size, 0, length, grads[at : at + length], 0, parameters, True)
 
 
-@njit(cache=True, nogil=True)
-def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ignore[no-untyped-def]
+@njit(nogil=True, inline="always")
+def push_at(rule, record, size, positions, grads, parameters, update):  # type: ignore[no-untyped-def]
     """Update the elements at `positions` (int64 [n]) with `grads` (float32 [n])."""
     for i in range(len(positions)):
-        update_record(rule, record, size, positions[i], positions[i] + 1, grads, i, parameters, True)
+        update(rule, record, size, positions[i], positions[i] + 1, grads, i, parameters, True)
 
 
 @njit(cache=True, nogil=True)

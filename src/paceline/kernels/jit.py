@@ -19,31 +19,16 @@ from typing import Any
 import numba
 from typing_extensions import override
 
-_SOURCES = (
-    "atomics",
-    "counted_rules",
-    "csr",
-    "dedup",
-    "dense",
-    "index",
-    "initializers",
-    "jit",
-    "memory",
-    "peer_memory",
-    "rules",
-    "shared",
-    "sparse",
-    "steps",
-)
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = (*_PACKAGE.glob("kernels/*.py"), *_PACKAGE.glob("tables/rules/*.py"))
 
 
 @cache
 def _package_stamp() -> str:
     """Return a hash of every source file that may stand inside a compiled kernel."""
     digest = hashlib.sha256()
-    for name in _SOURCES:
-        source = Path(__file__).with_name(f"{name}.py")
-        digest.update(source.read_bytes() if source.exists() else b"")
+    for source in sorted(_SOURCES):
+        digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
@@ -70,6 +55,14 @@ def njit(**options: Any) -> Any:
         return kernel
 
     return decorate
+
+
+def inlined(**options: Any) -> Any:
+    """Return a decorator for kernels that are compiled into other kernels, and that Python does not call.
+
+    So there is no wrapper to compile that takes Python's objects, and nothing to cache.
+    """
+    return njit(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
 
 
 def is_cached(kernel: Any) -> bool:

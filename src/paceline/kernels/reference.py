@@ -1,22 +1,17 @@
 """The kernels' twins in NumPy and plain Python: what they must compute, readable and slow.
 
 A twin takes its kernel's arguments and writes the same outputs, so that tests and the benchmark can hand both
-the same case (see :mod:`paceline.kernels.cases`). The kernels of a sparse table work on raw memory; their
-twin is :class:`SparseTable`, a dictionary.
+the same case (see :mod:`paceline.kernels.cases`). Those of the kernels that apply update rules are in
+:mod:`paceline.tables.rules.reference`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .index import NUM_BUCKETS
 from .initializers import CONSTANT, UNIFORM, ZEROS
-from .rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
-from .rules_reference import start_state, update_record
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
@@ -90,99 +85,6 @@ def _uniform(seed: int, keys: Keys, counters: Keys) -> Doubles:
     bits = mix(rows + counters * _word(_GOLDEN)) >> _word(11)
     result: Doubles = (bits.astype(np.float64) + 0.5) * 2.0**-53
     return result
-
-
-class SparseTable:
-    """The twin of a sparse table: a dictionary of records (float32 [row_words])."""
-
-    def __init__(
-        self,
-        dim: int,
-        row_words: int,
-        rule: int,
-        parameters: Doubles,
-        initializer: int = ZEROS,
-        seed: int = 0,
-    ) -> None:
-        assert len(parameters) == NUM_PARAMETERS
-        self.dim = dim
-        self.row_words = row_words
-        self.rule = rule
-        self.parameters = parameters
-        self.initializer = initializer
-        self.seed = seed
-        self.rows: dict[int, Floats] = {}
-
-    def initial(self, keys: Keys) -> Floats:
-        """Return what absent rows read as (float32 [n, dim])."""
-        a, b = float(self.parameters[INITIAL_A]), float(self.parameters[INITIAL_B])
-        return initial_values(self.initializer, self.seed, keys, self.dim, a, b)
-
-    def gather(self, keys: Keys, out: Floats) -> None:
-        """Twin of ``sparse.gather``."""
-        rows = self.initial(keys)
-        for i, key in enumerate(keys.tolist()):
-            if key in self.rows:
-                rows[i] = self.rows[key][: self.dim]
-        out[:] = rows.reshape(-1)
-
-    def push(self, keys: Keys, grads: Floats) -> None:
-        """Twin of ``sparse.push``."""
-        for i, key in enumerate(keys.tolist()):
-            if key not in self.rows:
-                record = np.zeros(self.row_words, np.float32)
-                record[: self.dim] = self.initial(keys[i : i + 1])[0]
-                start_state(self.rule, record, self.row_words, self.dim, 0, self.dim, self.parameters)
-                self.rows[key] = record
-            at = i * self.dim
-            update_record(self.rule, self.rows[key], self.dim, 0, self.dim, grads, at, self.parameters, False)
-
-    def write_records(self, keys: Keys, records: Floats) -> None:
-        """Twin of ``sparse.write_records``."""
-        for key, record in zip(keys.tolist(), records.reshape(-1, self.row_words), strict=True):
-            self.rows[key] = record.copy()
-
-    def erase(self, keys: Iterable[int]) -> int:
-        """Twin of ``index.erase``."""
-        return sum(self.rows.pop(int(key), None) is not None for key in keys)
-
-    def bucket(self, bucket: int) -> dict[int, Floats]:
-        """Twin of ``index.bucket_keys`` and ``sparse.copy_records``."""
-        assert 0 <= bucket < NUM_BUCKETS
-        return {key: record for key, record in self.rows.items() if int(bucket_of(key)[0]) == bucket}
-
-
-def dense_start(
-    rule: int,
-    record: Floats,
-    size: int,
-    start: int,
-    stop: int,
-    first_key: int,
-    kind: int,
-    seed: Any,
-    parameters: Doubles,
-) -> None:
-    """Set elements ``[start, stop)`` of a record to initial values and state."""
-    keys = np.arange(first_key, first_key + stop - start, dtype=np.uint64)
-    a, b = float(parameters[INITIAL_A]), float(parameters[INITIAL_B])
-    record[start:stop] = initial_values(kind, int(seed), keys, 1, a, b)[:, 0]
-    start_state(rule, record, len(record), size, start, stop, parameters)
-
-
-def dense_push(
-    rule: int, record: Floats, size: int, start: int, stop: int, grads: Floats, at: int, parameters: Doubles
-) -> None:
-    """Update elements ``[start, stop)`` with ``grads[at:]``."""
-    update_record(rule, record, size, start, stop, grads, at, parameters, True)
-
-
-def dense_push_at(
-    rule: int, record: Floats, size: int, positions: Integers, grads: Floats, parameters: Doubles
-) -> None:
-    """Update the elements at `positions` with `grads`."""
-    for i, position in enumerate(positions.tolist()):
-        update_record(rule, record, size, position, position + 1, grads, i, parameters, True)
 
 
 def dense_pull(record: Floats, start: int, stop: int, out: Floats, at: int) -> None:

@@ -1,8 +1,9 @@
 """Kernels of a sparse table: read rows, look up and update rows, write and copy whole records.
 
 They take the index's directory and layout (see :mod:`paceline.kernels.index`) and the table's parameters (see
-:mod:`paceline.kernels.rules`). A kernel that inserts stops where a bucket must grow first and returns how far
-it got; the caller grows that key's bucket and calls again from there.
+:mod:`paceline.kernels.parameters`). A kernel that inserts stops where a bucket must grow first and returns how far
+it got; the caller grows that key's bucket and calls again from there. The loops that update rows are given two kernels:
+`update`, which applies a rule to a row, and `start_state`; who calls them compiles them (:mod:`paceline.tables.rules`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from .index import (
     take_slot,
 )
 from .initializers import initial_row
-from .jit import njit
+from .jit import inlined, njit
 from .memory import float_pointer, prefetch, store_u32
-from .rules import ADAGRAD, ADAM, FTRL, INITIAL_A, INITIAL_B, SGD, start_state, update_record, update_row
+from .parameters import INITIAL_A, INITIAL_B
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 _DIGEST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -45,15 +46,21 @@ _RING = 64
 _BLOCK = 64  # rows between look-up and use where the row lies behind the entry
 
 
+def entry_words(row_words: int) -> int:
+    """Return the words of an entry of the index that holds a row of so many."""
+    return max(3, 2 + row_words)
+
+
 @njit(cache=True, nogil=True, inline="always")
-def _entry_bytes(layout):  # type: ignore[no-untyped-def]
+def bytes_of_entry(layout):  # type: ignore[no-untyped-def]
+    """Return the bytes of an entry of the index."""
     return np.uint64(layout[ENTRY_WORDS]) * _WORD
 
 
 @njit(cache=True, nogil=True)
 def _find_rows(directory, layout, keys, start, stop, rows, lines, prefetch_words):  # type: ignore[no-untyped-def]
     """Write the row address (0: none) of keys[start:stop] to `rows`; prefetch the first words of each row."""
-    entry_bytes, slots = _entry_bytes(layout), layout[SLOTS]
+    entry_bytes, slots = bytes_of_entry(layout), layout[SLOTS]
     for i in range(start, stop):
         line = home_line(directory, keys[i])
         lines[i - start] = line
@@ -123,25 +130,32 @@ def gather(directory, layout, parameters, keys, out):  # type: ignore[no-untyped
         elif dim == 1 and slots == 3:
             _gather_narrow(directory, layout, parameters, keys, out, 3, np.uint64(20), 1)
         else:
-            _gather_narrow(directory, layout, parameters, keys, out, slots, _entry_bytes(layout), dim)
+            _gather_narrow(directory, layout, parameters, keys, out, slots, bytes_of_entry(layout), dim)
     else:
         _gather_wide(directory, layout, parameters, keys, out)
 
 
 @njit(cache=True, nogil=True)
-def _insert_row(directory, layout, parameters, key, line):  # type: ignore[no-untyped-def]
-    """Make the row of an absent key, at its initial value; return its address, 0 if the bucket must grow."""
-    entry = place_entry(directory, line, key, _entry_bytes(layout), layout[SLOTS])
+def _place_row(directory, layout, key, line):  # type: ignore[no-untyped-def]
+    """Make the row of an absent key, still to be written; return its address, 0 if the bucket must grow."""
+    entry = place_entry(directory, line, key, bytes_of_entry(layout), layout[SLOTS])
     if entry == _U0:
         return _U0
     if layout[INLINE] == 0:
         bucket = np.int64(mix(key) >> _BUCKET_SHIFT)
         store_u32(entry + _KEY, np.uint32(take_slot(directory, bucket, layout[ROW_WORDS])))
-    row = row_of_entry(directory, entry, key, layout)
-    dim, words = layout[DIM], layout[ROW_WORDS]
-    record = carray(float_pointer(row), words)
-    _initial_row(layout, parameters, key, record, 0)
-    start_state(layout[RULE], record, words, dim, 0, dim, parameters)
+    return row_of_entry(directory, entry, key, layout)
+
+
+@njit(nogil=True)
+def _insert_row(directory, layout, parameters, key, line, start_state):  # type: ignore[no-untyped-def]
+    """Make the row of an absent key, at its initial value; return its address, 0 if the bucket must grow."""
+    row = _place_row(directory, layout, key, line)
+    if row != _U0:
+        dim, words = layout[DIM], layout[ROW_WORDS]
+        record = carray(float_pointer(row), words)
+        _initial_row(layout, parameters, key, record, 0)
+        start_state(layout[RULE], record, words, dim, 0, dim, parameters)
     return row
 
 
@@ -170,7 +184,7 @@ def has_room(directory, keys, counts):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def count_absent(directory, layout, keys, absent):  # type: ignore[no-untyped-def]
     """Write how many of `keys` have no row, by bucket, to `absent` (uint64 [512]); one there twice counts twice."""
-    entry_bytes, slots = _entry_bytes(layout), layout[SLOTS]
+    entry_bytes, slots = bytes_of_entry(layout), layout[SLOTS]
     lines = np.empty(_BLOCK, np.uint64)
     absent[:] = _U0
     for start in range(0, len(keys), _BLOCK):
@@ -183,12 +197,12 @@ def count_absent(directory, layout, keys, absent):  # type: ignore[no-untyped-de
             absent[np.int64(mix(keys[i]) >> _BUCKET_SHIFT)] += np.uint64(entry == _U0)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
-def _push_narrow(  # type: ignore[no-untyped-def]
-    directory, layout, parameters, keys, grads, first, slots, entry_bytes, dim, words, rule, is_common
-):
-    # slots to rule are constants in the common cases, of dim 1: SGD and FTRL at 10^7 rows 26 → 17 and 30 → 20 ns per
-    # key, Adagrad at 10^5 rows 16 → 6
+@inlined()
+def push_narrow(directory, layout, parameters, keys, grads, first, sizes, update, start_state):  # type: ignore[no-untyped-def]
+    """Update the rows of ``keys[first:]`` that lie in the index itself; return as `push_wide` does."""
+    slots, entry_bytes, dim, words = sizes
+    # They are constants in the common cases, of dim 1, whose rule is inlined: SGD and FTRL at 10^7 rows
+    # 26 → 17 and 30 → 20 ns per key, Adagrad at 10^5 rows 16 → 6
     num_keys = len(keys)
     ring = np.empty(_RING, np.uint64)
     for i in range(first, min(first + AHEAD, num_keys)):
@@ -204,19 +218,20 @@ def _push_narrow(  # type: ignore[no-untyped-def]
         entry = find_entry(directory, line, keys[i], entry_bytes, slots)
         row = entry + _KEY
         if entry == _U0:
-            row = _insert_row(directory, layout, parameters, keys[i], line)
+            row = _insert_row(directory, layout, parameters, keys[i], line, start_state)
             if row == _U0:
                 return i
-        if is_common:
-            update_record(rule, carray(float_pointer(row), words), dim, 0, dim, grads, i * dim, parameters, False)
-        else:
-            update_row(rule, carray(float_pointer(row), words), dim, grads, i * dim, parameters)
+        update(layout[RULE], carray(float_pointer(row), words), dim, grads, i * dim, parameters)
     return num_keys
 
 
-@njit(cache=True, nogil=True, forceinline=True)
-def _push_wide(directory, layout, parameters, keys, grads, first, rule, is_common):  # type: ignore[no-untyped-def]
-    # rule is a constant in the common cases: SGD of dim 16 at 10^5 rows 34 → 21 ns per key
+@inlined()
+def push_wide(directory, layout, parameters, keys, grads, first, update, start_state):  # type: ignore[no-untyped-def]
+    """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), making those that are absent.
+
+    Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
+    """
+    # The common rules are inlined: SGD of dim 16 at 10^5 rows 34 → 21 ns per key
     dim, words, num_keys = layout[DIM], layout[ROW_WORDS], len(keys)
     rows, lines = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
     for start in range(first, num_keys, _BLOCK):
@@ -225,58 +240,26 @@ def _push_wide(directory, layout, parameters, keys, grads, first, rule, is_commo
         for i in range(start, stop):
             row = rows[i - start]
             if row == _U0:  # absent, or inserted a moment ago if the key stands twice
-                entry = find_entry(directory, lines[i - start], keys[i], _entry_bytes(layout), layout[SLOTS])
+                entry = find_entry(directory, lines[i - start], keys[i], bytes_of_entry(layout), layout[SLOTS])
                 if entry != _U0:
                     row = row_of_entry(directory, entry, keys[i], layout)
                 else:
-                    row = _insert_row(directory, layout, parameters, keys[i], lines[i - start])
+                    row = _insert_row(directory, layout, parameters, keys[i], lines[i - start], start_state)
                     if row == _U0:
                         return i
-            if is_common:
-                update_record(rule, carray(float_pointer(row), words), dim, 0, dim, grads, i * dim, parameters, False)
-            else:
-                update_row(rule, carray(float_pointer(row), words), dim, grads, i * dim, parameters)
+            update(layout[RULE], carray(float_pointer(row), words), dim, grads, i * dim, parameters)
     return num_keys
 
 
 @njit(cache=True, nogil=True)
-def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
-    """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), making those that are absent.
-
-    Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
-    """
-    rule = layout[RULE]
-    if layout[INLINE] == 1:
-        dim, words, slots = layout[DIM], layout[ROW_WORDS], layout[SLOTS]
-        if dim == 1 and rule == SGD:
-            return _push_narrow(directory, layout, parameters, keys, grads, first, 5, np.uint64(12), 1, 1, SGD, True)
-        if dim == 1 and rule == FTRL:
-            return _push_narrow(directory, layout, parameters, keys, grads, first, 3, np.uint64(20), 1, 3, FTRL, True)
-        if dim == 1 and rule == ADAGRAD and words == 2:  # without decay of the rate, which takes a count
-            return _push_narrow(
-                directory, layout, parameters, keys, grads, first, 4, np.uint64(16), 1, 2, ADAGRAD, True
-            )
-        return _push_narrow(
-            directory, layout, parameters, keys, grads, first, slots, _entry_bytes(layout), dim, words, rule, False
-        )
-    if rule == SGD:
-        return _push_wide(directory, layout, parameters, keys, grads, first, SGD, True)
-    if rule == ADAGRAD:
-        return _push_wide(directory, layout, parameters, keys, grads, first, ADAGRAD, True)
-    if rule == ADAM:
-        return _push_wide(directory, layout, parameters, keys, grads, first, ADAM, True)
-    return _push_wide(directory, layout, parameters, keys, grads, first, rule, False)
-
-
-@njit(cache=True, nogil=True)
-def write_records(directory, layout, parameters, keys, records, first):  # type: ignore[no-untyped-def]
-    """Set whole records (values and state, float32 [n * row_words]) of ``keys[first:]``; return as `push`."""
+def write_records(directory, layout, keys, records, first):  # type: ignore[no-untyped-def]
+    """Set whole records (values and state, float32 [n * row_words]) of ``keys[first:]``; return as `push_wide`."""
     words = layout[ROW_WORDS]
     for i in range(first, len(keys)):
         line = home_line(directory, keys[i])
-        entry = find_entry(directory, line, keys[i], _entry_bytes(layout), layout[SLOTS])
+        entry = find_entry(directory, line, keys[i], bytes_of_entry(layout), layout[SLOTS])
         if entry == _U0:
-            row = _insert_row(directory, layout, parameters, keys[i], line)
+            row = _place_row(directory, layout, keys[i], line)
             if row == _U0:
                 return i
         else:

@@ -11,7 +11,7 @@ from typing import Final
 
 def prepare_kernels(say: Callable[[str], None] | None = None) -> None:
     """Compile the kernels unless the cache on disk has them; `say` is told so (default: standard error)."""
-    from paceline.kernels.compile import compile_kernels, is_compiled
+    from paceline.tables.compile import compile_kernels, is_compiled
 
     if not is_compiled():
         text = "paceline: compiling kernels, once for this installation (about half a minute) ..."
@@ -25,7 +25,7 @@ def prepare_kernels(say: Callable[[str], None] | None = None) -> None:
 
 def _compile_side_by_side() -> None:
     """Compile one half of the kernels here, and the other in a process beside, from whose cache they are loaded."""
-    from paceline.kernels.compile import compile_rest
+    from paceline.tables.compile import compile_rest
 
     command = [sys.executable, "-c", _COMPILE_VALUES]
     try:
@@ -46,7 +46,7 @@ _COMPILE_VALUES: Final = """
 import os
 from paceline.launch.supervisor import watch_parent
 watch_parent(lambda: os._exit(1))
-from paceline.kernels.compile import compile_values
+from paceline.tables.compile import compile_values
 compile_values()
 """
 _PATIENCE_S: Final = 300.0
@@ -55,14 +55,14 @@ _PATIENCE_S: Final = 300.0
 @cache
 def load_kernels() -> None:
     """Load the compiled kernels from the cache on disk, so that no request waits for it; takes half a second."""
-    from paceline.kernels.compile import compile_kernels
+    from paceline.tables.compile import compile_kernels
 
     compile_kernels()
 
 
 def load_kernels_nowait() -> None:
     """Load the kernels if they are compiled."""
-    from paceline.kernels.compile import is_compiled
+    from paceline.tables.compile import is_compiled
 
     if is_compiled():
         load_kernels()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from paceline.errors import UsageError
-from paceline.ps import FTRL, SGD, Adagrad, Adam, AdamW, Momentum, RMSprop, UpdateRule
+from typing import Any, Final
 
-_LEARNING_RATES = {
-    "ftrl": 0.05,
-    "sgd": 0.02,
-    "momentum": 0.005,
-    "adagrad": 0.05,
-    "rmsprop": 0.002,
-    "adam": 0.002,
-    "adamw": 0.002,
+from paceline.errors import UsageError
+from paceline.tables.rules import FTRL, RULES, UpdateRule
+
+_KINDS: Final[dict[str, Any]] = {
+    kind.__name__.lower(): kind
+    for kind in sorted(RULES.values(), key=lambda kind: (kind is not FTRL, kind.code))  # the default first
+    if kind.logistic_rate is not None
 }
-UPDATE_NAMES = tuple(_LEARNING_RATES)
+UPDATE_NAMES: Final = tuple(_KINDS)
 
 
 def make_update(
@@ -29,11 +27,11 @@ def make_update(
 
     FTRL's defaults (alpha 0.05, beta 1, l1 1, l2 0) reach the best known result on the Criteo sample.
     """
-    rate = _LEARNING_RATES.get(name)
-    if rate is None:
+    kind = _KINDS.get(name)
+    if kind is None:
         raise UsageError(f"unknown update rule {name!r}: expected one of {', '.join(UPDATE_NAMES)}")
-    rate = rate if lr is None else lr
-    if name == "ftrl":
+    rate = kind.logistic_rate if lr is None else lr
+    if kind is FTRL:
         return FTRL(
             alpha=rate,
             beta=1.0 if beta is None else beta,
@@ -44,13 +42,5 @@ def make_update(
         raise UsageError(f"{name} has no L1 penalty: leave --l1 out, or use --update ftrl")
     if beta is not None:
         raise UsageError(f"--beta is FTRL's: leave it out with --update {name}")
-    decay = 0.0 if l2 is None else l2
-    rules: dict[str, type[SGD | Momentum | Adagrad | RMSprop | Adam | AdamW]] = {
-        "sgd": SGD,
-        "momentum": Momentum,
-        "adagrad": Adagrad,
-        "rmsprop": RMSprop,
-        "adam": Adam,
-        "adamw": AdamW,
-    }
-    return rules[name](lr=rate, weight_decay=decay)
+    rule: UpdateRule = kind(lr=rate, weight_decay=0.0 if l2 is None else l2)
+    return rule

@@ -7,56 +7,17 @@ from paceline.ps.client.sparse_table import SparseTable
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.server.server import Server
 from paceline.storage.model_directory import SavedModel, read_model
-from paceline.tables.rules import (
-    ASGD,
-    FTRL,
-    INITIALIZERS,
-    RULES,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Constant,
-    Initializer,
-    Momentum,
-    NAdam,
-    Normal,
-    RAdam,
-    RMSprop,
-    Rprop,
-    Uniform,
-    UpdateRule,
-    Zeros,
-    from_fields,
-    to_fields,
-)
+from paceline.tables import initializers, rules
+from paceline.tables.initializers import *  # noqa: F403
+from paceline.tables.rules import *  # noqa: F403
+from paceline.tables.settings import from_fields, to_fields
 from paceline.tables.sparse_store import SparseStore
 
 from .scheduler import Scheduler, SchedulerLink
 
 __all__ = [
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
     "Client",
-    "Constant",
     "DenseTable",
-    "FTRL",
-    "INITIALIZERS",
-    "Initializer",
-    "Momentum",
-    "NAdam",
-    "Normal",
-    "RAdam",
-    "RMSprop",
-    "RULES",
-    "Rprop",
-    "SGD",
     "SavedModel",
     "Scheduler",
     "SchedulerLink",
@@ -64,9 +25,6 @@ __all__ = [
     "SparseStore",
     "SparseTable",
     "Ticket",
-    "Uniform",
-    "UpdateRule",
-    "Zeros",
     "from_fields",
     "load_tables",
     "make_node_name",
@@ -76,3 +34,5 @@ __all__ = [
     "to_fields",
     "write_records",
 ]
+__all__ += initializers.__all__
+__all__ += rules.__all__

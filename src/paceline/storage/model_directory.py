@@ -25,9 +25,12 @@ from paceline.storage.durable_io import is_no_space, make_directory, sync_direct
 from paceline.storage.format import ModelManifest, PartUse, StoredFile, StoredPart, StoredTable
 from paceline.storage.manifests import MANIFEST, read_fields, read_manifest, write_manifest
 from paceline.storage.parts import PartBuffer, read_part, write_file, write_part
-from paceline.tables.rules import INITIALIZERS, RULES, from_fields
-from paceline.tables.sparse_store import Floats, Keys, SparseStore
+from paceline.tables.initializers import INITIALIZERS
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields
+from paceline.tables.sparse_store import SparseStore
 from paceline.tables.spec import TableSpec
+from paceline.tables.types import Floats, Keys
 
 _FIRST_BYTES = 1 << 20  # of the memory that parts are gathered in; it grows
 _WHOLE = "the model"

@@ -17,7 +17,7 @@ from paceline.errors import ModelError
 from paceline.storage.checked_files import read_checked
 from paceline.storage.durable_io import write_synced
 from paceline.storage.format import StoredFile, StoredPart
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 PART_BYTES: Final = 64 << 20
 """A part is closed when it has so many bytes; what is added at once never lies in two."""

@@ -23,7 +23,7 @@ from paceline.storage.durable_io import is_no_space, make_directory, sync_direct
 from paceline.storage.format import SnapshotManifest, StoredPart
 from paceline.storage.manifests import MANIFEST, read_manifest, write_manifest
 from paceline.storage.parts import read_part
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 _FOLDER = re.compile(r"snapshot-(\d{6,})")
 _READERS = 2

@@ -14,7 +14,7 @@ import numpy as np
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.protocol.buckets import Buckets
 from paceline.tables.sparse_part import Selection, TablePart
-from paceline.tables.sparse_store import Floats
+from paceline.tables.types import Floats
 
 Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16

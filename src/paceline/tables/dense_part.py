@@ -9,15 +9,16 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.kernels import dense as dense_kernels
-from paceline.kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from paceline.kernels.dense import dense_pull
+from paceline.kernels.parameters import INITIAL_A, INITIAL_B, NUM_PARAMETERS
 from paceline.protocol.buckets import ALL, Buckets, buckets_in
 from paceline.tables.bucket_arrays import from_flags, to_flags
 from paceline.tables.pages import PAGE_BYTES, LazyFloats
 from paceline.tables.part import Positions, Selection, TablePart
 from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs, range_buckets, runs_in
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.rules import kernels
 from paceline.tables.spec import TableSpec
+from paceline.tables.types import Floats, Keys
 
 _BLOCK = 1 << 14  # elements: 64 KiB, with the part of the record that they update, stay in the second cache
 _PAGE = PAGE_BYTES // 4  # elements
@@ -63,7 +64,7 @@ class DensePart(TablePart):
     def hold(self, buckets: Buckets) -> None:
         code, seed = self.initializer.code, np.uint64(self.spec.seed & (2**64 - 1))
         for start, stop in self._add(buckets):
-            dense_kernels.dense_start(
+            kernels.dense_start(
                 self.rule.code, self._record, self._size, start, stop, start, code, seed, self._parameters
             )
 
@@ -199,7 +200,7 @@ class DensePart(TablePart):
         runs, at = self._runs(selection), 0
         self._check_count("values", out, sum(stop - start for start, stop in runs))
         for start, stop in runs:
-            dense_kernels.dense_pull(self._record, start, stop, out, at)
+            dense_pull(self._record, start, stop, out, at)
             at += stop - start
 
     def reserve(self, selection: Selection) -> None:
@@ -211,12 +212,12 @@ class DensePart(TablePart):
         if selection.keys is not None:
             places = self._places(selection)
             self._check_count("gradients", grads, len(places))
-            dense_kernels.dense_push_at(code, self._record, size, places, grads, self._parameters)
+            kernels.dense_push_at(code, self._record, size, places, grads, self._parameters)
             return
         runs, at = self._runs(selection), 0
         self._check_count("gradients", grads, sum(stop - start for start, stop in runs))
         for start, stop in runs:
-            dense_kernels.dense_push(code, self._record, size, start, stop, grads, at, self._parameters)
+            kernels.dense_push(code, self._record, size, start, stop, grads, at, self._parameters)
             at += stop - start
 
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
@@ -234,7 +235,7 @@ class DensePart(TablePart):
                 length = min(_BLOCK, end - first)
                 block = total[:length]
                 _sum_scaled([each[at : at + length] for each in grads], factor, block)
-                dense_kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
+                kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
                 at += length
 
     @override
@@ -243,7 +244,7 @@ class DensePart(TablePart):
         if selection.keys is not None:
             places, which = np.unique(self._places(selection), return_inverse=True)
             record = np.ascontiguousarray(self._planes()[:, places])
-            dense_kernels.dense_push_at(code, record.reshape(-1), len(places), which, grads, self._parameters)
+            kernels.dense_push_at(code, record.reshape(-1), len(places), which, grads, self._parameters)
             yield places.view(np.uint64), record.T
             return
         at = 0
@@ -251,7 +252,7 @@ class DensePart(TablePart):
             for first in range(start, end, _BLOCK):
                 stop = min(first + _BLOCK, end)
                 record, length = self._planes()[:, first:stop].copy(), stop - first
-                dense_kernels.dense_push(code, record.reshape(-1), length, 0, length, grads, at, self._parameters)
+                kernels.dense_push(code, record.reshape(-1), length, 0, length, grads, at, self._parameters)
                 yield np.arange(first, stop, dtype=np.uint64), record.T
                 at += length
 

@@ -18,7 +18,7 @@ from paceline.errors import NonFiniteError, UsageError
 from paceline.kernels.sparse import largest
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 REFUSE: Final = "refuse"
 COUNT: Final = "count"

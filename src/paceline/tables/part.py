@@ -14,10 +14,12 @@ from paceline.kernels.dedup import take_keys, take_rows
 from paceline.kernels.sparse import largest
 from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.tables.bucket_arrays import positions_in
+from paceline.tables.initializers import INITIALIZERS, Initializer
 from paceline.tables.magnitudes import Magnitudes
-from paceline.tables.rules import INITIALIZERS, RULES, Initializer, UpdateRule, from_fields
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.rules import RULES, UpdateRule
+from paceline.tables.settings import from_fields
 from paceline.tables.spec import TableSpec
+from paceline.tables.types import Floats, Keys
 
 Positions = npt.NDArray[np.int64]
 

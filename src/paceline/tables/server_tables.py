@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.tables.rules import RULES, from_fields
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields
 from paceline.tables.sparse_part import TablePart
 from paceline.tables.spec import TableSpec
 from paceline.tables.staleness import StalenessRecord

@@ -19,7 +19,8 @@ from paceline.tables.bucket_arrays import to_words
 from paceline.tables.rules import SGD, UpdateRule
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.sparse_part import Selection, SparsePart, TablePart
-from paceline.tables.sparse_store import Floats, Keys, SparseStore
+from paceline.tables.sparse_store import SparseStore
+from paceline.tables.types import Floats, Keys
 
 
 class EarlierRows:

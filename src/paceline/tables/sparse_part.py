@@ -13,8 +13,9 @@ from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
 from paceline.tables.dense_part import DensePart
 from paceline.tables.part import Selection, TablePart, check_finite
 from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs
-from paceline.tables.sparse_store import Floats, Keys, SparseStore
+from paceline.tables.sparse_store import SparseStore
 from paceline.tables.spec import TableSpec
+from paceline.tables.types import Floats, Keys
 
 _TRIAL_ROWS = 1 << 14
 

@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from paceline.errors import UsageError
 from paceline.kernels import index, sparse
-from paceline.kernels.rules import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from paceline.kernels.parameters import INITIAL_A, INITIAL_B, NUM_PARAMETERS
+from paceline.tables.initializers import Initializer, Zeros
 from paceline.tables.pages import Pages
-from paceline.tables.rules import SGD, Initializer, UpdateRule, Zeros
+from paceline.tables.rules import SGD, UpdateRule, kernels
+from paceline.tables.types import Floats, Keys
 
 _GROWTH = 1.25
 _WIDE_GROWTH = 1.5  # what is reserved for wide rows takes no memory before it is written
@@ -30,9 +32,6 @@ _INLINE_WORDS = 3  # rows up to this many words lie in the index itself
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
 _WIDE_FILL = 0.5  # beside wide rows the index is small
 _HEADER_LINES = 1
-
-Keys = npt.NDArray[np.uint64]
-Floats = npt.NDArray[np.float32]
 
 
 def _aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
@@ -91,7 +90,7 @@ class SparseStore:
         self.rule = rule
         self.row_words = dim * (1 + rule.num_states) + rule.has_count
         self._inline = self.row_words <= _INLINE_WORDS
-        entry_words = max(3, 2 + self.row_words) if self._inline else 3
+        entry_words = sparse.entry_words(self.row_words if self._inline else 1)
         slots = index.LINE_BYTES // (4 * entry_words)
         self._slots, self._fill = slots, _FILL[slots] if self._inline else _WIDE_FILL
 
@@ -189,7 +188,7 @@ class SparseStore:
         _check_size("gradients", grads, len(keys), self.dim)
         flat, done = grads.reshape(-1), 0
         while True:
-            done = sparse.push(self._directory, self._layout, self.parameters, keys, flat, done)
+            done = kernels.push(self._directory, self._layout, self.parameters, keys, flat, done)
             if done == len(keys):
                 return
             self._grow(keys[done])
@@ -199,7 +198,7 @@ class SparseStore:
         _check_size("records", records, len(keys), self.row_words)
         flat, done = records.reshape(-1), 0
         while True:
-            done = sparse.write_records(self._directory, self._layout, self.parameters, keys, flat, done)
+            done = sparse.write_records(self._directory, self._layout, keys, flat, done)
             if done == len(keys):
                 return
             self._grow(keys[done])

@@ -7,7 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.tables.rules import INITIALIZERS, RULES, from_fields
+from paceline.tables.initializers import INITIALIZERS
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields
 
 MAX_NAME: Final = 200
 MAX_DIM: Final = 1 << 16

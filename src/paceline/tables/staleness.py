@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.kernels.dedup import dedup, scratch_size
 from paceline.tables.sparse_part import Selection, TablePart
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 HISTOGRAM_SIZE = 129
 """Staleness 0 to 127 one by one, then all above."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from paceline.kernels.compile import compile_kernels
+from paceline.tables.compile import compile_kernels
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,7 +16,8 @@ from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import ALL, to_bytes
 from paceline.ps import SGD, Adagrad, Client, messages
 from paceline.ps.messages import ACK, CHECK, CLOCKS, FORWARD, RESULT, STATE, VALUES, TableSpec
-from paceline.tables.rules import Zeros, to_fields
+from paceline.tables.initializers import Zeros
+from paceline.tables.settings import to_fields
 from paceline.testing import serve_in_thread
 from paceline.transport import Channel, Handler, Header, Hello, Kind, Peer
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import PeerError
 from paceline.ps import SGD, SchedulerLink, make_node_name, messages
-from paceline.tables.rules import to_fields
+from paceline.tables.settings import to_fields
 from paceline.transport import Hello
 
 from .harness import Cluster, floats, keys_of, wait_until

@@ -22,7 +22,7 @@ from paceline.ps import (
     messages,
     to_fields,
 )
-from paceline.tables.rules import Initializer, Zeros
+from paceline.tables.initializers import Initializer, Zeros
 from paceline.transport import MemoryTransport
 
 from .harness import Cluster, Floats, Keys, floats, keys_of, random_keys

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 import paceline
-from paceline.kernels.rules import NUM_PARAMETERS
-from paceline.kernels.rules_reference import update_record
+from paceline.kernels.parameters import NUM_PARAMETERS
+from paceline.tables.rules.reference import update_record
 
 MOST_WORKERS = 48
 MOST_PUSHES = 5_000

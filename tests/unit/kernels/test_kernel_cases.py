@@ -6,80 +6,16 @@ import numba
 import numpy as np
 import pytest
 
-from paceline.kernels.cases import ARRAY_CASES, RULE_CASES, SPARSE_CASES, ArrayCase, SparseCase, parameters
-from paceline.kernels.compile import KERNELS
-from paceline.kernels.initializers import NORMAL
-from paceline.kernels.rules import NUM_HYPER
-from paceline.tables.rules import (
-    ASGD,
-    FTRL,
-    RULES,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Initializer,
-    Momentum,
-    NAdam,
-    Normal,
-    RAdam,
-    RMSprop,
-    Rprop,
-    UpdateRule,
-    Zeros,
-)
-from paceline.tables.sparse_store import SparseStore
+from paceline.kernels import cases
+from paceline.kernels.cases import ArrayCase
+from paceline.tables import cases as table_cases
+from paceline.tables.cases import SPARSE_CASES, SparseCase
+from paceline.tables.compile import KERNELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 
+ARRAY_CASES = (*cases.ARRAY_CASES, *table_cases.ARRAY_CASES)
 _MOST_ITEMS = 200 if numba.config.DISABLE_JIT else 1_000_000  # type: ignore[attr-defined]
-_RULES: dict[str, UpdateRule] = {
-    "SGD": SGD(lr=0.1, weight_decay=0.01),
-    "SGD maximize": SGD(lr=0.1, weight_decay=0.01, maximize=True),
-    "Momentum": Momentum(lr=0.1, weight_decay=0.01, nesterov=True),
-    "Momentum dampening": Momentum(lr=0.1, weight_decay=0.01, dampening=0.5),
-    "Adagrad": Adagrad(lr=0.1, weight_decay=0.01, initial_accumulator=0.1),
-    "Adagrad lr_decay": Adagrad(lr=0.1, weight_decay=0.01, initial_accumulator=0.1, lr_decay=0.2),
-    "RMSprop": RMSprop(lr=0.01, weight_decay=0.01),
-    "RMSprop momentum": RMSprop(lr=0.01, weight_decay=0.01, momentum=0.9),
-    "RMSprop centered": RMSprop(lr=0.01, weight_decay=0.01, centered=True),
-    "RMSprop both": RMSprop(lr=0.01, weight_decay=0.01, momentum=0.9, centered=True, maximize=True),
-    "Adadelta": Adadelta(weight_decay=0.01),
-    "Adam": Adam(lr=0.01, weight_decay=0.01),
-    "Adam amsgrad": Adam(lr=0.01, weight_decay=0.01, amsgrad=True, maximize=True),
-    "AdamW": AdamW(lr=0.01),
-    "Adamax": Adamax(lr=0.01, weight_decay=0.01),
-    "NAdam": NAdam(lr=0.01, weight_decay=0.01),
-    "NAdam decoupled": NAdam(lr=0.01, weight_decay=0.01, decoupled_weight_decay=True, maximize=True),
-    "RAdam": RAdam(lr=0.01, weight_decay=0.01),
-    "RAdam decoupled": RAdam(lr=0.01, weight_decay=0.01, decoupled_weight_decay=True, maximize=True),
-    "ASGD": ASGD(lr=0.1, weight_decay=0.01, lambd=0.01, t0=2.0),
-    "Rprop": Rprop(lr=0.01),
-    "FTRL": FTRL(l1=0.1, l2=0.2),
-}
-
-
-def test_a_case_and_its_rule_agree() -> None:
-    assert _RULES.keys() == RULE_CASES.keys()
-    for name, rule in _RULES.items():
-        case = RULE_CASES[name]
-        assert (rule.code, rule.num_states, rule.has_count) == (case.code, case.num_states, case.has_count)
-        assert rule.hyper == tuple(parameters(case.hyper)[:NUM_HYPER])
-    assert {type(rule) for rule in _RULES.values()} == set(RULES.values())
-
-
-def rule_of(case: SparseCase) -> UpdateRule:
-    (name,) = (name for name, rule in RULE_CASES.items() if rule is case.rule)
-    return _RULES[name]
-
-
-def store_of(case: SparseCase) -> SparseStore:
-    initializer: Initializer = Zeros()
-    if case.initializer == NORMAL:
-        initializer = Normal(mean=case.initial[0], std=case.initial[1])
-    return SparseStore(dim=case.dim, rule=rule_of(case), initializer=initializer, seed=7)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +48,7 @@ def test_kernel_and_twin_agree(case: ArrayCase) -> None:
 def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
     if numba.config.DISABLE_JIT and case.dim > 1:  # type: ignore[attr-defined]
         pytest.skip("one width is enough for coverage")
-    store, twin = store_of(case), case.twin()
+    store, twin = case.store(), case.twin()
     keys, batch, grads = case.batches()
     start = np.resize(grads, len(keys) * case.dim)
     for some, some_grads in ((keys, start), (batch, grads), (batch, grads)):

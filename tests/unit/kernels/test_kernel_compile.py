@@ -13,14 +13,18 @@ import numpy as np
 import psutil
 import pytest
 
-from paceline.kernels import compile, dedup, dense, jit
-from paceline.kernels.cases import ARRAY_CASES, parameters
-from paceline.kernels.compile import KERNELS, compile_kernels, is_compiled
+from paceline.kernels import dedup, jit
+from paceline.kernels.cases import ARRAY_CASES
 from paceline.kernels.sparse import largest
 from paceline.launch import prepare_kernels
 from paceline.protocol import ALL
 from paceline.ps.messages import TableSpec
-from paceline.tables.rules import FTRL, Adam, Normal, to_fields
+from paceline.tables import cases as table_cases
+from paceline.tables import compile
+from paceline.tables.compile import KERNELS, compile_kernels, is_compiled
+from paceline.tables.initializers import Normal
+from paceline.tables.rules import FTRL, Adam, kernels
+from paceline.tables.settings import to_fields
 from paceline.tables.sparse_part import Selection, make_part
 from paceline.tables.sparse_store import SparseStore
 
@@ -61,15 +65,15 @@ def test_real_use_adds_no_signatures() -> None:
         part.drop(ALL >> 100)
         part.hold(ALL)
 
-    record, array = np.zeros(40, np.float32), parameters(Adam(lr=0.1).hyper)
+    record, array = np.zeros(40, np.float32), table_cases.parameters(Adam(lr=0.1))
     grads = np.ones(10, np.float32)
-    dense.dense_start(4, record, 10, 0, 10, 0, 2, np.uint64(2**64 - 1), array)
-    dense.dense_push(4, record, 10, 2, 9, grads, 1, array)
-    dense.dense_push_at(4, record, 10, np.arange(10), grads, array)
+    kernels.dense_start(Adam.code, record, 10, 0, 10, 0, 2, np.uint64(2**64 - 1), array)
+    kernels.dense_push(Adam.code, record, 10, 2, 9, grads, 1, array)
+    kernels.dense_push_at(Adam.code, record, 10, np.arange(10), grads, array)
     assert largest(grads) < np.inf
     scratch = np.empty(dedup.scratch_size(len(keys)), np.int32)
     dedup.dedup(keys, scratch, np.empty_like(keys), np.empty(len(keys), np.int32))
-    for case in ARRAY_CASES:
+    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES):
         if case.num_items <= 100:
             case.kernel(*case.arguments())
     assert signatures() == before
@@ -103,7 +107,7 @@ def test_who_compiles_beside_goes_with_its_parent() -> None:
 
 def test_one_signature_each_and_a_cache_for_the_next_process() -> None:
     compile_kernels()
-    code = "from paceline.kernels.compile import *; print(is_compiled()); compile_kernels()\n"
+    code = "from paceline.tables.compile import *; print(is_compiled()); compile_kernels()\n"
     code += "print({len(k.signatures) for k in KERNELS}, sum(len(k.stats.cache_misses) for k in KERNELS))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split() == ["True", "{1}", "0"]

@@ -6,10 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.kernels import dense, reference
-from paceline.kernels.cases import parameters, random_keys
+from paceline.kernels import reference
+from paceline.kernels.cases import random_keys
 from paceline.kernels.initializers import CONSTANT, NORMAL, UNIFORM, ZEROS
-from paceline.tables.rules import SGD, Adagrad, Constant, Initializer, Normal, Uniform, Zeros
+from paceline.tables.cases import parameters
+from paceline.tables.initializers import Constant, Initializer, Normal, Uniform, Zeros
+from paceline.tables.rules import SGD, Adagrad, kernels
 from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
@@ -41,10 +43,10 @@ def test_insertion_and_order_change_nothing(kind: Initializer, dim: int) -> None
 
 @pytest.mark.parametrize("kind", [ZEROS, CONSTANT, UNIFORM, NORMAL])
 def test_dense_values_do_not_depend_on_where_a_range_lies(kind: int) -> None:
-    array = parameters((0.1, 0.0), (-0.5, 0.75))
+    array = parameters(SGD(lr=0.1), Uniform(low=-0.5, high=0.75))  # of the other kinds two numbers, too
     whole, part = np.empty(100, np.float32), np.empty(60, np.float32)
-    dense.dense_start(0, whole, 100, 0, 100, 0, kind, np.uint64(2**63 + 5), array)
-    dense.dense_start(0, part, 60, 10, 60, 50, kind, np.uint64(2**63 + 5), array)
+    kernels.dense_start(SGD.code, whole, 100, 0, 100, 0, kind, np.uint64(2**63 + 5), array)
+    kernels.dense_start(SGD.code, part, 60, 10, 60, 50, kind, np.uint64(2**63 + 5), array)
     np.testing.assert_array_equal(part[10:], whole[50:])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.kernels import dense, rules_reference
-from paceline.kernels.cases import parameters
 from paceline.kernels.initializers import CONSTANT, ZEROS
+from paceline.tables.cases import parameters
+from paceline.tables.initializers import Constant
 from paceline.tables.rules import (
     ASGD,
     FTRL,
@@ -21,13 +22,13 @@ from paceline.tables.rules import (
     Adam,
     Adamax,
     AdamW,
-    Constant,
     Momentum,
     NAdam,
     RAdam,
     RMSprop,
     Rprop,
     UpdateRule,
+    kernels,
 )
 from paceline.tables.sparse_store import SparseStore
 
@@ -120,6 +121,24 @@ def torch_result(optimizer: str, settings: dict[str, Any], start: Floats, grads:
     return result
 
 
+def ftrl_float64(gradients: npt.NDArray[np.float64], rule: FTRL, start: float) -> npt.NDArray[np.float64]:
+    """Return the weight after each gradient, by McMahan et al., KDD 2013, algorithm 1, in float64.
+
+    `start`, the weight before the first, is not of the paper: z starts where it gives that weight.
+    """
+    alpha, beta, l1, l2 = rule.alpha, rule.beta, rule.l1, rule.l2
+    z, n, weights = 0.0, 0.0, []
+    if start:
+        z = -start * (beta / alpha + l2) - math.copysign(l1, start)
+    for g in gradients.tolist():
+        w = 0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2)
+        sigma = (math.sqrt(n + g * g) - math.sqrt(n)) / alpha
+        z += g - sigma * w
+        n += g * g
+        weights.append(0.0 if abs(z) <= l1 else -(z - math.copysign(l1, z)) / ((beta + math.sqrt(n)) / alpha + l2))
+    return np.array(weights, np.float64)
+
+
 def check(found: Floats, expected: Floats) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
@@ -154,9 +173,9 @@ def test_sparse_rows_count_their_own_steps(name: str) -> None:
 
 def dense_record(rule: UpdateRule, start: Floats) -> tuple[Floats, npt.NDArray[np.float64]]:
     size = len(start)
-    array = parameters(rule.hyper)
+    array = parameters(rule)
     record = np.full(size * (1 + rule.num_states + rule.has_count), np.nan, np.float32)
-    dense.dense_start(rule.code, record, size, 0, size, 0, ZEROS, np.uint64(0), array)
+    kernels.dense_start(rule.code, record, size, 0, size, 0, ZEROS, np.uint64(0), array)
     assert not record[:size].any()
     record[:size] = start
     return record, array
@@ -169,7 +188,7 @@ def test_dense_ranges_are_as_torch(name: str) -> None:
     start, grads = np.linspace(-1, 1, size, dtype=np.float32), gradients(size)
     record, array = dense_record(rule, start)
     for grad in grads:
-        dense.dense_push(rule.code, record, size, 0, size, grad, 0, array)
+        kernels.dense_push(rule.code, record, size, 0, size, grad, 0, array)
     check(record[:size], torch_result(optimizer, settings, start, grads))
 
 
@@ -178,12 +197,12 @@ def push_by_range(rule: UpdateRule, record: Floats, array: Any, chosen: Any, gra
     for begin in range(size):
         if begin >= stop and chosen[begin]:
             stop = begin + int(np.argmin([*chosen[begin:], False]))
-            dense.dense_push(rule.code, record, size, begin, stop, grad, begin, array)
+            kernels.dense_push(rule.code, record, size, begin, stop, grad, begin, array)
 
 
 def push_by_position(rule: UpdateRule, record: Floats, array: Any, chosen: Any, grad: Floats) -> None:
     positions = np.random.default_rng(0).permutation(np.flatnonzero(chosen))
-    dense.dense_push_at(rule.code, record, len(grad), positions, grad[positions], array)
+    kernels.dense_push_at(rule.code, record, len(grad), positions, grad[positions], array)
 
 
 @pytest.mark.parametrize("push", [push_by_range, push_by_position])
@@ -222,19 +241,17 @@ def test_ftrl_is_as_in_the_paper(settings: dict[str, float], start: float, dim: 
     before = np.empty(dim, np.float32)
     store.pull(key, before)
     assert (before == np.float32(start)).all()  # an initial weight is not hidden by l1
-    array = parameters(rule.hyper, (start, 0.0))
+    array = parameters(rule, Constant(value=start))
     record, dense_found = np.empty(3 * dim, np.float32), np.empty_like(found)
-    dense.dense_start(rule.code, record, dim, 0, dim, 0, CONSTANT, np.uint64(0), array)
+    kernels.dense_start(rule.code, record, dim, 0, dim, 0, CONSTANT, np.uint64(0), array)
     assert (record[:dim] == np.float32(start)).all()
     for t, grad in enumerate(grads):
         store.push(key, grad)
         store.pull(key, found[t])
-        dense.dense_push(rule.code, record, dim, 0, dim, grad, 0, array)
+        kernels.dense_push(rule.code, record, dim, 0, dim, grad, 0, array)
         dense_found[t] = record[:dim]
     for j in range(dim):
-        expected = rules_reference.ftrl_float64(
-            grads[:, j].astype(np.float64), rule.alpha, rule.beta, rule.l1, rule.l2, start
-        )
+        expected = ftrl_float64(grads[:, j].astype(np.float64), rule, start)
         np.testing.assert_allclose(found[:, j], expected, rtol=1e-4, atol=1e-5)
     if settings.get("l1") and start == 0:
         assert not found[:2, 0].any()  # the gradients of element 0 are 0.1 each: too little evidence

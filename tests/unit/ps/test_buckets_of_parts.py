@@ -13,7 +13,9 @@ from paceline.kernels import reference
 from paceline.kernels.cases import random_keys
 from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps.messages import TableSpec
-from paceline.tables.rules import FTRL, RULES, Adagrad, Constant, UpdateRule, to_fields
+from paceline.tables.initializers import Constant
+from paceline.tables.rules import FTRL, RULES, Adagrad, UpdateRule
+from paceline.tables.settings import to_fields
 from paceline.tables.sparse_part import Selection, TablePart, bucket_bounds, make_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT

@@ -10,29 +10,11 @@ import pytest
 
 from paceline.protocol import ALL, NUM_BUCKETS
 from paceline.ps.messages import TableSpec
-from paceline.tables.magnitudes import _GROWN, Bounds
-from paceline.tables.rules import (
-    ASGD,
-    FTRL,
-    RULES,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Constant,
-    Initializer,
-    Momentum,
-    NAdam,
-    Normal,
-    RAdam,
-    RMSprop,
-    Rprop,
-    UpdateRule,
-    Zeros,
-    to_fields,
-)
+from paceline.tables.cases import RULE_CASES
+from paceline.tables.initializers import Constant, Initializer, Normal, Zeros
+from paceline.tables.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, NAdam, RMSprop, Rprop, UpdateRule
+from paceline.tables.rules.growth import Bounds
+from paceline.tables.settings import to_fields
 from paceline.tables.sparse_part import Selection, TablePart, make_part
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")  # without the JIT
@@ -57,6 +39,7 @@ SETTINGS: list[UpdateRule] = [
     FTRL(),
     FTRL(alpha=3.0, beta=0.1, l1=0.5, l2=0.25),
 ]
+SETTINGS += [case.rule for name, case in RULE_CASES.items() if name in RULES and case.rule.has_bounds()]
 
 
 def part_of(rule: UpdateRule, kind: str, start: Initializer | None = None) -> TablePart:
@@ -101,8 +84,7 @@ def assert_bounded(part: TablePart) -> None:
 
 
 def test_there_is_a_setting_of_every_rule_with_bounds() -> None:
-    assert {type(rule) for rule in SETTINGS} == set(_GROWN)
-    assert set(_GROWN) < set(RULES.values())
+    assert {type(rule) for rule in SETTINGS} == {kind for kind in RULES.values() if kind.has_bounds()}
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
@@ -182,7 +164,7 @@ def test_pushes_of_other_rules_are_always_tried(rule: UpdateRule) -> None:
         part.look_at_all()
 
 
-OTHERS = [NAdam(lr=0.1), RAdam(lr=0.1), ASGD(lr=0.1), Rprop(lr=0.1), Adadelta(), Adamax(lr=0.1)]
+OTHERS = [case.rule for name, case in RULE_CASES.items() if name in RULES and not case.rule.has_bounds()]
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])

@@ -9,51 +9,24 @@ from typing import Any
 
 import pytest
 
+import paceline
+import paceline.ps
 from paceline.errors import UsageError
 from paceline.kernels import initializers as kernel_initializers
-from paceline.kernels import rules as kernel_rules
-from paceline.tables.rules import (
-    ASGD,
-    FTRL,
-    INITIALIZERS,
-    RULES,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Constant,
-    Initializer,
-    Momentum,
-    NAdam,
-    Normal,
-    RAdam,
-    RMSprop,
-    Rprop,
-    Uniform,
-    UpdateRule,
-    Zeros,
-    from_fields,
-    to_fields,
-)
+from paceline.kernels.parameters import NUM_HYPER
+from paceline.tables import rules
+from paceline.tables.cases import RULE_CASES
+from paceline.tables.initializers import INITIALIZERS, Constant, Initializer, Normal, Uniform, Zeros
+from paceline.tables.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, RMSprop, Rprop, UpdateRule
+from paceline.tables.settings import from_fields, to_fields
 
 EXAMPLES: list[UpdateRule] = [
-    SGD(lr=0.1),
     SGD(lr=1, weight_decay=0.5),
-    Momentum(lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1),
     Adagrad(lr=0.1, eps=0, initial_accumulator=0.1, weight_decay=0.1),
-    RMSprop(lr=0.1, alpha=0.5, eps=1e-3),
     Adam(lr=0.1, betas=(0.5, 0.25)),
-    Adam(lr=0.1, amsgrad=True, maximize=True),
-    AdamW(lr=0.1),
-    Adadelta(rho=0.5),
-    Adamax(lr=0.1, betas=(0.5, 0.25)),
-    NAdam(lr=0.1, momentum_decay=0.1, decoupled_weight_decay=True),
-    RAdam(lr=0.1, decoupled_weight_decay=True),
-    ASGD(lr=0.1, t0=5),
     Rprop(lr=0.1, etas=(0.25, 2), step_sizes=(0.5, 4)),
     FTRL(alpha=0.1, beta=0.5, l1=2, l2=3),
+    *(case.rule for case in RULE_CASES.values()),
 ]
 STARTS: list[Initializer] = [Zeros(), Constant(value=2), Uniform(low=-1, high=1), Normal(mean=1, std=0)]
 
@@ -78,15 +51,24 @@ def test_every_kind_has_an_example(kinds: dict[str, type], examples: list[object
     assert set(kinds.values()) == {type(example) for example in examples}
 
 
-def test_codes_are_the_kernels() -> None:
+def test_every_rule_is_found_by_its_name_and_number() -> None:
+    assert set(rules.__all__) == {*RULES, "RULES", "UpdateRule"}
     for name, rule in RULES.items():
-        assert rule.code == getattr(kernel_rules, name.upper())
-        assert RULES[name].__name__ == name
+        assert getattr(paceline, name) is getattr(paceline.ps, name) is rule
+        assert name in paceline.__all__
     for name, start in INITIALIZERS.items():
         assert start.code == getattr(kernel_initializers, name.upper())
+        assert getattr(paceline, name) is start
     for example in EXAMPLES:
-        assert len(example.hyper) == kernel_rules.NUM_HYPER
+        assert len(example.hyper) == NUM_HYPER
         assert all(math.isfinite(value) for value in example.hyper)
+
+
+def test_two_rules_of_one_name_or_number_are_refused() -> None:
+    with pytest.raises(UsageError, match="there is an update rule SGD already"):
+        type("SGD", (UpdateRule,), {})
+    with pytest.raises(UsageError, match="FTRL is update rule 6 already: give MyFTRL another code"):
+        type("MyFTRL", (FTRL,), {})
 
 
 @pytest.mark.parametrize(

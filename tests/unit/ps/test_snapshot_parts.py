@@ -11,7 +11,7 @@ from paceline.ps.messages import TableSpec
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.snapshot_part import Moment, WatchedPart, watch
 from paceline.tables.sparse_part import Selection, make_part
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 SIZE = 3_000
 

@@ -17,8 +17,9 @@ from paceline.kernels import index, reference, sparse
 from paceline.kernels.cases import random_keys
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.tables import sparse_store
+from paceline.tables.initializers import Constant
 from paceline.tables.pages import Pages
-from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, Constant, Momentum, UpdateRule
+from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, Momentum, UpdateRule
 from paceline.tables.sparse_store import SparseStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT

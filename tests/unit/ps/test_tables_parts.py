@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.protocol import ALL, NUM_BUCKETS, bucket_set, place
 from paceline.ps.messages import TableSpec
-from paceline.tables.rules import SGD, Adam, Constant, UpdateRule, Zeros, to_fields
+from paceline.tables.initializers import Constant, Zeros
+from paceline.tables.rules import SGD, Adam, UpdateRule
+from paceline.tables.settings import to_fields
 from paceline.tables.sparse_part import Selection, TablePart, bucket_bounds, clip_runs, make_part, owned_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT

@@ -17,8 +17,8 @@ from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
 from paceline.storage.model_directory import read_model, save_model
 from paceline.storage.parts import PartBuffer, write_part
 from paceline.storage.snapshot_directory import SnapshotDirectory, folder_name, read_buckets, read_newest
-from paceline.tables.sparse_store import Floats, Keys
 from paceline.tables.spec import TableSpec
+from paceline.tables.types import Floats, Keys
 
 SPEC: dict[str, Any] = {
     "name": "wörter", "kind": "sparse", "dim": 2, "size": 0,

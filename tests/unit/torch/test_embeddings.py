@@ -16,7 +16,7 @@ import paceline
 from paceline.errors import NonFiniteError, UsageError
 from paceline.ps import Constant, Normal, Zeros, from_fields
 from paceline.tables.rules import RULES
-from paceline.tables.sparse_store import Keys
+from paceline.tables.types import Keys
 from paceline.torch.embeddings import (
     Embedder,
     Embedding,

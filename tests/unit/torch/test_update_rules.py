@@ -15,7 +15,8 @@ from paceline.errors import UsageError
 from paceline.protocol import ALL, NUM_BUCKETS
 from paceline.ps import SparseStore
 from paceline.ps.messages import TableSpec
-from paceline.tables.rules import Zeros, to_fields
+from paceline.tables.initializers import Zeros
+from paceline.tables.settings import to_fields
 from paceline.tables.sparse_part import DensePart, Selection
 from paceline.torch.update_rules import num_planes, rule_of, state_from_torch, state_to_torch
 

@@ -38,7 +38,9 @@ from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import TICK, TICKS, TableSpec
 from paceline.ps.scheduler.link import SchedulerLink
 from paceline.tables.bounds import Clock, TableNumber
-from paceline.tables.rules import Initializer, UpdateRule, Zeros, to_fields
+from paceline.tables.initializers import Initializer, Zeros
+from paceline.tables.rules import UpdateRule
+from paceline.tables.settings import to_fields
 from paceline.tables.spec import MAX_DIM, MAX_NAME
 from paceline.transport import Address, Endpoint, Hello, Transport, known
 

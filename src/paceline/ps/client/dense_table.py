@@ -16,7 +16,7 @@ from paceline.ps.client.ticket import Parts, Ticket
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
 from paceline.tables.bucket_arrays import dense_buckets
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 if TYPE_CHECKING:
     from paceline.ps.client.client import Client

@@ -21,7 +21,7 @@ from paceline.storage.format import ModelManifest
 from paceline.storage.model_directory import SavedModel, read_model, save_model
 from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 
 def save_tables(

@@ -23,7 +23,7 @@ from paceline.ps.client.routes import Routes
 from paceline.ps.messages import PULL, PUSH, RANGE, TICKS, TableSpec
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 from paceline.transport import HEADER
 
 _MAX_AWAITED_BYTES = 1 << 26

@@ -17,7 +17,7 @@ from paceline.ps.client.ticket import Parts, Ticket
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
 from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 if TYPE_CHECKING:
     from paceline.ps.client.client import Client

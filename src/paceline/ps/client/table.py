@@ -11,9 +11,10 @@ from paceline.errors import UsageError
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.ps import messages
 from paceline.ps.messages import TableSpec
-from paceline.tables.rules import UpdateRule, to_fields
+from paceline.tables.rules import UpdateRule
+from paceline.tables.settings import to_fields
 from paceline.tables.sparse_part import check_finite
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 if TYPE_CHECKING:
     from paceline.ps.client.client import Client

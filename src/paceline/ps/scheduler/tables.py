@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from paceline.errors import TableMismatchError, UsageError
 from paceline.ps.messages import KnownTable, TableSpec
 from paceline.tables.bounds import MAX_TABLES
-from paceline.tables.rules import RULES, from_fields
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields
 
 
 class Tables:

@@ -15,7 +15,7 @@ from paceline.protocol.server.events import SumUp
 from paceline.ps.messages import FORWARD, PieceInfo, TableSpec
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTables
-from paceline.tables.sparse_store import Floats
+from paceline.tables.types import Floats
 from paceline.transport import Header, Peer, padded
 
 Frame: TypeAlias = tuple[Peer, Header, bytes, bytearray]

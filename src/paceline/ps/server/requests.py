@@ -22,7 +22,7 @@ from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.sparse_part import check_finite
-from paceline.tables.sparse_store import Floats
+from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
 
 

@@ -39,7 +39,7 @@ from paceline.storage.snapshot_directory import describe_failure, read_buckets
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.server_tables import ServerTables
 from paceline.tables.snapshot_part import Moment, watch
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 _WRITERS = 2  # while one waits for the disk, the other one hashes and writes
 _PAUSE = 1.0  # after a bucket is copied, in the time that it took

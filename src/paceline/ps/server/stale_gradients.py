@@ -9,8 +9,8 @@ from paceline.protocol import DelayCompensate, DropStale, StalePolicy
 from paceline.ps.messages import DROPPED
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable
-from paceline.tables.sparse_store import Floats
 from paceline.tables.staleness import DelayCompensation
+from paceline.tables.types import Floats
 from paceline.transport import Header
 
 _DROPPED_KEPT = 256  # as many pushes as a client has in flight at most

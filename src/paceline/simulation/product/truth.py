@@ -21,7 +21,8 @@ import numpy.typing as npt
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps import Client
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
-from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, Initializer, Uniform, UpdateRule, Zeros
+from paceline.tables.initializers import Initializer, Uniform, Zeros
+from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, UpdateRule
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.sparse_part import Selection, TablePart, make_part
 from paceline.tables.spec import TableSpec

@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 
 
 class DistinctKeys:

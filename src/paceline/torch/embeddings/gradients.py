@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.staging import HostCopy
 
 RowGradient = tuple[Keys, Floats]

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from paceline.kernels.dedup import sum_rows, take_rows
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.distinct import DistinctKeys
 from paceline.torch.embeddings.staging import to_device
 

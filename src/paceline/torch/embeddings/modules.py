@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from paceline.errors import UsageError
 from paceline.ps import Initializer, Normal, UpdateRule
-from paceline.tables.sparse_store import Floats
+from paceline.tables.types import Floats
 from paceline.torch.embeddings.distinct import DistinctKeys
 from paceline.torch.embeddings.lookup import OnGradient, gather, rows_of
 from paceline.torch.embeddings.source import RowSource

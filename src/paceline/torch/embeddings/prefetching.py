@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.distinct import DistinctKeys, keys_of
 from paceline.torch.embeddings.tables import RowTicket
 

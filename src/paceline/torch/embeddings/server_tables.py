@@ -18,7 +18,7 @@ from paceline.ps import (
     write_records,
 )
 from paceline.ps.messages import TableSpec
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.tables import Push, RowTable, RowTables, RowTicket
 
 

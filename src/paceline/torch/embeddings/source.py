@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.tables.sparse_store import Floats
+from paceline.tables.types import Floats
 from paceline.torch.embeddings.distinct import DistinctKeys, keys_of
 from paceline.torch.embeddings.gradients import RowGradients
 from paceline.torch.embeddings.prefetching import Prefetcher

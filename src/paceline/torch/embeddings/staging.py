@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from paceline.tables.sparse_store import Floats
+from paceline.tables.types import Floats
 
 _SIDE_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -10,7 +10,9 @@ from paceline.errors import TableMismatchError, UsageError
 from paceline.ps.messages import KnownTable, TableSpec
 from paceline.ps.scheduler.tables import Tables
 from paceline.tables.bounds import MAX_TABLES
-from paceline.tables.rules import SGD, Adam, Zeros, to_fields
+from paceline.tables.initializers import Zeros
+from paceline.tables.rules import SGD, Adam
+from paceline.tables.settings import to_fields
 
 
 def spec(name: str, *, lr: float = 0.1, dim: int = 1) -> TableSpec:

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from . import combine, csr, dedup, dense, index, shared, sparse, text
-from .jit import is_cached
-from .rules import NUM_PARAMETERS, SGD
+from paceline.kernels import combine, csr, dedup, dense, index, shared, sparse, text
+from paceline.kernels.jit import is_cached
+from paceline.kernels.parameters import NUM_PARAMETERS
+from paceline.tables.rules import SGD
+from paceline.tables.rules import kernels as rule_kernels
 
 KERNELS: tuple[Any, ...] = (
     csr.csr_dot,
@@ -27,9 +29,6 @@ KERNELS: tuple[Any, ...] = (
     dedup.take_keys,
     dedup.take_rows,
     dense.dense_pull,
-    dense.dense_push,
-    dense.dense_push_at,
-    dense.dense_start,
     index.bucket_keys,
     index.bucket_words,
     index.buckets_of,
@@ -42,9 +41,9 @@ KERNELS: tuple[Any, ...] = (
     sparse.gather,
     sparse.has_room,
     sparse.largest,
-    sparse.push,
     sparse.read_records,
     sparse.write_records,
+    *rule_kernels.KERNELS,
     *shared.KERNELS,
     *text.KERNELS,
 )
@@ -67,7 +66,7 @@ def compile_values() -> None:
     table = _EmptyTable()
     floats = np.zeros(1, np.float32)
     sparse.gather(table.directory, table.layout, table.parameters, table.keys, floats)
-    assert sparse.push(table.directory, table.layout, table.parameters, table.keys, floats, 0) == 0
+    assert rule_kernels.push(table.directory, table.layout, table.parameters, table.keys, floats, 0) == 0
 
 
 def compile_rest() -> None:
@@ -101,7 +100,7 @@ def _compile_index() -> None:
     table = _EmptyTable()
     directory, layout, keys = table.directory, table.layout, table.keys
     rows, floats, buckets = np.zeros(0, np.uint64), np.zeros(1, np.float32), np.zeros(1, np.uint16)
-    assert sparse.write_records(directory, layout, table.parameters, keys, floats, 0) == 0
+    assert sparse.write_records(directory, layout, keys, floats, 0) == 0
     sparse.copy_records(rows, 1, floats)
     assert not sparse.has_room(directory, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
     sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
@@ -119,10 +118,10 @@ def _compile_index() -> None:
 def _compile_dense() -> None:
     record, parameters = np.zeros(1, np.float32), np.zeros(NUM_PARAMETERS, np.float64)
     grads, positions = np.zeros(1, np.float32), np.zeros(1, np.int64)
-    dense.dense_start(SGD, record, 1, 0, 1, 0, 0, np.uint64(0), parameters)
-    dense.dense_push(SGD, record, 1, 0, 1, grads, 0, parameters)
+    rule_kernels.dense_start(SGD.code, record, 1, 0, 1, 0, 0, np.uint64(0), parameters)
+    rule_kernels.dense_push(SGD.code, record, 1, 0, 1, grads, 0, parameters)
     dense.dense_pull(record, 0, 1, grads, 0)
-    dense.dense_push_at(SGD, record, 1, positions, grads, parameters)
+    rule_kernels.dense_push_at(SGD.code, record, 1, positions, grads, parameters)
 
 
 def _compile_batch() -> None:

@@ -1,0 +1,122 @@
+"""Initializers, as a user writes them: what a parameter is before its first update."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final
+
+from typing_extensions import override
+
+from paceline.errors import UsageError
+from paceline.kernels.initializers import CONSTANT, NORMAL, UNIFORM, ZEROS
+from paceline.tables.settings import MAX_FLOAT32, check_bounds
+
+__all__ = ["INITIALIZERS", "Constant", "Initializer", "Normal", "Uniform", "Zeros"]
+
+_MOST_DEVIATIONS: Final = 10.0  # what a normal number is made of has 53 bits, which reach to 8.6
+
+
+class Initializer(ABC):
+    """What a parameter is before its first update: a function of key, element and the table's seed."""
+
+    code: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def arguments(self) -> tuple[float, float]:
+        """The two numbers the kernel wants."""
+
+    @property
+    @abstractmethod
+    def largest(self) -> float:
+        """No value is greater in magnitude."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Zeros(Initializer):
+    """Every element starts at 0."""
+
+    code: ClassVar[int] = ZEROS
+
+    @property
+    @override
+    def arguments(self) -> tuple[float, float]:
+        return (0.0, 0.0)
+
+    @property
+    @override
+    def largest(self) -> float:
+        return 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant(Initializer):
+    """Every element starts at ``value``."""
+
+    value: float
+    code: ClassVar[int] = CONSTANT
+
+    def __post_init__(self) -> None:
+        check_bounds(self, value=(-math.inf, math.inf))
+
+    @property
+    @override
+    def arguments(self) -> tuple[float, float]:
+        return (self.value, 0.0)
+
+    @property
+    @override
+    def largest(self) -> float:
+        return abs(self.value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uniform(Initializer):
+    """Elements start uniform in [low, high] (float32)."""
+
+    low: float = -0.01
+    high: float = 0.01
+    code: ClassVar[int] = UNIFORM
+
+    def __post_init__(self) -> None:
+        check_bounds(self, high=(-math.inf, math.inf))
+        check_bounds(self, low=(-math.inf, self.high))
+
+    @property
+    @override
+    def arguments(self) -> tuple[float, float]:
+        return (self.low, self.high)
+
+    @property
+    @override
+    def largest(self) -> float:
+        return max(abs(self.low), abs(self.high))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Normal(Initializer):
+    """Elements start normal with the given mean and standard deviation."""
+
+    mean: float = 0.0
+    std: float = 0.01
+    code: ClassVar[int] = NORMAL
+
+    def __post_init__(self) -> None:
+        check_bounds(self, mean=(-math.inf, math.inf), std=(0, math.inf))
+        if not self.largest <= MAX_FLOAT32:
+            raise UsageError(f"{self!r}: some values are beyond the greatest float32, {MAX_FLOAT32:g}")
+
+    @property
+    @override
+    def arguments(self) -> tuple[float, float]:
+        return (self.mean, self.std)
+
+    @property
+    @override
+    def largest(self) -> float:
+        return abs(self.mean) + _MOST_DEVIATIONS * self.std
+
+
+INITIALIZERS: Final[dict[str, type[Initializer]]] = {kind.__name__: kind for kind in (Zeros, Constant, Uniform, Normal)}

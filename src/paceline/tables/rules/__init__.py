@@ -1,0 +1,33 @@
+"""Update rules: what a server does to a row when a gradient arrives. A file each; :mod:`.base` says what is in one."""
+
+from .adadelta import Adadelta
+from .adagrad import Adagrad
+from .adam import Adam, AdamW
+from .adamax import Adamax
+from .asgd import ASGD
+from .base import RULES, UpdateRule
+from .ftrl import FTRL
+from .momentum import Momentum
+from .nadam import NAdam
+from .radam import RAdam
+from .rmsprop import RMSprop
+from .rprop import Rprop
+from .sgd import SGD
+
+__all__ = [
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "FTRL",
+    "Momentum",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "RULES",
+    "Rprop",
+    "SGD",
+    "UpdateRule",
+]

@@ -1,0 +1,71 @@
+"""Adadelta."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.settings import check_bounds, check_flags
+from paceline.tables.types import Doubles, Floats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adadelta(UpdateRule):
+    """Adadelta (Zeiler, arXiv:1212.5701), as ``torch.optim.Adadelta``."""
+
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    code: ClassVar[int] = 7
+
+    def __post_init__(self) -> None:
+        check_bounds(self, lr=(0, math.inf), rho=(0, 1), eps=(0, math.inf), weight_decay=(0, math.inf))
+        check_flags(self, "maximize")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        return (self.lr, self.weight_decay, self.eps, self.rho)
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return ("square_avg", "acc_delta")
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """Rate, weight decay, epsilon, smoothing. States: moving averages of the gradients' and the steps' squares."""
+        rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
+        rho, rest = np.float32(hyper[3]), np.float32(1.0 - hyper[3])
+        for j in range(start, stop):
+            gradient = sign * grads[at + j - start] + decay * record[j]
+            square = rho * record[dim + j] + rest * gradient * gradient
+            change = np.sqrt(record[2 * dim + j] + epsilon) / np.sqrt(square + epsilon) * gradient
+            record[dim + j] = square
+            record[2 * dim + j] = rho * record[2 * dim + j] + rest * change * change
+            record[j] -= rate * change
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        (square, changes), g = states, decayed(w, g, hyper)
+        rate, _, epsilon, rho = hyper[:4].astype(np.float32)
+        rest = np.float32(1 - hyper[3])
+        square[:] = rho * square + rest * g * g
+        change = np.sqrt(changes + epsilon) / np.sqrt(square + epsilon) * g
+        changes[:] = rho * changes + rest * change * change
+        w -= rate * change
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {"": RuleCase(cls(weight_decay=0.01))}

@@ -1,0 +1,140 @@
+"""Adam and AdamW, which differ in their weight decay."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, decayed, rule_kernel
+from paceline.tables.rules.growth import TINY_GRADIENT, UNKNOWN, Bounds, error, over, power
+from paceline.tables.rules.moments import Moments, shrink, update_moments
+from paceline.tables.settings import check_flags
+from paceline.tables.types import Doubles, Floats
+
+_F1 = np.float32(1)
+
+
+@rule_kernel
+def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  # type: ignore[no-untyped-def]
+    """State: first moment, second moment, and for AMSGrad the greatest second moment."""
+    decoupled = hyper[6] != 0.0
+    decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
+    shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else _F1
+    rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
+    size = np.float32(hyper[0] / (1.0 - hyper[3] ** step))
+    root = np.float32(np.sqrt(1.0 - hyper[4] ** step))
+    first, second, greatest = dim, 2 * dim, 3 * dim
+    for j in range(start, stop):
+        value = record[j] * shrink
+        gradient = sign * grads[at + j - start] + decay * value
+        moment = record[first + j] + rest1 * (gradient - record[first + j])
+        square = beta2 * record[second + j] + rest2 * gradient * gradient
+        record[first + j] = moment
+        record[second + j] = square
+        if amsgrad:
+            square = max(record[greatest + j], square)
+            record[greatest + j] = square
+        record[j] = value - size * (moment / (np.sqrt(square) / root + epsilon))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(Moments):
+    """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; AMSGrad (Reddi et al., ICLR 2018) on demand."""
+
+    amsgrad: bool = False
+
+    code: ClassVar[int] = 4
+    is_decoupled: ClassVar[bool] = False
+    wide_loop: ClassVar[bool] = True
+    squares: ClassVar[int] = 2
+    logistic_rate: ClassVar[float | None] = 0.002
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "amsgrad")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        """Those of the family, whether AMSGrad, whether weight decay is decoupled."""
+        return (*super().numbers, float(self.amsgrad), float(self.is_decoupled))
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return (*super().states, *(("max_exp_avg_sq",) if self.amsgrad else ()))
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """See :func:`_update`."""
+        if hyper[5] != 0.0:
+            _update(record, dim, start, stop, grads, at, hyper, sign, step, True)
+        else:
+            _update(record, dim, start, stop, grads, at, hyper, sign, step, False)
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        if hyper[6]:
+            shrink(w, hyper)
+        else:
+            g = decayed(w, g, hyper)
+        update_moments(states, g, hyper)
+        first, second, *greatest = states
+        if greatest:
+            greatest[0][:] = second = np.maximum(greatest[0], second)
+        size = (hyper[0] / (1 - hyper[3] ** steps)).astype(np.float32)
+        root = np.sqrt(1 - hyper[4] ** steps).astype(np.float32)
+        w -= size * (first / (np.sqrt(second) / root + np.float32(hyper[2])))
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {
+            "": RuleCase(cls(lr=0.01, weight_decay=0.01), is_rare=False),
+            "amsgrad": RuleCase(cls(lr=0.01, weight_decay=0.01, amsgrad=True, maximize=True)),
+        }
+
+    @override
+    def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
+        beta1, beta2 = self.betas
+        forgets = 1.0 - over(beta1 * beta1, beta2) if beta1 else 1.0
+        if forgets <= 0.0:
+            return UNKNOWN, math.inf
+        off = error(num)
+        # Cauchy and Schwarz: |b1·m + (1 - b1)·g| where m² ≤ ratio²·v, against the root of b2·v + (1 - b2)·g².
+        ratio = max(at.ratio, (1.0 - beta1) / math.sqrt((1.0 - beta2) * forgets)) * off
+        step = self.lr / (1.0 - beta1) * (ratio + over(TINY_GRADIENT, self.eps))
+        growth = abs(1.0 - self.lr * self.weight_decay) if self.is_decoupled else 1.0
+        values = (at.values + num * step) * power(max(growth, 1.0), num) * off
+        gradient += 0.0 if self.is_decoupled else self.weight_decay * values
+        first = max(at.first, gradient) * off
+        second = max(at.second, gradient * gradient) * off
+        peak = max(first + gradient, over(math.sqrt(second), math.sqrt(1.0 - beta2)))
+        return Bounds(values, first, second, ratio), peak
+
+    @override
+    def ratio_of(self, planes: list[Floats]) -> float:
+        first = np.abs(planes[1].astype(np.float64))
+        return float(np.where(first > TINY_GRADIENT, first / np.sqrt(planes[2].astype(np.float64)), 0.0).max())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, ICLR 2019), as ``torch.optim.AdamW``."""
+
+    weight_decay: float = 0.01
+
+    code: ClassVar[int] = 5
+    is_decoupled: ClassVar[bool] = True
+    wide_loop: ClassVar[bool] = False
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {"": RuleCase(cls(lr=0.01), is_rare=False)}

@@ -1,0 +1,79 @@
+"""Averaged stochastic gradient descent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.settings import check_bounds, check_flags
+from paceline.tables.types import Doubles, Floats
+
+_F1 = np.float32(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ASGD(UpdateRule):
+    """Averaged SGD (Polyak & Juditsky, 1992), as ``torch.optim.ASGD``; the average is a state, ``ax``."""
+
+    lr: float
+    lambd: float = 1e-4
+    alpha: float = 0.75
+    t0: float = 1e6
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    code: ClassVar[int] = 11
+    counts: ClassVar[Literal["always"]] = "always"
+
+    def __post_init__(self) -> None:
+        everything = (0, math.inf)
+        check_bounds(self, lr=everything, lambd=everything, alpha=everything, t0=everything, weight_decay=everything)
+        check_flags(self, "maximize")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        """Rate, weight decay, decay term, power of the rate's decay, step at which averaging starts."""
+        return (self.lr, self.weight_decay, self.lambd, self.alpha, self.t0)
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return ("ax", "eta")
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """State: average of the values, the rate of the next step."""
+        decay = np.float32(hyper[1])
+        weight = np.float32(1.0 if step == 1.0 else 1.0 / max(1.0, step - 1.0 - hyper[4]))
+        following = np.float32(hyper[0] / (1.0 + hyper[2] * hyper[0] * step) ** hyper[3])
+        for j in range(start, stop):
+            gradient = sign * grads[at + j - start] + decay * record[j]
+            rate = np.float32(hyper[0]) if step == 1.0 else record[2 * dim + j]
+            value = record[j] * np.float32(1.0 - hyper[2] * np.float64(rate)) - rate * gradient
+            average = record[dim + j]
+            record[j] = value
+            record[dim + j] = value if weight == _F1 else average + (value - average) * weight
+            record[2 * dim + j] = following
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        (average, rates), g = states, decayed(w, g, hyper)
+        rates[steps == 1] = hyper[0]
+        w *= (1 - hyper[2] * rates.astype(np.float64)).astype(np.float32)
+        w -= rates * g
+        weight = np.where(steps == 1, 1, 1 / np.maximum(1, steps - 1 - hyper[4])).astype(np.float32)
+        average[:] = np.where(weight == 1, w, average + (w - average) * weight)
+        rates[:] = hyper[0] / (1 + hyper[2] * hyper[0] * steps) ** hyper[3]
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {"": RuleCase(cls(lr=0.1, weight_decay=0.01, lambd=0.01, t0=2.0))}

@@ -1,0 +1,117 @@
+"""FTRL-proximal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, UpdateRule, rule_kernel
+from paceline.tables.rules.growth import ROUNDING, Bounds, error, over
+from paceline.tables.settings import TINY, check_bounds
+from paceline.tables.types import Doubles, Floats
+
+_F0 = np.float32(0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FTRL(UpdateRule):
+    """FTRL-proximal with per-coordinate rates (McMahan et al., KDD 2013, algorithm 1).
+
+    ``l1`` makes weights exactly 0 until there is evidence for them; ``l2`` shrinks them.
+    """
+
+    alpha: float = 0.05
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    code: ClassVar[int] = 6
+    narrow_words: ClassVar[int] = 3
+    squares: ClassVar[int] = 2
+    logistic_rate: ClassVar[float | None] = 0.05
+
+    def __post_init__(self) -> None:
+        check_bounds(self, alpha=(TINY, math.inf), beta=(TINY, math.inf), l1=(0, math.inf), l2=(0, math.inf))
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        return (self.alpha, self.beta, self.l1, self.l2)
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return ("z", "n")
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """State: z, n. L1 and L2 act when the weight is formed, so a weight with little evidence is exactly 0."""
+        inverse, beta = np.float32(1.0 / hyper[0]), np.float32(hyper[1])
+        l1, l2 = np.float32(hyper[2]), np.float32(hyper[3])
+        for j in range(start, stop):
+            gradient = grads[at + j - start]
+            before = record[2 * dim + j]
+            after = before + gradient * gradient
+            root = np.sqrt(after)
+            z = record[dim + j] + gradient - (root - np.sqrt(before)) * inverse * record[j]
+            weight = (np.copysign(l1, z) - z) / ((beta + root) * inverse + l2)
+            record[dim + j] = z
+            record[2 * dim + j] = after
+            record[j] = weight if abs(z) > l1 else _F0
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        z, n = states
+        inverse, beta, l1, l2 = (np.float32(value) for value in (1 / hyper[0], hyper[1], hyper[2], hyper[3]))
+        after = n + g * g
+        z += g - (np.sqrt(after) - np.sqrt(n)) * inverse * w
+        n[:] = after
+        w[:] = np.where(np.abs(z) > l1, (np.copysign(l1, z) - z) / ((beta + np.sqrt(n)) * inverse + l2), np.float32(0))
+
+    @staticmethod
+    @rule_kernel
+    def initialize(record, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
+        """The z that gives the initial weight at n = 0."""
+        for j in range(start, stop):
+            value = record[j]
+            if value != _F0:
+                slope = np.float32(hyper[1] / hyper[0] + hyper[3])
+                record[dim + j] = -value * slope - np.copysign(np.float32(hyper[2]), value)
+
+    @staticmethod
+    @override
+    def initialize_reference(w: Floats, states: list[Floats], hyper: Doubles) -> None:
+        z = -w * np.float32(hyper[1] / hyper[0] + hyper[3]) - np.copysign(np.float32(hyper[2]), w)
+        states[0][:] = np.where(w != 0, z, np.float32(0))
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {"": RuleCase(cls(l1=0.1, l2=0.2), is_rare=False)}
+
+    @override
+    def initial_bounds(self, largest: float) -> Bounds:
+        if not largest:
+            return Bounds()
+        return Bounds(largest, largest * (over(self.beta, self.alpha) + self.l2) + self.l1)
+
+    @override
+    def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
+        off = error(num)
+        inverse, least = over(1.0, self.alpha), over(self.beta, self.alpha) + self.l2
+        squares = (at.second + num * gradient * gradient) * off
+        root = math.sqrt(squares)
+        slope = (gradient + ROUNDING * root) * inverse  # by how much the divisor of a weight grows with one push
+        # A weight that these hyperparameters have formed moves by no more than the gradient over its new divisor, which
+        # grows with the root of the gradient's square. Others are formed anew.
+        anew = formed.first + gradient + slope * formed.values
+        moves = num * (self.alpha + over(ROUNDING * self.l1, least))
+        values = (max(at.values, over(anew + self.l1, least)) + moves) * off
+        first = max(values * (root * inverse + least) + self.l1, anew) * off
+        return Bounds(values, first, squares), max(first + gradient, root * inverse, slope * values)

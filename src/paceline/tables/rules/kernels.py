@@ -1,0 +1,201 @@
+"""The loops over rows and elements that apply update rules, compiled once for all rules of this package.
+
+A table says by number which rule is its own: a kernel compares the number with every rule's, in a function made from
+the registry, and calls that rule's kernel, which the compiler inlines. So there is one `push` to compile and to load
+from the cache, not one for each rule; rules that ask for it have a loop of their own within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+
+from paceline.kernels import dense, sparse
+from paceline.kernels.index import DIM, INLINE, LINE_BYTES, ROW_WORDS, RULE, SLOTS
+from paceline.kernels.jit import inlined, njit
+from paceline.kernels.parameters import COUNT_PLANE, MAXIMIZE
+from paceline.tables.rules.base import RULES, UpdateRule, rule_kernel
+
+_F0 = np.float32(0)
+_loop: Final = inlined()
+
+
+@cache
+def _make_update(kernel: Any, counts: str) -> Any:
+    """Return a kernel that applies one rule, whose own kernel this is, to elements of a record."""
+
+    @rule_kernel
+    def update_once(record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
+        sign = np.float32(-1.0 if hyper[MAXIMIZE] != 0.0 else 1.0)
+        kernel(record, dim, start, stop, grads, at, hyper, sign, 1.0)
+
+    @rule_kernel
+    def update_runs(record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
+        # The count is one word of a row, of a dense table a word per element.
+        sign = np.float32(-1.0 if hyper[MAXIMIZE] != 0.0 else 1.0)
+        count, begin = np.int64(hyper[COUNT_PLANE]) * dim, start
+        while begin < stop:
+            place, end = count, stop
+            if per_element:  # a run of elements with the same count shares what depends on it
+                place, end = count + begin, begin + 1
+                while end < stop and record[count + end] == record[place]:
+                    end += 1
+            step = np.float64(record[place]) + 1.0
+            kernel(record, dim, begin, end, grads, at + begin - start, hyper, sign, step)
+            if per_element:
+                for j in range(begin, end):
+                    record[count + j] = np.float32(step)
+            else:
+                record[place] = np.float32(step)
+            begin = end
+
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
+        if hyper[COUNT_PLANE] > 0.0:
+            update_runs(record, dim, start, stop, grads, at, hyper, per_element)
+        else:
+            update_once(record, dim, start, stop, grads, at, hyper, per_element)
+
+    return {"never": update_once, "always": update_runs, "by settings": update}[counts]
+
+
+def _make_row_update(update: Any) -> Any:
+    """Return a kernel that applies a rule to a row."""
+
+    @rule_kernel
+    def update_row(rule, record, dim, grads, at, hyper):  # type: ignore[no-untyped-def]
+        update(record, dim, 0, dim, grads, at, hyper, False)
+
+    return update_row
+
+
+def _make_narrow_loop(rule: type[UpdateRule]) -> Any:
+    """Return a kernel that pushes to rows of one value by one rule; -1 is its answer where they have a step count."""
+    words, entry_words = rule.narrow_words, sparse.entry_words(rule.narrow_words)
+    slots, entry_bytes = LINE_BYTES // (4 * entry_words), np.uint64(4 * entry_words)
+    update = _make_row_update(_UPDATES[rule])
+
+    @_loop
+    def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
+        if layout[ROW_WORDS] != words:
+            return -1
+        sizes = (slots, entry_bytes, 1, words)
+        return sparse.push_narrow(directory, layout, parameters, keys, grads, first, sizes, update, _start_state)
+
+    return push
+
+
+def _make_wide_loop(rule: type[UpdateRule]) -> Any:
+    """Return a kernel that pushes to wide rows by one rule."""
+    update = _make_row_update(_UPDATES[rule])
+
+    @_loop
+    def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
+        return sparse.push_wide(directory, layout, parameters, keys, grads, first, update, _start_state)
+
+    return push
+
+
+def _make_choice(parameters: str, kernels: Iterable[tuple[type[UpdateRule], Any]], otherwise: Any = None) -> Any:
+    """Return a function whose first parameter is a rule's number: it calls that rule's kernel with the others.
+
+    It is made from text: in a chain of functions, each of which knows one rule, the last would be compiled as often as
+    the chain is long.
+    """
+    names: dict[str, Any] = {}
+    lines = [f"def choose(rule, {parameters}):"]
+    codes: dict[Any, list[int]] = {}  # of rules with the same kernel
+    for rule, kernel in kernels:
+        codes.setdefault(kernel, []).append(rule.code)
+    for number, (kernel, those) in enumerate(codes.items()):
+        names[f"kernel_{number}"] = kernel
+        test = " or ".join(f"rule == {code}" for code in those)
+        lines.append(f"    if {test}: return kernel_{number}({parameters})")
+    exec("\n".join([*lines, f"    return {otherwise}"]), names)
+    return names["choose"]
+
+
+_UPDATES: Final = {rule: _make_update(rule.update, rule.counts) for rule in RULES.values()}
+_update_elements: Final = rule_kernel(
+    _make_choice("record, dim, start, stop, grads, at, hyper, per_element", _UPDATES.items())
+)
+_initialize: Final = rule_kernel(
+    _make_choice(
+        "record, dim, start, stop, hyper",
+        [(rule, rule.initialize) for rule in RULES.values() if rule.initialize is not None],
+    )
+)
+
+
+@njit(nogil=True, error_model="numpy")
+def _update_row(rule, record, dim, grads, at, hyper):  # type: ignore[no-untyped-def]
+    """Apply the gradients ``grads[at : at + dim]`` to a row, by any rule; inlined nowhere, since it is large."""
+    _update_elements(rule, record, dim, 0, dim, grads, at, hyper, False)
+
+
+@njit(nogil=True, error_model="numpy")
+def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
+    """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
+    for plane in range(dim, words, dim):
+        for j in range(start, min(stop, words - plane)):
+            record[plane + j] = _F0
+    _initialize(rule, record, dim, start, stop, hyper)
+
+
+# Kernels with a rule from elsewhere are compiled in every process: the cache does not know when that rule changes.
+_is_ours: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
+_PUSH: Final = "directory, layout, parameters, keys, grads, first"
+_push_narrow: Final = _loop(
+    _make_choice(_PUSH, [(rule, _make_narrow_loop(rule)) for rule in RULES.values() if rule.narrow_words], -1)
+)
+_push_wide: Final = _loop(
+    _make_choice(_PUSH, [(rule, _make_wide_loop(rule)) for rule in RULES.values() if rule.wide_loop], -1)
+)
+
+
+@njit(cache=_is_ours, nogil=True)
+def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
+    """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), making those that are absent.
+
+    Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
+    """
+    done = -1
+    if layout[INLINE] == 1:
+        dim, words, slots, entry_bytes = layout[DIM], layout[ROW_WORDS], layout[SLOTS], sparse.bytes_of_entry(layout)
+        if dim == 1:
+            done = _push_narrow(layout[RULE], directory, layout, parameters, keys, grads, first)
+        if done < 0:
+            sizes = (slots, entry_bytes, dim, words)
+            done = sparse.push_narrow(
+                directory, layout, parameters, keys, grads, first, sizes, _update_row, _start_state
+            )
+    else:
+        done = _push_wide(layout[RULE], directory, layout, parameters, keys, grads, first)
+        if done < 0:
+            done = sparse.push_wide(directory, layout, parameters, keys, grads, first, _update_row, _start_state)
+    return done
+
+
+@njit(cache=_is_ours, nogil=True)
+def dense_start(rule, record, size, start, stop, first_key, kind, seed, parameters):  # type: ignore[no-untyped-def]
+    """Set elements of a dense table to initial values and state: :func:`paceline.kernels.dense.start_range`."""
+    dense.start_range(rule, record, size, start, stop, first_key, kind, seed, parameters, _start_state)
+
+
+@njit(cache=_is_ours, nogil=True)
+def dense_push(rule, record, size, start, stop, grads, at, parameters):  # type: ignore[no-untyped-def]
+    """Update a range of a dense table: :func:`paceline.kernels.dense.push_range`."""
+    dense.push_range(rule, record, size, start, stop, grads, at, parameters, _update_elements)
+
+
+@njit(cache=_is_ours, nogil=True)
+def dense_push_at(rule, record, size, positions, grads, parameters):  # type: ignore[no-untyped-def]
+    """Update elements of a dense table by position: :func:`paceline.kernels.dense.push_at`."""
+    dense.push_at(rule, record, size, positions, grads, parameters, _update_elements)
+
+
+KERNELS: Final = (push, dense_start, dense_push, dense_push_at)
+"""Those that are called from Python."""

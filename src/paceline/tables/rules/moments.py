@@ -1,0 +1,55 @@
+"""What the rules of the Adam family share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import UpdateRule
+from paceline.tables.settings import check_bounds, check_flags, check_pair
+from paceline.tables.types import Doubles, Floats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moments(UpdateRule, is_abstract=True):
+    """A rule with two moments of the gradients; the step count is each row's own. Abstract."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    counts: ClassVar[Literal["always"]] = "always"
+
+    def __post_init__(self) -> None:
+        check_bounds(self, lr=(0, math.inf), eps=(0, math.inf), weight_decay=(0, math.inf))
+        check_pair(self, "betas", 0, 1, "in [0, 1)")
+        check_flags(self, "maximize")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        """Rate, weight decay, epsilon, the two betas."""
+        return (self.lr, self.weight_decay, self.eps, *self.betas)
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+
+def shrink(w: Floats, hyper: Doubles) -> None:
+    """Decay the weights by themselves, apart from the gradient (Loshchilov & Hutter, ICLR 2019)."""
+    w *= np.float32(1.0 - hyper[0] * hyper[1])
+
+
+def update_moments(states: list[Floats], g: Floats, hyper: Doubles) -> None:
+    """Move the first and the second moment, in NumPy."""
+    first, second = states[:2]
+    first += np.float32(1 - hyper[3]) * (g - first)
+    second[:] = np.float32(hyper[4]) * second + np.float32(1 - hyper[4]) * g * g

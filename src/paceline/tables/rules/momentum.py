@@ -1,0 +1,102 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.growth import UNKNOWN, Bounds, error
+from paceline.tables.settings import check_bounds, check_flags
+from paceline.tables.types import Doubles, Floats
+
+_F1 = np.float32(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Momentum(UpdateRule):
+    """SGD with momentum, Nesterov's on demand, as ``torch.optim.SGD(momentum=…, dampening=…, nesterov=…)``.
+
+    Source: Sutskever et al., ICML 2013.
+    """
+
+    lr: float
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    dampening: float = 0.0
+    maximize: bool = False
+
+    code: ClassVar[int] = 1
+    counts: ClassVar[Literal["by settings"]] = "by settings"
+    logistic_rate: ClassVar[float | None] = 0.005
+
+    def __post_init__(self) -> None:
+        check_bounds(
+            self, lr=(0, math.inf), momentum=(0, 1), weight_decay=(0, math.inf), dampening=(-math.inf, math.inf)
+        )
+        check_flags(self, "nesterov", "maximize")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        return (self.lr, self.weight_decay, self.momentum, float(self.nesterov), self.dampening)
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return ("momentum_buffer",)
+
+    @property
+    @override
+    def has_count(self) -> bool:
+        return self.dampening != 0  # the first gradient is not dampened
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """Rate, weight decay, momentum, whether Nesterov's, dampening. State: velocity."""
+        rate, decay, momentum = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
+        nesterov = hyper[3] != 0.0
+        rest = _F1 if step == 1.0 else np.float32(1.0 - hyper[4])
+        for j in range(start, stop):
+            gradient = sign * grads[at + j - start] + decay * record[j]
+            velocity = momentum * record[dim + j] + rest * gradient
+            record[dim + j] = velocity
+            record[j] -= rate * (gradient + momentum * velocity if nesterov else velocity)
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        (velocity,), g = states, decayed(w, g, hyper)
+        rate, _, momentum, nesterov, _ = hyper[:5].astype(np.float32)
+        velocity[:] = momentum * velocity + np.where(steps == 1, 1, 1 - hyper[4]).astype(np.float32) * g
+        w -= rate * (g + momentum * velocity if nesterov else velocity)
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {
+            "": RuleCase(cls(lr=0.1, weight_decay=0.01, nesterov=True), is_rare=False),
+            "dampening": RuleCase(cls(lr=0.1, weight_decay=0.01, dampening=0.5)),
+        }
+
+    @override
+    def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
+        off = error(num)
+        rest = max(1.0, abs(1.0 - self.dampening))
+        gain = rest * (1.0 / (1.0 - self.momentum) if self.momentum < 1.0 else num)  # of the velocity, whatever num
+        # The gradient is more by weight decay, and the values by the gradient: solved for the values.
+        factor = num * self.lr * (1.0 + gain) * off
+        divisor = 1.0 - factor * self.weight_decay
+        if divisor < 0.5:
+            return UNKNOWN, math.inf
+        values = (off * (at.values + num * self.lr * at.first) + factor * gradient) / divisor
+        gradient += self.weight_decay * values
+        velocity = (at.first + gain * gradient if self.momentum >= 1.0 else max(at.first, gain * gradient)) * off
+        step = gradient + velocity
+        return Bounds(values, velocity), max(step, self.lr * step)

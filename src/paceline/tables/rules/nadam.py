@@ -1,0 +1,91 @@
+"""NAdam."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, decayed, rule_kernel
+from paceline.tables.rules.moments import Moments, shrink, update_moments
+from paceline.tables.settings import check_bounds, check_flags
+from paceline.tables.types import Doubles, Floats
+
+_F1 = np.float32(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NAdam(Moments):
+    """Adam with Nesterov's momentum (Dozat, ICLR workshop 2016), as ``torch.optim.NAdam``."""
+
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = False
+
+    code: ClassVar[int] = 9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bounds(self, momentum_decay=(0, math.inf))
+        check_flags(self, "decoupled_weight_decay")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        """Those of the family, the momentum's decay, whether the weights' is decoupled."""
+        return (*super().numbers, self.momentum_decay, float(self.decoupled_weight_decay))
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return (*super().states, "mu_product")
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """State: first moment, second moment, product of the momenta so far."""
+        decoupled = hyper[6] != 0.0
+        decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
+        shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else _F1
+        rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
+        correction = np.float32(1.0 - hyper[4] ** step)
+        momentum = hyper[3] * (1.0 - 0.5 * 0.96 ** (step * hyper[5]))
+        following = hyper[3] * (1.0 - 0.5 * 0.96 ** ((step + 1.0) * hyper[5]))
+        for j in range(start, stop):
+            value = record[j] * shrink
+            gradient = sign * grads[at + j - start] + decay * value
+            moment = record[dim + j] + rest1 * (gradient - record[dim + j])
+            square = beta2 * record[2 * dim + j] + rest2 * gradient * gradient
+            product = (_F1 if step == 1.0 else record[3 * dim + j]) * np.float32(momentum)
+            record[dim + j] = moment
+            record[2 * dim + j] = square
+            record[3 * dim + j] = product
+            root = np.sqrt(square / correction) + epsilon
+            now = np.float32(hyper[0] * (1.0 - momentum) / (1.0 - np.float64(product)))
+            ahead = np.float32(hyper[0] * following / (1.0 - np.float64(product) * following))
+            record[j] = value - now * (gradient / root) - ahead * (moment / root)
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        if hyper[6]:
+            shrink(w, hyper)
+        else:
+            g = decayed(w, g, hyper)
+        update_moments(states, g, hyper)
+        first, second, product = states
+        rate, beta1 = hyper[0], hyper[3]
+        mu, following = (beta1 * (1 - 0.5 * 0.96 ** (t * hyper[5])) for t in (steps, steps + 1))
+        product[:] = np.where(steps == 1, np.float32(1), product) * mu.astype(np.float32)
+        root = np.sqrt(second / (1 - hyper[4] ** steps).astype(np.float32)) + np.float32(hyper[2])
+        w -= (rate * (1 - mu) / (1 - product.astype(np.float64))).astype(np.float32) * (g / root)
+        w -= (rate * following / (1 - product * following)).astype(np.float32) * (first / root)
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        plain = cls(lr=0.01, weight_decay=0.01)
+        decoupled = dataclasses.replace(plain, decoupled_weight_decay=True, maximize=True)
+        return {"": RuleCase(plain), "decoupled": RuleCase(decoupled)}

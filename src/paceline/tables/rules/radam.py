@@ -1,0 +1,88 @@
+"""RAdam."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, decayed, rule_kernel
+from paceline.tables.rules.moments import Moments, shrink, update_moments
+from paceline.tables.settings import check_flags
+from paceline.tables.types import Doubles, Floats
+
+_F1 = np.float32(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RAdam(Moments):
+    """Rectified Adam (Liu et al., ICLR 2020), as ``torch.optim.RAdam``."""
+
+    decoupled_weight_decay: bool = False
+
+    code: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "decoupled_weight_decay")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        """Those of the family, whether weight decay is decoupled."""
+        return (*super().numbers, float(self.decoupled_weight_decay))
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """State: first moment, second moment."""
+        decoupled = hyper[5] != 0.0
+        decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
+        shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else _F1
+        rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
+        correction1, correction2 = np.float32(1.0 - hyper[3] ** step), 1.0 - hyper[4] ** step
+        most = 2.0 / (1.0 - hyper[4]) - 1.0
+        length = most - 2.0 * step * hyper[4] ** step / correction2
+        is_rectified = length > 5.0
+        rate, root, rectification = np.float32(hyper[0]), _F1, _F1
+        if is_rectified:
+            ratio = (length - 4.0) * (length - 2.0) * most / ((most - 4.0) * (most - 2.0) * length)
+            root, rectification = np.float32(np.sqrt(correction2)), np.float32(np.sqrt(ratio))
+        for j in range(start, stop):
+            value = record[j] * shrink
+            gradient = sign * grads[at + j - start] + decay * value
+            moment = record[dim + j] + rest1 * (gradient - record[dim + j])
+            square = beta2 * record[2 * dim + j] + rest2 * gradient * gradient
+            record[dim + j] = moment
+            record[2 * dim + j] = square
+            change = moment / correction1 * rate
+            if is_rectified:
+                change = change * (root / (np.sqrt(square) + epsilon)) * rectification
+            record[j] = value - change
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        if hyper[5]:
+            shrink(w, hyper)
+        else:
+            g = decayed(w, g, hyper)
+        update_moments(states, g, hyper)
+        first, second = states
+        beta2 = hyper[4]
+        correction1, correction2 = 1 - hyper[3] ** steps, 1 - beta2**steps
+        most = 2 / (1 - beta2) - 1
+        length = most - 2 * steps * beta2**steps / correction2
+        rectified = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
+        change = first / correction1.astype(np.float32) * np.float32(hyper[0])
+        adapted = np.sqrt(correction2).astype(np.float32) / (np.sqrt(second) + np.float32(hyper[2]))
+        w -= np.where(length > 5, change * adapted * np.sqrt(rectified).astype(np.float32), change)
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        plain = cls(lr=0.01, weight_decay=0.01)
+        decoupled = dataclasses.replace(plain, decoupled_weight_decay=True, maximize=True)
+        return {"": RuleCase(plain), "decoupled": RuleCase(decoupled)}

@@ -1,0 +1,114 @@
+"""RMSprop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.growth import UNKNOWN, Bounds, error, normed, over
+from paceline.tables.settings import check_bounds, check_flags
+from paceline.tables.types import Doubles, Floats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSprop(UpdateRule):
+    """RMSprop (Hinton, lecture 6e), as ``torch.optim.RMSprop``; centered as Graves, arXiv:1308.0850."""
+
+    lr: float
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+    maximize: bool = False
+    code: ClassVar[int] = 3
+    squares: ClassVar[int] = 1
+    logistic_rate: ClassVar[float | None] = 0.002
+
+    def __post_init__(self) -> None:
+        everything = (0, math.inf)
+        check_bounds(self, lr=everything, alpha=(0, 1), eps=everything, weight_decay=everything, momentum=everything)
+        check_flags(self, "centered", "maximize")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        return (self.lr, self.weight_decay, self.eps, self.alpha, self.momentum, float(self.centered))
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        velocity = ("momentum_buffer",) if self.momentum else ()
+        return ("square_avg", *velocity, *(("grad_avg",) if self.centered else ()))
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """Rate, weight decay, epsilon, smoothing, momentum, whether centered. States: see :func:`_update`."""
+        if hyper[4] == 0.0 and hyper[5] == 0.0:
+            _update(record, dim, start, stop, grads, at, hyper, sign, False, False)
+        else:
+            _update(record, dim, start, stop, grads, at, hyper, sign, hyper[4] != 0.0, hyper[5] != 0.0)
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        g, rest = decayed(w, g, hyper), np.float32(1 - hyper[3])
+        rate, _, epsilon, alpha, momentum, centered = hyper[:6].astype(np.float32)
+        square = states[0]
+        square[:] = alpha * square + rest * g * g
+        middle = states[-1] if centered else np.zeros_like(g)
+        if centered:
+            middle += rest * (g - middle)
+        g = g / (np.sqrt(square - middle * middle) + epsilon)
+        if momentum:
+            states[1][:] = g = momentum * states[1] + g
+        w -= rate * g
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        plain = cls(lr=0.01, weight_decay=0.01)
+        return {
+            "": RuleCase(plain, is_rare=False),
+            "momentum": RuleCase(dataclasses.replace(plain, momentum=0.9)),
+            "centered": RuleCase(dataclasses.replace(plain, centered=True)),
+            "both": RuleCase(dataclasses.replace(plain, momentum=0.9, centered=True, maximize=True)),
+        }
+
+    @override
+    def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
+        if self.centered or self.momentum >= 1.0:  # a difference, of which a root is taken
+            return UNKNOWN, math.inf
+        off = error(num)
+        step = over(normed(self.eps), math.sqrt(max(1.0 - self.alpha, 0.0)))
+        velocity = max(at.second, step / (1.0 - self.momentum)) * off if self.momentum else 0.0
+        values = (at.values + num * self.lr * max(step, velocity)) * off
+        gradient += self.weight_decay * values
+        return Bounds(values, max(at.first, gradient * gradient) * off, velocity), gradient
+
+
+@rule_kernel
+def _update(record, dim, start, stop, grads, at, hyper, sign, has_momentum, is_centered):  # type: ignore[no-untyped-def]
+    """State: moving average of squares, the velocity if there is momentum, the moving average if centered."""
+    rate, decay, epsilon = np.float32(hyper[0]), np.float32(hyper[1]), np.float32(hyper[2])
+    alpha, rest, momentum = np.float32(hyper[3]), np.float32(1.0 - hyper[3]), np.float32(hyper[4])
+    middle = 3 * dim if has_momentum else 2 * dim
+    for j in range(start, stop):
+        gradient = sign * grads[at + j - start] + decay * record[j]
+        square = alpha * record[dim + j] + rest * gradient * gradient
+        record[dim + j] = square
+        if is_centered:
+            mean = record[middle + j] + rest * (gradient - record[middle + j])
+            record[middle + j] = mean
+            square -= mean * mean
+        change = gradient / (np.sqrt(square) + epsilon)
+        if has_momentum:
+            change = momentum * record[2 * dim + j] + change
+            record[2 * dim + j] = change
+        record[j] -= rate * change

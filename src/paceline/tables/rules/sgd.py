@@ -1,0 +1,71 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
+from paceline.tables.rules.growth import ROUNDING, Bounds, power
+from paceline.tables.settings import check_bounds, check_flags
+from paceline.tables.types import Doubles, Floats
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD(UpdateRule):
+    """w ← w − lr·(g + weight_decay·w), as ``torch.optim.SGD`` without momentum."""
+
+    lr: float
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    code: ClassVar[int] = 0
+    narrow_words: ClassVar[int] = 1
+    wide_loop: ClassVar[bool] = True
+    logistic_rate: ClassVar[float | None] = 0.02
+
+    def __post_init__(self) -> None:
+        check_bounds(self, lr=(0, math.inf), weight_decay=(0, math.inf))
+        check_flags(self, "maximize")
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        return (self.lr, self.weight_decay)
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """Rate, weight decay."""
+        rate, decay = np.float32(hyper[0]), np.float32(hyper[1])
+        for j in range(start, stop):
+            gradient = sign * grads[at + j - start] + decay * record[j]
+            record[j] -= rate * gradient
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        w -= np.float32(hyper[0]) * decayed(w, g, hyper)
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {
+            "": RuleCase(cls(lr=0.1, weight_decay=0.01), is_rare=False),
+            "maximize": RuleCase(cls(lr=0.1, weight_decay=0.01, maximize=True)),
+        }
+
+    @override
+    def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
+        shrink = self.lr * self.weight_decay
+        growth = abs(1.0 - shrink) + ROUNDING * (1.0 + shrink)
+        step = self.lr * gradient * (1.0 + ROUNDING)
+        values = (at.values + num * step) * power(max(growth, 1.0), num)
+        if growth < 1.0:
+            values = min(values, max(at.values, step / (1.0 - growth)))
+        total = gradient + self.weight_decay * values
+        return Bounds(values), max(total, self.lr * total)

@@ -1,0 +1,20 @@
+"""Which update rules the command line offers."""
+
+from __future__ import annotations
+
+import inspect
+
+from paceline.cli.train import train
+from paceline.models.update import UPDATE_NAMES, make_update
+from paceline.tables.rules import FTRL, RULES
+
+
+def test_every_rule_with_a_rate_for_click_logs_is_a_choice() -> None:
+    assert UPDATE_NAMES[0] == "ftrl"
+    assert {*UPDATE_NAMES} == {name.lower() for name, kind in RULES.items() if kind.logistic_rate}
+    for name in UPDATE_NAMES:
+        rule = make_update(name, l2=0.5)
+        assert type(rule).__name__.lower() == name
+        assert rule.numbers[0] == type(rule).logistic_rate
+        assert (rule.l2 if isinstance(rule, FTRL) else rule.numbers[1]) == 0.5
+        assert name in inspect.getsource(train)  # its help text, which must be there without numba

@@ -1,0 +1,49 @@
+"""An update rule that is added in one file: the example of docs/extending.md, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import sign_sgd
+import numpy as np
+import paceline
+from paceline.protocol import ALL
+from paceline.tables.cases import ARRAY_CASES, SPARSE_CASES
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields, to_fields
+from paceline.tables.sparse_part import Selection, make_part
+from paceline.tables.spec import TableSpec
+
+rule, start = paceline.SignSGD(lr=0.5), paceline.Constant(value=1)
+assert "SignSGD" in paceline.__all__ and from_fields(RULES, to_fields(rule)) == rule
+for sizes in ({"kind": "sparse", "dim": 1}, {"kind": "dense", "size": 7}):
+    part = make_part(TableSpec(name="w", update=to_fields(rule), initializer=to_fields(start), **sizes), ALL)
+    keys, found = Selection(np.arange(3, dtype=np.uint64)), np.empty(3, np.float32)
+    part.push(keys, np.array([2, -3, 0], np.float32))
+    part.pull(keys, found)
+    assert found.tolist() == [0.5, 1.5, 1.0]
+cases = [case for case in ARRAY_CASES if case.label.startswith(("dense_push SignSGD 1000", "dense_push_at SignSGD"))]
+assert len(cases) == 2
+for case in cases:
+    ours, theirs = case.arguments(), case.arguments()
+    case.kernel(*ours)
+    case.twin(*theirs)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-6)
+assert [case.name for case in SPARSE_CASES if "SignSGD" in case.name] == ["SignSGD dim 3, 500 rows"]
+"""
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+    found = re.search(r"Say `sign_sgd.py`:\n\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    (tmp_path / "sign_sgd.py").write_text(found[1])
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Without the JIT: with another rule, all kernels would be compiled.
+    environment = {**os.environ, "PYTHONPATH": path, "NUMBA_DISABLE_JIT": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], env=environment, check=True, timeout=120)
