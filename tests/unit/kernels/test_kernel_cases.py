@@ -12,7 +12,7 @@ from paceline.tables import cases as table_cases
 from paceline.tables.cases import SPARSE_CASES, SparseCase
 from paceline.tables.compile import KERNELS
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")  # without the JIT
 
 ARRAY_CASES = (*cases.ARRAY_CASES, *table_cases.ARRAY_CASES)
 _MOST_ITEMS = 200 if numba.config.DISABLE_JIT else 1_000_000  # type: ignore[attr-defined]
