@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from typing_extensions import override
@@ -15,6 +16,7 @@ from paceline.launch.roles import run_scheduler, run_server
 from paceline.protocol.buckets import Buckets
 from paceline.simulation.product.faults import KINDS, Faults
 from paceline.simulation.product.roles import Joining, Log, chains_of, incarnation_of, tables_of
+from paceline.simulation.product.snapshots import compare_snapshot, take_snapshot, try_snapshot
 from paceline.simulation.product.state import ClusterState, Participant, Settings
 from paceline.simulation.product.substitution import product_in
 from paceline.simulation.product.transport import TOKEN
@@ -23,6 +25,8 @@ from paceline.simulation.product.worker import Worker
 from paceline.simulation.product.world import Deadlock, Process, World
 
 _PATIENCE_S: Final = 90.0
+_COMPARED: Final = 0.3
+"""How often a snapshot is compared at the end of a phase."""
 _QUIET_S: Final = 0.5
 """How long what was acknowledged may be on its way to replicas: the sums of the last iteration."""
 
@@ -64,7 +68,7 @@ class Cluster(ClusterState):
         violation: str | None = None
         log = Log(self.world)
         try:
-            with product_in(self.world, self.network, self.faults.disk_delay_s), self.memory.installed(), log:
+            with product_in(self.world, self.network, self.disk), self.memory.installed(), log:
                 try:
                     self._live()
                 except (Violation, Deadlock) as error:
@@ -73,6 +77,7 @@ class Cluster(ClusterState):
                     self.world.close()
         finally:
             self.truth.issued.clear()
+            self.disk.close()
         violation = violation or log.violation
         if violation is not None:
             self.world.note(f"VIOLATION {violation}")
@@ -98,8 +103,21 @@ class Cluster(ClusterState):
             self._wait("the chains to be whole", self.is_whole)
             self.world.sleep(_QUIET_S)
             self.truth.check(self._chains())
+            if not self.is_sequential and self.world.random.random() < _COMPARED:  # else it waits for iterations to end
+                self._compare_snapshot()
             self.phase = phase + 1
         self._wait("all workers to leave", lambda: all(each.process.is_dead for each in self.workers.values()))
+
+    def _compare_snapshot(self) -> None:
+        taken: list[Path | None] = []
+        process = self.process(
+            "snapshot",
+            lambda: taken.append(take_snapshot(self.world, self.network, self.disk, self.address)),
+        )
+        self._wait("a snapshot to be taken", lambda: process.is_dead)
+        if not taken or taken[0] is None:
+            raise Violation(f"(snapshots) none is taken while nothing fails: {process.failure}")
+        compare_snapshot(taken[0], self._chains())
 
     def _wait(self, what: str, is_so: Callable[[], bool]) -> None:
         end_s = max(self.world.now_s, self.faults.last_s) + _PATIENCE_S
@@ -217,6 +235,10 @@ class Cluster(ClusterState):
         process = self.process("server", main)
         self.servers[process.name] = process
         return process
+
+    @override
+    def start_snapshot(self) -> None:
+        self.process("snapshot", lambda: try_snapshot(self.world, self.network, self.disk, self.address))
 
     @override
     def start_worker(self) -> None:

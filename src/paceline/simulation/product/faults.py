@@ -15,7 +15,7 @@ from paceline.simulation.product.world import Process
 KINDS: Final = (
     "reset", "half-open", "refuse", "slow", "hiccup", "cut", "pause", "crash-server", "vanish-server", "crash-worker",
     "vanish-worker", "pause-worker", "crash-scheduler", "join-server", "drain-server", "join-worker",
-    "refuse-memory", "out-of-memory",
+    "refuse-memory", "out-of-memory", "snapshot", "disk",
 )  # fmt: skip
 _SPAN_S: Final = 3.0
 """In which the faults of a phase begin."""
@@ -40,17 +40,13 @@ class Faults:
             "vanish-worker": self._vanish_worker, "pause-worker": self._pause_worker,
             "crash-scheduler": self._crash_scheduler, "join-server": self._join_server,
             "drain-server": self._drain_server, "join-worker": self._join_worker, "refuse-memory": self._refuse_memory,
-            "out-of-memory": self._out_of_memory,
+            "out-of-memory": self._out_of_memory, "snapshot": self._snapshot, "disk": self._fail_disk,
         }  # fmt: skip
 
     @property
     def is_under_way(self) -> bool:
         """Whether a fault has not ended, or not begun."""
         return bool(self._under_way or self._num_planned)
-
-    def disk_delay_s(self) -> float:
-        """Return how long a disk takes for one thing."""
-        return self._cluster.world.random.random() * 0.01
 
     def plan(self) -> None:
         """Draw the faults of a phase."""
@@ -120,7 +116,13 @@ class Faults:
         self._cluster.world.after(0.2, self._look_again, server)
 
     def _look_again(self, server: Process) -> None:
-        if server.is_paused or self._cluster.network.is_any_cut(server.host) or not self._cluster.is_whole():
+        is_short = server in self._cluster.memory.failing
+        if (
+            is_short
+            or server.is_paused
+            or self._cluster.network.is_any_cut(server.host)
+            or not self._cluster.is_whole()
+        ):
             self._cluster.world.after(0.2, self._look_again, server)
             return
         del self._doubtful[server.name]
@@ -274,7 +276,7 @@ class Faults:
         self._cluster.start_worker()
         return True
 
-    # Memory.
+    # Memory and disk.
 
     def _refuse_memory(self) -> bool:
         server = self._one(self._servers())
@@ -293,4 +295,19 @@ class Faults:
         failing = self._cluster.memory.failing
         failing[server] = None
         self._for(self._cluster.world.random.random() * 2, partial(failing.pop, server, None))
+        return True
+
+    def _snapshot(self) -> bool:
+        if not chains_of(self._cluster.scheduler):
+            return False
+        self._cluster.start_snapshot()
+        return True
+
+    def _fail_disk(self) -> bool:
+        """Let the disk be full or broken for a while, in the middle of a snapshot."""
+        disk = self._cluster.disk
+        if disk.is_failing or not self._snapshot():
+            return False
+        disk.is_failing = True
+        self._for(self._cluster.world.random.random(), partial(setattr, disk, "is_failing", False))
         return True

@@ -11,6 +11,7 @@ from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.simulation.product.memory import Memory
 from paceline.simulation.product.network import Network
+from paceline.simulation.product.snapshots import Disk
 from paceline.simulation.product.truth import CLOCKS, OTHERS, Plan, Truth
 from paceline.simulation.product.world import Process, World
 
@@ -85,6 +86,7 @@ class ClusterState(ABC):
         self.fired: Counter[str] = Counter()
         self.num_pushes = self.num_reads = 0
         self.memory = Memory(world)
+        self.disk = Disk(world)
         self.excused: dict[Process, None] = {}
         """Servers that may end themselves."""
         self.may_refuse = not self.is_sequential and world.random.random() < 0.3
@@ -102,6 +104,10 @@ class ClusterState(ABC):
     @abstractmethod
     def start_server(self, *, extra: bool = False) -> Process:
         """Start a server: one of the first, or one more."""
+
+    @abstractmethod
+    def start_snapshot(self) -> None:
+        """Have a snapshot taken while all goes on."""
 
     @abstractmethod
     def start_worker(self) -> None:

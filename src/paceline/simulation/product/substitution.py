@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
 from paceline.ps import Scheduler, Server, make_node_name
@@ -24,6 +24,7 @@ from paceline.ps.scheduler.processes import own_process
 from paceline.simulation.product.loop import VirtualLoop
 from paceline.simulation.product.network import Network
 from paceline.simulation.product.primitives import Executor, Future, Numbers, Threading, Time
+from paceline.simulation.product.snapshots import Disk
 from paceline.simulation.product.transport import VirtualTransport
 from paceline.simulation.product.world import Killed, World
 from paceline.transport import SocketTransport, new_event_loop
@@ -32,9 +33,9 @@ _PRODUCT: Final = tuple(f"paceline.{package}" for package in ("launch.roles", "p
 
 
 @contextlib.contextmanager
-def product_in(world: World, network: Network, disk_delay_s: Callable[[], float]) -> Iterator[None]:
+def product_in(world: World, network: Network, disk: Disk) -> Iterator[None]:
     """Have the product's modules live in a world."""
-    stand_ins = _stand_ins(world, network, disk_delay_s)
+    stand_ins = _stand_ins(world, network, disk)
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module_name, module in list(sys.modules.items()):
@@ -52,7 +53,7 @@ def product_in(world: World, network: Network, disk_delay_s: Callable[[], float]
             names[name] = value
 
 
-def _stand_ins(world: World, network: Network, disk_delay_s: Callable[[], float]) -> dict[int, Any]:
+def _stand_ins(world: World, network: Network, disk: Disk) -> dict[int, Any]:
     numbers = Numbers(world)
     pairs: list[tuple[Any, Any]] = [
         (time, Time(world)),
@@ -60,7 +61,7 @@ def _stand_ins(world: World, network: Network, disk_delay_s: Callable[[], float]
         (random, numbers),
         (secrets, numbers),
         (concurrent.futures.Future, lambda: Future(world)),
-        (concurrent.futures.ThreadPoolExecutor, lambda *_, **__: Executor(world, disk_delay_s)),
+        (concurrent.futures.ThreadPoolExecutor, lambda *_, **__: Executor(world, disk.delay_s)),
         (new_event_loop, lambda: VirtualLoop(world)),
         (SocketTransport, lambda *_, **__: VirtualTransport(network)),
         (end_process, lambda who, error: _end(world, error)),
@@ -69,7 +70,7 @@ def _stand_ins(world: World, network: Network, disk_delay_s: Callable[[], float]
         (Server, lambda **arguments: _role(world, Server(**arguments))),
         (make_node_name, lambda role: f"{role}-{world.current.process.name}-{world.random.randbytes(3).hex()}"),
     ]
-    return {id(real): stand_in for real, stand_in in pairs}
+    return {id(real): stand_in for real, stand_in in (*pairs, *disk.stand_ins())}
 
 
 def _role(world: World, role: Any) -> Any:

@@ -177,7 +177,7 @@ class Truth:
             doubtful = functools.reduce(operator.or_, (push.unsettled for push in unsure), 0)
             left: dict[int, dict[tuple[bytes, bytes], str]] = {}
             for buckets, members in chains:
-                parts = [(server, _find(tables, spec.name, server).part) for server, tables in members]
+                parts = [(server, table_named(tables, spec.name, server).part) for server, tables in members]
                 for bucket in buckets_in(buckets):
                     states: dict[tuple[bytes, bytes], str] = {}
                     for server, part in parts:
@@ -241,7 +241,8 @@ def _choices(unsure: Sequence[Issued]) -> Any:
         yield tuple(itertools.chain.from_iterable(each[:n] for each, n in zip(by_slot, counts, strict=True)))
 
 
-def _find(tables: Any, name: str, server: str) -> ServerTable:
+def table_named(tables: Any, name: str, server: str) -> ServerTable:
+    """Return a table of a server. Raises Violation if it has none of that name."""
     for table in tables.by_number.values():
         if table.spec.name == name:
             assert isinstance(table, ServerTable)
