@@ -131,7 +131,11 @@ class Cluster(ClusterState):
         """Raise Violation if a server or scheduler has ended that nobody could take for dead."""
         for process in (*self.servers.values(), *([] if self.scheduler is None else [self.scheduler])):
             error = process.failure
-            if error is not None and process not in self.excused:
+            if isinstance(error, MemoryError):
+                is_expected = process in self.memory.was_failing
+            else:
+                is_expected = error is None or (isinstance(error, PacelineError) and process in self.excused)
+            if not is_expected:
                 raise Violation(f"(fail-stop) {process.name} ended itself: {type(error).__name__}: {error}")
 
     def _are_through(self, phase: int) -> bool:

@@ -17,6 +17,7 @@ KINDS: Final = (
     "vanish-worker", "pause-worker", "crash-scheduler", "join-server", "drain-server", "join-worker",
     "refuse-memory", "out-of-memory", "snapshot", "disk",
 )  # fmt: skip
+_MAY_SEVER: Final = ("refuse", "slow", "hiccup", "cut")
 _SPAN_S: Final = 3.0
 """In which the faults of a phase begin."""
 
@@ -66,6 +67,8 @@ class Faults:
         self._num_planned -= 1
         if self._calls[kind]():
             cluster.fired[kind] += 1
+            if kind in _MAY_SEVER:  # several at a time may last longer than any of them
+                cluster.excused.update(dict.fromkeys(self._servers()))
             cluster.world.note(f"FAULT {kind}")
             self.last_s = cluster.world.now_s
 
@@ -294,6 +297,7 @@ class Faults:
         self._doubt(server)
         failing = self._cluster.memory.failing
         failing[server] = None
+        self._cluster.memory.was_failing[server] = None
         self._for(self._cluster.world.random.random() * 2, partial(failing.pop, server, None))
         return True
 

@@ -20,6 +20,7 @@ class Memory:
         """Those that often get none for what clients send: they refuse it, and nothing has changed."""
         self.failing: dict[Process, None] = {}
         """Those that get none for what is decided: they end."""
+        self.was_failing: dict[Process, None] = {}
         self.num_failed = 0
         self._world = world
 

@@ -88,7 +88,7 @@ class ClusterState(ABC):
         self.memory = Memory(world)
         self.disk = Disk(world)
         self.excused: dict[Process, None] = {}
-        """Servers that may end themselves."""
+        """Servers that the others may take for dead."""
         self.may_refuse = not self.is_sequential and world.random.random() < 0.3
         """Whether servers may refuse pushes for want of memory."""
 
