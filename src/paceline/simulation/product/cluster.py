@@ -110,6 +110,8 @@ class Cluster(ClusterState):
 
     def _compare_snapshot(self) -> None:
         taken: list[Path | None] = []
+        if self.snapshot is not None:
+            self.snapshot.kill()
         process = self.process(
             "snapshot",
             lambda: taken.append(take_snapshot(self.world, self.network, self.disk, self.address)),
@@ -242,7 +244,9 @@ class Cluster(ClusterState):
 
     @override
     def start_snapshot(self) -> None:
-        self.process("snapshot", lambda: try_snapshot(self.world, self.network, self.disk, self.address))
+        self.snapshot = self.process(
+            "snapshot", lambda: try_snapshot(self.world, self.network, self.disk, self.address)
+        )
 
     @override
     def start_worker(self) -> None:

@@ -302,7 +302,8 @@ class Faults:
         return True
 
     def _snapshot(self) -> bool:
-        if not chains_of(self._cluster.scheduler):
+        before = self._cluster.snapshot
+        if not chains_of(self._cluster.scheduler) or not (before is None or before.is_dead):
             return False
         self._cluster.start_snapshot()
         return True

@@ -83,6 +83,8 @@ class ClusterState(ABC):
         self.workers: dict[str, Participant] = {}
         self.servers: dict[str, Process] = {}
         self.scheduler: Process | None = None
+        self.snapshot: Process | None = None
+        """Who takes one: servers know of one at a time."""
         self.fired: Counter[str] = Counter()
         self.num_pushes = self.num_reads = 0
         self.memory = Memory(world)
