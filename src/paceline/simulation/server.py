@@ -345,7 +345,7 @@ class Server(Node):
         push.answer(self, Answer(push.frame.number, self._durable()) if is_client else ForwardOk(push.frame.number))
 
     def _durable(self) -> int:
-        return 0 if self.core.iterations is None else self.core.iterations.durable
+        return 0 if self.core.progress.iterations is None else self.core.progress.iterations.durable
 
     def _stale(self, frame: PushPart | PullPart | TickClock) -> Stale:
         assert self.map is not None

@@ -84,7 +84,7 @@ def test_who_fails_while_alone_acknowledges_nothing(consistency: Consistency) ->
         clients = cluster.connect_all(timeout_s=5.0)
         tables = [table_of(client) for client in clients]
         (node,) = cluster.nodes
-        fail_once(node, "push_sum" if node.server.core.iterations is not None else "push", MemoryError())
+        fail_once(node, "push_sum" if node.server.core.progress.iterations is not None else "push", MemoryError())
         pushes = [partial(table.push, KEYS, ONES, tick=True) for table in tables]
         found, *_ = in_threads(partial(end, node), *pushes)
         assert isinstance(found, MemoryError)

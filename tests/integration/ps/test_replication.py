@@ -216,7 +216,7 @@ def test_a_join_waits_for_an_iteration_and_not_for_pushes_of_one_who_retires() -
         goes.flush()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         time.sleep(0.5)
-        wait_until(lambda: bool(cluster.nodes[0].server.core._progress._reports))  # it has the rows, and nobody is told
+        wait_until(lambda: bool(cluster.nodes[0].server.core.progress._reports))  # it has the rows, and nobody is told
         assert not is_whole(observer, 2, 0)
         goes.retire()
         wait_until(lambda: is_whole(observer, 2, 0))

@@ -22,13 +22,14 @@ from typing import ClassVar
 from paceline.protocol import clocks, replication
 from paceline.protocol.clocks import Gate
 from paceline.protocol.consistency import Consistency
-from paceline.protocol.iterations import Iterations, OnArrival
+from paceline.protocol.iterations import Iterations
 from paceline.protocol.replication import Replication
 from paceline.protocol.server import events
 from paceline.protocol.server.events import Clocks, Event, Instruction, Kind, Route, Timing
 from paceline.protocol.server.progress import Progress
 from paceline.protocol.server.waiting import EarlyRequests
 
+_KEEP, _CHAIN, _ALONE = Route.KEEP, Route.CHAIN, Route.ALONE
 _WORDS = frozenset((Kind.TICK, Kind.SYNCED, Kind.CALL))
 
 
@@ -50,10 +51,10 @@ class ServerCore:
         self._replicas = replicas
         self._min_replicas = min_replicas
         self._out: list[Instruction] = []
-        self._progress = Progress(consistency, expected_workers, self.gate_type, self.iterations_type, self._out)
-        self.replication = self._progress.replication
-        self.workers = self._progress.workers
-        self.reads = self._progress.reads
+        self.progress = Progress(consistency, expected_workers, self.gate_type, self.iterations_type, self._out)
+        self.replication = self.progress.replication
+        self.workers = self.progress.workers
+        self.reads = self.progress.reads
         self.early = EarlyRequests()
         self.epoch = -1
         self._me = 0
@@ -63,29 +64,9 @@ class ServerCore:
         """Be the member of incarnation `me`; return what to do."""
         self._me = me
         self.replication = self.replication_type(me, self._min_replicas)
-        self._progress.become(self.replication)
+        self.progress.become(self.replication)
         before, self._view_before = self._view_before, None
         return [] if before is None else self.handle(before)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether this server knows where the workers are, and so is a member."""
-        return self._progress.has_clocks
-
-    @property
-    def updates(self) -> Iterations | OnArrival:
-        """The iterations, or what takes their place."""
-        return self._progress.updates
-
-    @property
-    def iterations(self) -> Iterations | None:
-        """The iterations; None unless consistency is sequential."""
-        return self._progress.iterations
-
-    @property
-    def num_waiting(self) -> int:
-        """How many reads wait, and pushes that too few replicas have."""
-        return self._progress.num_waiting
 
     # Requests.
 
@@ -98,7 +79,7 @@ class ServerCore:
             if self.workers.is_unnamed(sender):
                 return Timing.UNNAMED
             # Rule 2: a server that does not know where the workers are waits for another one that does.
-            if not self._progress.has_clocks:
+            if not self.progress.has_clocks:
                 return Timing.BEFORE_CLOCKS
         # Rule 3: of two words of a worker the one that came first is taken first.
         if kind is Kind.CALL and self.early.has_of(sender):
@@ -116,30 +97,30 @@ class ServerCore:
     def disconnected(self, is_of_it: Callable[[object], bool]) -> None:
         """Forget the requests that came on a connection: nobody hears an answer."""
         self.early.drop(is_of_it)
-        self._progress.drop(is_of_it)
+        self.progress.drop(is_of_it)
 
     def withhold(self, token: object, deadline_s: float) -> None:
         """Wait no longer than this until a push may be acknowledged: see :class:`replication.Withhold`."""
-        self._progress.withhold(token, deadline_s)
+        self.progress.withhold(token, deadline_s)
 
     def route(self, worker: int, iteration: int) -> Route:
         """Say what becomes of a push."""
-        if self.iterations is not None and self.workers.has_begun(worker, iteration):
-            return Route.KEEP
-        if self.replication.has_successors or self.replication.short:
-            return Route.CHAIN
-        return Route.ALONE
+        if self.progress.iterations is not None and self.workers.has_begun(worker, iteration):
+            return _KEEP
+        chains = self.replication
+        return _CHAIN if chains.has_successors or chains.short else _ALONE
 
     def keep(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
         """Take note of a push that is kept until its iteration is complete; return for which buckets it is new."""
-        assert self.iterations is not None
+        iterations = self.progress.iterations
+        assert iterations is not None
         # Where there is one copy nobody looks for the buckets of the keys: it counts as a push to all.
         extent = buckets if self._replicas else self.replication.primary
-        return self.iterations.admit(worker, sequence, iteration, extent)
+        return iterations.admit(worker, sequence, iteration, extent)
 
     def is_readable(self, clock: int) -> bool:
         """Whether values of iteration `clock` may be read now."""
-        return self.workers.gate.is_open(clock) and self.updates.may_read(clock)
+        return self.workers.gate.is_open(clock) and self.progress.updates.may_read(clock)
 
     def known_clocks(self) -> Clocks:
         """Return where the workers are, for a server that is to begin there."""
@@ -155,7 +136,7 @@ class ServerCore:
         """
         match event:
             case events.Tick(worker, clock):
-                self._progress.follow_gate(self.workers.tick(worker, clock))
+                return self.tick(worker, clock)
             case events.Push():
                 self._push(event)
             case events.Read():
@@ -165,19 +146,30 @@ class ServerCore:
             case events.ViewChanged():
                 self._take_view(event)
             case events.ReadyReceived(source, version):
-                self._progress.sum_up(self.updates.synced(source, version))
+                self.progress.sum_up(self.progress.updates.synced(source, version))
             case events.ClocksReceived(known):
-                self._progress.take_clocks(known)
-                if self.is_settled:
+                self.progress.take_clocks(known)
+                if self.progress.has_clocks:
                     self._receive(Timing.BEFORE_CLOCKS)
             case events.Time(now_s):
-                self._progress.expire(now_s)
+                self.progress.expire(now_s)
             case replication.LinkUp(target):
                 self._out.append(events.SendClocks(target))
-                self._progress.replicate(event)
+                self.progress.replicate(event)
             case _:
-                self._progress.replicate(event)
-        self._progress.answer()
+                self.progress.replicate(event)
+        return self._take_out()
+
+    def tick(self, worker: int, clock: int) -> list[Instruction]:
+        """Do as :meth:`handle` does with a Tick. O(1) if it completes nothing."""
+        instructions = self.workers.tick(worker, clock)
+        if not instructions:
+            return []
+        self.progress.follow_gate(instructions)
+        return self._take_out()
+
+    def _take_out(self) -> list[Instruction]:
+        self.progress.answer()
         out = self._out[:]
         self._out.clear()
         return out
@@ -188,9 +180,9 @@ class ServerCore:
             self._out.append(events.Expelled(token))
         elif event.buckets & ~self.replication.primary:
             self._out.append(replication.Refuse(token))
-        elif (route := self.route(event.worker, event.iteration)) is Route.CHAIN:
-            self._progress.replicate(replication.Push(token, event.worker, event.sequence, event.version, buckets))
-        elif route is Route.KEEP:
+        elif (route := self.route(event.worker, event.iteration)) is _CHAIN:
+            self.progress.replicate(replication.Push(token, event.worker, event.sequence, event.version, buckets))
+        elif route is _KEEP:
             fresh = self.keep(event.worker, event.sequence, event.iteration, buckets)
             self._out += [events.Keep(token, fresh & buckets), replication.Acknowledge(token)]
         else:
@@ -204,31 +196,31 @@ class ServerCore:
             self._out.append(events.Stale(event.token))
         else:
             self.reads.block(event)
-            self._progress.follow_gate(self.workers.gate.handle(clocks.Ask(event.worker, event.clock, event.token)))
+            self.progress.follow_gate(self.workers.gate.handle(clocks.Ask(event.worker, event.clock, event.token)))
 
     # Workers.
 
     def _take_word(self, event: events.Join | events.Synced | events.Retire) -> None:
         worker = event.worker
         if isinstance(event, events.Retire):
-            self._progress.retire(worker)
+            self.progress.retire(worker)
             return
         is_known = worker in self.workers.gate.clocks
         is_joining = isinstance(event, events.Join) or (event.has_joined and not is_known)
         if self.workers.is_gone(worker) or (is_joining and not self.workers.may_join(worker)):
             self._out.append(events.Expelled(event.token))
             return
-        self.workers.check_leap(worker, event.clock, self.updates.first_clock)
+        self.workers.check_leap(worker, event.clock, self.progress.updates)
         if isinstance(event, events.Join):
-            clock = max(event.clock, self.updates.first_clock)
-            self._progress.follow_gate(self.workers.join(worker, event.rank, clock))
+            clock = max(event.clock, self.progress.updates.first_clock)
+            self.progress.follow_gate(self.workers.join(worker, event.rank, clock))
             self._out.append(events.Joined(event.token, self.workers.gate.clocks[worker]))
             return
         if event.has_joined or is_known:
-            self._progress.follow_gate(self.workers.sync(worker, event.rank, event.clock, event.counts))
+            self.progress.follow_gate(self.workers.sync(worker, event.rank, event.clock, event.counts))
             if not event.counts:
-                self._progress.retire(worker)
-        self._progress.sum_up(self.updates.synced(worker, event.version))
+                self.progress.retire(worker)
+        self.progress.sum_up(self.progress.updates.synced(worker, event.version))
 
     # Views.
 
@@ -240,11 +232,11 @@ class ServerCore:
             return  # overtaken by a newer one: a newcomer that is not in it has not left
         self.epoch = view.epoch
         for worker in self.workers.excluded_by(view):
-            self._progress.leave(worker)
+            self.progress.leave(worker)
         if view.version > self.replication.version:
-            self._progress.change(view)
+            self.progress.change(view)
             if not self.replication.is_in_chain:
-                self._progress.forget_workers()
+                self.progress.forget_workers()
                 self.early.take(Timing.BEFORE_CLOCKS)
             self._receive(Timing.EARLY)
         self._receive(Timing.UNNAMED)
@@ -254,4 +246,4 @@ class ServerCore:
 
     def validate(self) -> None:
         """Assert the invariants."""
-        self._progress.validate()
+        self.progress.validate()

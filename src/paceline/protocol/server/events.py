@@ -259,7 +259,7 @@ class SumUp:
     """The sum, which the runtime puts here."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ApplySum:
     """Sum what `workers` pushed in an iteration, in this order, and apply it: there is one copy."""
 
@@ -268,7 +268,7 @@ class ApplySum:
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Completed:
     """This iteration is complete, and its sum is applied."""
 

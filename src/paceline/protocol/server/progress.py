@@ -56,10 +56,12 @@ class Progress:
 
     def answer(self) -> None:
         """Answer the reads, and report the fills, that need not wait any more."""
-        self._out += [events.Serve(token) for token in self.reads.take_readable(self.updates.may_read)]
-        for target, report in list(self._reports.items()):
-            if self.updates.may_report(report.buckets):
-                self._out.append(self._reports.pop(target))
+        if self.reads.has_passed_gate:
+            self._out += [events.Serve(token) for token in self.reads.take_readable(self.updates.may_read)]
+        if self._reports:
+            for target, report in list(self._reports.items()):
+                if self.updates.may_report(report.buckets):
+                    self._out.append(self._reports.pop(target))
 
     # Workers.
 

@@ -63,6 +63,11 @@ class BlockedReads:
         """Yield the tokens of all."""
         return iter(self._reads)
 
+    @property
+    def has_passed_gate(self) -> bool:
+        """Whether the gate is open for a read that waits."""
+        return bool(self._past_gate)
+
     def block(self, read: Read) -> None:
         """Have a read wait."""
         self._reads[read.token] = read
@@ -74,8 +79,6 @@ class BlockedReads:
 
     def take_readable(self, may_read: Callable[[int], bool]) -> list[object]:
         """Return the reads that need not wait any more, in the order in which the gate let them pass."""
-        if not self._past_gate:
-            return []
         found = [token for token in self._past_gate if may_read(self._reads[token].clock)]
         for token in found:
             self._drop(token)

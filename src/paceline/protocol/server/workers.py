@@ -6,6 +6,7 @@ from paceline.errors import ProtocolError
 from paceline.protocol import clocks
 from paceline.protocol.clocks import Gate
 from paceline.protocol.consistency import Consistency, Sequential
+from paceline.protocol.iterations import Iterations, OnArrival
 from paceline.protocol.server.events import Clocks, ViewChanged
 
 _MAX_LEAP = 1 << 16  # iterations by which one frame may advance a worker's clock: more than it has frames under way
@@ -134,15 +135,15 @@ class Workers:
         self.counted.discard(worker)
         return self.gate.handle(clocks.Finish(worker))
 
-    def check_leap(self, worker: int, clock: int, first_clock: int) -> None:
+    def check_leap(self, worker: int, clock: int, updates: Iterations | OnArrival) -> None:
         """Raise ProtocolError if a worker says that it has finished iterations that it cannot have begun.
 
         Each of them is completed by itself under sequential consistency, and so many at once would hold up everybody.
         """
         if not self._is_sequential:
             return
-        known = max(self.gate.clocks.get(worker, 0), self.gate.minimum, first_clock)
-        if clock > known + _MAX_LEAP:
+        known = max(self.gate.clocks.get(worker, 0), self.gate.minimum)
+        if clock > known + _MAX_LEAP and clock > (known := max(known, updates.first_clock)) + _MAX_LEAP:
             raise ProtocolError(
                 f"a worker (incarnation {worker}) went from iteration {known} to {clock} at once: at most {_MAX_LEAP} "
                 "iterations can be under way"

@@ -88,7 +88,7 @@ class Answers:
 
     def _clock(self, clock: int) -> int:
         """Return the clock of an answer: under sequential consistency, how many iterations are complete and safe."""
-        iterations = self._core.iterations
+        iterations = self._core.progress.iterations
         return clock if iterations is None else iterations.durable
 
     # Refusals.
@@ -129,8 +129,8 @@ class Answers:
         core = self._core
         gate, ranks = core.workers.gate, core.workers.ranks
         late = [f"worker {ranks.get(worker, worker)}" for worker in gate.lagging(read.clock)]
-        late += [f"worker {ranks[worker]}" for worker in core.updates.awaited if worker in ranks]
-        if not late and gate.is_open(read.clock) and not core.updates.may_read(read.clock):
+        late += [f"worker {ranks[worker]}" for worker in core.progress.updates.awaited if worker in ranks]
+        if not late and gate.is_open(read.clock) and not core.progress.updates.may_read(read.clock):
             late.append(self.shortage(core.replication.primary) or "the servers that replicate this one")
         missing = gate.num_missing
         if missing:

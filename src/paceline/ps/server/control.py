@@ -169,7 +169,7 @@ class ServerControl:
             bytes_in=bytes_in,
             bytes_out=bytes_out,
             resident_bytes=psutil.Process().memory_info().rss,
-            held=self._core.num_waiting,
+            held=self._core.progress.num_waiting,
             num_compared=self._replicator.checks.num_compared,
             num_unordered=self._replicator.checks.num_unordered,
             differences=self._replicator.checks.differences,

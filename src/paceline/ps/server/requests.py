@@ -25,6 +25,8 @@ from paceline.tables.sparse_part import check_finite
 from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
 
+_KEEP, _CHAIN = Route.KEEP, Route.CHAIN
+
 
 class Requests:
     """The requests of one server's clients; `replicas` is how many servers the cluster has behind each primary."""
@@ -63,14 +65,14 @@ class Requests:
         selection = whole
         top = check_finite(grads, name_of(peer), table.spec.name)
         if worker in core.workers.counted:
-            core.workers.check_leap(worker, header.clock, core.updates.first_clock)
+            core.workers.check_leap(worker, header.clock, core.progress.updates)
         else:
             self._answers.check_member(peer)  # the filter has forgotten those that are gone
         route = core.route(worker, header.clock)
-        if route is Route.CHAIN:
+        if route is _CHAIN:
             self._push_down(peer, header, table, selection, grads, top)
             return
-        if route is Route.KEEP:
+        if route is _KEEP:
             self._keep_for_iteration(peer, header, table, selection, grads, top)
         else:
             primary = core.replication.primary
@@ -87,8 +89,8 @@ class Requests:
         """Take a TICK frame."""
         worker, core = peer.hello.incarnation, self._core
         if worker in core.workers.counted:
-            core.workers.check_leap(worker, header.clock, core.updates.first_clock)
-        self._runtime.feed(events.Tick(worker, header.clock + 1))
+            core.workers.check_leap(worker, header.clock, core.progress.updates)
+        self._runtime.tick(worker, header.clock + 1)
         self._answers.acknowledge(peer, header, 0)
 
     def synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
@@ -111,7 +113,7 @@ class Requests:
         """Tick, if the push ends its iteration; return the clock of what may be read behind it."""
         if not header.flags & TICKS:
             return header.clock
-        self._runtime.feed(events.Tick(worker, header.clock + 1))
+        self._runtime.tick(worker, header.clock + 1)
         return header.clock + 1
 
     def _keep_for_iteration(

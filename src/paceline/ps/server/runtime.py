@@ -118,6 +118,12 @@ class Runtime:
         if instructions:
             self.carry_out(instructions)
 
+    def tick(self, worker: int, clock: int) -> None:
+        """Note that a worker has finished `clock` iterations."""
+        instructions = self.core.tick(worker, clock)
+        if instructions:
+            self.carry_out(instructions)
+
     @must_succeed
     def carry_out(self, instructions: Sequence[events.Instruction]) -> None:
         """Do as the core says, in order."""
@@ -232,7 +238,7 @@ class Runtime:
             push.peer.send_error(push.header, self.answers.late_push(push, push.peer))
 
     def _expire_later(self) -> None:
-        if self._expiry is None and self.core.num_waiting:
+        if self._expiry is None and self.core.progress.num_waiting:
             self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_PERIOD_S, self._expire)
 
     def _expire(self) -> None:

@@ -174,9 +174,13 @@ class Server(Handler):
                 raise ProtocolError(
                     f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?"
                 )
-            is_ordinary = header.epoch == core.replication.version or header.kind not in _VERSIONED
-            is_ordinary &= core.is_settled and header.clock <= MAX_CLOCK and core.early.is_empty
-            is_ordinary &= peer.hello.incarnation <= core.workers.last_incarnation
+            is_ordinary = (
+                (header.epoch == core.replication.version or header.kind not in _VERSIONED)
+                and core.progress.has_clocks
+                and core.early.is_empty
+                and header.clock <= MAX_CLOCK
+                and peer.hello.incarnation <= core.workers.last_incarnation
+            )
             if is_ordinary or self._is_timely(peer, header, meta, body):
                 handle(peer, header, meta, body)
         except PacelineError:

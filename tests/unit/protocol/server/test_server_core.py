@@ -268,7 +268,7 @@ def test_a_read_waits_for_the_gate_and_no_longer_than_its_deadline() -> None:
     assert driver.core.is_readable(0)
     assert not driver.core.is_readable(1)
     driver.feed(Read("first", FIRST, 1, 5.0), Read("second", FIRST, 1, 9.0))
-    assert driver.core.num_waiting == 2
+    assert driver.core.progress.num_waiting == 2
     assert driver.feed(Time(4.9)) == []
     assert driver.feed(Time(5.0)) == [Late("first")]
     assert driver.feed(Tick(FIRST, 1), Tick(SECOND, 1)) == [Serve("second")]
@@ -310,10 +310,10 @@ def test_a_sum_goes_down_the_chain_and_is_read_when_the_replica_has_it() -> None
     assert isinstance(token, SumUp)
     assert (token.iteration, token.workers, token.buckets) == (0, (FIRST, SECOND), BUCKETS)
     assert out[1:] == [Forward(token, OTHER, 1, BUCKETS), Apply(token, BUCKETS), Completed(0)]
-    assert driver.core.iterations is not None
-    assert driver.core.iterations.durable == 0
+    assert driver.core.progress.iterations is not None
+    assert driver.core.progress.iterations.durable == 0
     assert driver.feed(Acknowledged(OTHER, 1)) == [Serve("read")]
-    assert driver.core.iterations.durable == 1
+    assert driver.core.progress.iterations.durable == 1
 
 
 def test_too_few_replicas_withhold_acknowledgements_until_the_deadline() -> None:
@@ -323,14 +323,14 @@ def test_too_few_replicas_withhold_acknowledgements_until_the_deadline() -> None
     for sequence, token in enumerate(("late", "cut", "push")):
         assert driver.push(token, FIRST, sequence, 0) == [Apply(token, BUCKETS), Withhold(token)]
         driver.core.withhold(token, 5.0 + sequence)
-    assert driver.core.num_waiting == 3
+    assert driver.core.progress.num_waiting == 3
     assert driver.feed(Time(5.0)) == [Late("late")]
     driver.core.disconnected(lambda token: token == "cut")
     out = driver.feed(view(2, (ME, OTHER)))
     assert Acknowledge("push") in out
     assert Acknowledge("late") not in out
     assert Acknowledge("cut") not in out
-    assert driver.core.num_waiting == 0
+    assert driver.core.progress.num_waiting == 0
 
 
 def test_a_takeover_waits_for_what_workers_send_again() -> None:
@@ -347,7 +347,7 @@ def test_a_takeover_waits_for_what_workers_send_again() -> None:
 def test_nobody_is_waited_for_in_the_first_view() -> None:
     driver = Driver(BoundedDelay(tau=0))
     driver.feed(view(1, (ME,)))
-    assert driver.core.updates.awaited == frozenset()
+    assert driver.core.progress.updates.awaited == frozenset()
 
 
 def test_a_takeover_of_iterations_waits_for_the_servers_behind_too() -> None:
@@ -358,7 +358,7 @@ def test_a_takeover_of_iterations_waits_for_the_servers_behind_too() -> None:
     for worker in (FIRST, SECOND):
         driver.feed(Synced("synced", worker, 0, 2, 0, has_joined=True, counts=True))
     driver.feed(Read("read", FIRST, 0))
-    assert driver.core.updates.awaited == {THIRD}
+    assert driver.core.progress.updates.awaited == {THIRD}
     assert driver.feed(ReadyReceived(THIRD, 2)) == [Serve("read")]
 
 
@@ -368,12 +368,12 @@ def test_a_takeover_of_iterations_waits_for_the_servers_behind_too() -> None:
 def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
     driver = Driver(Sequential(), replicas=1)
     driver.feed(view(2, (OTHER,), filling=ME))
-    assert not driver.core.is_settled
+    assert not driver.core.progress.has_clocks
     assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
     driver.core.early.keep(Timing.BEFORE_CLOCKS, FIRST, "join")
     known = Clocks(((FIRST, 0, 3, True), (SECOND, 1, 4, True), (12, 2, 3, False)), 0, 3)
     assert driver.feed(ClocksReceived(known)) == [Receive("join")]
-    assert driver.core.is_settled
+    assert driver.core.progress.has_clocks
     assert driver.core.known_clocks() == Clocks(known.workers, 0, 3)
     assert driver.core.workers.counted == {FIRST, SECOND}
     assert driver.feed(StateReceived("state", OTHER, 2, 0, ())) != []
