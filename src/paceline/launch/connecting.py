@@ -34,4 +34,4 @@ def connect(
         )
     tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
     prepare_kernels()
-    return Client(SocketTransport(token, tls=tls), scheduler, observer=observer, rank=rank, timeout_s=timeout_s)
+    return Client.connect(SocketTransport(token, tls=tls), scheduler, observer=observer, rank=rank, timeout_s=timeout_s)

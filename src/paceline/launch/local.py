@@ -180,7 +180,9 @@ class LocalCluster:
         self, *, observer: bool = False, rank: int | None = None, timeout_s: float = 60.0, **options: Any
     ) -> Client:
         """Connect this process as a worker (with the next free rank, or `rank`) or, outside iterations, an observer."""
-        return Client(self.transport(), self.scheduler, observer=observer, rank=rank, timeout_s=timeout_s, **options)
+        return Client.connect(
+            self.transport(), self.scheduler, observer=observer, rank=rank, timeout_s=timeout_s, **options
+        )
 
     def transport(self) -> SocketTransport:
         """Return a transport that speaks to this cluster."""

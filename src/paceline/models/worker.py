@@ -57,7 +57,7 @@ def run_worker(
         elif isinstance(notice, messages.Ended):
             ended.set()
 
-    with Client(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=heard) as client:
+    with Client.connect(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=heard) as client:
         on_ready(client.rank)
         worker = Worker(client, expelled)
         number = 0

@@ -18,7 +18,6 @@ from paceline.protocol import (
     iterations,
     jobs,
     membership,
-    outbox,
     placement,
     reachability,
     replication,
@@ -46,7 +45,6 @@ from paceline.protocol.consistency import (
 from paceline.protocol.delivery import Delivery
 from paceline.protocol.iterations import Iterations
 from paceline.protocol.membership import Member, Membership, Role
-from paceline.protocol.outbox import Outbox
 from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
 from paceline.protocol.reachability import Reachability, Silence
 from paceline.protocol.replication import Replication
@@ -73,7 +71,6 @@ __all__ = [
     "Membership",
     "Move",
     "NUM_BUCKETS",
-    "Outbox",
     "Placement",
     "Planner",
     "Reachability",
@@ -101,7 +98,6 @@ __all__ = [
     "iterations",
     "jobs",
     "membership",
-    "outbox",
     "parse_consistency",
     "parse_stale_policy",
     "place",

@@ -176,7 +176,7 @@ class Cluster:
 
     def connect(self, *, transport: Transport | None = None, timeout_s: float = PATIENCE_S, **options: Any) -> Client:
         """Return a client that is closed at the end."""
-        client = Client(transport or self.transport, self.scheduler_address, timeout_s=timeout_s, **options)
+        client = Client.connect(transport or self.transport, self.scheduler_address, timeout_s=timeout_s, **options)
         self._clients.callback(client.close)
         return client
 
@@ -215,10 +215,10 @@ class Cluster:
     def kill(self, client: Client) -> None:
         """Let a client's process be dead: every connection breaks, none is closed in good order."""
         self.lose(client.link)
-        for connection in client._connections:
+        for connection in client.servers.connections:
             connection._lost = ConnectionError("killed")  # type: ignore[assignment]
             connection._channel.close()
-        client._connections = []
+        client.servers.connections = []
 
     def num_counted(self) -> int:
         """How many workers take part in the iterations, as the servers see it."""
@@ -317,7 +317,7 @@ def floats(*values: float) -> Floats:
 def key_of(client: Client, rank: int) -> Keys:
     """Return a key whose primary is the server of that rank."""
     keys = np.arange(1000, dtype=np.uint64).reshape(-1, 1)
-    return next(key for key in keys if client.owners[buckets_of_keys(key).bit_length() - 1] == rank)
+    return next(key for key in keys if client.servers.routes.owners[buckets_of_keys(key).bit_length() - 1] == rank)
 
 
 def random_keys(random: np.random.Generator, count: int) -> Keys:

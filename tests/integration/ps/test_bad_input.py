@@ -278,7 +278,7 @@ def test_keys_that_another_server_holds() -> None:
         channel = cluster.raw()
         with pytest.raises(UsageError, match="of dense table 'd' came to a server that does not hold it"):
             ask(channel, PUSH, table=dense.number, sequence=1, body=(every, ones))
-        elsewhere = next(b for b in range(500) if client.owners[b] == 1)
+        elsewhere = next(b for b in range(500) if client.servers.routes.owners[b] == 1)
         with pytest.raises(StaleEpochError, match="server 0 does not lead all of these buckets"):
             call(channel, messages.ReadBucket(table=dense.number, bucket=elsewhere))
         channel.close()
@@ -445,7 +445,7 @@ def test_servers_that_never_come() -> None:
         with pytest.raises(PeerError, match=r"1 servers have joined within 0.1 s, and the scheduler expects more"):
             cluster.connect(timeout_s=0.1)
         with pytest.raises(PacelineError, match="nobody listens there"):
-            Client(SocketTransport(TOKEN), "unix:///tmp/no-such-scheduler")
+            Client.connect(SocketTransport(TOKEN), "unix:///tmp/no-such-scheduler")
 
 
 # Strangers at the door.

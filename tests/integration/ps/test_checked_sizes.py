@@ -214,7 +214,7 @@ def answered_by(handler: Handler) -> Iterator[Client]:
     with Cluster() as cluster:
         client = cluster.connect()
         client.sparse_table("w", update=SGD(lr=1.0))
-        [connection] = client.connections
+        [connection] = client.servers.connections
         with serve_in_thread(handler, cluster.transport) as served:
             connection._channel.close()
             connection._channel = cluster.transport.connect(served.endpoint, Hello(role="worker"), timeout_s=5.0)

@@ -65,7 +65,7 @@ def test_who_is_declared_dead_changes_nothing_any_more() -> None:
         ]
         for message, body in calls:
             with pytest.raises(PeerError, match="declared dead"):
-                dead._connections[0].call(message, body=body)
+                dead.servers.connections[0].call(message, body=body)
         found = living.sparse_table("t", update=SGD(lr=1.0))
         found.push(keys, ones).wait()
         assert found.pull(keys).reshape(-1).tolist() == [2.0, 2.0]

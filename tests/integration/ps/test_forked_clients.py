@@ -43,7 +43,7 @@ def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         ticket = table.push(keys_of(1), floats(1))
-        client.lock.acquire()  # type: ignore[union-attr]  # another thread's, as the child would see it
+        client.servers.lock.acquire()  # type: ignore[union-attr]  # another thread's, as the child would see it
         uses: list[Callable[[], Any]] = [
             lambda: table.push(keys_of(1), floats(1)),
             lambda: table.pull(keys_of(1)),
@@ -54,7 +54,7 @@ def test_whatever_a_child_does_with_a_client_is_one_error_and_the_parent_goes_on
             ticket.wait,
         ]
         found = [in_child(use) for use in uses]
-        client.lock.release()  # type: ignore[union-attr]
+        client.servers.lock.release()  # type: ignore[union-attr]
         assert [each.partition(" was made before process")[0] for each in found] == ["UsageError: this client"] * 7
         assert in_child(client.close) == ""
         ticket.wait()

@@ -123,7 +123,7 @@ def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
                 if node is goes or filling is not None or not is_missed:
                     node.call(partial(node.server.members_changed, new))
             for client in clients:
-                client._take_map(new)
+                client.follower.take(new)
 
         change(now.version + 1, None)
         workers = goes.server.core.workers

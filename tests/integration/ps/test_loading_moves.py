@@ -154,12 +154,12 @@ def test_whoever_loads_hears_late_of_a_join(
 
         def join_unheard(loads: Loads) -> None:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(client._watch, "take", lambda cluster: False)
+                patch.setattr(client.servers.watch, "take", lambda cluster: False)
                 cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
                 wait_until(lambda: is_whole(observer, 3, 1))
                 loads.go_on()
                 time.sleep(0.3)  # time enough to load all by the old map, and to stop at that
-            client._take_map(cluster_map(observer))
+            client.follower.take(cluster_map(observer))
 
         # Of one table: with the request for the next one it would hear from the servers.
         manifest = read_newest(folder).manifest
@@ -175,7 +175,7 @@ def test_a_server_takes_no_word_of_another_version(snapshot: tuple[Path, list[Fl
         number = client.open_table(read_newest(snapshot[0]).manifest.tables[0].spec).number
         request = LoadParts(version=7, table=number, directory=str(snapshot[0]), parts=(), buckets=())
         with pytest.raises(StaleEpochError, match=r"server 0 goes by version 1 .* loaded by version 7"):
-            client.connections[0].call(request)
+            client.servers.newest()[0].call(request)
 
 
 def test_a_server_dies_meanwhile_and_another_takes_its_place(

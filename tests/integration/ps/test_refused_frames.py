@@ -17,7 +17,7 @@ def test_what_a_server_refused_is_sent_again_with_the_tables(caplog: pytest.LogC
     with Cluster(servers=2, replicas=1) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
-        owner = client.owners[0]
+        owner = client.servers.routes.owners[0]
         behind = cluster.nodes[1 - owner]
         key = key_of(client, owner)
         with caplog.at_level(logging.ERROR, "paceline.ps"):

@@ -133,7 +133,7 @@ def test_a_new_table_goes_down_the_chains_by_itself(monkeypatch: pytest.MonkeyPa
         send_clocks = first.send_clocks
         monkeypatch.setattr(first, "send_clocks", lambda to: None if to == third.incarnation else send_clocks(to))
         made = messages.CreateTable(number=77, spec=client.sparse_table("t", update=SGD(lr=1.0)).spec)
-        connection = next(each for each in client._connections if each.incarnation == first.incarnation)
+        connection = next(each for each in client.servers.connections if each.session.server == first.incarnation)
         connection.call(made)
         wait_until(lambda: all(77 in replicator._tables.by_number for replicator in (second, third)))
 
@@ -239,17 +239,17 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
 
         table = client.sparse_table("sparse", update=SGD(lr=1.0))
         keys = np.array([key for key in KEYS if buckets_of_keys(np.array([key])) & from_bytes(one.buckets)])
-        client._take_map(change(2, *one.members, *other.members))  # of which the other one does not hear
+        client.follower.take(change(2, *one.members, *other.members))  # of which the other one does not hear
         table.push(keys, -np.ones((len(keys), 1), np.float32), tick=True)
         read = table.pull_async(keys)
         wait_until(lambda: bool(node.call(lambda: len(node.server.core.reads))))
         change(3, *other.members)
-        wait_until(lambda: read.done() or client._watch.is_unsettled)
+        wait_until(lambda: read.done() or client.servers.watch.is_unsettled)
         assert not read.done()
         last = change(4, *one.members)  # so that all comes to its end
         for each in cluster.nodes:
             each.call(partial(each.server.members_changed, last))
-        client._take_map(last)
+        client.follower.take(last)
 
 
 def test_without_replicas_the_lost_buckets_are_named() -> None:

@@ -51,7 +51,7 @@ def test_another_table_and_another_server_have_their_own() -> None:
     with Cluster(servers=2, workers=2, consistency=BoundedDelay(tau=4)) as cluster:
         clients = cluster.connect_all()
         a, b = (sparse(client) for client in clients)
-        owner = clients[0].owners
+        owner = clients[0].servers.routes.owners
         dense = clients[1].dense_table("d", size=2, update=SGD(lr=1.0))
         keys = np.arange(100, dtype=np.uint64)
         a.pull(keys)
@@ -69,7 +69,7 @@ def _server(client: Client, key: int) -> int:
 
     bucket = np.empty(1, np.uint16)
     index.buckets_of(keys_of(key), bucket)
-    return int(client.owners[bucket[0]])
+    return int(client.servers.routes.owners[bucket[0]])
 
 
 def test_far_behind_is_counted_in_the_last_place() -> None:

@@ -351,9 +351,9 @@ def test_statistics_count_what_was_done() -> None:
 def test_a_placement_covers_every_bucket() -> None:
     with Cluster(servers=3) as cluster:
         client = cluster.connect()
-        assert set(client.owners.tolist()) == {0, 1, 2}
+        assert set(client.servers.routes.owners.tolist()) == {0, 1, 2}
         keys: Keys = reference.unmix(np.arange(512, dtype=np.uint64) << np.uint64(55))
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push(keys, np.ones(512, np.float32))
         rows = [server.tables["w"].rows for server in client.statistics()]
-        assert rows == [int((client.owners == number).sum()) for number in range(3)]
+        assert rows == [int((client.servers.routes.owners == number).sum()) for number in range(3)]

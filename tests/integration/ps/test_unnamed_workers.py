@@ -32,7 +32,7 @@ def test_who_is_on_no_map_holds_nobody(consistency: Consistency) -> None:
         table = client.sparse_table("w", update=SGD(lr=1.0))
         ghost = connect(cluster, 10**9)
         ghost.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
-        ghost.send_frame(SYNCED, flags=1, epoch=client._routes.version)
+        ghost.send_frame(SYNCED, flags=1, epoch=client.servers.routes.version)
         wait_until(lambda: len(list(cluster.nodes[0].server.core.early)) == 2)
         for iteration in range(4):
             table.push(KEYS, ONES, tick=True)
@@ -45,7 +45,7 @@ def test_who_is_on_no_map_holds_nobody(consistency: Consistency) -> None:
 def test_who_left_before_any_map_joins_no_more() -> None:
     with Cluster(consistency=BoundedDelay(tau=1), workers=1) as cluster:
         client = cluster.connect()
-        number = client.connections[0].incarnation  # of a server: known, and no worker
+        number = client.servers.newest()[0].session.server  # of a server: known, and no worker
         channel = connect(cluster, number)
         channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
         with pytest.raises(PeerError, match="left the cluster or was declared dead"):

@@ -198,7 +198,9 @@ class Cluster:
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:
-                return Client(SocketTransport(self._token), self.scheduler_address, observer=True, timeout_s=TIMEOUT_S)
+                return Client.connect(
+                    SocketTransport(self._token), self.scheduler_address, observer=True, timeout_s=TIMEOUT_S
+                )
             except PacelineError:
                 if time.monotonic() > deadline:
                     raise

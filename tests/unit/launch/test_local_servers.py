@@ -84,7 +84,7 @@ def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
 
 def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
     """The link's thread, which has to send heartbeats, may not be held up by standard error."""
-    with servers, Client(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
+    with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
         cluster = client.link.cluster
         assert cluster is not None
         before = {each.incarnation for each in cluster.of_role("server")}
@@ -107,7 +107,7 @@ def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.Cap
 
 
 def test_the_end_of_the_cluster_is_not_blamed_on_nodes_that_are_not_there(servers: RunServers) -> None:
-    with servers, Client(SocketTransport(_TOKEN), servers.scheduler, rank=0) as client:
+    with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, rank=0) as client:
         wait_until(lambda: bool(servers._there))
         client.link.call(messages.EndCluster())
         wait_until(lambda: servers.failure() is not None)

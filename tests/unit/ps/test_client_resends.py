@@ -156,7 +156,7 @@ class World:
 
     def connect(self, **options: Any) -> Client:
         """Return a client."""
-        client = Client(self.transport, "memory://scheduler", **{"timeout_s": 10.0, **options})
+        client = Client.connect(self.transport, "memory://scheduler", **{"timeout_s": 10.0, **options})
         self.stack.callback(client.close)
         return client
 
@@ -270,9 +270,9 @@ def test_the_next_server_gets_what_a_dead_one_has_not_answered(stack: ExitStack)
     again = world.servers[11].data(2)
     assert [each.kind for each in again] == [PUSH, SYNCED]
     assert again[0].keys == keys_in(HIGH)
-    assert client.server_ranks == (0,)
-    assert set(client.owners.tolist()) == {0}
-    assert len(client.connections) == 1
+    assert client.servers.routes.server_ranks == (0,)
+    assert set(client.servers.routes.owners.tolist()) == {0}
+    assert len(client.servers.newest()) == 1
 
 
 def test_a_part_is_cut_anew_and_its_values_are_put_together(stack: ExitStack) -> None:
@@ -372,7 +372,7 @@ def test_an_observer_says_nothing(stack: ExitStack) -> None:
     world.publish(client, 2, {11: LOW, 12: HIGH})
     assert (table.pull(KEYS).reshape(-1) == KEYS).all()
     assert [each.kind for server in world.servers.values() for each in server.data(2)] == [PULL, PULL]
-    assert client.server_ranks == (0, 1)
+    assert client.servers.routes.server_ranks == (0, 1)
 
 
 def kept_world(stack: ExitStack, **options: Any) -> tuple[World, Client]:
@@ -461,7 +461,7 @@ def test_nothing_is_kept_while_nobody_is_behind_a_primary(stack: ExitStack) -> N
     def num_kept() -> int:
         table.push(KEYS, ones()).wait()
         client.flush()
-        return sum(len(connection.kept) for connection in client.connections)
+        return sum(len(connection.session.retained) for connection in client.servers.newest())
 
     assert num_kept() == 0
     world.publish(client, 2, {11: LOW, 12: HIGH}, filling=13)
@@ -483,9 +483,9 @@ def test_retiring_waits_until_it_is_safe(stack: ExitStack) -> None:
     for incarnation in (11, 12):
         pull = world.servers[incarnation].seen[-1]
         assert (pull.kind, pull.clock, pull.keys) == (PULL, 1, ())  # a read of the next iteration
-    assert not any(connection.kept for connection in client.connections)
+    assert not any(connection.session.retained for connection in client.servers.newest())
     table.push(KEYS, ones()).wait()
-    assert not any(connection.kept for connection in client.connections)  # it is applied at once
+    assert not any(connection.session.retained for connection in client.servers.newest())  # it is applied at once
 
 
 def test_lost_buckets(stack: ExitStack) -> None:
@@ -568,8 +568,8 @@ def test_calls_go_to_all_servers_of_the_newest_map(stack: ExitStack) -> None:
     client = world.connect()
     world.publish(client, 2, {11: LOW, 12: HIGH}, filling=13)
     client.sparse_table("w", update=SGD(lr=1.0))
-    assert client.server_ranks == (0, 1)
-    assert len(client.connections) == 3
+    assert client.servers.routes.server_ranks == (0, 1)
+    assert len(client.servers.newest()) == 3
     assert isinstance(world.servers[13].calls[-1], messages.CreateTable)
 
 

@@ -74,7 +74,7 @@ class Training:
         self._signals = DeferredSignals()
         self._alone_since: float | None = None
         self._reconnections = client.link.reconnections
-        self._first_servers = client.server_ranks
+        self._first_servers = client.servers.routes.server_ranks
         self._server_restarts = 0
         self._resumption: Resumption | None = None
         self._snapshots = None if options.snapshots is None else TrainingSnapshots(client, options.snapshots, warn)

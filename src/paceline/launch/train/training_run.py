@@ -62,7 +62,7 @@ def run_training(
             cluster: LocalCluster | None = None
             if scheduler is not None:
                 assert token is not None
-                client = stack.enter_context(Client(SocketTransport(token, tls=tls), scheduler, observer=True))
+                client = stack.enter_context(Client.connect(SocketTransport(token, tls=tls), scheduler, observer=True))
                 workers = client.link.call(messages.GetSettings(), messages.Settings).num_workers
             else:
                 cluster = LocalCluster.start(

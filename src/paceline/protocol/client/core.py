@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from paceline.errors import UsageError
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.chains import ChainGroup, has_followers
 from paceline.protocol.client.instructions import (
@@ -40,6 +41,7 @@ class ClientCore:
     """
 
     def __init__(self, *, is_worker: bool, is_sequential: bool) -> None:
+        self.is_worker = is_worker
         self.version = 0
         """The view that requests are cut by; 0 before the first."""
         self.sessions: dict[int, Session] = {}
@@ -54,7 +56,6 @@ class ClientCore:
         """Whether servers wait for this worker's ticks."""
         self.failures: list[Request] = []
         """Requests that failed and whose failure nobody was told."""
-        self._is_worker = is_worker
         self._is_sequential = is_sequential
         self._has_followers = False
         self._round = 0
@@ -63,10 +64,6 @@ class ClientCore:
 
     # Requests.
 
-    def session_of(self, request: Request) -> Session | None:
-        """The session that a request belongs to; None if its server is in the view no more."""
-        return self.sessions.get(request.server)
-
     def report(self, request: Request) -> None:
         """Take note that somebody is told of a request's failure: nobody else is."""
         request.is_reported = True
@@ -74,9 +71,9 @@ class ClientCore:
             self.failures.remove(request)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether anything is in flight."""
-        return any(session.in_flight for session in self.sessions.values())
+    def has_unfinished(self) -> bool:
+        """Whether anything is unanswered or unstable, or failed and nobody was told."""
+        return bool(self.failures) or any(each.in_flight or each.retained for each in self.sessions.values())
 
     def unstable(self) -> Session | None:
         """A server that does not say yet that the iterations which this worker has finished are stable; None: all do.
@@ -156,6 +153,12 @@ class ClientCore:
 
     # Iterations.
 
+    def check_takes_part(self) -> None:
+        """Raise UsageError unless this client takes part in iterations."""
+        if not self.takes_part:
+            what = "this worker has retired: call join() first" if self.is_worker else "an observer cannot tick"
+            raise UsageError(f"{what}; it takes no part in the iterations")
+
     def tick(self) -> None:
         """End the worker's iteration."""
         self.clock += 1
@@ -206,7 +209,7 @@ class ClientCore:
         return [AskToJoin(server, self._round, self._join_clock) for server in self.sessions]
 
     def _resync_all(self) -> Iterator[Instruction]:
-        for session in self.sessions.values() if self._is_worker else ():
+        for session in self.sessions.values() if self.is_worker else ():
             session.says_clock = True
             if session.is_connected:
                 yield self._resync(session)

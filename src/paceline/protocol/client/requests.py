@@ -61,7 +61,9 @@ _WITH_BODY: Final = (Kind.PULL, Kind.PUSH_PULL, Kind.CALL)
 class Payload(Protocol):
     """What a request carries, opaque but for the buckets that it is about. They are needed only at view changes."""
 
-    buckets: Buckets
+    @property
+    def buckets(self) -> Buckets:
+        """The buckets."""
 
 
 class Request:

@@ -50,18 +50,26 @@ class Session:
         return Request(self.server, self._last_number, kind, clock, sequence, payload, ends_iteration)
 
     def start(self, request: Request) -> bool:
-        """Take a request in flight; return whether to transmit it now. If not, it is when that is possible."""
+        """Take a request in flight; return False if it is blocked: then nothing is transmitted.
+
+        While there is no connection it waits for :meth:`ClientCore.connected`.
+        """
         self.in_flight[request.number] = request
         if request.has_body:
             self.num_bodies += 1
         if self.awaits_view and request.kind is not Kind.CALL:
             self._blocked.add(request.number)
             return False
-        return self.is_connected
+        return True
 
     def answered(self, request: Request) -> bool:
         """Take the answer to a request; return whether it is retained: then its payload has to stay."""
-        self._finish(request)
+        request.is_done = True
+        del self.in_flight[request.number]
+        if request.has_body:
+            self.num_bodies -= 1
+        if request.parents is not None:
+            request.complete_parents(self._failures)
         if self.retains and request.kind in PUSHES and request.clock >= self.stable_clock:
             self.retained.append(request)
             return True

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from paceline.errors import UsageError
 from paceline.protocol.buckets import bucket_set
+from paceline.protocol.client import Request
 from paceline.ps.client.table import Table
-from paceline.ps.client.ticket import Parts, Ticket
-from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TableSpec
+from paceline.ps.client.ticket import Ticket
+from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
 from paceline.tables.bucket_arrays import dense_buckets
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
 from paceline.tables.types import Floats, Keys
@@ -45,7 +46,7 @@ class DenseTable(Table):
 
         Other arguments, result and errors as :meth:`SparseTable.push`.
         """
-        with self._client.lock:
+        with self._servers.lock:
             if keys is None:
                 start, stop = self._check_range(start, None, self._count(grads))
                 flat = self._check_grads(grads, stop - start, 1)
@@ -74,7 +75,7 @@ class DenseTable(Table):
         keys: npt.ArrayLike | None = None,
     ) -> Ticket:
         """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does."""
-        with self._client.lock:
+        with self._servers.lock:
             if keys is not None:
                 checked = self._check_dense_keys(keys)
                 target = self._check_out(out, len(checked), 1).reshape(-1)
@@ -96,7 +97,7 @@ class DenseTable(Table):
         tick: bool = False,
     ) -> Ticket:  # fmt: skip
         """Do as :meth:`push_pull` without waiting."""
-        with self._client.lock:
+        with self._servers.lock:
             count = self._count(grads)
             if keys is None:
                 start, stop = self._check_range(start, None, count)
@@ -151,34 +152,35 @@ class DenseTable(Table):
         inverse: npt.NDArray[np.int32] | None,
         ticks: bool,
     ) -> Ticket:
-        client = self._client
+        servers, core = self._servers, self._servers.core
         values = out if inverse is None or out is None else np.empty(len(keys), np.float32)
-        flags = client.tick_flag() if ticks else 0
-        sequence = client.next_sequence() if grads is not None else client.last_sequence()
-        connections = client.connections
+        if ticks:
+            core.check_takes_part()
+        flags = TICKS if ticks else 0
+        sequence = core.next_sequence() if grads is not None else core.sequence
+        connections = servers.newest()
         buckets = dense_buckets(self.size, keys)
-        if client.routes.lost:
-            client.check_there(bucket_set(np.unique(buckets).tolist()))
-        owners = client.owners[buckets]
-        sent: Parts = []
+        if servers.routes.lost:
+            servers.check_there(bucket_set(np.unique(buckets).tolist()))
+        owners = servers.routes.owners[buckets]
+        sent: list[Request] = []
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
         for i, connection in enumerate(connections):
             chosen = np.flatnonzero(owners == i)
             if not len(chosen):
                 if ticks:
-                    sent.append((connection, connection.send(TICK, 0, 0, client.clock, 0, ())))
+                    sent.append(connection.send(TICK, 0, 0, core.clock, 0, ()))
                 continue
             parts: list[Any] = [keys[chosen]]
             if grads is not None:
                 parts.append(grads[chosen])
             own_out = None if values is None else np.empty(len(chosen), np.float32)
-            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
-            pending.is_private = True
-            sent.append((connection, pending))
+            request = connection.send(kind, self._number, flags, core.clock, sequence, parts, own_out, True)
+            sent.append(request)
             if own_out is not None:
                 places.append((own_out, chosen))
         if ticks:
-            client.ticked_by_push()
+            core.tick()
 
         def finish() -> Floats | None:
             if values is not None:
@@ -188,11 +190,11 @@ class DenseTable(Table):
                     out[:] = values[inverse]
             return out
 
-        return Ticket(client, sent, finish)
+        return Ticket(servers, sent, finish)
 
     def _runs_now(self) -> list[Sequence[tuple[int, int]]]:
         """The elements of each of the client's connections, as ranges."""
-        routes = self._client.routes
+        routes = self._servers.routes
         if self._runs_of != routes.version:
             self._runs = [runs_in(self.size, led) for led in routes.leads]
             self._runs_of = routes.version
@@ -201,34 +203,35 @@ class DenseTable(Table):
     def _send_range(
         self, kind: int, start: int, stop: int, grads: Floats | None, out: Floats | None, ticks: bool
     ) -> Ticket:
-        client = self._client
-        flags = RANGE | (client.tick_flag() if ticks else 0)
-        sequence = client.next_sequence() if grads is not None else client.last_sequence()
+        servers, core = self._servers, self._servers.core
+        if ticks:
+            core.check_takes_part()
+        flags = RANGE | (TICKS if ticks else 0)
+        sequence = core.next_sequence() if grads is not None else core.sequence
         bounds = np.array([start, stop], np.uint64)
-        connections = client.connections
-        if client.routes.lost:
-            client.check_there(range_buckets(self.size, start, stop))
-        sent: Parts = []
+        connections = servers.newest()
+        if servers.routes.lost:
+            servers.check_there(range_buckets(self.size, start, stop))
+        sent: list[Request] = []
         places: list[tuple[Floats, list[tuple[int, int]]]] = []
         for connection, runs in zip(connections, self._runs_now(), strict=True):
             own = clip_runs(runs, start, stop)
             length = sum(b - a for a, b in own)
             if not length:
                 if ticks:
-                    sent.append((connection, connection.send(TICK, 0, 0, client.clock, 0, ())))
+                    sent.append(connection.send(TICK, 0, 0, core.clock, 0, ()))
                 continue
             whole = length == stop - start
             parts: list[Any] = [bounds]
             if grads is not None:
                 parts.append(grads if whole else np.concatenate([grads[a - start : b - start] for a, b in own]))
             own_out = None if out is None else out if whole else np.empty(length, np.float32)
-            pending = connection.send(kind, self._number, flags, client.clock, sequence, parts, own_out)
-            pending.is_private = not whole
-            sent.append((connection, pending))
+            request = connection.send(kind, self._number, flags, core.clock, sequence, parts, own_out, not whole)
+            sent.append(request)
             if own_out is not None and not whole:
                 places.append((own_out, own))
         if ticks:
-            client.ticked_by_push()
+            core.tick()
 
         def finish() -> Floats | None:
             for values, own in places:
@@ -239,4 +242,4 @@ class DenseTable(Table):
                     at += b - a
             return out
 
-        return Ticket(client, sent, finish)
+        return Ticket(servers, sent, finish)

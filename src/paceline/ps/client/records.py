@@ -64,8 +64,8 @@ def read_records(
     handle = client.open_table(spec)
     client.flush()
     for bucket in buckets:
-        with client.lock:
-            rows, body = client.retry(partial(_read_bucket, client, handle.number, bucket))
+        with client.servers.lock:
+            rows, body = client.servers.retry(partial(_read_bucket, client, handle.number, bucket))
         if len(body) != rows * (8 + 4 * spec.record_words):
             raise PeerError(
                 f"bucket {bucket} of table {spec.name!r} came as {len(body)} bytes for {rows} rows of "
@@ -77,9 +77,12 @@ def read_records(
 
 
 def _read_bucket(client: Client, number: int, bucket: int) -> tuple[int, memoryview]:
-    connections = client.connections
-    client.check_there(1 << bucket)
-    return connections[int(client.owners[bucket])].call(messages.ReadBucket(table=number, bucket=bucket), Natural)
+    servers = client.servers
+    connections = servers.newest()
+    servers.check_there(1 << bucket)
+    return connections[int(servers.routes.owners[bucket])].call(
+        messages.ReadBucket(table=number, bucket=bucket), Natural
+    )
 
 
 def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) -> None:
@@ -90,7 +93,7 @@ def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) 
     def write_rest() -> None:
         nonlocal rest
         while len(rest):
-            connections = client.connections
+            connections = client.servers.newest()
             order, starts = _by_server(client, spec, keys[rest])
             first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
             chosen = rest[order[starts[first] : starts[first + 1]]]
@@ -98,20 +101,20 @@ def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) 
             connections[first].call(message, body=(keys[chosen], records[chosen]))
             rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
-    with client.lock:
-        client.retry(write_rest)
+    with client.servers.lock:
+        client.servers.retry(write_rest)
 
 
 def _by_server(client: Client, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return positions of keys grouped by server, and where each server's begin, as :func:`split` does."""
-    num_servers = len(client.connections)
+    num_servers = len(client.servers.newest())
     if spec.kind == "sparse":
-        client.check_there(buckets_of_keys(keys) if client.routes.lost else 0)
+        client.servers.check_there(buckets_of_keys(keys) if client.servers.routes.lost else 0)
         order, starts = np.empty(len(keys), np.int64), np.empty(num_servers + 1, np.int64)
-        split(keys, client.owners, starts, order)
+        split(keys, client.servers.routes.owners, starts, order)
         return order, starts
     buckets = dense_buckets(spec.size, keys)
-    client.check_there(bucket_set(np.unique(buckets).tolist()) if client.routes.lost else 0)
-    owners = client.owners[buckets]
+    client.servers.check_there(bucket_set(np.unique(buckets).tolist()) if client.servers.routes.lost else 0)
+    owners = client.servers.routes.owners[buckets]
     order = np.argsort(owners, kind="stable")
     return order, np.searchsorted(owners[order], np.arange(num_servers + 1))

@@ -100,7 +100,7 @@ class _Loading:
         client = self._client
         number = client.open_table(table.spec).number
         waits: list[ServerConnection] = []
-        with client.lock:
+        with client.servers.lock:
             for connection, _ in self._shares(version):
                 request = LoadParts(
                     version=version,
@@ -113,13 +113,13 @@ class _Loading:
                 waits.append(connection)
         unseen: Buckets = 0
         while waits:
-            with client.lock:
+            with client.servers.lock:
                 self._shares(version)
                 states = [(connection, _load_state(connection)) for connection in waits]
             waits = [connection for connection, state in states if not state.done]
             for connection, state in states:
                 if not state.is_seen:
-                    unseen |= _held_by(client, connection.incarnation)
+                    unseen |= _held_by(client, connection.session.server)
             if waits:
                 self.pause(f"server {waits[0].rank} still reads its part")
         if unseen:  # a server runs elsewhere, and does not see this directory
@@ -128,7 +128,7 @@ class _Loading:
     def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:
         """Return the shares of the servers by this version of the map. Raises StaleEpochError if it is another now."""
         shares = list(shares_of(self._client))
-        if self._client.routes.version != version:
+        if self._client.servers.routes.version != version:
             raise StaleEpochError(f"the map of the cluster has changed since version {version}")
         return shares
 
@@ -146,7 +146,7 @@ class _Loading:
 def _held_by(client: Client, server: int) -> Buckets:
     """Return the buckets of whose chain a server is a member."""
     held = 0
-    for group in client.routes.groups:
+    for group in client.servers.routes.groups:
         if server in group.members:
             held |= group.buckets
     return held

@@ -48,8 +48,8 @@ _MAX_ROUNDS = 64
 
 def shares_of(client: Client) -> Iterator[tuple[ServerConnection, Buckets]]:
     """Yield the connection to each server, and the buckets that it leads, which are its to write."""
-    client.check_there(ALL)
-    yield from zip(client.connections, client.routes.leads, strict=True)
+    client.servers.check_there(ALL)
+    yield from zip(client.servers.newest(), client.servers.routes.leads, strict=True)
 
 
 class _Under:
@@ -137,9 +137,9 @@ class SnapshotTaker:
         under.waits = []
         under.round += 1
         answers = []
-        with self._client.lock:
+        with self._client.servers.lock:
             shares = list(shares_of(self._client))
-            under.version = self._client.routes.version
+            under.version = self._client.servers.routes.version
             for connection, buckets in shares:
                 if not buckets & wanted:
                     continue
@@ -183,9 +183,9 @@ class SnapshotTaker:
     def _hear(self, under: _Under) -> None:
         """Ask the servers that are not through how far they are."""
         client = self._client
-        with client.lock:
-            connections = client.connections
-            client.check_there(ALL)
+        with client.servers.lock:
+            connections = client.servers.newest()
+            client.servers.check_there(ALL)
             for connection in list(under.waits):
                 if connection not in connections:
                     under.waits.remove(connection)
@@ -205,7 +205,7 @@ class SnapshotTaker:
         """Have buckets that have moved taken by those that lead them now, once it is known who does."""
         if time.monotonic() - under.begun_s > _PATIENCE_S or under.round >= _MAX_ROUNDS:
             raise self._failed(f"{count(missing)} buckets went on moving to other servers")
-        if self._client.routes.version == under.version:
+        if self._client.servers.routes.version == under.version:
             return  # the map by which they have moved is on its way
         if under.iteration is None:
             self._ask(under, missing, None)
@@ -228,7 +228,7 @@ class SnapshotTaker:
         if under is None:
             return
         try:
-            with self._client.lock:
+            with self._client.servers.lock:
                 for connection, _ in shares_of(self._client):
                     connection.call(DropSnapshot(number=under.number))
         except PeerError:

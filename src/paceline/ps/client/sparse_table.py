@@ -10,17 +10,18 @@ import numpy.typing as npt
 
 from paceline.errors import UsageError
 from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
+from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.table import Table
-from paceline.ps.client.ticket import Parts, Ticket
-from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
+from paceline.ps.client.ticket import Ticket
+from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK, TICKS
 from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.types import Floats, Keys
 
 if TYPE_CHECKING:
-    from paceline.ps.client.client import Client
+    pass
 
 
 class SparseTable(Table):
@@ -42,7 +43,7 @@ class SparseTable(Table):
 
         Raises UsageError for a wrong dtype or shape, NonFiniteError for NaN or Inf; then no server has seen any of it.
         """
-        with self._client.lock:
+        with self._servers.lock:
             distinct, flat, _ = self._prepare_push(keys, grads, assume_unique)
             return self._send_by_key(PUSH, distinct, flat, None, self.dim, ticks=tick)
 
@@ -60,13 +61,13 @@ class SparseTable(Table):
         that hides the round trip, and the values may lack this worker's own last pushes. Only under a consistency whose
         τ is at least `ahead`; else UsageError.
         """
-        with self._client.lock:
+        with self._servers.lock:
             if ahead:
                 self._check_ahead(ahead)
             checked = self._check_keys(keys)
             out = self._check_out(out, len(checked), self.dim)
             if not len(checked):
-                return _empty_ticket(self._client, out)
+                return Ticket(self._servers, [], lambda: out)
             distinct, inverse = (checked, None) if assume_unique else self._dedup(checked)
             return self._ask(PULL, distinct, inverse, None, out, False, ahead)
 
@@ -87,37 +88,37 @@ class SparseTable(Table):
         assume_unique: bool = False,
     ) -> Ticket:  # fmt: skip
         """Do as :meth:`push_pull` without waiting."""
-        with self._client.lock:
+        with self._servers.lock:
             distinct, flat, inverse = self._prepare_push(keys, grads, assume_unique)
             out = self._check_out(out, len(distinct) if inverse is None else len(inverse), self.dim)
             return self._ask(PUSH_PULL, distinct, inverse, flat, out, tick)
 
     def erase(self, keys: npt.ArrayLike) -> int:
         """Erase rows, so that they read as never pushed; return how many there were."""
-        with self._client.lock:
+        with self._servers.lock:
             self._client.flush()
             rest, erased = self._check_keys(keys), 0
 
             def erase_rest() -> None:
                 nonlocal rest, erased
                 while len(rest):
-                    connections = self._client.connections
+                    connections = self._servers.newest()
                     self._check_there(rest)
                     order = np.empty(len(rest), np.int64)
                     starts = np.empty(len(connections) + 1, np.int64)
-                    split(rest, self._client.owners, starts, order)
+                    split(rest, self._servers.routes.owners, starts, order)
                     first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
                     own = rest[order[starts[first] : starts[first + 1]]]
                     erased += connections[first].call(messages.Erase(table=self._number), Natural, (own,))[0]
                     rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
-            self._client.retry(erase_rest)
+            self._servers.retry(erase_rest)
             return erased
 
     def _check_there(self, keys: Keys) -> None:
         """Raise ConnectionLostError if a key's bucket is lost."""
-        if self._client.routes.lost:
-            self._client.check_there(buckets_of_keys(keys))
+        if self._servers.routes.lost:
+            self._servers.check_there(buckets_of_keys(keys))
 
     def __len__(self) -> int:
         """Return the number of rows on all servers."""
@@ -174,21 +175,22 @@ class SparseTable(Table):
         ahead: int = 0,
     ) -> Ticket:
         """Send a request for distinct keys to the servers that own them; `grads` and `out` are flat."""
-        client = self._client
-        connections = client.connections
-        if client.routes.lost:
+        servers, core = self._servers, self._servers.core
+        connections = servers.newest()
+        if servers.routes.lost:
             self._check_there(keys)
-        clock, flags = client.clock + ahead, client.tick_flag() if ticks else 0
-        sequence = client.next_sequence() if grads is not None else client.last_sequence()
+        if ticks:
+            core.check_takes_part()
+        clock, flags = core.clock + ahead, TICKS if ticks else 0
+        sequence = core.next_sequence() if grads is not None else core.sequence
         if len(connections) == 1:
             parts: Sequence[Any] = (keys,) if grads is None else (keys, grads)
-            pending = connections[0].send(kind, self._number, flags, clock, sequence, parts, out)
-            sent, finish = [(connections[0], pending)], None
+            sent, finish = [connections[0].send(kind, self._number, flags, clock, sequence, parts, out)], None
         else:
             sent, finish = self._send_split(connections, kind, keys, grads, out, dim, flags, clock, sequence)
         if ticks:
-            client.ticked_by_push()
-        return Ticket(client, sent, finish)
+            core.tick()
+        return Ticket(servers, sent, finish)
 
     def _send_split(
         self,
@@ -201,17 +203,17 @@ class SparseTable(Table):
         flags: int,
         clock: int,
         sequence: int,
-    ) -> tuple[Parts, Callable[[], None] | None]:
+    ) -> tuple[list[Request], Callable[[], None] | None]:
         order = np.empty(len(keys), np.int64)
         starts = np.empty(len(connections) + 1, np.int64)
-        split(keys, self._client.owners, starts, order)
-        sent: Parts = []
+        split(keys, self._servers.routes.owners, starts, order)
+        sent: list[Request] = []
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
         for i, connection in enumerate(connections):
             chosen = order[starts[i] : starts[i + 1]]
             if not len(chosen):
                 if flags:
-                    sent.append((connection, connection.send(TICK, 0, 0, clock, 0, ())))
+                    sent.append(connection.send(TICK, 0, 0, clock, 0, ()))
                 continue
             own_keys = np.empty(len(chosen), np.uint64)
             take_keys(keys, chosen, own_keys)
@@ -224,9 +226,8 @@ class SparseTable(Table):
             if out is not None:
                 own_out = np.empty(len(chosen) * dim, np.float32)
                 places.append((own_out, chosen))
-            pending = connection.send(kind, self._number, flags, clock, sequence, parts, own_out)
-            pending.is_private = True
-            sent.append((connection, pending))
+            request = connection.send(kind, self._number, flags, clock, sequence, parts, own_out, True)
+            sent.append(request)
         if out is None:
             return sent, None
         target = out
@@ -236,7 +237,3 @@ class SparseTable(Table):
                 put_rows(values, chosen, dim, target)
 
         return sent, put_all
-
-
-def _empty_ticket(client: Client, result: Any) -> Ticket:
-    return Ticket(client, [], lambda: result)

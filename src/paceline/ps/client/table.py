@@ -25,6 +25,7 @@ class Table:
 
     def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
         self._client = client
+        self._servers = client.servers
         self._number = number
         self.spec = spec
         self._scratch = np.empty(0, np.int32)
@@ -47,9 +48,9 @@ class Table:
         """
         if not isinstance(update, UpdateRule):
             raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
-        with self._client.lock:
+        with self._servers.lock:
             fields = to_fields(update)
-            self._client.call_all(messages.SetUpdate(table=self._number, update=fields))
+            self._servers.call_all(messages.SetUpdate(table=self._number, update=fields))
             self._client.link.call(messages.NoteUpdate(table=self.name, update=fields))
             self.spec = self.spec.with_update(fields)
 

@@ -6,23 +6,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
-from paceline.ps.client.connection import Pending, ServerConnection
+from paceline.protocol.client import Request
 from paceline.ps.messages import DROPPED
 
 if TYPE_CHECKING:
-    from paceline.ps.client.client import Client
-
-Parts = list[tuple[ServerConnection, Pending]]
+    from paceline.ps.client.servers import Servers
 
 
 class Ticket:
     """A push or pull under way. Arrays given to it must not be changed, nor `out` read, before it is done."""
 
-    __slots__ = ("_client", "_finish", "_finished", "_parts", "_result")
+    __slots__ = ("_finish", "_finished", "_requests", "_result", "_servers")
 
-    def __init__(self, client: Client, parts: Parts, finish: Callable[[], Any] | None = None) -> None:
-        self._client = client
-        self._parts = parts
+    def __init__(self, servers: Servers, requests: list[Request], finish: Callable[[], Any] | None = None) -> None:
+        self._servers = servers
+        self._requests = requests
         self._finish = finish
         self._finished = False
         self._result: Any = None
@@ -36,15 +34,15 @@ class Ticket:
             self._wait()
 
     def _wait(self) -> None:
-        with self._client.lock:
+        with self._servers.lock:
             if self._finished:  # by another thread
                 return
             try:
-                for connection, pending in self._parts:
-                    connection.wait(pending)
+                for request in self._requests:
+                    self._servers.wait(request)
             except PacelineError:
-                for connection, pending in self._parts:
-                    connection.forget(pending)
+                for request in self._requests:
+                    self._servers.core.report(request)
                 raise
             if self._finish is not None:
                 self._result = self._finish()
@@ -54,8 +52,8 @@ class Ticket:
         """Return whether :meth:`wait` would return at once."""
         if self._finished:
             return True
-        with self._client.lock:
-            are_done = [connection.poll(pending) for connection, pending in self._parts]
+        with self._servers.lock:
+            are_done = [self._servers.poll(request) for request in self._requests]
             return all(are_done)
 
     def result(self) -> Any:
@@ -67,4 +65,4 @@ class Ticket:
     def dropped(self) -> bool:
         """Whether a server has dropped the gradient because it was too stale (policy drop:R). Waits."""
         self.wait()
-        return any(pending.flags & DROPPED for _, pending in self._parts)
+        return any(request.flags & DROPPED for request in self._requests)

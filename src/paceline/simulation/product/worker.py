@@ -56,7 +56,7 @@ class Worker(Participant):
         end_s = world.now_s + cluster.patience_s
         while True:
             try:
-                return Client(VirtualTransport(cluster.network), cluster.address, timeout_s=cluster.patience_s)
+                return Client.connect(VirtualTransport(cluster.network), cluster.address, timeout_s=cluster.patience_s)
             except (AddressError, ConnectionLostError, DeadlineError) as error:
                 world.note(f"{self.process.name} tries again: {error}")
                 if world.now_s >= end_s:

@@ -26,7 +26,9 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
             f"not set): start the program with `paceline run --strategy {name} --servers 1 SCRIPT`"
         )
     tls = TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
-    return Client(SocketTransport(told.token, tls=tls), told.scheduler, rank=rank, timeout_s=timeout.total_seconds())
+    return Client.connect(
+        SocketTransport(told.token, tls=tls), told.scheduler, rank=rank, timeout_s=timeout.total_seconds()
+    )
 
 
 def check_cluster(

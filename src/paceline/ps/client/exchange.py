@@ -1,0 +1,200 @@
+"""What one request of a client carries: its frame, where the values of its answer go; and, at view changes, its keys.
+
+:class:`~paceline.protocol.client.ClientCore` says what is sent in the place of which requests, and which buckets of
+them; :func:`fill` makes the frames. What goes out again has keys, not ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.protocol.buckets import Buckets, bucket_set
+from paceline.protocol.client import Kind, Request
+from paceline.ps.client.buffer_pool import Copies, Memory
+from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, TICK, VALUES, TableSpec
+from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
+from paceline.tables.ranges import clip_runs, range_buckets, runs_in
+from paceline.tables.sparse_store import Floats, Keys
+from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Header
+
+KINDS = {PUSH: Kind.PUSH, PULL: Kind.PULL, PUSH_PULL: Kind.PUSH_PULL, TICK: Kind.TICK, CALL: Kind.CALL}
+"""By the kind of a frame."""
+
+PADS = tuple(bytes(size) for size in range(8))
+_Positions: TypeAlias = npt.NDArray[np.int64]
+
+
+class Exchange:
+    """A request's frame, and what comes back: a payload of the core."""
+
+    __slots__ = ("body", "frame", "is_call", "is_private", "memory", "meta", "out", "part", "scatter")
+
+    def __init__(
+        self, frame: tuple[Any, ...], out: Any = None, is_private: bool = False, is_call: bool = False
+    ) -> None:
+        self.frame = frame
+        self.is_call = is_call
+        self.out = out
+        """The array for the values of the answer, if any."""
+        self.is_private = is_private
+        """Whether nobody else has the arrays in the frame."""
+        self.meta = b""
+        self.body = _NO_BODY
+        self.part: FrameKeys | None = None
+        """What the frame is about, once that is asked."""
+        self.memory: Memory | None = None
+        """Of the copy that a retained push is."""
+        self.scatter: tuple[Floats, _Positions] | None = None
+        """Where the values go: to these of those rows."""
+
+    @property
+    def num_awaited_bytes(self) -> int:
+        """How many bytes of values its answer has."""
+        return 0 if self.out is None else int(self.out.nbytes)
+
+    def receive(self, channel: Channel, header: Header) -> bool:
+        """Receive what follows the header of the answer; return False if that is not what was asked for."""
+        self.meta = channel.receive_meta()
+        if header.body_bytes:
+            if self.is_call:
+                self.body = memoryview(np.empty(header.body_bytes, np.uint8))  # type: ignore[arg-type]
+                channel.receive_into(self.body)
+            elif self.out is not None and header.body_bytes == self.out.nbytes:
+                channel.receive_into(self.out)
+            else:
+                return False
+        return True
+
+    def accepts(self, header: Header) -> bool:
+        """Whether this is an answer to what was asked: values are only values if all of them came."""
+        if self.out is not None:
+            return header.kind == VALUES and bool(header.body_bytes == self.out.nbytes)
+        if self.is_call:
+            return header.kind == RESULT
+        return not header.body_bytes and header.kind in (ACK, VALUES)
+
+    @property
+    def buckets(self) -> Buckets:
+        """The buckets that it is about; :meth:`locate` was called before."""
+        assert self.part is not None
+        return self.part.buckets
+
+    def locate(self, specs: Mapping[int, TableSpec], layout: Buckets) -> None:
+        """Find out what the frame is about; `layout` is what its server led when it was made."""
+        if self.part is None:
+            self.part = FrameKeys(self.frame, specs[HEADER.unpack(self.frame[0])[4]], layout)
+
+    def put_values(self) -> None:
+        """Put the values where they belong, which `scatter` says."""
+        assert self.scatter is not None
+        rows, positions = self.scatter
+        rows[positions] = self.out.reshape(len(positions), -1)
+
+    def retain(self, copies: Copies) -> None:
+        """Have arrays of its own: the caller's may change when the request is done."""
+        if not self.is_private:
+            arrays, self.memory = copies.copy(self.frame[1:3])
+            self.frame = (self.frame[0], *arrays)
+
+    def release(self, copies: Copies) -> None:
+        """Hold the arrays no longer; a later copy may have the memory."""
+        self.frame, self.part = (), None
+        if self.memory is not None:
+            copies.give_back(self.memory)
+            self.memory = None
+
+
+def exchange_of(request: Request) -> Exchange:
+    """What a request carries."""
+    return request.payload  # type: ignore[return-value]
+
+
+_NO_BODY = memoryview(b"")
+
+
+class FrameKeys:
+    """A frame as keys."""
+
+    def __init__(self, frame: tuple[Any, ...], spec: TableSpec, layout: Buckets) -> None:
+        header = HEADER.unpack(frame[0])
+        self.table = header[4]
+        self.spec = spec
+        self._is_range = bool(header[3] & RANGE)
+        self._frame = frame
+        self._layout = layout
+        self._keys: Keys | None = None
+        if self._is_range:
+            start, stop = frame[1].tolist()
+            self.buckets = range_buckets(spec.size, start, stop) & layout
+        elif spec.kind == "dense":
+            self.buckets = bucket_set(np.unique(dense_buckets(spec.size, frame[1])).tolist())
+        else:
+            self.buckets = buckets_of_keys(frame[1])
+
+    @property
+    def keys(self) -> Keys:
+        """Its keys, as the gradients or values are in order."""
+        if self._keys is None:
+            if self._is_range:
+                start, stop = self._frame[1].tolist()
+                runs = clip_runs(runs_in(self.spec.size, self._layout), start, stop)
+                self._keys = np.concatenate([np.arange(a, b, dtype=np.uint64) for a, b in runs])
+            else:
+                self._keys = self._frame[1]
+        return self._keys
+
+    def positions(self, buckets: Buckets) -> _Positions | None:
+        """Where the keys of some buckets are; None if that is everywhere."""
+        return positions_in(self.spec, self.keys, buckets) if self.buckets & ~buckets else None
+
+    def take(self, buckets: Buckets) -> tuple[Keys, Floats]:
+        """Return the keys of some buckets, and their gradients as [n, dim]."""
+        rows = self._frame[2].reshape(-1, self.spec.dim)
+        chosen = self.positions(buckets)
+        return (self.keys, rows) if chosen is None else (self.keys[chosen], rows[chosen])
+
+
+def pack(request: Request, kind: int, flags: int, table: int, version: int, parts: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the frame of a data request."""
+    size = 0
+    for part in parts:
+        size += part.nbytes
+    header = HEADER.pack(
+        MAGIC, PROTOCOL_VERSION, kind, flags, table, request.number, version, request.clock, request.sequence, 0, size
+    )
+    pad = -size & 7
+    return (header, *parts, PADS[pad]) if pad else (header, *parts)
+
+
+def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: int) -> Exchange:
+    """Return what a request carries that is made of pieces of others."""
+    parts = [(_keys_of(piece), buckets) for piece, buckets in pieces]
+    table = parts[0][0].table
+    if request.kind is Kind.PUSH:
+        taken = [part.take(buckets) for part, buckets in parts]
+        # Copies, even of one part: these may be retained, and its memory is the caller's, or is used again.
+        arrays = np.concatenate([keys for keys, _ in taken]), np.concatenate([rows for _, rows in taken]).reshape(-1)
+        return Exchange(pack(request, PUSH, 0, table, version, arrays), is_private=True)
+    [(part, buckets)] = parts
+    former = exchange_of(pieces[0][0])
+    chosen = part.positions(buckets)
+    if chosen is None:
+        keys, exchange = part.keys, Exchange((), former.out, True)
+        exchange.scatter = former.scatter
+    else:
+        rows = former.out.reshape(len(part.keys), -1)
+        keys, exchange = part.keys[chosen], Exchange((), np.empty(len(chosen) * rows.shape[1], np.float32), True)
+        to_rows, positions = (rows, None) if former.scatter is None else former.scatter
+        exchange.scatter = to_rows, chosen if positions is None else positions[chosen]
+    exchange.frame = pack(request, PULL, 0, table, version, (keys,))
+    return exchange
+
+
+def _keys_of(request: Request) -> FrameKeys:
+    part = exchange_of(request).part
+    assert part is not None
+    return part
