@@ -12,15 +12,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, StaleEpochError, UsageError
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, StaleEpochError
 from paceline.protocol.buckets import ALL, to_bytes
+from paceline.protocol.client import ClientCore
 from paceline.ps import SGD, Client, Ticket, messages
-from paceline.ps.client import client as client_module
-from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, SYNCED, TICK, TICKS, VALUES
+from paceline.ps.client.following import MapFollower
+from paceline.ps.client.servers import Servers
+from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, SYNCED, TICK, VALUES
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.ranges import bucket_width, clip_runs, runs_in
 from paceline.testing import Served, serve_in_thread
-from paceline.transport import Handler, Header, MemoryTransport, Peer
+from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer
 
 LOW, HIGH = ALL >> 256, ALL & ~(ALL >> 256)
 KEYS = np.arange(64, dtype=np.uint64)
@@ -113,19 +115,7 @@ class FakeServer(Handler):
 
 
 class FakeLink:
-    """A line to a scheduler that says what the test wants."""
-
-    settings = messages.Settings(consistency="eventual", stale="accept", num_servers=2, num_workers=1)
-
-    def __init__(self, *arguments: Any, on_map: Callable[[messages.ClusterMap], None], **options: Any) -> None:
-        self.publish = on_map
-        self.first: messages.ClusterMap = FIRST[0]
-
-    def register(self, request: messages.Register, *, timeout_s: float) -> messages.Welcome:
-        """Welcome everybody."""
-        assert timeout_s > 0
-        self.publish(self.first)
-        return messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, cluster=self.first)
+    """A line to a scheduler that numbers tables by kind."""
 
     def call(self, message: msgspec.Struct, *arguments: Any) -> int:
         """Number tables by kind."""
@@ -134,9 +124,6 @@ class FakeLink:
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-FIRST: list[messages.ClusterMap] = []
 
 
 class World:
@@ -149,15 +136,24 @@ class World:
         for incarnation in (11, 12, 13):
             server = self.servers[incarnation] = FakeServer(incarnation)
             server.served = stack.enter_context(serve_in_thread(server, self.transport))
-        FakeLink.settings = messages.Settings(
+        self.settings = messages.Settings(
             **{"consistency": "eventual", "stale": "accept", "num_servers": 2, "num_workers": 1, **settings}
         )
-        FIRST[:] = [self.map(1, leads, filling)]
+        self.first = self.map(1, leads, filling)
 
-    def connect(self, **options: Any) -> Client:
-        """Return a client."""
-        client = Client.connect(self.transport, "memory://scheduler", **{"timeout_s": 10.0, **options})
+    def connect(self, timeout_s: float = 10.0, reconnect_s: float = 3.0) -> Client:
+        """Return a worker's client."""
+        follower = MapFollower()
+        follower.take(self.first)
+        welcome = messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, cluster=self.first)
+        core = ClientCore(is_worker=True, is_sequential=self.settings.consistency == "sequential")
+        hello = Hello(role="worker", rank=3, incarnation=70)
+        options = {"timeout_s": timeout_s, "reconnect_s": reconnect_s}
+        servers = follower.servers = Servers(self.transport, hello, core, follower.watch, **options)
+        client = Client(FakeLink(), welcome, servers, follower)  # type: ignore[arg-type]
         self.stack.callback(client.close)
+        servers.open(has_replicas=False)
+        client.join()
         return client
 
     def map(self, version: int, leads: Mapping[int, int], filling: int | None = None) -> messages.ClusterMap:
@@ -185,12 +181,11 @@ class World:
 
     def publish(self, client: Client, version: int, leads: Mapping[int, int], filling: int | None = None) -> None:
         """Let the client have a newer map."""
-        client.link.publish(self.map(version, leads, filling))  # type: ignore[attr-defined]
+        client.follower.take(self.map(version, leads, filling))
 
 
 @pytest.fixture
-def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    monkeypatch.setattr(client_module, "SchedulerLink", FakeLink)
+def stack() -> Iterator[ExitStack]:
     with ExitStack() as each:
         yield each
 
@@ -220,34 +215,6 @@ def keys_in(buckets: int) -> tuple[int, ...]:
 
 def ones(count: int = 64) -> Any:
     return np.ones(count, np.float32)
-
-
-def test_what_is_refused_goes_out_again_in_order(stack: ExitStack) -> None:
-    world = World(stack, {11: ALL})
-    client = world.connect()
-    table = client.sparse_table("w", update=SGD(lr=1.0))
-    server = world.servers[11]
-    server.is_silent = True
-    pushes = [table.push(KEYS[:1], ones(1) * number) for number in range(1, 4)]
-    pulled = table.pull_async(KEYS)
-    client.tick()
-    last = table.push(KEYS[:1], ones(1) * 9)
-    assert not pulled.done()
-    server.change(2)
-    assert not pulled.done()  # refused, and no newer map is here
-    world.publish(client, 2, {11: ALL})
-    assert (pulled.result().reshape(-1) == KEYS).all()
-    for ticket in (*pushes, last):
-        ticket.wait()
-    until_synced(server, 2)
-    again = server.data(2)
-    assert [(each.kind, each.sequence, each.grads) for each in again[:-1]] == [
-        (PUSH, 1, (1.0,)), (PUSH, 2, (2.0,)), (PUSH, 3, (3.0,)), (PULL, 3, ()), (PUSH, 4, (9.0,)),
-    ]  # fmt: skip
-    assert again[-1][:5] == (SYNCED, 1, 2, 1, 3)  # behind everything: clock 1, and the rank as the sequence
-    assert sum(each.kind == TICK for each in server.seen) == 1  # the clock has been said
-    assert not any(each.flags & TICKS for each in again[:-1])
-    assert [each.epoch for each in server.seen if each.kind == TICK] == [1]  # or it would be taken without the pushes
 
 
 def test_the_next_server_gets_what_a_dead_one_has_not_answered(stack: ExitStack) -> None:
@@ -318,26 +285,6 @@ def test_a_part_is_cut_anew_and_its_values_are_put_together(stack: ExitStack) ->
     assert client.clock == 1
 
 
-def test_a_map_that_comes_while_the_one_before_is_carried_out(stack: ExitStack) -> None:
-    world = World(stack, {11: LOW, 12: HIGH})
-    client = world.connect()
-    table = client.sparse_table("w", update=SGD(lr=1.0))
-    for server in world.servers.values():
-        server.is_silent = True
-    ticket = table.push_pull_async(KEYS, ones())
-    world.publish(client, 2, {12: HIGH, 13: LOW})
-    until_synced(world.servers[13], 2)
-    assert not ticket.done()
-    world.servers[12].is_silent = False
-    world.publish(client, 3, {12: ALL})
-    assert (ticket.result().reshape(-1) == KEYS).all()
-    until_synced(world.servers[12], 3)
-    push, *pulls, synced = world.servers[12].data(3)
-    assert (push.kind, synced.kind) == (PUSH, SYNCED)
-    assert sorted(push.keys) == KEYS.tolist()  # one frame, though it was in two
-    assert sorted(key for pull in pulls for key in pull.keys) == KEYS.tolist()
-
-
 def test_an_idle_client_says_synced_by_itself(stack: ExitStack) -> None:
     world = World(stack, {11: ALL})
     client = world.connect()
@@ -363,16 +310,6 @@ def test_a_worker_that_joins_says_synced(stack: ExitStack) -> None:
         until(lambda server=server: server.data(1))  # type: ignore[misc]
         assert [each[:5] for each in server.data(1)] == [(SYNCED, 1, 1, 0, 3)]
     assert client.clock == 0
-
-
-def test_an_observer_says_nothing(stack: ExitStack) -> None:
-    world = World(stack, {11: ALL})
-    client = world.connect(observer=True)
-    table = client.sparse_table("w", update=SGD(lr=1.0))
-    world.publish(client, 2, {11: LOW, 12: HIGH})
-    assert (table.pull(KEYS).reshape(-1) == KEYS).all()
-    assert [each.kind for server in world.servers.values() for each in server.data(2)] == [PULL, PULL]
-    assert client.servers.routes.server_ranks == (0, 1)
 
 
 def kept_world(stack: ExitStack, **options: Any) -> tuple[World, Client]:
@@ -438,40 +375,6 @@ def test_what_was_sent_again_is_kept_as_it_was(stack: ExitStack, is_answered: bo
     assert [set(each.grads) for each in world.servers[13].data(3)[:-1]] == [{1.0}, {2.0}]
 
 
-def test_what_is_safe_at_a_server_is_learned_anew_with_every_map(stack: ExitStack) -> None:
-    # Found by thought: a server that comes to lead what another one has led is not as far on with that.
-    world, client = kept_world(stack)
-    table = client.sparse_table("w", update=SGD(lr=1.0))
-    world.servers[11].durable = 1
-    table.push(KEYS, ones()).wait()
-    world.servers[11].durable = 0
-    world.publish(client, 2, {11: ALL}, filling=13)
-    until_synced(world.servers[11], 2)
-    client.flush()
-    world.publish(client, 3, {13: ALL})
-    until_synced(world.servers[13], 3)
-    assert [each.keys for each in world.servers[13].data(3)[:-1]] == [keys_in(HIGH)]
-
-
-def test_nothing_is_kept_while_nobody_is_behind_a_primary(stack: ExitStack) -> None:
-    world = World(stack, {11: LOW, 12: HIGH}, consistency="sequential")
-    client = world.connect()
-    table = client.sparse_table("w", update=SGD(lr=1.0))
-
-    def num_kept() -> int:
-        table.push(KEYS, ones()).wait()
-        client.flush()
-        return sum(len(connection.session.retained) for connection in client.servers.newest())
-
-    assert num_kept() == 0
-    world.publish(client, 2, {11: LOW, 12: HIGH}, filling=13)
-    assert num_kept() == 2
-    world.publish(client, 3, {11: LOW, 13: HIGH})
-    until_synced(world.servers[13], 3)
-    assert [each.sequence for each in world.servers[13].data(3)[:-1]] == [2]
-    assert num_kept() == 0
-
-
 def test_retiring_waits_until_it_is_safe(stack: ExitStack) -> None:
     world, client = kept_world(stack)
     table = client.sparse_table("w", update=SGD(lr=1.0))
@@ -518,25 +421,6 @@ def test_lost_buckets(stack: ExitStack) -> None:
         table.pull(there)
 
 
-def test_a_failure_of_what_was_sent_again_is_told(stack: ExitStack) -> None:
-    world = World(stack, {11: ALL})
-    client = world.connect()
-    table = client.sparse_table("w", update=SGD(lr=1.0))
-    server = world.servers[11]
-    server.is_silent = True
-    ticket = table.push(KEYS, ones())
-    table.push(KEYS, ones())
-    world.servers[12].fails = UsageError("no such thing")
-    server.change(2)
-    world.publish(client, 2, {11: LOW, 12: HIGH})
-    with pytest.raises(UsageError, match="no such thing"):
-        ticket.wait()
-    with pytest.raises(UsageError, match="no such thing"):  # of the other one
-        client.flush()
-    client.flush()
-    client.tick()
-
-
 def test_no_newer_map_comes(stack: ExitStack) -> None:
     world = World(stack, {11: ALL})
     client = world.connect(timeout_s=0.2, reconnect_s=0.1)
@@ -556,7 +440,7 @@ def test_a_new_server_that_cannot_be_reached_yet(stack: ExitStack) -> None:
     address = world.servers[12].served.endpoint.tcp
     listener = world.transport._listeners.pop(address.host)
     world.servers[11].change(2)
-    client.link.publish(new)  # type: ignore[attr-defined]
+    client.follower.take(new)
     until(lambda: world.servers[11].data(2))
     world.transport._listeners[address.host] = listener
     assert (table.pull(KEYS).reshape(-1) == KEYS).all()

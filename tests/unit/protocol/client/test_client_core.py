@@ -1,0 +1,337 @@
+"""What a client sends, sends again and retains, and when it takes part in iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.protocol import ChainGroup
+from paceline.protocol.client import (
+    AskToJoin,
+    ClientCore,
+    Connect,
+    Disconnect,
+    Instruction,
+    Kind,
+    Release,
+    Request,
+    Resync,
+    Transmit,
+)
+
+LOST = ValueError("lost")
+
+
+class Runtime:
+    """A client's core, and what it has sent: by server, (kind, sequence, clock, buckets) or a Resync."""
+
+    def __init__(self, *, is_worker: bool = True, is_sequential: bool = True, behind: int | None = None) -> None:
+        self.core = ClientCore(is_worker=is_worker, is_sequential=is_sequential)
+        self.behind = behind
+        self.sent: dict[int, list[object]] = {}
+        self.asks: list[AskToJoin] = []
+        self.released: list[Request] = []
+
+    def view(self, version: int, leads: dict[int, int], lost: int = 0) -> None:
+        """Take a view, and connect to all that are new in it; `sent` begins anew."""
+        self.sent = {server: [] for server in leads}
+        groups = [ChainGroup((server,), self.behind, buckets) for server, buckets in leads.items()]
+        groups += [ChainGroup((), None, lost)] if lost else []
+        self.execute(self.core.change(version, tuple(groups), LOST))
+
+    def execute(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Transmit(request, pieces):
+                    if pieces:
+                        request.payload = SimpleNamespace(buckets=sum(buckets for _, buckets in pieces))
+                        self.start(request)
+                    else:
+                        self.transmit(request)
+                case Connect(server):
+                    self.execute(self.core.connected(server))
+                case Disconnect(session):
+                    for call in session.departed():
+                        session.failed(call, LOST)
+                case Resync(server):
+                    self.sent.setdefault(server, []).append(instruction)
+                case AskToJoin():
+                    self.asks.append(instruction)
+                case Release(request):
+                    self.released.append(request)
+
+    def start(self, request: Request) -> None:
+        session = self.core.sessions[request.server]
+        if session.start(request) and session.is_connected:
+            self.transmit(request)
+
+    def transmit(self, request: Request) -> None:
+        buckets = 0 if request.payload is None else request.payload.buckets
+        self.sent.setdefault(request.server, []).append((request.kind, request.sequence, request.clock, buckets))
+
+    def make(self, kind: Kind, buckets: int, ends_iteration: bool = False) -> list[Request]:
+        """Make one request for each server that leads some of the buckets."""
+        core, made = self.core, []
+        sequence = core.sequence if kind is Kind.PULL else core.next_sequence()
+        for session in core.sessions.values():
+            if buckets & session.leads:
+                payload = SimpleNamespace(buckets=buckets & session.leads)
+                made.append(session.request(kind, core.clock, sequence, payload, ends_iteration))
+                self.start(made[-1])
+        if ends_iteration:
+            core.tick()
+        return made
+
+    def push(self, buckets: int) -> list[Request]:
+        return self.make(Kind.PUSH, buckets)
+
+    def answer(self, *servers: int) -> None:
+        """Have servers answer everything."""
+        for server in servers:
+            session = self.core.sessions[server]
+            for request in session.unanswered():
+                session.answered(request)
+
+    def answered_push(self, buckets: int) -> list[Request]:
+        made = self.push(buckets)
+        self.answer(*self.core.sessions)
+        return made
+
+
+def joined(behind: int | None = 9, **leads: int) -> Runtime:
+    """A worker that takes part in iterations."""
+    runtime = Runtime(behind=behind)
+    runtime.core.takes_part = True
+    runtime.view(1, {int(name[1:]): buckets for name, buckets in leads.items()})
+    return runtime
+
+
+def test_what_is_refused_goes_out_again_in_order_and_a_resync_behind_it() -> None:
+    runtime = joined(None, s1=0b1)
+    [first], [second] = runtime.push(1), runtime.push(1)
+    [pull] = runtime.make(Kind.PULL, 1)
+    session = runtime.core.sessions[1]
+    runtime.start(session.request(Kind.TICK, 0, 0))
+    runtime.core.tick()
+    session.refused(first)
+    [late] = runtime.push(1)
+    assert (Kind.PUSH, 3, 1, 1) not in runtime.sent[1]  # it is blocked
+    runtime.view(2, {1: 1})
+    assert runtime.sent[1] == [
+        (Kind.PUSH, 1, 0, 1), (Kind.PUSH, 2, 0, 1), (Kind.PULL, 2, 0, 1), (Kind.PUSH, 3, 1, 1), Resync(1, 2, 1, True),
+    ]  # fmt: skip
+    assert not any(each.is_done for each in (first, second, pull, late))
+    runtime.answer(1)
+    assert all(each.is_done for each in (first, second, pull, late))
+
+
+def test_answers_to_what_was_replaced_count_no_more() -> None:
+    runtime = joined(None, s1=0b1)
+    [pull] = runtime.make(Kind.PULL, 1)
+    session = runtime.core.sessions[1]
+    runtime.view(2, {1: 1})
+    assert session.num_bodies == 2  # the old answer is still to be read
+    assert pull.number not in session.in_flight
+    assert session.orphan_answered(pull.number)
+    assert not session.orphan_answered(pull.number)
+    assert session.num_bodies == 1
+    session.disconnected()
+    assert session.num_bodies == 1
+
+
+def test_a_push_that_reads_and_ends_the_iteration_becomes_a_push_and_a_pull_of_the_next() -> None:
+    runtime = joined(None, s1=0b0011, s2=0b1100)
+    parts = runtime.make(Kind.PUSH_PULL, 0b1111, ends_iteration=True)
+    runtime.view(2, {1: 0b0101, 2: 0b1010})
+    for server, buckets in ((1, 0b0101), (2, 0b1010)):  # of the push one frame for each server
+        pulls = runtime.sent[server][1:-1]
+        assert runtime.sent[server][0] == (Kind.PUSH, 1, 0, buckets)
+        assert pulls == [(Kind.PULL, 1, 1, buckets & 0b0011), (Kind.PULL, 1, 1, buckets & 0b1100)]
+        assert runtime.sent[server][-1] == Resync(server, 2, 1, True)
+    runtime.answer(1)
+    assert not any(part.is_done for part in parts)
+    runtime.answer(2)
+    assert all(part.is_done for part in parts)
+
+
+def test_views_upon_views() -> None:
+    runtime = joined(None, s1=0b01, s2=0b10)
+    first, second = runtime.push(0b11)
+    runtime.view(2, {2: 0b10, 3: 0b01})
+    runtime.view(3, {2: 0b11})
+    assert runtime.sent[2] == [(Kind.PUSH, 1, 0, 0b11), Resync(2, 3, 0, True)]  # one frame, though it was in two
+    runtime.view(3, {3: 0b11})
+    assert runtime.sent == {3: []}  # no newer one
+    runtime.answer(2)
+    assert first.is_done
+    assert second.is_done
+
+
+def test_after_a_cut_all_that_is_unanswered_goes_out_again() -> None:
+    runtime = joined(None, s1=0b1)
+    runtime.view(2, {1: 1})
+    runtime.answered_push(1)
+    runtime.push(1)
+    runtime.start(runtime.core.sessions[1].request(Kind.CALL, 0, 0))
+    runtime.core.sessions[1].disconnected()
+    runtime.push(1)
+    runtime.core.tick()
+    runtime.sent = {}
+    runtime.execute(runtime.core.connected(1))
+    assert runtime.sent[1] == [
+        (Kind.PUSH, 2, 0, 1), (Kind.CALL, 0, 0, 0), (Kind.PUSH, 3, 0, 1), Resync(1, 2, 1, True),
+    ]  # fmt: skip
+
+
+def test_calls_outlive_a_view_unless_their_server_leaves() -> None:
+    runtime = joined(None, s1=0b01, s2=0b10)
+    calls = [session.request(Kind.CALL, 0, 0) for session in runtime.core.sessions.values()]
+    for call in calls:
+        call.is_reported = True
+        runtime.start(call)
+    runtime.view(2, {1: 0b11})
+    assert [call.error for call in calls] == [None, LOST]
+    assert runtime.core.failures == []
+    runtime.core.sessions[1].awaits_view = True
+    runtime.answer(1)
+    assert calls[0].is_done
+
+
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_only_workers_say_where_they_are(is_worker: bool) -> None:
+    runtime = Runtime(is_worker=is_worker)
+    runtime.view(1, {1: 1})
+    assert runtime.sent[1] == []
+    runtime.view(2, {1: 0b01, 2: 0b10})
+    said = [Resync(server, 2, 0, False) for server in (1, 2) if is_worker]
+    assert [each for sent in runtime.sent.values() for each in sent] == said
+    with pytest.raises(UsageError, match="takes no part in the iterations"):
+        runtime.core.check_takes_part()
+
+
+def test_a_worker_joins_at_the_latest_iteration_that_a_server_names() -> None:
+    runtime = Runtime()
+    runtime.view(1, {1: 0b01, 2: 0b10})
+    core = runtime.core
+    runtime.execute(core.join())
+    assert runtime.asks == [AskToJoin(1, 1, 0), AskToJoin(2, 1, 0)]
+    runtime.execute(core.joined(1, 1, 0))
+    runtime.execute(core.joined(2, 1, 7))
+    assert runtime.asks[2:] == [AskToJoin(1, 2, 7), AskToJoin(2, 2, 7)]
+    runtime.execute(core.joined(1, 1, 0))  # of a round that is over
+    runtime.execute(core.joined(1, 2, 7))
+    assert core.is_joining
+    runtime.execute(core.joined(2, 2, 7))
+    assert (core.is_joining, core.takes_part, core.clock) == (False, True, 7)
+    # One that has not seen this view yet would wait for the worker when it does.
+    assert runtime.sent == {1: [Resync(1, 1, 7, True)], 2: [Resync(2, 1, 7, True)]}
+
+
+def test_a_view_that_comes_while_a_worker_joins_has_it_ask_all_again() -> None:
+    runtime = Runtime()
+    runtime.view(1, {1: 0b01, 2: 0b10})
+    runtime.execute(runtime.core.join())
+    runtime.execute(runtime.core.joined(1, 1, 5))
+    runtime.view(2, {1: 0b01, 3: 0b10})
+    assert runtime.sent[1] == [Resync(1, 2, 0, False)]
+    assert runtime.asks[2:] == [AskToJoin(1, 2, 5), AskToJoin(3, 2, 5)]
+    assert runtime.core.joined(2, 1, 5) == []
+    runtime.core.stop_joining()
+    assert not runtime.core.is_joining
+
+
+def test_answered_pushes_are_retained_until_they_are_stable() -> None:
+    runtime = joined(s1=0b01, s2=0b10)
+    for _ in range(3):
+        runtime.answered_push(0b11)
+        runtime.core.tick()
+    assert runtime.core.unstable() is runtime.core.sessions[1]
+    assert [each.sequence for each in runtime.core.sessions[2].stabilize(1)] == [1]
+    assert runtime.core.sessions[2].stabilize(1) == []
+    runtime.view(2, {1: 0b11})
+    assert runtime.sent[1] == [(Kind.PUSH, 2, 1, 0b10), (Kind.PUSH, 3, 2, 0b10), Resync(1, 2, 3, True)]
+    assert len(runtime.released) == 2  # of the server that is gone
+    runtime.answer(1)
+    runtime.view(3, {3: 0b11})  # what was sent again is retained too
+    assert runtime.sent[3][:-1] == [(Kind.PUSH, 1, 0, 0b01), (Kind.PUSH, 2, 1, 0b11), (Kind.PUSH, 3, 2, 0b11)]
+    runtime.answer(3)
+    runtime.core.sessions[3].stabilize(3)
+    assert runtime.core.unstable() is None
+    assert not runtime.core.has_unfinished
+
+
+def test_after_a_view_that_was_missed_all_that_is_retained_goes_out_again() -> None:
+    runtime = joined(s1=0b1)
+    runtime.answered_push(1)
+    runtime.view(2, {1: 1})
+    assert runtime.sent[1] == [Resync(1, 2, 0, True)]
+    runtime.view(4, {1: 1})  # the server may have lost it in between
+    assert runtime.sent[1] == [(Kind.PUSH, 1, 0, 1), Resync(1, 4, 0, True)]
+
+
+def test_what_is_stable_at_a_server_is_learned_anew_with_every_view() -> None:
+    # A server that comes to lead what another one has led is not as far on with that.
+    runtime = joined(s1=0b01, s2=0b10)
+    runtime.core.sessions[1].stabilize(1)
+    assert not runtime.core.sessions[1].answered(runtime.push(0b01)[0])
+    runtime.answered_push(0b10)
+    runtime.view(2, {1: 0b11})
+    runtime.answer(1)
+    runtime.view(3, {3: 0b11})
+    assert runtime.sent[3][:-1] == [(Kind.PUSH, 2, 0, 0b10)]
+
+
+def test_nothing_is_retained_while_no_server_is_behind_a_primary() -> None:
+    runtime = joined(None, s1=0b01, s2=0b10)
+    runtime.answered_push(0b11)
+    assert not runtime.core.has_unfinished
+    runtime.behind = 9
+    runtime.view(2, {1: 0b01, 2: 0b10})
+    runtime.answered_push(0b11)
+    runtime.behind = None
+    # The first view by which nothing is retained: what has moved goes out, the rest is released.
+    runtime.view(3, {1: 0b01, 3: 0b10})
+    assert runtime.sent[1] == [Resync(1, 3, 0, True)]
+    assert runtime.sent[3] == [(Kind.PUSH, 2, 0, 0b10), Resync(3, 3, 0, True)]
+    assert len(runtime.released) == 2
+    runtime.answer(3)
+    assert not runtime.core.has_unfinished
+
+
+def test_who_retires_retains_nothing() -> None:
+    runtime = joined(s1=0b1)
+    runtime.answered_push(1)
+    runtime.execute(runtime.core.retire())
+    assert len(runtime.released) == 1
+    runtime.answered_push(1)
+    assert not runtime.core.has_unfinished
+
+
+def test_requests_for_lost_buckets_fail() -> None:
+    runtime = joined(None, s1=0b001, s2=0b110)
+    [there, gone] = runtime.push(0b011)
+    [whole_pull] = runtime.make(Kind.PULL, 0b110)
+    runtime.view(2, {1: 0b011}, lost=0b100)
+    assert runtime.core.lost == 0b100
+    assert [each.error for each in (there, gone, whole_pull)] == [None, None, LOST]
+    assert [whole_pull.is_done] == [False]  # a part of it is still awaited
+    runtime.answer(1)
+    assert whole_pull.is_done
+    assert runtime.core.failures == [whole_pull]
+    runtime.core.report(whole_pull)
+    assert runtime.core.failures == []
+
+
+def test_a_failure_of_what_was_sent_again_is_the_requests_own() -> None:
+    runtime = joined(None, s1=0b1)
+    [told], [untold] = runtime.push(1), runtime.push(1)
+    runtime.core.report(told)
+    runtime.view(2, {2: 1})
+    session = runtime.core.sessions[2]
+    for request in session.unanswered():
+        session.failed(request, LOST)
+    assert [told.error, untold.error] == [LOST, LOST]
+    assert runtime.core.failures == [untold]
