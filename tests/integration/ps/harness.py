@@ -216,7 +216,7 @@ class Cluster:
         """Let a client's process be dead: every connection breaks, none is closed in good order."""
         self.lose(client.link)
         for connection in client.servers.connections:
-            connection._lost = ConnectionError("killed")  # type: ignore[assignment]
+            connection.lost = ConnectionError("killed")  # type: ignore[assignment]
             connection._channel.close()
         client.servers.connections = []
 

@@ -18,7 +18,7 @@ from paceline.ps.client.buffer_pool import Copies, Memory
 from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, TICK, VALUES, TableSpec
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
-from paceline.tables.sparse_store import Floats, Keys
+from paceline.tables.types import Floats, Keys
 from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Header
 
 KINDS = {PUSH: Kind.PUSH, PULL: Kind.PULL, PUSH_PULL: Kind.PUSH_PULL, TICK: Kind.TICK, CALL: Kind.CALL}
