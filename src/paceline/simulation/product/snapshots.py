@@ -73,7 +73,7 @@ def take_snapshot(world: World, network: Network, disk: Disk, scheduler: str) ->
     Raises Violation for one that is not whole, and PacelineError for what is wrong with the cluster.
     """
     num_failed, directory, end_s = disk.num_failed, disk.new_directory(), world.now_s + _PATIENCE_S
-    client = Client(VirtualTransport(network), scheduler, observer=True)
+    client = Client.connect(VirtualTransport(network), scheduler, observer=True)
     taker = SnapshotTaker(client, directory)
     try:
         taker.begin()
