@@ -197,7 +197,7 @@ class Client(Node):
         return request
 
     def _send(self, server: int, frame: Any) -> None:
-        link = self._links[server]
+        link = self._links.get(server)  # None while there is no connection: what is unanswered goes out behind it
         if link is not None:
             link.send(self, frame)
 
