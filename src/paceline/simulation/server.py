@@ -190,7 +190,6 @@ class Server(Node):
             self._states_under_way.pop(target, None)
             if link is not None:
                 self.network.close(link)
-                self._handle(replication.LinkDown(target))
         for target in sorted(targets):
             if target not in self._links:
                 self._links[target] = None
@@ -272,6 +271,7 @@ class Server(Node):
         self._fill_all()
 
     def _obey(self, instructions: Iterable[events.Instruction]) -> None:
+        again: list[_Request] = []  # what was early comes behind everything that is to be done first
         for instruction in instructions:
             match instruction:
                 case replication.Apply(token, buckets):
@@ -305,9 +305,7 @@ class Server(Node):
                 case events.SendClocks(target):
                     self._send(target, ClocksFrame(self.core.replication.version, self.core.known_clocks()))
                 case events.Receive(token):
-                    request = _request(token)
-                    assert request.connection is not None
-                    self.receive(request.connection, request.frame)
+                    again.append(_request(token))
                 case events.Joined(token, clock):
                     request = _request(token)
                     request.answer(self, JoinedGate(clock, request.frame.number))
@@ -328,6 +326,9 @@ class Server(Node):
                     instruction.payload = _Request(None, None, AGGREGATE, instruction.iteration + 1, parts)
                 case events.ApplySum(iteration, workers, buckets):
                     self._apply(_Request(None, None, parts=self._sum(iteration, workers, buckets)), buckets)
+        for request in again:
+            assert request.connection is not None
+            self.receive(request.connection, request.frame)
 
     def _apply(self, push: _Request, buckets: int) -> None:
         for worker, values in push.parts:

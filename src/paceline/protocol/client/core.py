@@ -29,7 +29,7 @@ from paceline.protocol.client.instructions import (
     Transmit,
 )
 from paceline.protocol.client.replacement import replace
-from paceline.protocol.client.requests import Request
+from paceline.protocol.client.requests import Kind, Request
 from paceline.protocol.client.session import Session
 
 
@@ -91,10 +91,12 @@ class ClientCore:
         """Take note of a new connection to a server; return what to send on it."""
         session = self.sessions[server]
         session.is_connected = True
-        out: list[Instruction] = [Transmit(request) for request in session.unanswered()]
+        requests = list(session.unanswered())
+        out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not Kind.CALL]
         if session.says_clock:
             out.append(self._resync(session))
-        return out
+        # Of a worker's words the last counts: a call to join comes behind a resync that says that it takes no part.
+        return out + [Transmit(request) for request in requests if request.kind is Kind.CALL]
 
     def change(self, version: int, groups: tuple[ChainGroup, ...], loss: Exception | None = None) -> list[Instruction]:
         """Take a newer view; return what to do, in order. An older one is ignored.

@@ -711,7 +711,8 @@ class SchedulerCore:
         present = {each.member.incarnation: each.member for each in returned}
         present.update((each, known[each]) for each in unheard)
         self._leaving = {each.member.incarnation for each in returned if each.is_leaving} & latest.servers.keys()
-        self._all_leave = latest.servers.keys() <= self._leaving
+        # Where some are missing they may have died, though they did not want to leave: what is left is not given up.
+        self._all_leave = latest.servers.keys() <= self._leaving and len(latest.servers) >= self._num_servers
         self._rebuild(present, {each: m for each, m in known.items() if each not in present and m.role is Role.SERVER})
         back = []
         for each in ours:

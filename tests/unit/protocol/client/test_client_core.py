@@ -182,7 +182,7 @@ def test_after_a_cut_all_that_is_unanswered_goes_out_again() -> None:
     runtime.sent = {}
     runtime.execute(runtime.core.connected(1))
     assert runtime.sent[1] == [
-        (Kind.PUSH, 2, 0, 1), (Kind.CALL, 0, 0, 0), (Kind.PUSH, 3, 0, 1), Resync(1, 2, 1, True),
+        (Kind.PUSH, 2, 0, 1), (Kind.PUSH, 3, 0, 1), Resync(1, 2, 1, True), (Kind.CALL, 0, 0, 0),
     ]  # fmt: skip
 
 
@@ -241,6 +241,27 @@ def test_a_view_that_comes_while_a_worker_joins_has_it_ask_all_again() -> None:
     assert runtime.core.joined(2, 1, 5) == []
     runtime.core.stop_joining()
     assert not runtime.core.is_joining
+
+
+def test_a_call_to_join_comes_behind_the_word_that_the_worker_takes_no_part() -> None:
+    """The server took it for the last word, and iterations were complete there without a worker that had joined."""
+    runtime = Runtime()
+    runtime.view(1, {1: 0b01, 2: 0b10})
+    runtime.push(0b01)
+    runtime.view(2, {1: 0b01, 2: 0b10})
+    session = runtime.core.sessions[1]
+    session.disconnected()
+    runtime.execute(runtime.core.join())
+    runtime.start(session.request(Kind.CALL, 0, 0, SimpleNamespace(buckets=0)))
+    runtime.push(0b01)
+    runtime.sent = {}
+    runtime.execute(runtime.core.connected(1))
+    assert [each if isinstance(each, Resync) else each[0] for each in runtime.sent[1]] == [  # type: ignore[index]
+        Kind.PUSH,
+        Kind.PUSH,
+        Resync(1, 2, 0, False),
+        Kind.CALL,
+    ]
 
 
 def test_answered_pushes_are_retained_until_they_are_stable() -> None:

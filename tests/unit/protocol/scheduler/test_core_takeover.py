@@ -529,6 +529,29 @@ def test_a_server_that_drains_is_released_by_the_next_scheduler() -> None:
     assert scheduler.view.servers.keys() == {a.incarnation}
 
 
+def test_who_drains_alone_stays_when_another_scheduler_takes_over() -> None:
+    """It was released as the last of all, and what only it had went with it."""
+    former, (a, b), _ = started(2)
+    former.drain(a)
+    former.kill(b)
+    a.is_leaving = True
+    lose(former)
+    scheduler = successor(num_servers=2)
+    scheduler.rejoin(a)
+    assert holders(scheduler.view, a)
+    assert a.fate is None
+
+
+def test_servers_that_all_drain_are_all_released_by_the_next_scheduler() -> None:
+    former, (a, b), _ = started(2)
+    a.is_leaving = b.is_leaving = True
+    lose(former)
+    scheduler = successor(num_servers=2)
+    scheduler.rejoin(a, b)
+    assert isinstance(a.fate, events.Release)
+    assert isinstance(b.fate, events.Release)
+
+
 def test_a_server_that_says_that_it_drains_while_members_are_awaited_is_heard() -> None:
     former, (a, b), _ = started(2)
     lose(former)
