@@ -136,6 +136,10 @@ class JobCore:
         """Return what is new of the job, for workers and poster to keep; None if nothing is."""
         return None if self.ledger is None else self.ledger.take_news()
 
+    def record(self) -> JobRecord | None:
+        """Return all that was news so far, for members that are connected (again); None if there is no job."""
+        return None if self.ledger is None else self.ledger.record()
+
     def concerns(self, peer: object) -> bool:
         """Whether a process has posted the latest job."""
         return peer is self._poster

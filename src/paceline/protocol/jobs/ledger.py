@@ -54,6 +54,7 @@ class JobLedger:
         self._num_workers = max(num_workers, 1)
         self._leases = Leases(self._pool(spec.files, list(shards_in(spec.done))), ranks if is_strided else ())
         self._results = Results(number, spec.progress)
+        self._facts = JobFacts(number)  # what members were told
         self._news = JobFacts(number)
         self._has_news = True  # the job itself
         self._give_away_absent(ranks)
@@ -183,7 +184,7 @@ class JobLedger:
         self._leases.close()
 
     def fail(self, error: str, message: str) -> None:
-        """End the job for a reason; the first one counts."""
+        """End the job for a reason; the first one counts, under the next scheduler too: workers have gone on."""
         self.failed = self.failed or (error, message)
         self._has_news = True
         self.close()
@@ -201,7 +202,17 @@ class JobLedger:
             return None
         news, self._news, self._has_news = self._news, JobFacts(self.number), False
         news.num_workers, news.lost, news.failed = self._num_workers, self._lost, self.failed
-        return news.export()
+        record = news.export()
+        self._facts.merge(record)
+        return record
+
+    def record(self) -> JobRecord:
+        """Return all that was news so far, for a member that may have missed some.
+
+        News say which shards are done, and all that their worker has counted up to then: who lacks some of the one has
+        too much of the other.
+        """
+        return self._facts.export()
 
     def account(self) -> JobAccount:
         """Return what is done: all that came of these shards is acknowledged by the servers."""

@@ -47,6 +47,11 @@ class Jobs:
         record = self.core.take_news()
         return None if record is None else messages.JobNews(record=record)
 
+    def record(self) -> messages.JobNews | None:
+        """Return all that was news so far; None if there is no job."""
+        record = self.core.record()
+        return None if record is None else messages.JobNews(record=record)
+
     def concerns(self, session: Session) -> bool:
         """Whether a process has posted the latest job."""
         return self.core.concerns(session)

@@ -373,6 +373,9 @@ class Scheduler(Handler):
         )
         if is_resumed:
             known.answer_again()
+        record = self._jobs.record()
+        if record is not None and (member.role is Role.WORKER or self._jobs.concerns(known)):
+            known.notify(messages.encode(record))
         assert member.address is None or isinstance(member.address, Endpoint)
         assert member.process is None or isinstance(member.process, messages.Process)
         self._processes.watch(member.incarnation, member.process, member.address, connected=True)

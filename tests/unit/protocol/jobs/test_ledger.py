@@ -206,6 +206,18 @@ def test_a_job_that_has_failed_gives_nothing_to_do() -> None:
         assert answer.lease == ALL_DONE
 
 
+def test_who_is_connected_again_is_told_all_that_was_news() -> None:
+    ledger = JobLedger(1, spec((4,)), 1, [0])
+    worker = Worker(0)
+    for examples in (2.0, 5.0):
+        worker.done(ledger, taken(worker, ledger), examples)
+        ledger.take_news()
+    worker.done(ledger, taken(worker, ledger), 9.0)
+    record = ledger.record()
+    assert list(shards_in(record.done)) == [(0, 0, 0), (0, 0, 1)]
+    assert record.settled == {10: {"job": 1.0, "examples": 5.0}}
+
+
 def test_a_failure_is_news() -> None:
     ledger = JobLedger(1, spec((2,)), 1, [0])
     ledger.take_news()
