@@ -1,0 +1,122 @@
+"""How large modules, folders and classes may be. What is larger today is named here, and may not grow."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import paceline
+
+SOURCE = Path(paceline.__file__).parent
+MAX_MODULE_LINES, MAX_FOLDER_MODULES, MAX_METHODS, MAX_ATTRIBUTES = 450, 22, 20, 15
+
+LARGE_MODULES = {
+    "collectives/p2p/point_to_point.py": 452,
+    "kernels/text.py": 483,
+    "protocol/replication.py": 795,
+    "protocol/scheduler/core.py": 769,
+    "ps/scheduler/link.py": 502,
+    "ps/scheduler/runtime.py": 485,
+    "simulation/server.py": 514,
+    "torch/strategies/server/parameter_server.py": 477,
+    "torch/testing/idioms.py": 1029,
+}
+LARGE_FOLDERS = {"transport": 23}
+# Methods and attributes.
+LARGE_CLASSES = {
+    "collectives/group.py:Group": (51, 19),
+    "collectives/network/receiving.py:Incoming": (12, 21),
+    "collectives/p2p/point_to_point.py:PointToPoint": (32, 18),
+    "collectives/p2p/progress.py:Progress": (12, 19),
+    "collectives/rendezvous/node.py:Node": (16, 16),
+    "collectives/shared/engine.py:SharedMemory": (33, 18),
+    "collectives/world.py:Connections": (21, 20),
+    "environment.py:Environment": (1, 19),
+    "launch/local.py:LocalCluster": (22, 12),
+    "launch/run/run.py:RunOptions": (0, 22),
+    "launch/run/servers.py:RunServers": (19, 16),
+    "launch/train/train.py:Training": (17, 17),
+    "protocol/jobs/ledger.py:JobLedger": (21, 10),
+    "protocol/jobs/shards.py:Shards": (25, 14),
+    "protocol/replication.py:Replication": (40, 26),
+    "protocol/scheduler/core.py:SchedulerCore": (49, 37),
+    "protocol/scheduler/recovery.py:Recovery": (22, 1),
+    "ps/scheduler/link.py:SchedulerLink": (30, 31),
+    "ps/scheduler/runtime.py:Scheduler": (30, 23),
+    "ps/server/replicator.py:Replicator": (24, 9),
+    "ps/server/runtime.py:Runtime": (33, 14),
+    "simulation/client.py:Client": (23, 7),
+    "simulation/cluster.py:Cluster": (24, 17),
+    "simulation/faults.py:Faults": (24, 3),
+    "simulation/node.py:Node": (22, 9),
+    "simulation/product/cluster.py:Cluster": (21, 6),
+    "simulation/product/faults.py:Faults": (33, 8),
+    "simulation/product/network.py:End": (14, 16),
+    "simulation/product/state.py:ClusterState": (9, 19),
+    "simulation/scheduler.py:Scheduler": (26, 11),
+    "simulation/server.py:Server": (46, 11),
+    "simulation/worker.py:Worker": (24, 12),
+    "tables/dense_part.py:DensePart": (29, 8),
+    "tables/part.py:TablePart": (29, 7),
+    "tables/sparse_store.py:SparseStore": (23, 14),
+    "torch/strategies/base.py:Strategy": (27, 11),
+    "torch/strategies/server/parameter_server.py:ParameterServer": (33, 17),
+    "transport/channel.py:StreamChannel": (27, 22),
+    "transport/receiving.py:FrameReceiver": (15, 18),
+    "transport/sending.py:TransportPeer": (17, 17),
+}
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield str(path.relative_to(SOURCE)), path.read_text(encoding="utf-8")
+
+
+def size_of(node: ast.ClassDef) -> tuple[int, int]:
+    methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    fields = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    assigned = {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+        if isinstance(each.value, ast.Name) and each.value.id == "self"
+    }
+    return len(methods), len(fields | assigned)
+
+
+def test_no_module_is_too_long() -> None:
+    lengths = {name: text.count("\n") for name, text in modules()}
+    assert {name: lines for name, lines in lengths.items() if lines > LARGE_MODULES.get(name, MAX_MODULE_LINES)} == {}
+    assert [name for name in LARGE_MODULES if lengths.get(name, 0) <= MAX_MODULE_LINES] == [], "not needed any more"
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    folders = {path.parent for path in SOURCE.rglob("*.py")}
+    sizes = {str(folder.relative_to(SOURCE)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name: size for name, size in sizes.items() if size > LARGE_FOLDERS.get(name, MAX_FOLDER_MODULES)} == {}
+    assert [name for name in LARGE_FOLDERS if sizes.get(name, 0) <= MAX_FOLDER_MODULES] == [], "not needed any more"
+
+
+def test_no_class_is_too_large() -> None:
+    sizes = {
+        f"{name}:{node.name}": size_of(node)
+        for name, text in modules()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    }
+    limits = {name: LARGE_CLASSES.get(name, (MAX_METHODS, MAX_ATTRIBUTES)) for name in sizes}
+    over = {
+        name: size
+        for name, size in sizes.items()
+        if size[0] > max(limits[name][0], MAX_METHODS) or size[1] > max(limits[name][1], MAX_ATTRIBUTES)
+    }
+    assert over == {}
+    needless = [
+        name
+        for name in LARGE_CLASSES
+        if name not in sizes or (sizes[name][0] <= MAX_METHODS and sizes[name][1] <= MAX_ATTRIBUTES)
+    ]
+    assert needless == [], "not needed any more"
