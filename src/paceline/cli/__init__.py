@@ -1,4 +1,4 @@
-"""The command line: it parses arguments, calls the rooms below, and says in one sentence what went wrong."""
+"""The command line: it parses arguments, calls the packages below, and says in one sentence what went wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups: ranks that do collective operations together. The public face of this room."""
+"""Groups: ranks that do collective operations together. The public face of this package."""
 
 from __future__ import annotations
 

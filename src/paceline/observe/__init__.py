@@ -1,6 +1,6 @@
 """What a person sees while training runs and when it ends: the progress line, rates, tables of results.
 
-The only room that knows rich. It imports nothing of Paceline's machinery: whoever trains makes a
+The only package that knows rich. It imports nothing of Paceline's machinery: whoever trains makes a
 :class:`Snapshot` now and then and hands it over.
 """
 
