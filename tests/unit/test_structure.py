@@ -42,6 +42,7 @@ LARGE_CLASSES = {
     "protocol/replication.py:Replication": (40, 26),
     "protocol/scheduler/core.py:SchedulerCore": (49, 37),
     "protocol/scheduler/recovery.py:Recovery": (22, 1),
+    "ps/client/servers.py:Servers": (19, 16),
     "ps/scheduler/link.py:SchedulerLink": (30, 31),
     "ps/scheduler/runtime.py:Scheduler": (30, 23),
     "ps/server/replicator.py:Replicator": (24, 9),

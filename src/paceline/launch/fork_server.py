@@ -171,7 +171,11 @@ class ForkServer:
                 socket.send_fds(self._line, [struct.pack("<I", len(text))], descriptors)
                 self._line.sendall(text)
                 answer = self._line.recv(4096)
-            except OSError as error:
+            except BaseException as error:
+                self._line.close()  # an answer that is late would be taken for the next one's
+                self._line = None
+                if not isinstance(error, OSError):
+                    raise
                 raise ForkError(f"the fork server does not answer: {error}") from None
         found = json.loads(answer) if answer else {"refused": "the fork server is gone"}
         if "refused" in found:

@@ -286,8 +286,9 @@ class LocalCluster:
         def replaced(scheduler: Process, status: int) -> None:
             on_replaced(child.name, status)
             assert scheduler.stdout is not None
-            if scheduler.stdout.readline():
-                self.scheduler_restarts += 1
+            with contextlib.suppress(ValueError):  # closed meanwhile, as the cluster is
+                if scheduler.stdout.readline():
+                    self.scheduler_restarts += 1
 
         launch = partial(self._launch, child.name, options)
         self._supervisor.keep(child, launch, most=_MAX_SCHEDULERS - 1, on_replaced=replaced)
@@ -316,8 +317,8 @@ class LocalCluster:
         try:
             process.stdin.write(self.scheduler.encode() + b"\n")
             process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: whoever waits for it sees that
+        except (BrokenPipeError, ValueError):
+            pass  # it has ended, or the cluster is being closed: whoever waits for it sees that
 
     def _check_started(self, role: str) -> None:
         for name, status in self.dead_children(role):

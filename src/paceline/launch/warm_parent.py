@@ -71,12 +71,16 @@ class WarmParent:
             self._answer({"refused": reason})
         else:
             gc.freeze()  # what is never looked at is never copied
-            pid = os.fork()
-            if pid == 0:
-                self._become_child(asked, descriptors)
-                return True
-            self._statuses[pid] = descriptors.pop()
-            self._answer({"pid": pid})
+            try:
+                pid = os.fork()
+            except OSError as error:  # no memory, or too many processes
+                self._answer({"refused": f"the system does not fork a process: {error}"})
+            else:
+                if pid == 0:
+                    self._become_child(asked, descriptors)
+                    return True
+                self._statuses[pid] = descriptors.pop()
+                self._answer({"pid": pid})
         for descriptor in descriptors:
             os.close(descriptor)
         return False

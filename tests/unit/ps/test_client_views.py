@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, StaleEpochError
+from paceline.errors import ConnectionLostError, DeadlineError, NonFiniteError, PacelineError, StaleEpochError
 from paceline.protocol.buckets import ALL, to_bytes
 from paceline.protocol.client import ClientCore
 from paceline.ps import SGD, Client, Ticket, messages
+from paceline.ps.client.exchange import fill
 from paceline.ps.client.following import MapFollower
 from paceline.ps.client.servers import Servers
 from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, SYNCED, TICK, VALUES
@@ -468,3 +469,58 @@ def test_a_call_to_a_server_that_dies_meanwhile(stack: ExitStack) -> None:
     thread.join(10)
     assert done
     assert isinstance(world.servers[13].calls[-1], messages.CreateTable)
+
+
+def test_that_a_push_is_lost_with_its_servers_is_said_though_they_are_gone(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    world.servers[12].is_silent = True
+    table.push(KEYS, ones())
+    until(lambda: any(frame.kind == PUSH for frame in world.servers[12].seen))
+    client.follower.take(world.map(2, {11: LOW}))
+    with pytest.raises(PacelineError, match="died, and with it"):
+        client.flush()
+
+
+def test_a_refusal_is_told_though_another_server_has_gone(stack: ExitStack) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    world.servers[11].fails = NonFiniteError("refused")
+    low = np.array(keys_in(LOW), np.uint64)
+    table.push(low, np.ones(len(low), np.float32))
+    until(lambda: any(frame.kind == PUSH for frame in world.servers[11].seen))
+    world.servers[11].fails = None
+    table.pull(low)  # the refusal has come before its answer
+    world.publish(client, 2, {11: ALL})
+    with pytest.raises(NonFiniteError, match="refused"):
+        client.flush()
+
+
+def test_what_an_interruption_leaves_of_a_view_change_is_done_later(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    world.servers[12].is_silent = True
+    ticket = table.push(KEYS, ones())
+    until(lambda: any(frame.kind == PUSH for frame in world.servers[12].seen))
+    fails = iter([True])
+
+    def fill_once(*arguments: Any) -> Any:
+        if next(fails, False):
+            raise MemoryError
+        return fill(*arguments)
+
+    monkeypatch.setattr("paceline.ps.client.servers.fill", fill_once)
+    world.servers[11].seen.clear()
+    client.follower.take(world.map(2, {11: ALL}))
+    while True:
+        try:
+            ticket.wait()
+            break
+        except MemoryError:
+            continue
+    assert any(frame.kind == PUSH for frame in world.servers[11].seen)

@@ -8,7 +8,8 @@ core composes the leaves: the gate (:class:`~paceline.protocol.server.workers.Wo
 act together. Parameters and gradients never come here: a token stands for each request.
 
 A request is first timed (:meth:`ServerCore.time`), and kept if it is early. A push or read that need not wait costs a
-few look-ups, see :meth:`ServerCore.route` and :meth:`ServerCore.may_read`; all else goes by :meth:`ServerCore.handle`.
+few look-ups, see :meth:`ServerCore.route` and :meth:`ServerCore.is_readable`; all else goes by
+:meth:`ServerCore.handle`.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4; views as in Viewstamped
 Replication Revisited (Liskov and Cowling 2012).

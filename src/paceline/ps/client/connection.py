@@ -90,6 +90,8 @@ class ServerConnection:
         channel = self._transport.connect(self._target, self._hello, timeout_s=timeout_s)
         self._gone = self.byte_counts()
         self._channel = channel
+        if self.lost is not None:  # given up by another thread meanwhile
+            channel.close()
         for instruction in self._core.connected(self.session.server):
             if isinstance(instruction, Transmit):
                 channel.send(*exchange_of(instruction.request).frame)
@@ -137,6 +139,9 @@ class ServerConnection:
                 self._cut()
             except PacelineError as error:
                 self.session.failed(request, error)
+            except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request connects again and sends all again
+                self._cut()
+                raise
 
     def resync(self, instruction: Resync) -> None:
         """Tell the server that all was sent again."""
@@ -215,8 +220,8 @@ class ServerConnection:
         """Give up: whoever waits, now or later, is told why."""
         self.lost = error
         for request in list(self.session.in_flight.values()):
+            request.is_reported = True  # by `lost`
             self.session.failed(request, error)
-        self._core.failures.clear()
 
     def _cut(self) -> None:
         self._channel.close()
@@ -348,7 +353,7 @@ class ServerConnection:
 def make_room(connection: ServerConnection, more_bytes: int) -> None:
     """Receive answers until so many bytes more may be asked for."""
     session = connection.session
-    while session.num_bodies and not session.awaits_view:
+    while session.num_bodies and session.in_flight and not session.awaits_view:
         awaited = sum(exchange_of(request).num_awaited_bytes for request in session.in_flight.values())
         if awaited + more_bytes <= MAX_AWAITED_BYTES:
             return

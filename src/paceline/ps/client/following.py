@@ -43,7 +43,7 @@ class MapFollower:
                 self._thread = None
             if servers.is_closed:
                 return
-            with contextlib.suppress(PacelineError):  # who uses the client next is told
+            with contextlib.suppress(PacelineError, MemoryError):  # who uses the client next is told
                 if self.watch.is_newer_than(servers.core.version):
                     servers.follow()
                 for connection in list(servers.connections):

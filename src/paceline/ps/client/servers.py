@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -79,6 +80,8 @@ class Servers:
         self._reconnect_s = reconnect_s
         self._by_server: dict[int, ServerConnection] = {}
         self._copies = Copies()
+        # Of the core's last instructions; behind them what is sent when answers that are awaited before have come.
+        self._to_do: deque[Instruction | Request] = deque()
         self._gone_bytes = (0, 0)
         self.is_closed = False
         """Whether the client is closed, or about to be."""
@@ -122,6 +125,8 @@ class Servers:
                 self.watch.is_unsettled = False
                 newest = self.watch.newest
                 try:
+                    if self._to_do:  # something has come in between: memory that was short, or Ctrl-C
+                        self.execute(())
                     if newest is not None and newest.version > self.core.version:
                         self.execute(self._take(newest))
                     elif any(connection.session.awaits_view for connection in self.connections):
@@ -157,16 +162,24 @@ class Servers:
         return instructions
 
     def execute(self, instructions: Iterable[Instruction]) -> None:
-        """Do as the core bids."""
-        late: list[Request] = []
+        """Do as the core says. What an exception leaves undone, :meth:`follow` does."""
+        self._to_do.extend(instructions)
         awaited: dict[int, int] = {}
-        for instruction in instructions:
+        while self._to_do:
+            instruction = self._to_do[0]
+            if isinstance(instruction, Transmit):  # there may be no memory for it
+                instruction.request.payload = fill(instruction.request, instruction.pieces, self.core.version)
+            if isinstance(instruction, Request):
+                make_room(self._by_server[instruction.server], exchange_of(instruction).num_awaited_bytes)
+            self._to_do.popleft()
             match instruction:
-                case Transmit(request, pieces):
-                    exchange = request.payload = fill(request, pieces, self.core.version)
-                    awaited[request.server] = awaited.get(request.server, 0) + exchange.num_awaited_bytes
-                    if awaited[request.server] > max(MAX_AWAITED_BYTES, exchange.num_awaited_bytes):
-                        late.append(request)
+                case Request():
+                    self._by_server[instruction.server].start(instruction)
+                case Transmit(request):
+                    num_bytes = exchange_of(request).num_awaited_bytes
+                    awaited[request.server] = awaited.get(request.server, 0) + num_bytes
+                    if awaited[request.server] > max(MAX_AWAITED_BYTES, num_bytes):
+                        self._to_do.append(request)
                     else:
                         self._by_server[request.server].start(request)
                 case Release(request):
@@ -184,10 +197,6 @@ class Servers:
                         self._by_server[server].connect(min(self.timeout_s, _CONNECT_S))
                 case AskToJoin(_, round_):
                     self.asks = [*(ask for ask in self.asks if ask.round == round_), instruction]
-        for request in late:
-            connection = self._by_server[request.server]
-            make_room(connection, exchange_of(request).num_awaited_bytes)
-            connection.start(request)
 
     def check_there(self, buckets: Buckets) -> None:
         """Raise ConnectionLostError if some of these buckets are lost."""
@@ -209,7 +218,8 @@ class Servers:
         while request.replacements is not None:
             request = next(each for each in request.replacements if not each.is_done)
         connection = self._by_server[request.server]
-        if connection.session.awaits_view and not (request.kind is Kind.CALL and self.watch.has(request.server)):
+        awaits_view = connection.session.awaits_view
+        if self._to_do or (awaits_view and not (request.kind is Kind.CALL and self.watch.has(request.server))):
             self.follow()
         else:
             connection.receive_one(request)
@@ -223,7 +233,9 @@ class Servers:
                         return False
                     continue
                 connection = self._by_server[request.server]
-                if connection.session.awaits_view:
+                if self._to_do:
+                    self.follow()
+                elif connection.session.awaits_view:
                     if not self.watch.is_newer_than(self.core.version):
                         return False
                     self.follow()

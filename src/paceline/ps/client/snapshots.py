@@ -230,10 +230,12 @@ class SnapshotTaker:
         try:
             with self._client.servers.lock:
                 for connection, _ in shares_of(self._client):
-                    connection.call(DropSnapshot(number=under.number))
+                    with contextlib.suppress(PeerError):  # it is gone: whoever needs it hears of it
+                        connection.call(DropSnapshot(number=under.number))
         except PeerError:
-            pass  # a server is gone: whoever needs it hears of it
-        self._snapshots.discard(under.number)
+            pass  # so are all
+        finally:
+            self._snapshots.discard(under.number)
 
     def close(self) -> None:
         """Take none any more, and let another run have the directory. Idempotent."""

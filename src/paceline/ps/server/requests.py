@@ -167,7 +167,8 @@ class Requests:
         table.part.reserve(selection)
         self._feed_push(push, clock)
         self._pressure.note(peer, push.num_bytes)
-        table.staleness.applied(worker, clock)
+        if fresh:
+            table.staleness.applied(worker, clock)
         self._tick_of(worker, header)
 
     @must_succeed
