@@ -59,7 +59,10 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
     def announce(endpoint: Endpoint) -> None:
         nonlocal was_ready
         was_ready = True
-        print(endpoint.tcp, flush=True)  # which another scheduler can have again; a Unix socket's name it cannot
+        try:
+            print(endpoint.tcp, flush=True)  # which another scheduler can have again; a Unix socket's name it cannot
+        except BrokenPipeError:  # the parent is gone, and so will this process be: nothing is to be said of that
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     try:
         run_scheduler(

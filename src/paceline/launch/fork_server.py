@@ -9,6 +9,7 @@ started afresh. Imports little, so that it can be started first.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -26,6 +27,8 @@ CHILD: Final = "paceline.launch.child"
 """What processes of local clusters run."""
 _ANSWER_S: Final = 60.0
 _LOOK_S: Final = 0.05
+_SLICE_S: Final = 0.5
+_UNTOLD_S: Final = 2.0  # after the end of a process whose status the fork server, which may be stopped, does not tell
 _LOST_STATUS: Final = 255
 """Of a process that ended after the fork server, which alone is told: as ``multiprocessing`` has it."""
 _TITLE_BYTES: Final = 4096
@@ -52,6 +55,7 @@ class Forked:
         self._statuses = statuses  # a pipe, by which the fork server tells the status
         self._status: int | None = None
         self._is_orphan = False
+        self._ended_s: float | None = None
         self._lock = threading.Lock()
         weakref.finalize(self, os.close, statuses)
 
@@ -79,10 +83,16 @@ class Forked:
 
     def _look(self, timeout_s: float | None) -> int | None:
         """Return the status if it is known within so many seconds, or earlier if the fork server is gone."""
-        if self._status is None and not self._is_orphan:
-            poller = select.poll()
-            poller.register(self._statuses, select.POLLIN)
-            if not poller.poll(None if timeout_s is None else 1000.0 * timeout_s):
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._statuses, select.POLLIN)
+        while self._status is None and not self._is_orphan:
+            left_s = _SLICE_S if deadline is None else max(min(deadline - time.monotonic(), _SLICE_S), 0.0)
+            if poller.poll(1000.0 * left_s):
+                break
+            if self._has_ended_untold():
+                return _LOST_STATUS
+            if deadline is not None and time.monotonic() >= deadline:
                 return None
         with self._lock:
             if self._status is None and not self._is_orphan:
@@ -92,6 +102,14 @@ class Forked:
             if self._is_orphan and not _is_running(self.pid):
                 self._status = _LOST_STATUS
         return self._status
+
+    def _has_ended_untold(self) -> bool:
+        """Return whether it has ended, and too long ago for the fork server to tell how."""
+        if _is_running(self.pid):
+            return False
+        now_s = time.monotonic()
+        self._ended_s = now_s if self._ended_s is None else self._ended_s
+        return now_s - self._ended_s >= _UNTOLD_S
 
 
 class ForkServer:
@@ -112,14 +130,16 @@ class ForkServer:
         server = cls(module)
         if hasattr(os, "fork") and sys.platform not in ("darwin", "win32", "emscripten", "wasi"):
             server._line, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-m", "paceline.launch.warm_parent", str(theirs.fileno()), module]
+            with theirs, contextlib.ExitStack() as closing:
+                line = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)  # below are standard streams, closed here or not
+                closing.callback(os.close, line)
+                command = [sys.executable, "-m", "paceline.launch.warm_parent", str(line), module]
                 server._process = subprocess.Popen(
                     [*command, " " * _TITLE_BYTES],  # room for what its forks are to be called
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     env={**MALLOC, **os.environ, **_ONE_THREAD},
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[line],
                     start_new_session=True,
                 )
         return server
@@ -174,6 +194,8 @@ class ForkServer:
             except BaseException as error:
                 self._line.close()  # an answer that is late would be taken for the next one's
                 self._line = None
+                if self._process is not None:
+                    self._process.kill()  # or it would fork the process later, beside the one that is started afresh
                 if not isinstance(error, OSError):
                     raise
                 raise ForkError(f"the fork server does not answer: {error}") from None

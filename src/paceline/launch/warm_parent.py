@@ -38,6 +38,7 @@ class WarmParent:
         self._woken.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._woken.fileno())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # whoever has started it may have blocked it
         while True:
             ready, _, _ = select.select([self._line, self._wakeup], [], [])
             if self._wakeup in ready:
@@ -51,7 +52,10 @@ class WarmParent:
                     return asked[0]
 
     def _hear(self) -> tuple[dict[str, Any], list[int]] | None:
-        head, descriptors, _, _ = socket.recv_fds(self._line, 4, 4)
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self._line, 4, 4)
+        except ConnectionResetError:  # it ended in the middle of an answer
+            return None
         if len(head) < 4:
             return None
         (left,) = struct.unpack("<I", head)
@@ -107,7 +111,8 @@ class WarmParent:
         for number, stream in enumerate(descriptors[:3]):
             os.dup2(stream, number)
         for descriptor in (*descriptors, *self._statuses.values()):
-            os.close(descriptor)
+            if descriptor > 2:
+                os.close(descriptor)
         os.environ.clear()
         os.environ.update(asked["environment"])
         if asked["folder"] is not None:

@@ -121,6 +121,32 @@ def test_forks_outlive_their_fork_server(server: ForkServer, fork: Callable[...,
     assert process.wait(20.0) == 255  # nobody knows
 
 
+def test_nobody_waits_for_a_fork_server_that_is_stopped(server: ForkServer, fork: Callable[..., Forked]) -> None:
+    process = fork("sleep")
+    assert line(process) == b"sleeps\n"
+    stopped = psutil.Process(process.pid).parent()
+    assert stopped is not None
+    stopped.suspend()
+    try:
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(20.0) == 255  # it cannot say
+    finally:
+        stopped.resume()
+
+
+def test_statuses_are_told_where_the_signal_of_a_child_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    try:
+        with ForkServer.start(MODULE) as server:
+            process = server.fork(["sleep"], environment=os.environ, captured=True)
+            assert line(process) == b"sleeps\n"
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(20.0) == -signal.SIGKILL
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
 def test_no_process_with_threads_is_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHOING_THREAD", "1")
     with ForkServer.start(MODULE) as unsafe, pytest.raises(ForkError, match="threads run in the fork server"):
