@@ -143,6 +143,9 @@ def test_statuses_are_told_where_the_signal_of_a_child_is_blocked(monkeypatch: p
             assert line(process) == b"sleeps\n"
             process.send_signal(signal.SIGKILL)
             assert process.wait(20.0) == -signal.SIGKILL
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
