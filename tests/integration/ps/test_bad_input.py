@@ -322,6 +322,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
             with pytest.raises(PeerError, match="no worker of the cluster"):
                 call(channel, request)
         call(channel, messages.Register(node="x", role="observer"))
+        assert channel.receive_frame(10).header.kind == NOTICE  # what is known of the job that it has posted
         with pytest.raises(ProtocolError, match="node 'y' asked twice"):
             call(channel, messages.Register(node="y", role="observer"))
         channel.close()

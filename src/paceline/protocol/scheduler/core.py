@@ -84,6 +84,7 @@ MEMBER: Final = StateTable(
         Transition("silent", "Ended", "gone", when="not connected"),
         Transition("silent", "publish", "gone", when="not connected"),
         Transition("silent", "Leave", "gone"),
+        Transition("gone", "take over", "silent", when="no view that is known tells that it is gone"),
         Transition("gone", "Heartbeat", "gone", "Expel"),
         Transition("gone", "Rejoin", "gone", "Expel"),
         Transition("gone", "Rejoin", "gone", "Release", when="it was draining"),
