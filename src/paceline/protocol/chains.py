@@ -83,6 +83,26 @@ SERVER: Final = StateTable(
     ),
 )
 
+
+def in_chain(members: tuple[int, ...], filling: int | None) -> tuple[int, ...]:
+    """All servers of a chain, in its order: the one that is being filled is behind the tail."""
+    return members if filling is None else (*members, filling)
+
+
+def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
+    """The buckets that each server in a chain leads (most lead none, or some), and those that nobody has."""
+    leads: dict[int, int] = {}
+    lost = 0
+    for group in groups:
+        for server in in_chain(group.members, group.filling):
+            leads.setdefault(server, 0)
+        if group.members:
+            leads[group.members[0]] |= group.buckets
+        else:
+            lost |= group.buckets
+    return leads, lost
+
+
 VERSION_GAP: Final = 1000
 """How much a restarted scheduler adds to the newest version that is known: only the dead may have known a later one."""
 
@@ -325,7 +345,7 @@ class Planner:
         assert len(self._chains) == (self._num_buckets if self._version else 0)
         assert len(self._wanted) == (self._num_buckets if self._wanted_of else 0)
         for bucket, chain in enumerate(self._chains):
-            servers = (*chain.members, *(() if chain.filling is None else (chain.filling,)))
+            servers = in_chain(chain.members, chain.filling)
             assert len(set(servers)) == len(servers), "a server twice in one chain"
             assert self._living.issuperset(servers), "a dead server in a chain"
             assert chain.members or chain.filling is None, "a server is filled from nowhere"

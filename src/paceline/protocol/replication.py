@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from paceline.protocol.buckets import buckets_in, count
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import ChainGroup, in_chain
 from paceline.protocol.delivery import Delivery
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
@@ -614,7 +614,7 @@ class Replication:
         leaders: dict[int, int] = {}
         after: dict[int, int] = {}
         for group in groups:
-            chain = group.members if group.filling is None else (*group.members, group.filling)
+            chain = in_chain(group.members, group.filling)
             if me not in chain:
                 continue
             place, buckets = chain.index(me), group.buckets

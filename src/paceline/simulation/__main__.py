@@ -6,12 +6,11 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 
 from paceline.simulation.cluster import Cluster, Outcome
 from paceline.simulation.defects import Defect
 from paceline.simulation.faults import FOLLOWING, KINDS
+from paceline.simulation.seeds import outcomes, replay
 
 _CHUNK = 50
 
@@ -50,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     fired: Counter[str] = Counter()
     failed: list[Outcome] = []
     num_events = num_reads = num_pushes = num_lost = 0
-    for outcome in _outcomes(seeds, faults, options):
+    for outcome in outcomes(_play, seeds, faults, options, chunk=_CHUNK):
         fired += outcome.fired
         num_events += outcome.num_events
         num_reads += outcome.num_reads
@@ -58,7 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
         num_lost += bool(outcome.lost)
         if outcome.violation is not None:
             failed.append(outcome)
-            print(f"seed {outcome.seed}: {outcome.violation}\n  {replay(outcome.seed, faults, options)}", flush=True)
+            print(
+                f"seed {outcome.seed}: {outcome.violation}\n  {replay(outcome.seed, faults, KINDS, options)}",
+                flush=True,
+            )
     took_s = time.perf_counter() - began_s
     print(f"{'fault':16} {'fired':>9}")
     for kind in (*faults, *FOLLOWING):
@@ -79,32 +81,7 @@ def _kinds(of_product: bool) -> tuple[str, ...]:
     return PRODUCT_KINDS
 
 
-def replay(seed: int, faults: tuple[str, ...], options: argparse.Namespace) -> str:
-    """The command that runs one seed again, with everything that happens."""
-    words = ["python -m paceline.simulation --trace --seeds", str(seed)]
-    if faults != KINDS:
-        words.append(f"--faults {','.join(faults)}" if faults else "--faults=")
-    if options.num_faults is not None:
-        words.append(f"--num-faults {options.num_faults}")
-    if options.may_lose:
-        words.append("--may-lose")
-    if options.defect:
-        words.append(f"--defect {options.defect}")
-    return " ".join(words)
-
-
-def _outcomes(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> Iterator[Outcome]:
-    chunks = [(seeds[at : at + _CHUNK], faults, options) for at in range(0, len(seeds), _CHUNK)]
-    if options.jobs == 1 or options.trace:
-        for chunk in chunks:
-            yield from _run(*chunk)
-        return
-    with ProcessPoolExecutor(options.jobs) as pool:
-        for outcomes in pool.map(_run, *zip(*chunks, strict=True)):
-            yield from outcomes
-
-
-def _run(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> list[Outcome]:
+def _play(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> list[Outcome]:
     defect = Defect(options.defect) if options.defect else None
     trace = print if options.trace else None
     number, may_lose = options.num_faults, options.may_lose

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.protocol.chains import ChainGroup
 from paceline.protocol.jobs.shards import Granted
 from paceline.protocol.membership import Member
 from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View
@@ -177,9 +176,3 @@ class Node(Process):
             return
         if self.member is not None:
             self.mapped(former, view)
-
-
-def servers_of(groups: tuple[ChainGroup, ...]) -> set[int]:
-    """All servers in these chains."""
-    found = {server for group in groups for server in group.members}
-    return found | {group.filling for group in groups if group.filling is not None}

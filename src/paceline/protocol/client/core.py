@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from paceline.errors import UsageError
 from paceline.protocol.buckets import Buckets
-from paceline.protocol.chains import ChainGroup, has_followers
+from paceline.protocol.chains import ChainGroup, has_followers, leads_of
 from paceline.protocol.client.instructions import (
     AskToJoin,
     Connect,
@@ -124,15 +124,8 @@ class ClientCore:
 
     def _enter(self, groups: tuple[ChainGroup, ...]) -> None:
         """Have one session for each server of these chains."""
-        before, self.sessions, self.lost = self.sessions, {}, 0
-        leads: dict[int, Buckets] = {}
-        for group in groups:
-            for server in group.members if group.filling is None else (*group.members, group.filling):
-                leads.setdefault(server, 0)
-            if group.members:
-                leads[group.members[0]] |= group.buckets
-            else:
-                self.lost |= group.buckets
+        before, self.sessions = self.sessions, {}
+        leads, self.lost = leads_of(groups)
         for server, led in leads.items():
             session = self.sessions[server] = before.get(server) or Session(server, self.failures)
             session.leads = led

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,15 @@ from paceline.kernels.dedup import split
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
-from paceline.ps.client.client import Client
 from paceline.ps.messages import TableSpec
 from paceline.storage.format import ModelManifest
 from paceline.storage.model_directory import SavedModel, read_model, save_model
 from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.tables.types import Floats, Keys
+
+if TYPE_CHECKING:
+    from paceline.ps.client.client import Client
 
 
 def save_tables(

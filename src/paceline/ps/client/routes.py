@@ -17,7 +17,7 @@ import numpy.typing as npt
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import Buckets, count
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import ChainGroup, leads_of
 from paceline.ps.messages import ClusterMap, MemberInfo
 from paceline.tables.bucket_arrays import to_flags
 
@@ -42,13 +42,6 @@ class Routes:
     def server_ranks(self) -> tuple[int, ...]:
         """The ranks of the servers that lead buckets, rising."""
         return tuple(server.rank for server, led in zip(self.servers, self.leads, strict=True) if led)
-
-    def led_by(self, incarnation: int) -> Buckets:
-        """What a server leads."""
-        for server, led in zip(self.servers, self.leads, strict=True):
-            if server.incarnation == incarnation:
-                return led
-        return 0
 
     def has(self, incarnation: int) -> bool:
         """Whether a server is part of a chain."""
@@ -75,16 +68,7 @@ def make_routes(
     """Return the routes of a map that has chains; `before` and `known` (by incarnation) tell who had what is lost."""
     members = {**(known or {}), **{m.incarnation: m for m in cluster.members if m.role == "server"}}
     groups = cluster.chain_groups()
-    led: dict[int, Buckets] = {}
-    lost = 0
-    for group in groups:
-        chain = group.members if group.filling is None else (*group.members, group.filling)
-        for server in chain:
-            led.setdefault(server, 0)
-        if group.members:
-            led[group.members[0]] |= group.buckets
-        else:
-            lost |= group.buckets
+    led, lost = leads_of(groups)
     if not members.keys() >= led.keys():
         raise ProtocolError(f"map {cluster.version} of the cluster has servers in chains that are no members of it")
     servers = sorted((members[server] for server in led), key=lambda m: (not led[m.incarnation], m.rank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,6 @@ from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK, TICKS
 from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.types import Floats, Keys
-
-if TYPE_CHECKING:
-    pass
 
 
 class SparseTable(Table):

@@ -11,7 +11,7 @@ import msgspec
 from paceline.errors import ProtocolError, UsageError
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import ALL, count, from_bytes
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import ChainGroup, in_chain
 from paceline.protocol.jobs import JobMemory
 from paceline.tables.bounds import (
     MAX_RANK,
@@ -61,7 +61,7 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     buckets: BucketMask
 
     def __post_init__(self) -> None:
-        chain = self.members if self.filling is None else (*self.members, self.filling)
+        chain = in_chain(self.members, self.filling)
         if len(set(chain)) != len(chain):
             raise UsageError(f"a chain of servers {chain} has one of them twice")
 
