@@ -400,7 +400,9 @@ class Replication:
 
     def checkable(self, target: int) -> int:
         """Return the buckets of which `target` has what this server has, behind all that was sent to it so far."""
-        return self._behind.get(target, 0) & ~self._fills.get(target, 0) if target in self._up else 0
+        if target not in self._up:
+            return 0
+        return self._behind.get(target, 0) & ~self._fills.get(target, 0) & ~self._ahead_of_primary()
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
         """Return whether this server has of a bucket what `source` had when it sent this by the map of `version`.
@@ -411,6 +413,16 @@ class Replication:
         if version != self._version or not from_it >> bucket & 1:
             return False
         return not any(push.is_left and push.buckets >> bucket & 1 for push in self._pending)
+
+    def _ahead_of_primary(self) -> int:
+        """Return the buckets of which this server has pushes that the primary may lack: they are being handed up."""
+        if not self._overtaken:
+            return 0
+        buckets = 0
+        for push in self._pending:
+            if push.is_left:
+                buckets |= push.buckets
+        return buckets & self._overtaken
 
     def applied_to(self, bucket: int) -> tuple[tuple[int, int], ...]:
         """Return the last push of each incarnation that counts as applied to a bucket."""
@@ -567,8 +579,9 @@ class Replication:
             # Rule 3: of what a server is being filled with it gets a push only once it has the bucket.
             wanted = self._behind.get(target, 0) & ~self._fills.get(target, 0) | self._sent.get(target, 0)
             if push.is_left:
-                # Rule 8: where a server has got ahead of this one, the primary gets what may not have come to that one.
-                wanted |= self._leaders.get(target, 0) & self._overtaken
+                # Rule 8: where a server has got ahead of this one, the primary gets what may not have come to that one,
+                # and hands it down the chain: a server behind that has it would be ahead of the primary, unknowingly.
+                wanted = wanted & ~self._overtaken | self._leaders.get(target, 0) & self._overtaken
             buckets = push.buckets & wanted
             if buckets:
                 self._number += 1
@@ -728,12 +741,8 @@ class Replication:
         It counts as sent: send it before anything else that goes to this server from now on. Ask again after a Change,
         a LinkUp, a Confirmed and an Acknowledged.
         """
-        left = self._fills.get(target, 0) & ~self._sent.get(target, 0)
-        if self._overtaken:
-            # Rule 9: nobody is filled with what the primary may lack: it would have it ahead of the primary.
-            for push in self._pending:
-                if push.is_left:
-                    left &= ~(push.buckets & self._overtaken)
+        # Rule 9: nobody is filled with what the primary may lack: it would have it ahead of the primary.
+        left = self._fills.get(target, 0) & ~self._sent.get(target, 0) & ~self._ahead_of_primary()
         if not left or target not in self._up:
             return None
         bucket = (left & -left).bit_length() - 1
