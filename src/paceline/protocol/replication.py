@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from paceline.protocol.buckets import buckets_in, count
+from paceline.protocol.buckets import Buckets, buckets_in, count
 from paceline.protocol.chains import ChainGroup, in_chain
 from paceline.protocol.delivery import Delivery
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
@@ -441,6 +441,10 @@ class Replication:
     def waiting(self) -> set[object]:
         """The tokens of pushes that wait: for the servers behind, or for replicas enough."""
         return {push.token for push in self._pending} | {push.token for push in self._withheld}
+
+    def forwarded(self, incarnation: int, sequence: int) -> list[tuple[object, Buckets]]:
+        """Return the tokens of a push that servers behind do not all have, each with its buckets, the last first."""
+        return [(push.token, push.buckets) for push in reversed(self._by_push.get((incarnation, sequence), ()))]
 
     @property
     def inherited(self) -> int | None:

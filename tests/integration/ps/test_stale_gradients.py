@@ -7,8 +7,11 @@ import pytest
 
 from paceline.protocol import BoundedDelay, DelayCompensate, DropStale, Eventual, StalePolicy
 from paceline.ps import SGD, Client, DenseTable, SparseTable
+from paceline.ps.messages import FORWARD, PUSH, PUSH_PULL
+from paceline.testing import Fault, FaultPlan, FaultyTransport
+from paceline.transport import SocketTransport
 
-from .harness import Cluster, Floats, floats, keys_of, random_keys, statistics_of
+from .harness import TOKEN, Cluster, Floats, floats, keys_of, random_keys, statistics_of
 
 
 def histogram(client: Client, table: str = "w", server: int = 0) -> dict[int, int]:
@@ -195,6 +198,31 @@ def test_compensation_looks_at_the_pull_of_its_own_iteration() -> None:
         a.push([1], floats(1), tick=True).wait()  # pulled 0, now 6
         assert a.pull([1]) == 6 - (1 + STRENGTH * 6)
         a.push([1], floats(0)).wait()
+
+
+@pytest.mark.parametrize("kind", [PUSH, PUSH_PULL], ids=["push", "push_pull"])
+def test_a_repeat_goes_down_the_chain_as_it_was_applied(kind: int) -> None:
+    plan = FaultPlan(
+        (
+            Fault(action="cut", role="server", rank=0, step=1, kind=FORWARD),
+            Fault(action="duplicate", rank=0, step=0, kind=kind),
+        )
+    )
+    transport, stale = FaultyTransport(SocketTransport(TOKEN), plan), DelayCompensate(strength=STRENGTH)
+    with Cluster(servers=2, workers=2, replicas=1, consistency=Eventual(), stale=stale, transport=transport) as cluster:
+        a = sparse(cluster.connect(rank=0))
+        b = sparse(cluster.connect(rank=1, transport=SocketTransport(TOKEN)))
+        keys, ones = np.arange(300, dtype=np.uint64), np.ones(300, np.float32)
+        a.pull(keys)
+        b.push(keys, -4 * ones).wait()
+        expected = 4 - (1 + STRENGTH * 4)
+        if kind == PUSH:
+            a.push(keys, ones).wait()
+        else:
+            assert (a.push_pull(keys, ones) == expected).all()
+        assert (b.pull(keys) == expected).all()
+        plan.check_all_fired()
+        assert cluster.compare_replicas()
 
 
 def test_a_fresh_gradient_is_left_as_it_is() -> None:

@@ -50,6 +50,8 @@ class ChainPush:
     flags: int = 0
     """Of the answer."""
     result: int | None = None
+    asked: Selection | None = None
+    """Whose values the client has asked for; None: those of its one piece."""
     buckets: Buckets = ALL
     """Those that its keys are of, as far as that is known: what is asked of no others need not be looked for."""
 
@@ -62,6 +64,8 @@ class ChainPush:
             return
         self.is_owned = True
         self.pieces = [Piece(piece.table, piece.selection.copy(), piece.floats.copy()) for piece in self.pieces]
+        if self.asked is not None:
+            self.asked = self.asked.copy()
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ from paceline.ps.messages import DROPPED, RANGE, TICKS
 from paceline.ps.server.answers import name_of
 from paceline.ps.server.back_pressure import BackPressure
 from paceline.ps.server.pushes import PUSH as PUSH_DOWN
-from paceline.ps.server.pushes import ChainPush, Piece, check_range
+from paceline.ps.server.pushes import ChainPush, Piece, check_range, payload_of
 from paceline.ps.server.runtime import Runtime
 from paceline.tables.aggregation import Push
 from paceline.tables.non_finite import NonFinite
@@ -163,6 +163,8 @@ class Requests:
         flags = self._stale.flags_of_duplicate(worker, header)
         pieces = [Piece(header.table, selection, grads)]
         push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=buckets)
+        if self._stale.alters and fresh != buckets:
+            self._say_the_same(push, selection)
         push.own()
         table.part.reserve(selection)
         self._feed_push(push, clock)
@@ -170,6 +172,15 @@ class Requests:
         if fresh:
             table.staleness.applied(worker, clock)
         self._tick_of(worker, header)
+
+    def _say_the_same(self, push: ChainPush, selection: Selection) -> None:
+        """Have a repeat carry the gradients that were applied here, and not those that the client has sent again."""
+        pieces: list[Piece] = []
+        rest = push.buckets
+        for token, buckets in self._core.replication.forwarded(push.incarnation, push.sequence):
+            pieces += payload_of(token).part(self._tables, buckets & rest)
+            rest &= ~buckets
+        push.pieces, push.asked = [*pieces, *push.part(self._tables, rest)], selection
 
     @must_succeed
     def _feed_push(self, push: ChainPush, iteration: int) -> None:

@@ -198,7 +198,8 @@ class Runtime:
         else:
             clock = header.clock + (1 if header.flags & TICKS else 0)
             try:
-                self.answer_push(peer, header, push.pieces[0].selection, clock, push.flags)
+                asked = push.pieces[0].selection if push.asked is None else push.asked
+                self.answer_push(peer, header, asked, clock, push.flags)
             except PacelineError as error:
                 peer.send_error(header, error)
             except MemoryError:

@@ -24,6 +24,11 @@ class StaleGradients:
         self._dropped: dict[int, deque[int]] = {}  # worker → its last pushes that were dropped
         self._compensation = DelayCompensation(policy.strength) if isinstance(policy, DelayCompensate) else None
 
+    @property
+    def alters(self) -> bool:
+        """Whether what is applied may be other than what was pushed."""
+        return self._compensation is not None
+
     def treat(
         self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
     ) -> tuple[bool, Floats, float]:
