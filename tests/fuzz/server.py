@@ -388,8 +388,8 @@ class ServerEpisode(Episode):
                 number=number, directory=str(self.folder), folder=f"snapshot-{number:06d}", tables=(3, 4, 5),
                 buckets=to_bytes(bucket_set(MINE)), whole=(1,), boundary=random.choice((None, self.clock + 1)),
             ),
-            snapshot_messages.GetSnapshotState(number=number),
-            snapshot_messages.DropSnapshot(number=number),
+            snapshot_messages.GetSnapshotState(directory=str(self.folder), number=number),
+            snapshot_messages.DropSnapshot(directory=str(self.folder), number=number),
             snapshot_messages.LoadParts(
                 version=self.version, table=3, directory=str(self.folder), parts=(part,),
                 buckets=(to_bytes(bucket_set((1, 2))),),

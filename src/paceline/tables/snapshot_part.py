@@ -8,7 +8,7 @@ moment still waits for it, the rows about to change are put aside as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +104,10 @@ class Moment:
         return (keys, records) if self._rows is None else self._rows.restore(bucket, keys, records)
 
 
+SnapshotId: TypeAlias = tuple[str, int]
+"""Its directory, which belongs to one coordinator, and its number there."""
+
+
 class WatchedPart:
     """A table's part whose changes are noted: whatever writes passes by here first, all else is `part`'s own.
 
@@ -112,26 +116,29 @@ class WatchedPart:
 
     def __init__(self, part: TablePart) -> None:
         self.part = part
-        self._written: dict[int, Buckets] = {}  # snapshot → buckets that are as it has them
+        self._written: dict[SnapshotId, Buckets] = {}  # snapshot → buckets that are as it has them
         self.moment: Moment | None = None
         """The moment that a snapshot is being taken of, if it is not now."""
 
     # What snapshots ask.
 
-    def unchanged_since(self, number: int) -> Buckets:
+    def unchanged_since(self, snapshot: SnapshotId) -> Buckets:
         """Return the buckets that are as they were written for a snapshot."""
-        return self._written.get(number, 0)
+        return self._written.get(snapshot, 0)
 
-    def note_written(self, number: int, buckets: Buckets) -> None:
-        """Note that buckets, as they are now, are written for a snapshot."""
-        self._note_changed(buckets)
-        self._written[number] = self._written.get(number, 0) | buckets
+    def note_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
+        """Note that buckets, as they are now, are written for a snapshot, so no longer for an earlier one beside it."""
+        self._forget([each for each in self._written if each[0] == snapshot[0]], buckets)
+        self._written[snapshot] = self._written.get(snapshot, 0) | buckets
 
     def _note_changed(self, buckets: Buckets) -> None:
-        for number in list(self._written):
-            self._written[number] &= ~buckets
-            if not self._written[number]:
-                del self._written[number]
+        self._forget(list(self._written), buckets)
+
+    def _forget(self, snapshots: list[SnapshotId], buckets: Buckets) -> None:
+        for each in snapshots:
+            self._written[each] &= ~buckets
+            if not self._written[each]:
+                del self._written[each]
 
     # What writes.
 

@@ -322,7 +322,9 @@ def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch:
         taker.begin()
         goes_on.clear()
         hung.clear()
-        cluster.nodes[0].call(lambda: cluster.nodes[0].server._snapshots.drop(DropSnapshot(number=2)))
+        cluster.nodes[0].call(
+            lambda: cluster.nodes[0].server._snapshots.drop(DropSnapshot(directory=str(tmp_path), number=2))
+        )
         serves(client)
         taker.close()
     newest = read_newest(tmp_path)
@@ -332,6 +334,29 @@ def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         other = observer.sparse_table("other", update=SGD(lr=1.0))
         in_threads(lambda: load_snapshot(client, newest), lambda: serves_beside(other))
+
+
+def test_two_directories_are_two_histories(tmp_path: Path) -> None:
+    """A bucket that has not changed since snapshot 1 in one directory may have changed since snapshot 1 in another."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    with Cluster() as cluster:
+        client, one, other = cluster.connect(), cluster.connect(observer=True), cluster.connect(observer=True)
+        takers = [SnapshotTaker(one, first), SnapshotTaker(other, second)]
+        train(client, range(2))
+        take(takers[0])
+        train(client, range(2, 4), keys=100)
+        take(takers[1])
+        take(takers[0])
+        expected = values(client)
+        for taker in takers:  # a server takes one at a time: the later one
+            taker.begin()
+        with pytest.raises(SnapshotWriteError, match=r"given up when snapshot 2 in .*second was begun"):
+            finish(takers[0])
+        finish(takers[1])
+        for taker in takers:
+            taker.close()
+    for directory in (first, second):
+        assert same(restored(directory, 1)[0], expected)
 
 
 def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,18 +89,21 @@ def test_what_changed_is_known() -> None:
     part = watch(table_of("sparse", 1))
     keys = np.arange(10_000, dtype=np.uint64)
     part.push(Selection(keys), np.ones(len(keys), np.float32))
-    assert part.unchanged_since(1) == 0
-    part.note_written(1, ALL)
-    assert part.unchanged_since(1) == ALL
+    assert part.unchanged_since(("d", 1)) == 0
+    part.note_written(("d", 1), ALL)
+    assert part.unchanged_since(("d", 1)) == ALL
     touched = part.part.buckets_of(Selection(keys[:3]))
     part.push(Selection(keys[:3]), np.ones(3, np.float32))
-    assert part.unchanged_since(1) == ALL & ~touched
-    part.note_written(2, touched)
-    assert part.unchanged_since(1) | part.unchanged_since(2) == ALL
-    assert part.unchanged_since(1) & part.unchanged_since(2) == 0
+    assert part.unchanged_since(("d", 1)) == ALL & ~touched
+    part.note_written(("d", 2), touched)
+    assert part.unchanged_since(("d", 1)) | part.unchanged_since(("d", 2)) == ALL
+    assert part.unchanged_since(("d", 1)) & part.unchanged_since(("d", 2)) == 0
+    assert part.unchanged_since(("other", 1)) == 0
+    part.note_written(("other", 1), ALL)
+    assert part.unchanged_since(("d", 2)) == touched
     first = next(buckets_in(touched))
     part.load_bucket(first, *part.part.read_bucket(first))
-    assert not part.unchanged_since(2) >> first & 1
+    assert not part.unchanged_since(("d", 2)) >> first & 1
     part.erase(keys)
-    assert part.unchanged_since(1) | part.unchanged_since(2) == 0
+    assert part.unchanged_since(("d", 1)) | part.unchanged_since(("d", 2)) == 0
     assert part.num_rows == part.part.num_rows == 0  # what does not write is the part's own

@@ -191,7 +191,9 @@ class SnapshotTaker:
                     under.waits.remove(connection)
                     continue
                 try:
-                    state = connection.call(GetSnapshotState(number=under.number), SnapshotState)[0]
+                    state = connection.call(
+                        GetSnapshotState(directory=str(self.directory), number=under.number), SnapshotState
+                    )[0]
                 except (StaleEpochError, ConnectionLostError):  # it is gone, and what it wrote is not known
                     under.waits.remove(connection)
                     continue
@@ -231,7 +233,7 @@ class SnapshotTaker:
             with self._client.servers.lock:
                 for connection, _ in shares_of(self._client):
                     with contextlib.suppress(PeerError):  # it is gone: whoever needs it hears of it
-                        connection.call(DropSnapshot(number=under.number))
+                        connection.call(DropSnapshot(directory=str(self.directory), number=under.number))
         except PeerError:
             pass  # so are all
         finally:

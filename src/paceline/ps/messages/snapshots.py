@@ -43,6 +43,7 @@ class SnapshotBegun(msgspec.Struct, frozen=True, kw_only=True):
 class GetSnapshotState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ask how far a snapshot is; answered by SnapshotState."""
 
+    directory: Directory
     number: int
 
 
@@ -66,6 +67,7 @@ class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
 class DropSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Give up a snapshot, if it is still being taken, and remove what was written of it."""
 
+    directory: Directory
     number: int
 
 

@@ -38,7 +38,7 @@ from paceline.storage.parts import PartBuffer, write_part
 from paceline.storage.snapshot_directory import describe_failure, read_buckets
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.server_tables import ServerTables
-from paceline.tables.snapshot_part import Moment, watch
+from paceline.tables.snapshot_part import Moment, SnapshotId, watch
 from paceline.tables.types import Floats, Keys
 
 _WRITERS = 2  # while one waits for the disk, the other one hashes and writes
@@ -65,9 +65,9 @@ class _Taking:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def number(self) -> int:
+    def id(self) -> SnapshotId:
         """Which snapshot it is."""
-        return self._request.number
+        return self._request.directory, self._request.number
 
     @property
     def begun(self) -> bool:
@@ -89,12 +89,12 @@ class _Taking:
             part = watch(self._tables.find(number))
             rest = mine & part.held
             for earlier in self._request.whole:
-                if kept := part.unchanged_since(earlier) & rest:
+                if kept := part.unchanged_since((self._request.directory, earlier)) & rest:
                     self._kept.append(KeptBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
                     rest &= ~kept
             if self._request.boundary is not None and rest:
                 self._moments[number] = part.moment = Moment(part.part, rest)
-                part.note_written(self.number, rest)
+                part.note_written(self.id, rest)
             todo[number] = rest
         self._task = _start(self._take(todo))
 
@@ -154,7 +154,7 @@ class _Taking:
         if not part.held >> bucket & 1:
             return None
         keys, records = part.part.read_bucket(bucket)
-        part.note_written(self.number, 1 << bucket)
+        part.note_written(self.id, 1 << bucket)
         return keys, records
 
     def _close_moment(self, number: int) -> None:
@@ -339,13 +339,17 @@ class ServerSnapshots:
 
     def state(self, request: GetSnapshotState) -> SnapshotState:
         """Return how far a snapshot is."""
-        if self._taking is None or self._taking.number != request.number:
+        if self._taking is None:
             raise UsageError(f"server {self._tables.rank} takes no snapshot {request.number}")
+        if self._taking.id != (request.directory, request.number):
+            directory, number = self._taking.id
+            reason = f"it was given up when snapshot {number} in {directory} was begun: a server takes one at a time"
+            return SnapshotState(done=False, error=reason, parts=(), kept=())
         return self._taking.state()
 
     def drop(self, request: DropSnapshot) -> None:
         """Give up a snapshot."""
-        if self._taking is not None and self._taking.number == request.number:
+        if self._taking is not None and self._taking.id == (request.directory, request.number):
             self._taking.drop()
             self._taking, self._boundary = None, None
 
