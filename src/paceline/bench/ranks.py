@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import IO, Any, Final
 
 from paceline.bench.plan import Plan
 from paceline.errors import PeerError, UsageError
+from paceline.launch.fork_server import module_command
 from paceline.launch.supervisor import Process, Supervisor, describe_status, spawn
 from paceline.transport import make_token
 
@@ -46,8 +46,8 @@ class BenchRanks:
     def start(self, plan: Plan) -> None:
         """Start the processes."""
         address = f"127.0.0.1:{_free_port()}"
-        command = [sys.executable, "-m", "paceline.bench.collectives_rank"]
-        command += [json.dumps(dataclasses.asdict(plan)), address, self._scratch]
+        described = json.dumps(dataclasses.asdict(plan))
+        command = module_command("paceline.bench.collectives_rank", described, address, self._scratch)
         environment = {name: value for name, value in os.environ.items() if name not in _TOLD_BY_LAUNCHERS}
         environment |= {"PACELINE_TOKEN": make_token(), "TMPDIR": self._scratch}
 

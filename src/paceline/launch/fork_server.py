@@ -21,7 +21,11 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Final
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import psutil
 
 CHILD: Final = "paceline.launch.child"
 """What processes of local clusters run."""
@@ -40,6 +44,18 @@ MALLOC: Final = {
     "glibc.malloc.trim_threshold=268435456"
 }
 
+# The current folder is the user's, whose select.py is not the one that is imported; this package may be found by it.
+_RUN_MODULE: Final = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "
+    "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command of a process that runs a module of this package, whatever lies in the current folder."""
+    root = str(Path(__file__).parents[2])
+    return [sys.executable, "-c", _RUN_MODULE.format(root=root), module, *arguments]
+
 
 class ForkError(Exception):
     """A process cannot be forked, for the reason given: it has to be started afresh."""
@@ -52,6 +68,7 @@ class Forked:
         self.pid = pid
         self.stdin: IO[bytes] | None = stdin
         self.stdout = stdout
+        self._identity = _identity(pid)
         self._statuses = statuses  # a pipe, by which the fork server tells the status
         self._status: int | None = None
         self._is_orphan = False
@@ -77,7 +94,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
-        if self.poll() is None:
+        if self.poll() is None and _is_running(self._identity):  # or another process may have its number by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -99,13 +116,13 @@ class Forked:
                 told = os.read(self._statuses, 16)
                 self._status = int(told) if told else None
                 self._is_orphan = not told
-            if self._is_orphan and not _is_running(self.pid):
+            if self._is_orphan and not _is_running(self._identity):
                 self._status = _LOST_STATUS
         return self._status
 
     def _has_ended_untold(self) -> bool:
         """Return whether it has ended, and too long ago for the fork server to tell how."""
-        if _is_running(self.pid):
+        if _is_running(self._identity):
             return False
         now_s = time.monotonic()
         self._ended_s = now_s if self._ended_s is None else self._ended_s
@@ -133,7 +150,7 @@ class ForkServer:
             with theirs, contextlib.ExitStack() as closing:
                 line = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)  # below are standard streams, closed here or not
                 closing.callback(os.close, line)
-                command = [sys.executable, "-m", "paceline.launch.warm_parent", str(line), module]
+                command = module_command("paceline.launch.warm_parent", str(line), module)
                 server._process = subprocess.Popen(
                     [*command, " " * _TITLE_BYTES],  # room for what its forks are to be called
                     stdin=subprocess.DEVNULL,
@@ -231,10 +248,20 @@ def _folder() -> str | None:
         return None
 
 
-def _is_running(pid: int) -> bool:
+def _identity(pid: int) -> psutil.Process | None:
+    """Return what tells a process from a later one with its number; None if it has ended."""
     import psutil
 
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _is_running(process: psutil.Process | None) -> bool:
+    import psutil
+
+    try:
+        return process is not None and process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

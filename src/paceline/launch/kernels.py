@@ -43,7 +43,8 @@ def _compile_side_by_side() -> None:
 
 
 _COMPILE_VALUES: Final = """
-import os
+import os, sys
+sys.path[:] = filter(None, sys.path)  # not the current folder, where a user's file may have a module's name
 from paceline.launch.supervisor import watch_parent
 watch_parent(lambda: os._exit(1))
 from paceline.tables.compile import compile_values

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,7 +26,7 @@ from paceline.tables.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.security.authentication import check_token
 
-from .fork_server import CHILD, MALLOC, ForkError, ForkServer
+from .fork_server import CHILD, MALLOC, ForkError, ForkServer, module_command
 from .kernels import prepare_kernels
 from .roles import check_replicas, reach
 from .supervisor import Child, Process, Supervisor, describe_status, spawn
@@ -277,8 +276,7 @@ class LocalCluster:
             _logger.debug("processes are started afresh, and not forked: %s", error)
             self._fork_server = None
         stdout = subprocess.PIPE if captured else subprocess.DEVNULL
-        command = [sys.executable, "-m", CHILD, argument]
-        return spawn(command, stdin=subprocess.PIPE, stdout=stdout, env=environment)
+        return spawn(module_command(CHILD, argument), stdin=subprocess.PIPE, stdout=stdout, env=environment)
 
     def _keep_scheduler(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
         """Start another scheduler, at the same address, whenever one dies."""

@@ -170,6 +170,40 @@ def test_clusters_start_afresh_where_forks_are_not_safe(
     assert not any(process.is_running() for process in processes)
 
 
+@pytest.mark.parametrize("forks", [True, False], ids=["forked", "started afresh"])
+def test_files_of_the_current_folder_are_not_taken_for_modules(
+    forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("select", "tempfile", "numpy", "paceline"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user is imported')")
+    monkeypatch.chdir(tmp_path)
+    if not forks:
+        monkeypatch.delattr(os, "fork")
+    with local.LocalCluster.start() as cluster:
+        parents = {psutil.Process(pid).ppid() for pid in cluster.pids("s")}
+    assert (parents == {os.getpid()}) == (not forks)
+
+
+def test_who_has_the_number_of_one_that_has_ended_gets_no_signal(fork: Callable[..., Forked]) -> None:
+    """How one has ended is known a moment after the system may have given its number to another process."""
+    ended, other = fork("sleep"), fork("sleep")
+    assert [line(ended), line(other)] == [b"sleeps\n"] * 2
+    fork_server = psutil.Process(ended.pid).parent()
+    assert fork_server is not None
+    fork_server.suspend()
+    try:
+        process = psutil.Process(ended.pid)
+        process.kill()
+        wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+        ended.pid = other.pid
+        ended.send_signal(signal.SIGKILL)
+    finally:
+        fork_server.resume()
+    assert ended.wait(20.0) == -signal.SIGKILL
+    other.send_signal(signal.SIGTERM)
+    assert other.wait(20.0) == -signal.SIGTERM
+
+
 def test_clusters_can_share_a_fork_server() -> None:
     with ForkServer.start() as server:
         parents = set()
