@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +58,12 @@ def paceline(session: _Session, tmp_path: Path) -> Iterator[Commands]:
             process.kill()
         for left in session.temporary.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+@pytest.fixture
+def paceline_afresh(paceline: Commands) -> Commands:
+    """Runs commands as a person does: the others are forked from a process that has loaded all."""
+    return replace(paceline, afresh=True)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.warm.processes import WarmProcess
+from tests.warm.programs import MARK as MARK
 
-MARK = "PACELINE_TEST_SESSION"
 _WAIT_S = 120.0
 PROMPT_S = 20.0
 """How long what waits for nothing may take on a busy machine: what it must not wait for takes 30 s, or for ever."""
@@ -50,19 +51,27 @@ class Running:
     """A command that runs."""
 
     def __init__(
-        self, arguments: Sequence[str | Path], environment: dict[str, str], folder: Path, within: Sequence[str] = ()
+        self,
+        arguments: Sequence[str | Path],
+        environment: dict[str, str],
+        folder: Path,
+        within: Sequence[str] = (),
+        *,
+        afresh: bool = False,
     ) -> None:
         self._err: list[str] = []
-        self.process = subprocess.Popen(
-            [*within, sys.executable, "-m", "paceline", *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-            text=True,
-        )
+        words = ["-m", "paceline", *map(str, arguments)]
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        self.process: subprocess.Popen[str] | WarmProcess
+        if within or afresh:
+            self.process = subprocess.Popen(
+                [*within, sys.executable, *words],
+                stdin=nothing, stdout=pipe, stderr=pipe, env=environment, cwd=folder, start_new_session=True, text=True,
+            )  # fmt: skip
+        else:
+            self.process = WarmProcess(
+                words, stdin=nothing, stdout=pipe, stderr=pipe, env=environment, cwd=folder, text=True
+            )
         self._out: list[str] = []
         self._changed = threading.Condition()
         self._readers = [
@@ -145,10 +154,12 @@ class Commands:
     environment: dict[str, str]
     folder: Path
     started: list[Running]
+    afresh: bool = False
+    """Whether commands are started as a person starts them, and not forked from a process that has loaded all."""
 
     def start(self, *arguments: str | Path, within: Sequence[str] = ()) -> Running:
         """Start a command; `within` another one, such as ``ip netns exec NAME``, that becomes it."""
-        running = Running(arguments, self.environment, self.folder, within)
+        running = Running(arguments, self.environment, self.folder, within, afresh=self.afresh)
         self.started.append(running)
         return running
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.warm.processes import WarmProcess
 
 from .running import MARK, PROMPT_S, our_processes, wait_until
 
@@ -33,8 +33,8 @@ class Rank:
     """One process, and what it has said."""
 
     def __init__(self, scenario: str, environment: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-W", "error", str(_PROGRAM), scenario],
+        self.process = WarmProcess(
+            ["-X", "faulthandler", "-W", "error", _PROGRAM, scenario],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.said: list[dict[str, Any]] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.warm.processes import RANKS
 
 from .running import Commands, parse_json
 
@@ -47,6 +48,7 @@ def run_under(
     """Run an example under a strategy; return what rank 0 prints."""
     # Where torch caches what it compiles, it makes a folder when it is imported.
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(paceline.folder / "cache")
+    paceline.environment[RANKS] = "torch"
     options = ("--strategy", strategy, "--threads", "1", *launch)
     finished = paceline.succeed("run", *options, EXAMPLES / script, "--json", *arguments)
     assert finished.err == ""

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
-from .running import Commands, parse_json
+from tests.warm.processes import WarmProcess
+
+from .running import Commands, Finished, parse_json
 
 HEAT = Path(__file__).parents[2] / "examples" / "heat.py"
 
 
-def run(paceline: Commands, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(paceline: Commands, *arguments: str, **variables: str) -> Finished:
     """Run it; the fixture sees to it that no process is left."""
-    return subprocess.run(
-        [sys.executable, str(HEAT), "--size", "41", "--steps", "30", *arguments],
+    process = WarmProcess(
+        [HEAT, "--size", "41", "--steps", "30", *arguments],
         env={name: value for name, value in paceline.environment.items() if name != "RANK"} | variables,
         cwd=paceline.folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
     )
+    out, err = process.communicate(timeout=60)
+    return Finished(process.wait(), out, err)
 
 
 def test_several_ranks_compute_the_same(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "3", "--json")
-    assert (finished.returncode, finished.stderr) == (0, "")
-    told = parse_json(finished.stdout)
+    assert (finished.status, finished.err) == (0, "")
+    told = parse_json(finished.out)
     assert (told["ranks"], told["grid"], told["size"], told["steps"]) == (3, [3, 1], 41, 30)
     assert told["difference"] == 0.0
     assert 0.05 < told["mean"] < 0.3
@@ -34,18 +37,18 @@ def test_several_ranks_compute_the_same(paceline: Commands) -> None:
 
 def test_a_picture_for_people(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "1")
-    assert (finished.returncode, finished.stderr) == (0, "")
-    assert "1 ranks as 1 x 1" in finished.stdout
-    assert "###" in finished.stdout
-    assert finished.stdout.endswith("greatest difference: 0.0\n")
+    assert (finished.status, finished.err) == (0, "")
+    assert "1 ranks as 1 x 1" in finished.out
+    assert "###" in finished.out
+    assert finished.out.endswith("greatest difference: 0.0\n")
 
 
 def test_what_a_launcher_has_started_starts_nothing(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "5", "--json", RANK="0", WORLD_SIZE="1")
-    assert parse_json(finished.stdout)["ranks"] == 1
+    assert parse_json(finished.out)["ranks"] == 1
 
 
 def test_more_ranks_than_cells(paceline: Commands) -> None:
     finished = run(paceline, "--ranks", "42")
-    assert finished.returncode == 2
-    assert "no fewer cells" in finished.stderr
+    assert finished.status == 2
+    assert "no fewer cells" in finished.err

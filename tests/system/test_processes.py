@@ -47,17 +47,17 @@ def test_a_training_told_to_end(paceline: Commands, click_log: tuple[Path, Path]
     assert (finished.status, sentences(finished.err)) == (143, ["paceline: told to end"])
 
 
-def test_interrupted_while_processes_start(paceline: Commands, click_log: tuple[Path, Path]) -> None:
-    running = paceline.start("train", click_log[0], *LONG, "--save", "model")
+def test_interrupted_while_processes_start(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:
+    running = paceline_afresh.start("train", click_log[0], *LONG, "--save", "model")
     wait_until(lambda: len(psutil.Process(running.process.pid).children(recursive=True)) > 1, "no process was started")
     running.signal(signal.SIGINT)
     finished = running.wait()
     assert (finished.status, sentences(finished.err)) == (130, ["paceline: interrupted"])
 
 
-def test_when_the_parent_is_killed_the_others_end(paceline: Commands, click_log: tuple[Path, Path]) -> None:
+def test_when_the_parent_is_killed_the_others_end(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:
     """And their temporary files go, which the fixture looks at."""
-    running = start(paceline, click_log, *LONG, "--servers", "2")
+    running = start(paceline_afresh, click_log, *LONG, "--servers", "2")
     children = psutil.Process(running.process.pid).children(recursive=True)
     assert len(children) == 6  # scheduler, servers, workers, and the process that they are forked from
     running.process.kill()

@@ -178,13 +178,13 @@ def test_interrupted_it_ends_everything_and_a_second_time_at_once(paceline: Comm
         wait_until(lambda: processes_left(paceline) == [], "processes are left")
 
 
-def test_a_killed_launcher_leaves_nothing(paceline: Commands, tmp_path: Path) -> None:
-    paceline.environment["CHILD"] = "1"
-    running = paceline.start("run", "--nproc-per-node", "2", "--strategy", "hybrid", script(tmp_path, _WAIT))
+def test_a_killed_launcher_leaves_nothing(paceline_afresh: Commands, tmp_path: Path) -> None:
+    paceline_afresh.environment["CHILD"] = "1"
+    running = paceline_afresh.start("run", "--nproc-per-node", "2", "--strategy", "hybrid", script(tmp_path, _WAIT))
     wait_pids(running, 2)
-    assert len(processes_left(paceline)) >= 1 + 2 + 2 + 2  # it, ranks, their children, scheduler and server
+    assert len(processes_left(paceline_afresh)) >= 1 + 2 + 2 + 2  # it, ranks, their children, scheduler and server
     running.kill()
-    wait_until(lambda: processes_left(paceline) == [], "processes are left")
+    wait_until(lambda: processes_left(paceline_afresh) == [], "processes are left")
 
 
 def test_a_server_strategy_gives_the_ranks_their_servers(paceline: Commands, tmp_path: Path) -> None:

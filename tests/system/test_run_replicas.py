@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.warm.processes import RANKS
 
 from paceline.launch.local import wait_cluster
 from paceline.transport import SocketTransport
@@ -110,6 +111,7 @@ print("trained", flush=True)
 def replicated(paceline: Commands, tmp_path: Path) -> Commands:
     """Commands that hold a token that the test knows."""
     paceline.environment["PACELINE_TOKEN"] = _TOKEN
+    paceline.environment[RANKS] = "torch"
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one
     return paceline
 

@@ -82,11 +82,16 @@ def write_as(format: str, source: Path, folder: Path) -> list[Path]:
     ],
 )
 def test_train_save_predict(
-    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path, format: str, how: list[str], least_auc: float
+    paceline_afresh: Commands,
+    click_log: tuple[Path, Path],
+    tmp_path: Path,
+    format: str,
+    how: list[str],
+    least_auc: float,
 ) -> None:
     data, evaluation = (write_as(format, path, tmp_path) for path in click_log)
     evaluating = [argument for path in evaluation for argument in ("--eval", str(path))]
-    trained = paceline.succeed("train", *data, *evaluating, *how, "--epochs", "3", "--save", "model", "--json")
+    trained = paceline_afresh.succeed("train", *data, *evaluating, *how, "--epochs", "3", "--save", "model", "--json")
     result = trained.json
     assert set(result) == KEYS
     assert result["examples"] == 36_000
@@ -99,7 +104,7 @@ def test_train_save_predict(
     assert sum(result["staleness"]["histogram"]) > 0
     assert "evaluating" in trained.err  # the progress line went elsewhere
 
-    predicted = paceline.succeed("predict", "model", *evaluation, "-o", "probabilities", "--json").json
+    predicted = paceline_afresh.succeed("predict", "model", *evaluation, "-o", "probabilities", "--json").json
     assert predicted["auc"] == pytest.approx(result["auc"], abs=1e-9)
     assert predicted["log_loss"] == pytest.approx(result["log_loss"], abs=1e-7)
     assert predicted["examples"] == 4_000

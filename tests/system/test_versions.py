@@ -17,7 +17,8 @@ def test_members_of_another_version(paceline: Commands, click_log: tuple[Path, P
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "sitecustomize.py").write_text(_OTHER)
     (tmp_path / "data.tsv").symlink_to(click_log[0])
-    other = replace(paceline, environment={**paceline.environment, "PYTHONPATH": str(tmp_path / "other")})
+    environment = {**paceline.environment, "PYTHONPATH": str(tmp_path / "other")}
+    other = replace(paceline, environment=environment, afresh=True)
     assert other.succeed("--version").out == "paceline 9.8.7\n"
     scheduler, address = start_scheduler(paceline)
     commands = [["server"], ["worker"], ["train", "data.tsv"]]

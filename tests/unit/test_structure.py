@@ -1,4 +1,7 @@
-"""How large modules, folders and classes may be. What is larger today is named here, and may not grow."""
+"""How large modules, folders and classes may be, and how often tests use private names.
+
+What is larger today is named here, and may not grow.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,13 @@ from pathlib import Path
 import paceline
 
 SOURCE = Path(paceline.__file__).parent
+TESTS = Path(__file__).parents[1]
 MAX_MODULE_LINES, MAX_FOLDER_MODULES, MAX_METHODS, MAX_ATTRIBUTES = 450, 22, 20, 15
+
+MAX_PRIVATE_ACCESSES = 232
+NOT_OURS = ("_exit", "_replace", "_version", "_parameters", "_coalescing_manager", "_foreach_lerp_", "_get_backend",
+            "_get_default_store")  # fmt: skip
+"""Names of other packages, of which some are public in spite of their form."""
 
 LARGE_MODULES = {
     "collectives/p2p/point_to_point.py": 452,
@@ -121,3 +130,30 @@ def test_no_class_is_too_large() -> None:
         if name not in sizes or (sizes[name][0] <= MAX_METHODS and sizes[name][1] <= MAX_ATTRIBUTES)
     ]
     assert needless == [], "not needed any more"
+
+
+def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of what is reached in objects and modules of others, or replaced in them."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name):
+                names = [name]
+            case ast.ImportFrom(names=imported):
+                names = [each.name for each in imported]
+            case ast.Call(args=[_, ast.Constant(value=str(name)), *_]):  # setattr() and its like
+                names = [name]
+        for name in names:
+            if name.startswith("_") and not name.startswith("__") and name not in NOT_OURS:
+                yield node.lineno, name  # type: ignore[attr-defined]
+
+
+def test_tests_go_through_public_names() -> None:
+    found = {
+        str(path.relative_to(TESTS)): list(private_accesses(ast.parse(path.read_text(encoding="utf-8"))))
+        for path in sorted(TESTS.rglob("*.py"))
+    }
+    count = sum(map(len, found.values()))
+    assert count <= MAX_PRIVATE_ACCESSES, {name: accesses for name, accesses in found.items() if accesses}

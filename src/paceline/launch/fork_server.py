@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     import psutil
@@ -64,10 +64,11 @@ class ForkError(Exception):
 class Forked:
     """A process that the fork server has forked; it has what ``subprocess.Popen`` has for own children."""
 
-    def __init__(self, pid: int, statuses: int, stdin: IO[bytes], stdout: IO[bytes] | None) -> None:
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+
+    def __init__(self, pid: int, statuses: int) -> None:
         self.pid = pid
-        self.stdin: IO[bytes] | None = stdin
-        self.stdout = stdout
         self._identity = _identity(pid)
         self._statuses = statuses  # a pipe, by which the fork server tells the status
         self._status: int | None = None
@@ -129,37 +130,50 @@ class Forked:
         return now_s - self._ended_s >= _UNTOLD_S
 
 
+class Killable(Protocol):
+    """A process that can be ended; ``subprocess.Popen`` is one."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def wait(self) -> int:
+        """Return its status when it has ended."""
+
+
 class ForkServer:
     """A process that forks others, which run the `main` of one module. Use it as a context manager, or close it.
 
     What it has forked does not end with it, but by its own parent's watch; its status is then not known.
     """
 
-    def __init__(self, module: str) -> None:
-        self.module = module
+    def __init__(self, line: socket.socket | None, process: Killable | None = None) -> None:
+        """Make one of the socket at whose other end a warm parent serves, in `process` if that ends with it.
+
+        Without a socket, nothing can be forked.
+        """
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
+        self._line = line
+        self._process = process
 
     @classmethod
     def start(cls, module: str = CHILD) -> ForkServer:
         """Start it, where processes can be forked; it begins at once to load what the `prepare` of `module` does."""
-        server = cls(module)
-        if hasattr(os, "fork") and sys.platform not in ("darwin", "win32", "emscripten", "wasi"):
-            server._line, theirs = socket.socketpair()
-            with theirs, contextlib.ExitStack() as closing:
-                line = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)  # below are standard streams, closed here or not
-                closing.callback(os.close, line)
-                command = module_command("paceline.launch.warm_parent", str(line), module)
-                server._process = subprocess.Popen(
-                    [*command, " " * _TITLE_BYTES],  # room for what its forks are to be called
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**MALLOC, **os.environ, **_ONE_THREAD},
-                    pass_fds=[line],
-                    start_new_session=True,
-                )
-        return server
+        if not hasattr(os, "fork") or sys.platform in ("darwin", "win32", "emscripten", "wasi"):
+            return cls(None)
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as closing:
+            line = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)  # below are standard streams, closed here or not
+            closing.callback(os.close, line)
+            command = module_command("paceline.launch.warm_parent", str(line), module)
+            process = subprocess.Popen(
+                [*command, " " * _TITLE_BYTES],  # room for what its forks are to be called
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**MALLOC, **os.environ, **_ONE_THREAD},
+                pass_fds=[line],
+                start_new_session=True,
+            )
+        return cls(ours, process)
 
     def fork(self, arguments: Sequence[str], *, environment: Mapping[str, str], captured: bool) -> Forked:
         """Fork a process with these arguments, in a session of its own; its standard input is a pipe.
@@ -168,17 +182,33 @@ class ForkServer:
         """
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             stdin, own_stdin = _pipe(theirs, ours, ours_writes=True)
-            statuses, own_statuses = _pipe(theirs, ours, ours_writes=False)
             if captured:
                 stdout, own_stdout = _pipe(theirs, ours, ours_writes=False)
             else:
                 stdout = os.open(os.devnull, os.O_WRONLY)
                 theirs.callback(os.close, stdout)
-            asked = {"arguments": list(arguments), "environment": dict(environment), "folder": _folder()}
-            pid = self._ask(asked, [stdin, stdout, _standard_error(theirs), statuses])
+            streams = (stdin, stdout, _standard_error(theirs))
+            process = self.fork_onto(arguments, environment=environment, streams=streams)
             ours.pop_all()
-            out = os.fdopen(own_stdout, "rb") if captured else None
-            return Forked(pid, own_statuses, os.fdopen(own_stdin, "wb"), out)
+        process.stdin = os.fdopen(own_stdin, "wb")
+        process.stdout = os.fdopen(own_stdout, "rb") if captured else None
+        return process
+
+    def fork_onto(
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        streams: tuple[int, int, int],
+        folder: str | None = None,
+    ) -> Forked:
+        """Fork a process with these standard streams, in `folder`, or the current one. Raises ForkError."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            statuses, own_statuses = _pipe(theirs, ours, ours_writes=False)
+            asked = {"arguments": list(arguments), "environment": dict(environment), "folder": folder or _folder()}
+            pid = self._ask(asked, [*streams, statuses])
+            ours.pop_all()
+        return Forked(pid, own_statuses)
 
     def close(self) -> None:
         """End it. Idempotent."""

@@ -126,11 +126,11 @@ class WarmParent:
 
 def reason_not_to_fork() -> str | None:
     """Return why this process had better not be forked, if there is a reason."""
-    if "torch" in sys.modules:
-        return "torch is imported, whose threads do not live through a fork"
     try:
         num_threads = len(os.listdir("/proc/self/task"))
     except OSError:
+        if "torch" in sys.modules:
+            return "torch is imported, whose threads do not live through a fork"
         num_threads = threading.active_count()
     return None if num_threads == 1 else f"{num_threads} threads run in the fork server"
 
@@ -147,15 +147,12 @@ def set_title(words: list[str]) -> None:
         ctypes.memmove(start, title.ljust(end - start - 1) + b"\0", end - start)
 
 
-def main() -> NoReturn:
-    """Serve; in a child, run the module, and end with its status."""
-    gc.disable()  # nothing of what is loaded here is garbage
-    module = importlib.import_module(sys.argv[2])
-    module.prepare()
-    asked = WarmParent(socket.socket(fileno=int(sys.argv[1])), module).serve()
+def serve(line: socket.socket, module: Any) -> NoReturn:
+    """Fork processes that run `module`, as asked for at the other end of `line`; be them, and end with their status."""
+    asked = WarmParent(line, module).serve()
     if asked is None:
         os._exit(0)  # at once: there is nothing to be tidied up
-    sys.argv = [sys.argv[2], *asked["arguments"]]
+    sys.argv = [module.__name__, *asked["arguments"]]
     set_title([sys.executable, "-m", *sys.argv])
     status = int(module.main())
     for thread in threading.enumerate():
@@ -164,6 +161,14 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # to take all modules down would be a tenth of a second for nothing
+
+
+def main() -> NoReturn:
+    """Load what the module's processes need, and serve."""
+    gc.disable()  # nothing of what is loaded here is garbage
+    module = importlib.import_module(sys.argv[2])
+    module.prepare()
+    serve(socket.socket(fileno=int(sys.argv[1])), module)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.warm.processes import WarmProcess
 
 torch = pytest.importorskip("torch")
 
@@ -43,15 +43,16 @@ class Run:
             "TORCHELASTIC_RUN_ID": "all-reduce",
         }
         self._ranks = [
-            subprocess.Popen(
-                [sys.executable, _HERE / "strategy_ranks.py", _MODULE, folder],
+            WarmProcess(
+                [_HERE / "strategy_ranks.py", _MODULE, folder],
+                kind="torch",
                 env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stderr=subprocess.PIPE,
                 text=True,
             )
             for rank in range(_SIZE)
         ]
-        self.codes: list[int] = []
+        self.codes: list[int | None] = []
         self.errors: list[str] = []
         self.said: dict[str, list[str]] = {}
         """By check, what each rank says: nothing if all is well."""

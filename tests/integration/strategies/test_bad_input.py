@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.warm.processes import RANKS, WarmProcess
 
 pytest.importorskip("torch")
 
@@ -49,15 +50,22 @@ print("steps", rank, num_steps, f"{strategy.reduce(float(model[0].weight.sum()),
 """
 
 
-def start(folder: Path, strategy: str, case: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, strategy: str, case: str) -> tuple[int | None, str, str]:
+    """Return the status, and what was written to standard output and standard error."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", "run", "--strategy", strategy, "--nproc-per-node", "2", str(script), case],
-        capture_output=True,
+    launcher = WarmProcess(
+        ["-m", "paceline", "run", "--strategy", strategy, "--nproc-per-node", "2", script, case],
+        env={**os.environ, RANKS: "torch"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
     )
+    try:
+        out, err = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    return launcher.returncode, out, err
 
 
 @pytest.mark.parametrize(
@@ -68,15 +76,15 @@ def start(folder: Path, strategy: str, case: str) -> subprocess.CompletedProcess
     ],
 )
 def test_one_rank_that_does_wrong_is_the_one_that_is_blamed(tmp_path: Path, case: str, words: str) -> None:
-    done = start(tmp_path, "all-reduce", case)
-    assert done.returncode == 1, done.stderr
-    assert "paceline run: rank 1 of 2 failed with exit status 1" in done.stderr
-    assert words in done.stderr.splitlines()[-1]
-    assert "[rank1]" not in done.stderr
+    status, _, err = run(tmp_path, "all-reduce", case)
+    assert status == 1, err
+    assert "paceline run: rank 1 of 2 failed with exit status 1" in err
+    assert words in err.splitlines()[-1]
+    assert "[rank1]" not in err
 
 
 def test_servers_wait_for_nobody_who_has_left_an_epoch_by_break(tmp_path: Path) -> None:
-    done = start(tmp_path, "parameter-server", "break")
-    assert done.returncode == 0, done.stderr
-    said = sorted(line.partition("steps ")[2].split() for line in done.stdout.splitlines() if "steps" in line)
-    assert [(rank, steps) for rank, steps, _ in said] == [("0", "8"), ("1", "3")], done.stdout
+    status, out, err = run(tmp_path, "parameter-server", "break")
+    assert status == 0, err
+    said = sorted(line.partition("steps ")[2].split() for line in out.splitlines() if "steps" in line)
+    assert [(rank, steps) for rank, steps, _ in said] == [("0", "8"), ("1", "3")], out

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.warm.processes import WarmProcess
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
@@ -207,8 +208,9 @@ def test_every_strategy_loads_what_every_other_has_saved(tmp_path: Path, one_thr
             "PACELINE_TOKEN": cluster.token,
         }
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-W", "error", __file__, tmp_path],
+            WarmProcess(
+                ["-W", "error", __file__, tmp_path],
+                kind="torch",
                 env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stderr=subprocess.PIPE,
                 text=True,

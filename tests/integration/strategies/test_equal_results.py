@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.warm.processes import WarmProcess
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
@@ -113,8 +114,9 @@ def ranks_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, li
             "TORCHELASTIC_RUN_ID": "equal-results",
         }
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-W", "error", __file__, folder, json.dumps(clusters)],
+            WarmProcess(
+                ["-W", "error", __file__, folder, json.dumps(clusters)],
+                kind="torch",
                 env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stderr=subprocess.PIPE,
                 text=True,

@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.warm.processes import WarmProcess
 
 torch = pytest.importorskip("torch")
 
@@ -30,7 +30,7 @@ _CHECKS = [
 ]
 
 
-def start(cluster: LocalCluster, port: int, folder: Path) -> list[subprocess.Popen[str]]:
+def start(cluster: LocalCluster, port: int, folder: Path) -> list[WarmProcess]:
     surroundings = {
         **os.environ,
         "WORLD_SIZE": str(_SIZE),
@@ -42,8 +42,9 @@ def start(cluster: LocalCluster, port: int, folder: Path) -> list[subprocess.Pop
         "PACELINE_TOKEN": cluster.token,
     }
     return [
-        subprocess.Popen(
-            [sys.executable, _HERE / "strategy_ranks.py", "hybrid_checks", folder],
+        WarmProcess(
+            [_HERE / "strategy_ranks.py", "hybrid_checks", folder],
+            kind="torch",
             env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

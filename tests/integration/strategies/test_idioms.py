@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
+from tests.warm.processes import WarmProcess
+
 import paceline
 from paceline.protocol import Sequential
-from paceline.torch.testing import STRATEGIES, run_all
+from paceline.torch.testing import STRATEGIES, conformance, run_all
 
 
 @pytest.fixture(scope="module")
 def cells() -> dict[str, dict[str, str]]:
-    with paceline.local_cluster(workers=2, consistency=Sequential(aggregate="mean")) as cluster:
+    def start(command: list[str], env: dict[str, str]) -> WarmProcess:
+        return WarmProcess(command[1:], kind="torch", env=env)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        paceline.local_cluster(workers=2, consistency=Sequential(aggregate="mean")) as cluster,
+    ):
+        patch.setattr(conformance, "subprocess", SimpleNamespace(Popen=start))
         return run_all(str(cluster.scheduler), cluster.token)
 
 

@@ -10,12 +10,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.warm.processes import WarmProcess
 
 _HERE = Path(__file__).parent
 _SIZES = {"calls": 3, "training": 2, "faults": 3}
@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 def _run_ranks(folder: Path) -> None:
     asked = [f"{module}:{size}" for module, size in _SIZES.items()]
-    process = subprocess.Popen([sys.executable, _HERE / "ranks.py", folder, *asked], start_new_session=True)
+    process = WarmProcess([_HERE / "ranks.py", folder, *asked], kind="torch", env=os.environ)
     try:
         process.wait(_PATIENCE_S)
     except subprocess.TimeoutExpired:

@@ -1,0 +1,14 @@
+"""Every cluster here is forked from what is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.warm.processes import clusters_from_warm_parents
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm() -> Iterator[None]:
+    with clusters_from_warm_parents():
+        yield

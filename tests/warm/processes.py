@@ -1,0 +1,190 @@
+"""Starts programs, as ``subprocess.Popen`` does, but by a fork of a warm process; and fork servers for clusters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from paceline.launch.fork_server import CHILD, ForkServer
+
+_PLACE = "WARM_PROCESSES_OF_TESTS"
+"""In the environment: the folder with the zygotes' sockets."""
+RANKS = "WARM_RANKS_OF_TESTS"
+"""In the environment of ``paceline run``: the kind that ranks are forked from. Without it they are started afresh."""
+_PATIENCE_S = 120.0
+_TITLE_BYTES = 4096
+_fork_servers: dict[tuple[int, str], ForkServer] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def zygotes() -> Iterator[None]:
+    """Start both kinds, which end with the block."""
+    started = []
+    with tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp") as folder:
+        for kind in ("plain", "torch"):
+            threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+            words = ["-m", "tests.warm.zygote", kind, f"{folder}/{kind}", " " * _TITLE_BYTES]
+            root = str(Path(__file__).parents[2])
+            path = os.pathsep.join([os.environ.get("PYTHONPATH", root), root])
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *words],
+                    stdin=subprocess.PIPE,
+                    env={**os.environ, **threads, "PYTHONPATH": path},
+                    start_new_session=True,
+                )
+            )
+        os.environ[_PLACE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_PLACE]
+            for process in started:
+                process.kill()
+                process.communicate()
+
+
+def connect(kind: str, module: str) -> ForkServer:
+    """Return a new fork server for processes that run a module."""
+    path = f"{os.environ[_PLACE]}/{kind}"
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        line = socket.socket(socket.AF_UNIX)
+        try:
+            line.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            line.close()
+            assert time.monotonic() < deadline, f"nobody listens at {path}"
+            time.sleep(0.01)
+        else:
+            line.sendall(module.encode() + b"\n")
+            return ForkServer(line)
+
+
+def close() -> None:
+    """End this process's fork servers."""
+    with _lock:
+        while _fork_servers:
+            _fork_servers.popitem()[1].close()
+
+
+@contextlib.contextmanager
+def clusters_from_warm_parents() -> Iterator[None]:
+    """Have the local clusters of this process forked from what is loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForkServer, "start", lambda module=CHILD: connect("plain", module))
+        yield
+
+
+class WarmProcess:
+    """A program in a process that was forked; it has what tests use of ``subprocess.Popen``."""
+
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        *,
+        kind: str = "plain",
+        env: Mapping[str, str],
+        cwd: str | Path | None = None,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        text: bool = False,
+    ) -> None:
+        """Start it by the words that would follow ``python``, and the arguments that ``Popen`` has."""
+        self.args = words
+        self._text = text
+        self.stdin: IO[Any] | None = None
+        self.stdout: IO[Any] | None = None
+        self.stderr: IO[Any] | None = None
+        with contextlib.ExitStack() as theirs:
+            streams = [self._stream(number, asked, theirs) for number, asked in enumerate((stdin, stdout, stderr))]
+            self._process = _fork_server(kind).fork_onto(
+                [str(word) for word in words],
+                environment=env,
+                streams=(streams[0], streams[1], streams[2]),
+                folder=None if cwd is None else str(cwd),
+            )
+        self.pid = self._process.pid
+
+    def _stream(self, number: int, asked: int | None, theirs: contextlib.ExitStack) -> int:
+        if asked is None:
+            return number
+        if asked == subprocess.PIPE:
+            reading, writing = os.pipe()
+            there, here = (reading, writing) if number == 0 else (writing, reading)
+            stream: IO[Any] = (
+                os.fdopen(here, "w" if number == 0 else "r", encoding="utf-8")
+                if self._text
+                else (os.fdopen(here, "wb" if number == 0 else "rb"))
+            )
+            setattr(self, ("stdin", "stdout", "stderr")[number], stream)
+        elif asked >= 0:
+            return asked
+        else:
+            assert asked == subprocess.DEVNULL
+            there = os.open(os.devnull, os.O_RDWR)
+        theirs.callback(os.close, there)
+        return there
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None while it lives."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """Return how it ended; None while it lives."""
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises ``subprocess.TimeoutExpired``."""
+        return self._process.wait(timeout)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Close its input, read both streams to their ends, and wait for its own."""
+        if self.stdin is not None:
+            self.stdin.close()
+        said: list[Any] = [None, None]
+
+        def read(number: int, pipe: IO[Any]) -> None:
+            with pipe:
+                said[number] = pipe.read()
+
+        pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe is not None]
+        readers = [threading.Thread(target=read, args=each) for each in pipes]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join(timeout)
+        return said[0], said[1]
+
+
+def _fork_server(kind: str) -> ForkServer:
+    """Return this process's fork server of a kind; it is made once, and ends with this process."""
+    with _lock:
+        key = (os.getpid(), kind)
+        if key not in _fork_servers:
+            _fork_servers[key] = connect(kind, "tests.warm.programs")
+        return _fork_servers[key]

@@ -1,0 +1,123 @@
+"""What is forked: a program, as ``python [-W error] [-X faulthandler] SCRIPT …`` or ``python -m MODULE …`` runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.child import prepare as prepare_roles
+from paceline.launch.fork_server import CHILD, ForkServer
+from paceline.launch.run import processes as run_processes
+from paceline.launch.warm_parent import reason_not_to_fork, serve, set_title
+
+from .processes import RANKS, WarmProcess
+
+MARK = "PACELINE_TEST_SESSION"
+_start_afresh = ForkServer.start
+
+
+def prepare() -> None:
+    """Load the kernels, and what every role imports."""
+    prepare_roles()
+
+
+def main() -> int:
+    """Run the program that the arguments describe; never return to the warm parent's code by an exception."""
+    words = sys.argv[1:]
+    set_title([sys.executable, *words])
+    _show_mark()
+    sys.path[:] = [name for name in sys.path if name and Path(name) != Path(__file__).parents[2]]
+    ForkServer.start = _fork_fork_server  # type: ignore[method-assign]
+    while words[0] in ("-W", "-X", "-u"):
+        match words:
+            case ["-W", what, *words]:
+                warnings.simplefilter(what)  # type: ignore[arg-type]
+            case ["-X", "faulthandler", *words]:
+                faulthandler.enable()
+            case ["-u", *words]:
+                for stream in (sys.stdout, sys.stderr):
+                    stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if RANKS in os.environ:
+        vars(run_processes)["spawn"] = _fork_rank
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _fork_rank(command: list[str], **options: Any) -> WarmProcess:
+    return WarmProcess(command[1:], kind=os.environ[RANKS], **options)
+
+
+def _show_mark() -> None:
+    """Have the system show the mark of this session as if this process had been started with it."""
+    mark = os.environ.get(MARK)
+    with contextlib.suppress(OSError), open("/proc/self/stat", "rb") as stat:
+        start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[47:49])
+        ctypes.memmove(start, (f"{MARK}={mark}" if mark else "").encode().ljust(end - start, b"\0"), end - start)
+
+
+class _Fork:
+    """A child of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def kill(self) -> None:
+        """End it."""
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Return its status when it has ended."""
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+def _fork_fork_server(module: str = CHILD) -> ForkServer:
+    """Fork a fork server from this process, which has loaded all it would load."""
+    if reason_not_to_fork() is not None:
+        return _start_afresh(module)
+    ours, theirs = socket.socketpair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid != 0:
+        theirs.close()
+        return ForkServer(ours, _Fork(pid))
+    status = 1
+    try:
+        _serve(ours, theirs, importlib.import_module(module))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _serve(ours: socket.socket, theirs: socket.socket, module: Any) -> None:
+    """Be a fork server, or one of those that it forks."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ours.close()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    assert threading.active_count() == 1
+    serve(theirs, module)

@@ -1,0 +1,55 @@
+"""A process that loads once what programs need, and forks a warm parent for each connection.
+
+``python -m tests.warm.zygote KIND SOCKET``, KIND being ``plain`` or ``torch``. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+
+from paceline.launch.warm_parent import serve
+
+MODULES = {
+    "plain": ["paceline.cli.app", "paceline.cli.train", "paceline.launch.train.training_run", "paceline.collectives"],
+    "torch": ["torch._dynamo", "paceline.torch.strategies", "paceline.torch.testing.conformance"],
+}
+
+
+def main(kind: str, path: str) -> None:
+    """Serve connections. The first word on each is the name of the module that is to be run."""
+    gc.disable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a warm parent has ended
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in ready:
+                os._exit(0)
+            line, _ = listener.accept()
+            module = importlib.import_module(_read_word(line))
+            for name in MODULES[kind]:
+                importlib.import_module(name)
+            module.prepare()
+            if os.fork() == 0:
+                listener.close()
+                os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+                serve(line, module)
+            line.close()
+
+
+def _read_word(line: socket.socket) -> str:
+    word = b""
+    while not word.endswith(b"\n"):
+        word += line.recv(1)
+    return word.decode().strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
