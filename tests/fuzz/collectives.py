@@ -114,7 +114,7 @@ class HeadsEpisode(Episode):
         tree = msgspec.msgpack.decode(text)
         if random.random() < 0.7:
             frame = Frame(0, tree)
-            self.mutator._alter_tree(frame)
+            self.mutator.alter_tree(frame)
             text = frame.meta if isinstance(frame.meta, bytes) else msgspec.msgpack.encode(frame.meta)
         if random.random() < 0.1:
             text = random.choice(UNREADABLE)
@@ -129,7 +129,7 @@ class HeadsEpisode(Episode):
         """Read what describes a node, which comes from the store; return nothing to be fed."""
         endpoint = Endpoint(Address.parse("tcp://127.0.0.1:5"), None, "host", "listener")
         frame = Frame(0, tree_of(NodeInfo("id", endpoint, 7, "memory")))
-        self.mutator._alter_tree(frame)
+        self.mutator.alter_tree(frame)
         data = frame.meta if isinstance(frame.meta, bytes) else msgspec.msgpack.encode(frame.meta)
         with contextlib.suppress(PacelineError):
             NodeInfo.decode(data)

@@ -104,7 +104,7 @@ class FilesEpisode(Episode):
         frame = Frame(0, json.loads(msgspec.json.encode(tree)))
         for _ in range(self.random.randrange(3)):
             if not isinstance(frame.meta, bytes):
-                self.mutator._alter_tree(frame)
+                self.mutator.alter_tree(frame)
         return frame.meta
 
     def _write(self, path: Path, tree: Any) -> None:
@@ -119,7 +119,7 @@ class FilesEpisode(Episode):
 
     def _bytes(self, data: bytes) -> bytes:
         frame = Frame(0, b"", data)
-        self.mutator._alter_body(frame)
+        self.mutator.alter_body(frame)
         return frame.body
 
     def _read_model(self) -> None:

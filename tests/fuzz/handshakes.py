@@ -56,7 +56,7 @@ class HandshakeEpisode(Episode):
             meta = random.choice(UNREADABLE)
         elif random.random() < 0.8:
             frame = Frame(0, msgspec.msgpack.decode(meta))
-            self.mutator._alter_tree(frame)
+            self.mutator.alter_tree(frame)
             with contextlib.suppress(PacelineError, UnicodeDecodeError, msgspec.MsgspecError):
                 self._alter_inside(frame)
             meta = frame.meta if isinstance(frame.meta, bytes) else msgspec.msgpack.encode(frame.meta)
@@ -69,7 +69,7 @@ class HandshakeEpisode(Episode):
             for name in ("hello", "view"):
                 if isinstance(frame.meta.get(name), bytes) and frame.meta[name]:
                     inner = Frame(0, msgspec.msgpack.decode(frame.meta[name]))
-                    self.mutator._alter_tree(inner)
+                    self.mutator.alter_tree(inner)
                     frame.meta[name] = msgspec.msgpack.encode(inner.meta)
 
     def _prove_again(self, meta: bytes, label: str, *before: bytes) -> bytes:

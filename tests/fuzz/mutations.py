@@ -119,10 +119,10 @@ class Mutator:
         random = self._random
         alterations: list[tuple[int, Callable[[], None]]] = [(4, lambda: self._alter_field(frame))]
         if not isinstance(frame.meta, bytes):
-            alterations.append((14, lambda: self._alter_tree(frame)))
+            alterations.append((14, lambda: self.alter_tree(frame)))
             if not _holds_kept(frame.meta):
                 alterations.append((3, lambda: self._alter_meta(frame)))
-        alterations.append((8 if frame.body else 2, lambda: self._alter_body(frame)))
+        alterations.append((8 if frame.body else 2, lambda: self.alter_body(frame)))
         alterations.append((1, lambda: self._alter_lengths(frame)))
         if not _holds_kept(frame.meta):
             alterations.append((1, lambda: self._alter_kind(frame, kinds)))
@@ -172,7 +172,7 @@ class Mutator:
                         data[random.randrange(len(data))] ^= 1 << random.randrange(8)
         frame.meta = bytes(data)
 
-    def _alter_body(self, frame: Frame) -> None:
+    def alter_body(self, frame: Frame) -> None:
         random = self._random
         body = bytearray(frame.body)
         match random.randrange(6):
@@ -192,7 +192,7 @@ class Mutator:
                 body[at : at + 8] = value.to_bytes(8, "little")
         frame.body = bytes(body)
 
-    def _alter_tree(self, frame: Frame) -> None:
+    def alter_tree(self, frame: Frame) -> None:
         places = list(_places(frame.meta))
         if not places:
             frame.meta = self.other(frame.meta)

@@ -21,7 +21,7 @@ def main() -> None:
 
     from .app import app
 
-    _raise_on_sigterm()
+    raise_on_sigterm()
     # Typer brought its own copy of click at some point, so what it raises is named by where it is derived from.
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
     try:
@@ -49,7 +49,7 @@ def main() -> None:
         _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
 
 
-def _raise_on_sigterm() -> None:
+def raise_on_sigterm() -> None:
     """Have SIGTERM raise Terminated in the main thread, so that ``finally`` and ``with`` do their work."""
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -118,6 +118,13 @@ class ServerNode:
             self.expelled = self.expelled or notice.reason
 
 
+def break_off(link: SchedulerLink) -> None:
+    """Let a member's process have ended, as far as its line to the scheduler shows it."""
+    link.is_closing = True  # so that its thread takes the break for what it is, and says nothing
+    link._channel.close()
+    link._thread.join(PATIENCE_S)
+
+
 class Cluster:
     """A scheduler, `servers` servers, and as many clients as asked for. A context manager that ends all of it."""
 
@@ -194,7 +201,7 @@ class Cluster:
 
     def raw(self, server: int = 0, **extra: Any) -> Channel:
         """Return a channel to a server in the name of a worker of the cluster, its rank 7, that says nothing itself."""
-        welcome = self.link()._welcome
+        welcome = self.link().welcome
         served = self.nodes[server].served
         assert welcome is not None
         assert served is not None
@@ -205,11 +212,9 @@ class Cluster:
 
     def lose(self, link: SchedulerLink) -> None:
         """Let the process of a member have ended: it says nothing any more, and the kernel says so."""
-        welcome = link._welcome
+        welcome = link.welcome
         assert welcome is not None
-        link._closing = True  # so that its thread takes the break for what it is, and says nothing
-        link._channel.close()
-        link._thread.join(PATIENCE_S)
+        break_off(link)
         self.served.call(lambda: self.scheduler.process_ended(welcome.incarnation))
 
     def kill(self, client: Client) -> None:
@@ -232,9 +237,9 @@ class Cluster:
         nodes = [node for node in self.nodes if node.served is not None and not node.failures]
         newest = self.scheduler.core.newest.version  # by an older map buckets may still be filled: these are left out
         wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
-        checks = [node.server._replicator.checks for node in nodes]
+        checks = [node.server.replicator.checks for node in nodes]
         compared, received = sum(each.num_compared for each in checks), sum(each.num_received for each in checks)
-        expected = received + sum(node.call(node.server._replicator.check_all) for node in nodes)
+        expected = received + sum(node.call(node.server.replicator.check_all) for node in nodes)
         wait_until(lambda: sum(each.num_received for each in checks) >= expected)
         differences = [line for each in checks for line in each.differences]
         if differences:

@@ -46,7 +46,7 @@ def most_held(node: ServerNode, done: Any) -> int:
     def look() -> bool:
         nonlocal most
         is_done = bool(done())
-        most = max(most, node.call(lambda: node.server._pressure.count_held() + node.server._pressure.count_ahead()))
+        most = max(most, node.call(lambda: node.server.pressure.count_held() + node.server.pressure.count_ahead()))
         return is_done
 
     wait_until(look)
@@ -57,7 +57,7 @@ def test_a_replica_that_reads_nothing_does_not_fill_its_primary() -> None:
     with Cluster(servers=2, workers=2, replicas=1) as cluster:
         pusher, reader = cluster.connect_all(timeout_s=60.0)
         first = cluster.nodes[0]
-        first.server._pressure.max_bytes = BUDGET
+        first.server.pressure.max_bytes = BUDGET
         tables = [client.sparse_table("w", dim=DIM, update=SGD(lr=1.0)) for client in (pusher, reader)]
         key = key_of(pusher, 0)
         tables[0].push(key, np.ones((1, DIM), np.float32)).wait()
@@ -65,20 +65,20 @@ def test_a_replica_that_reads_nothing_does_not_fill_its_primary() -> None:
         thread = threading.Thread(target=lambda: [tables[0].push(key, grads) for _ in range(NUM_PUSHES)])
         with stopped(cluster.nodes[1]):
             thread.start()
-            most = most_held(first, lambda: first.server._pressure.num_paused == 1)
+            most = most_held(first, lambda: first.server.pressure.num_paused == 1)
             assert not np.isnan(tables[1].pull(key)).any()  # others are served
             assert BUDGET < most <= BUDGET + RECEIVED_BYTES
         thread.join(PATIENCE_S)
         pusher.flush()
         assert (tables[0].pull(key) == -(NUM_PUSHES + 1)).all()
-        assert most_held(first, lambda: first.server._pressure.num_paused == 0) <= BUDGET + RECEIVED_BYTES
+        assert most_held(first, lambda: first.server.pressure.num_paused == 0) <= BUDGET + RECEIVED_BYTES
 
 
 def test_a_worker_that_is_ahead_waits_for_the_others_and_they_do_not() -> None:
     with Cluster(servers=1, workers=2, consistency=Sequential()) as cluster:
         clients = cluster.connect_all(timeout_s=60.0)
         node = cluster.nodes[0]
-        node.server._pressure.max_bytes = BUDGET
+        node.server.pressure.max_bytes = BUDGET
         tables = [client.sparse_table("w", dim=DIM, update=SGD(lr=1.0)) for client in clients]
         grads = np.ones((1, DIM), np.float32)
 
@@ -88,7 +88,7 @@ def test_a_worker_that_is_ahead_waits_for_the_others_and_they_do_not() -> None:
 
         ahead = threading.Thread(target=lambda: run(0))
         ahead.start()
-        most = most_held(node, lambda: node.server._pressure.num_paused == 1)
+        most = most_held(node, lambda: node.server.pressure.num_paused == 1)
         assert BUDGET < most <= BUDGET + RECEIVED_BYTES
         run(1)
         ahead.join(PATIENCE_S)
@@ -104,8 +104,8 @@ def test_a_replica_that_is_declared_dead_sets_its_primary_free(consistency: Cons
     with Cluster(servers=2, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
         client = cluster.connect(timeout_s=60.0)
         # The younger one, for its heartbeats go on here: of two that do not reach each other it is the one that goes.
-        first, second = sorted(cluster.nodes, key=lambda node: node.server._replicator.incarnation)
-        first.server._pressure.max_bytes = BUDGET
+        first, second = sorted(cluster.nodes, key=lambda node: node.server.replicator.incarnation)
+        first.server.pressure.max_bytes = BUDGET
         table = client.sparse_table("w", dim=DIM, update=SGD(lr=1.0))
         key, grads = key_of(client, cluster.nodes.index(first)), np.ones((1, DIM), np.float32)
         table.push(key, grads, tick=True).wait()

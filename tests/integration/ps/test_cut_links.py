@@ -46,7 +46,7 @@ class Cables(SocketTransport):
     def cut(self, one: ServerNode, other: ServerNode) -> None:
         """Lose what one of these servers sends to the other from now on."""
         for source, target in ((one, other), (other, one)):
-            self._cut.add((source.server._replicator.incarnation, target.netloc))
+            self._cut.add((source.server.replicator.incarnation, target.netloc))
 
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
@@ -73,7 +73,7 @@ def test_one_of_two_goes_and_nothing_is_lost(consistency: Consistency) -> None:
         servers=3, workers=2, replicas=1, consistency=consistency, heartbeat_timeout_s=TIMEOUT_S, transport=cables
     ) as cluster:
         clients = cluster.connect_all()
-        older, younger, other = sorted(cluster.nodes, key=lambda node: node.server._replicator.incarnation)
+        older, younger, other = sorted(cluster.nodes, key=lambda node: node.server.replicator.incarnation)
 
         def cut() -> None:
             wait_until(lambda: clients[0].clock > ITERATIONS // 4)
@@ -87,7 +87,7 @@ def test_one_of_two_goes_and_nothing_is_lost(consistency: Consistency) -> None:
         assert (found == 2 * ITERATIONS).all()
         assert not older.expelled
         assert not other.expelled
-        name = f"server {older.server._tables.rank}"
+        name = f"server {older.server.tables.rank}"
         assert younger.expelled == f"it and {name} could not reach each other for 1 s, though all of them live"
 
 

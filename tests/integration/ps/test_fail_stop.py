@@ -24,7 +24,7 @@ ONES = -np.ones((300, 1), np.float32)
 
 def fail_once(node: ServerNode, name: str, error: Exception) -> None:
     """Have the next call of a method of the server's part of the first table raise this."""
-    part: Any = node.server._tables.by_number[1].part
+    part: Any = node.server.tables.by_number[1].part
     original = getattr(part, name)
 
     def fails(*arguments: Any) -> Any:
@@ -124,7 +124,7 @@ def test_a_map_that_cannot_be_carried_out_ends_the_server() -> None:
         table_of(client).push(KEYS, ONES).wait()
         goes, fails = cluster.nodes
         error = KeyError("Lead")
-        fails.server._runtime._actions[Lead] = raises(error)
+        fails.server.runtime._actions[Lead] = raises(error)
         goes.stop()
         assert end(fails) is error
 
@@ -135,7 +135,7 @@ def test_a_link_that_fails_ends_the_server() -> None:
         client = cluster.connect()
         table_of(client).push(KEYS, ONES).wait()
         node = cluster.nodes[0]
-        links = node.server._runtime.links
+        links = node.server.runtime.links
         assert links is not None
         error = KeyError("up")
         links._on_up = raises(error)

@@ -114,7 +114,7 @@ def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
         known = {node: node.call(partial(clocks_of, node)) for node in cluster.nodes}
         assert known[goes] == known[stays]
         now = first.link.call(messages.GetMap(), messages.ClusterMap)
-        me = stays.server._replicator.incarnation
+        me = stays.server.replicator.incarnation
 
         def change(version: int, filling: int | None) -> None:
             groups = tuple(structs.replace(group, members=(me,), filling=filling) for group in now.groups)
@@ -130,7 +130,7 @@ def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
         assert (dict(workers.gate.clocks), workers.ranks, workers.counted) == ({}, {}, set())
         for client in clients:
             push(client)  # it does not hear of this
-        change(now.version + 2, goes.server._replicator.incarnation)
+        change(now.version + 2, goes.server.replicator.incarnation)
         wait_until(lambda: goes.call(lambda: dict(workers.gate.clocks)) == dict.fromkeys(known[goes], 2))
         assert workers.ranks == stays.server.core.workers.ranks
         held = goes.server.core.replication

@@ -90,11 +90,11 @@ class Loads:
 
 def check_all_copies(cluster: Cluster, client: Client) -> None:
     """Every member of a chain has the same records in its buckets, bit for bit."""
-    nodes = {node.server._replicator.incarnation: node for node in cluster.nodes if node.served is not None}
+    nodes = {node.server.replicator.incarnation: node for node in cluster.nodes if node.served is not None}
 
     def copies(node: ServerNode, bucket: int) -> list[tuple[object, ...]]:
         found: list[tuple[object, ...]] = []
-        for _, table in sorted(node.server._tables.by_number.items()):
+        for _, table in sorted(node.server.tables.by_number.items()):
             keys, records = table.part.read_bucket(bucket)
             order = np.argsort(keys)
             found.append((keys[order].tobytes(), records[order].tobytes()))

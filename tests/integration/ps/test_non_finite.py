@@ -67,7 +67,7 @@ def assert_replicas_equal(cluster: Cluster) -> None:
 
     def rows(node: ServerNode) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
-        part = node.server._tables.by_number[1].part
+        part = node.server.tables.by_number[1].part
         for bucket in range(512):
             keys, records = part.read_bucket(bucket)
             found |= {key: record.tobytes() for key, record in zip(keys.tolist(), records, strict=True)}
@@ -181,7 +181,7 @@ def test_a_row_that_is_not_finite_does_not_concern_the_others() -> None:
         table = Table(cluster.connect(rank=0), "sparse")
         node = cluster.nodes[0]
         table.push(keys_of(1), 1)
-        part = node.server._tables.by_number[1].part
+        part = node.server.tables.by_number[1].part
         node.call(lambda: part.write_records(keys_of(1), floats(np.inf).reshape(1, 1)))  # as a version before let it in
         table.push(keys_of(2), 1)
         with pytest.raises(NonFiniteError, match="makes nan in the row of 1 "):
@@ -197,7 +197,7 @@ def test_what_fills_a_server_is_taken_as_it_is_and_counted() -> None:
         cluster.nodes.append(node)
         node.join()
         cluster.nodes[0].stop()
-        wait_until(lambda: bool(node.server._tables.by_number) and node.server._tables.by_number[1].non_finite == 1)
+        wait_until(lambda: bool(node.server.tables.by_number) and node.server.tables.by_number[1].non_finite == 1)
         assert table.pull(keys_of(8)) == [np.inf]
 
 

@@ -82,7 +82,7 @@ def test_no_alarm_while_servers_come_and_go(consistency: Consistency) -> None:
         def wait_whole(num_servers: int) -> None:
             while not is_whole(observer, num_servers, 1):
                 for node in cluster.nodes:
-                    node.call(node.server._replicator.check_all)
+                    node.call(node.server.replicator.check_all)
                 done.wait(0.3)
 
         in_threads(*(lambda each=each: push(each) for each in clients), move)
@@ -93,7 +93,7 @@ def test_a_push_that_is_not_applied_on_a_replica_is_told(caplog: pytest.LogCaptu
     with Cluster(servers=2, workers=1, replicas=1) as cluster:
         client = cluster.connect()
         sparse, dense = tables_of(client, Adam(lr=0.1))
-        part: Any = cluster.nodes[1].server._tables.by_number[2].part
+        part: Any = cluster.nodes[1].server.tables.by_number[2].part
         original, part.push = part.push, lambda selection, grads: None
         dense.push(np.ones(3000, np.float32)).wait()
         part.push = original

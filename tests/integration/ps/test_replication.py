@@ -129,7 +129,7 @@ def test_a_new_table_goes_down_the_chains_by_itself(monkeypatch: pytest.MonkeyPa
     """A client declared one while a server joined that it did not know: what it pushed was never acknowledged."""
     with Cluster(servers=3, workers=1, replicas=2) as cluster:
         client = cluster.connect()
-        first, second, third = (node.server._replicator for node in cluster.nodes)
+        first, second, third = (node.server.replicator for node in cluster.nodes)
         send_clocks = first.send_clocks
         monkeypatch.setattr(first, "send_clocks", lambda to: None if to == third.incarnation else send_clocks(to))
         made = messages.CreateTable(number=77, spec=client.sparse_table("t", update=SGD(lr=1.0)).spec)
@@ -229,7 +229,7 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
         client = cluster.connect()
         first = cluster_map(client)
         one, other = first.groups
-        node = next(node for node in cluster.nodes if node.server._replicator.incarnation == one.members[0])
+        node = next(node for node in cluster.nodes if node.server.replicator.incarnation == one.members[0])
 
         def change(version: int, *members: int) -> messages.ClusterMap:
             groups = (msgspec.structs.replace(one, members=members), other)

@@ -21,7 +21,7 @@ from paceline.ps.scheduler.jobs import Jobs
 from paceline.testing import serve_in_thread
 from paceline.transport import Channel, Hello, Listener, SocketTransport
 
-from .harness import PATIENCE_S, TOKEN, Cluster, floats, in_threads, wait_until
+from .harness import PATIENCE_S, TOKEN, Cluster, break_off, floats, in_threads, wait_until
 
 
 class Doors(SocketTransport):
@@ -65,9 +65,7 @@ class Restartable(Cluster):
 
     def end(self, link: SchedulerLink) -> None:
         """Let the process of a member have ended, of which no scheduler hears before the next one."""
-        link._closing = True
-        link._channel.close()
-        link._thread.join(PATIENCE_S)
+        break_off(link)
         self.links.remove(link)
         self.ended.append(link)
 
@@ -82,7 +80,7 @@ class Restartable(Cluster):
 
         self.served.call(fall_silent)
         self.stop_scheduler()
-        wait_until(lambda: not any(link._is_connected for link in self.links if not link._closing))
+        wait_until(lambda: not any(link.is_connected for link in self.links if not link.is_closing))
 
     def replace(self, **options: Any) -> Scheduler:
         """Start another scheduler at the same address."""
@@ -103,8 +101,8 @@ class Restartable(Cluster):
         )
         self._scheduler_stack.callback(lambda: self.served.call(self.scheduler.close))
         for link in self.ended:
-            assert link._welcome is not None
-            self.served.call(partial(self.scheduler.process_ended, link._welcome.incarnation))
+            assert link.welcome is not None
+            self.served.call(partial(self.scheduler.process_ended, link.welcome.incarnation))
         return self.scheduler
 
     def wait_back(self, *links: SchedulerLink, times: int = 1) -> None:
@@ -170,8 +168,8 @@ def count_calls(target: Any, name: str, condition: Callable[..., bool]) -> list[
 
 
 def member_rank(link: SchedulerLink) -> int:
-    assert link._welcome is not None
-    return link._welcome.rank
+    assert link.welcome is not None
+    return link.welcome.rank
 
 
 def test_members_leases_and_counters_are_as_they_were(cluster: Restartable, poster: SchedulerLink) -> None:
@@ -274,8 +272,8 @@ def test_who_does_not_come_back_is_dead(cluster: Restartable, poster: SchedulerL
     lost = take(dies, job)
     dies.tell(messages.Heartbeat(progress={"job": job, "examples": 9.0}))
     wait_until(lambda: state(poster, job).progress == {"examples": 9.0})
-    dies._closing = True
-    cluster.doors.shut_out.add(dies._hello.name)
+    dies.is_closing = True
+    cluster.doors.shut_out.add(dies.hello.name)
     cluster.links.remove(dies)
     cluster.kill_scheduler()
     cluster.replace()
@@ -410,11 +408,11 @@ def test_a_worker_that_comes_too_late_is_expelled() -> None:
         lost: list[BaseException] = []
         notes: list[str] = []
         late = cluster.member(on_notice=heard.append, on_lost=lost.append)
-        cluster.doors.shut_out.add(late._hello.name)
+        cluster.doors.shut_out.add(late.hello.name)
         cluster.kill_scheduler()
         cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
         cluster.wait_back(cluster.nodes[0].link)
-        gone = f"worker 0 ({late._hello.name}) is declared dead"
+        gone = f"worker 0 ({late.hello.name}) is declared dead"
         wait_until(lambda: notes == [f"{gone}: it has not come to this scheduler, which took over"])
         cluster.doors.shut_out.clear()
         wait_until(lambda: bool(lost))
@@ -432,12 +430,12 @@ def test_a_server_that_comes_late_is_taken_back_with_what_it_holds() -> None:
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push(np.arange(100), np.ones(100, np.float32)).wait()
         late = cluster.nodes[1].link
-        cluster.doors.shut_out.add(late._hello.name)
+        cluster.doors.shut_out.add(late.hello.name)
         cluster.kill_scheduler()
         cluster.replace(heartbeat_timeout_s=1.0, on_note=notes.append)
         wait_until(lambda: bool(notes))
         # Half of the servers could be a part of the network that is cut off: it takes over when the other is back.
-        assert notes[0].startswith(f"waits for server 1 ({late._hello.name}): too few of the servers that have buckets")
+        assert notes[0].startswith(f"waits for server 1 ({late.hello.name}): too few of the servers that have buckets")
         assert table.pull(np.arange(100)).tolist() == [[-1.0]] * 100
         cluster.doors.shut_out.clear()
         cluster.wait_back()
@@ -448,27 +446,27 @@ def test_a_server_that_only_the_view_before_names_is_waited_for_by_name() -> Non
     notes: list[str] = []
     with Restartable(servers=2, workers=1, replicas=1) as cluster:
         first, other = (node.link for node in cluster.nodes)
-        known = first._maps.committed
+        known = first.maps.committed
         assert known is not None
-        number = first._welcome.incarnation if first._welcome is not None else 0
+        number = first.welcome.incarnation if first.welcome is not None else 0
         groups = tuple(msgspec.structs.replace(group, members=(number,)) for group in known.groups)
         members = tuple(member for member in known.members if member.incarnation == number)
         voters = tuple(member.incarnation for member in known.of_role("server"))
         changes = {"epoch": known.epoch + 1, "version": known.version + 1, "former_voters": voters}
         view = msgspec.structs.replace(known, members=members, groups=groups, **changes)
-        assert first._maps.prepare(view)  # the scheduler dies before it is committed
-        cluster.doors.shut_out.add(other._hello.name)
+        assert first.maps.prepare(view)  # the scheduler dies before it is committed
+        cluster.doors.shut_out.add(other.hello.name)
         cluster.kill_scheduler()
         cluster.replace(replicas=1, heartbeat_timeout_s=1.0, on_note=notes.append)
         wait_until(lambda: bool(notes))
-        assert notes[0].startswith(f"waits for server 1 ({other._hello.name}): too few")
+        assert notes[0].startswith(f"waits for server 1 ({other.hello.name}): too few")
         cluster.doors.shut_out.clear()
         wait_until(lambda: cluster.scheduler.core.is_established)
 
 
 def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None:
     member = cluster.member(0)
-    cluster.doors.shut_out.add(member._hello.name)
+    cluster.doors.shut_out.add(member.hello.name)
     cluster.kill_scheduler()
     cluster.replace(replaces=True)
     newcomers: list[SchedulerLink] = []
@@ -492,7 +490,7 @@ def test_a_scheduler_that_replaces_nobody_begins_anew(cluster: Restartable) -> N
 
 def test_another_cluster_at_the_same_address_is_no_reason_to_end(cluster: Restartable) -> None:
     member = cluster.member()
-    cluster.doors.shut_out.add(member._hello.name)
+    cluster.doors.shut_out.add(member.hello.name)
     cluster.kill_scheduler()
     other = cluster.replace()
     stranger = cluster.member()
@@ -516,7 +514,7 @@ def test_survivors_are_taken_back_whoever_comes_first(first: str) -> None:
         cluster.links.append(client.link)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push([1], floats(1.0)).wait()
-        survivors = [link._hello.name for link in cluster.links]
+        survivors = [link.hello.name for link in cluster.links]
         cluster.doors.shut_out.update(survivors)
         cluster.kill_scheduler()
         cluster.replace(num_servers=1)

@@ -93,7 +93,7 @@ def train(chosen: Strategy, parts: tuple[Net, Any, Any, Any], steps: range) -> N
 
 def values_of(chosen: Strategy, net: Net) -> list[Tensor]:
     """Return the parameters, the buffer, and the rows of all keys, on every rank the same."""
-    chosen._gather_values()
+    chosen.gather_values()
     chosen.barrier()
     with torch.no_grad():
         rows = [net.deep(EVERY_KEY), net.wide(EVERY_KEY.unsqueeze(1))]

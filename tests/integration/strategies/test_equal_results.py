@@ -81,7 +81,7 @@ def train(
             loss = nn.functional.cross_entropy(prepared(x), y)
             loss.backward()
             optimizer.step()
-        chosen._gather_values()
+        chosen.gather_values()
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 

@@ -190,7 +190,7 @@ def test_sequential_is_one_device_on_the_joined_batch(cluster: LocalCluster) -> 
             with ParameterServer(bucket_mb=0.02, overlap=rank == 0) as strategy:  # the order of the pushes is free
                 model = train(strategy, rank, make, clip)
                 torch.testing.assert_close(values_of(model), values_of(expected), rtol=0, atol=1e-5)
-                state = strategy._gather_optimizer_state()
+                state = strategy.gather_optimizer_state()
                 copied = copy.deepcopy(model)
             assert type(copied.first._parameters) is dict
             assert type(model.first._parameters) is dict, "the strategy has not let go of the module"
@@ -216,7 +216,7 @@ def test_asynchronous_training_learns(cluster: LocalCluster) -> None:
                 optimizer.zero_grad()
                 backward(loss_of(prepared, inputs[step % 4, rank], targets[step % 4, rank]))
                 optimizer.step()
-            strategy._gather_values()
+            strategy.gather_values()
             return loss_of(model, inputs, targets).item()
 
     found = run(check)
@@ -242,7 +242,7 @@ def test_nobody_waits_for_a_rank_under_eventual_consistency(cluster: LocalCluste
                     optimizer.zero_grad()
                     backward(loss_of(prepared, inputs, targets))
                     optimizer.step()
-            strategy._gather_values()
+            strategy.gather_values()
             return values_of(model)
 
     for found in run(check):
@@ -307,7 +307,7 @@ def test_a_rank_that_runs_out_is_not_waited_for(cluster: LocalCluster) -> None:
                     optimizer.zero_grad()
                     backward(loss_of(prepared, inputs, targets))
                     optimizer.step()
-            strategy._gather_values()
+            strategy.gather_values()
             return values_of(model)
 
     for found in run(check):

@@ -105,7 +105,7 @@ def on_servers(rank: int, make: Make, between: Callable[[ParameterServer, int], 
             between(strategy, number)
             step(model, optimizer, INPUTS[number, rank], TARGETS[number, rank])
             scheduler.step()
-        strategy._gather_values()
+        strategy.gather_values()
         found: nn.Module = copy.deepcopy(model)
         return found
 

@@ -167,8 +167,8 @@ def test_gradients_leave_early_where_they_are_only_looked_at_now_and_then(cluste
         strategy = ParameterServer()
         with strategy:
             found = train(strategy.prepare(*make()), look, rank)
-            assert strategy._hands_on is not None
-            assert strategy._hands_on.is_early
+            assert strategy.hands_on is not None
+            assert strategy.hands_on.is_early
         return found
 
     for found in run(check):
@@ -215,7 +215,7 @@ def test_under_bounded_delay_gradients_are_the_rank_s_own(monkeypatch: pytest.Mo
             with ParameterServer() as strategy:
                 model, optimizer = strategy.prepare(model, optimizer)
                 train((model, optimizer), clip, rank)
-                strategy._gather_values()
+                strategy.gather_values()
                 after = [each.detach() for each in model.parameters()]
                 return float(sum((a - b).square().sum() for a, b in zip(after, before, strict=True)))
 

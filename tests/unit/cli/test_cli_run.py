@@ -18,7 +18,7 @@ _CLUSTER = {"server": ["127.0.0.1:7001"], "worker": ["127.0.0.1:7002", "127.0.0.
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with a script that must not be run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     (tmp_path / "s.py").write_text("open('ran', 'w')")
     (tmp_path / "package").mkdir()

@@ -18,7 +18,7 @@ LINE = "\t".join(["1", *["5"] * 13, *["68fd1e64"] * 26]) + "\n"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, with some files to train on."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     (tmp_path / "good.tsv").write_text(LINE * 100)
     (tmp_path / "empty.tsv").write_text("")
     (tmp_path / "not.tsv.gz").write_text(LINE * 100)
@@ -132,7 +132,7 @@ def test_a_place_that_may_not_be_written_to(
 def test_signals_have_their_own_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.launch import doctor
 
-    monkeypatch.setattr(cli, "_raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     for error, status in ((KeyboardInterrupt, 130), (cli.Terminated, 143), (OSError(28, "No space left", "/x"), 1)):
 
         def fail(error: BaseException | type[BaseException] = error) -> None:

@@ -79,8 +79,8 @@ class SchedulerLink:
         self.address = address
         self.reconnections = 0
         """How often a member's connection was made again."""
-        self._transport = transport
-        self._hello = hello
+        self.transport = transport
+        self.hello = hello
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
         self._on_notice = on_notice
@@ -92,19 +92,19 @@ class SchedulerLink:
         self._memory = Memory()
         self._send_lock: threading.Lock | NoLock = threading.Lock()
         self._end = MemberEnd()
-        self._is_connected = True
+        self.is_connected = True
         self._connected_at = time.monotonic()
         self._refused_since: float | None = None  # the first of several connections that were broken at once
         self._is_leaving = False
-        self._closing = False
+        self.is_closing = False
         self._closed = threading.Event()
         self._is_over = self._is_released = False  # the scheduler has said that there is nothing to come back to
         self._lost: PacelineError | None = None
         self._heartbeat_s = _FIRST_HEARTBEAT_S
         self._registration: messages.Register | None = None
-        self._welcome: messages.Welcome | None = None
+        self.welcome: messages.Welcome | None = None  # the newest answer to the registration
         self._map_changed = threading.Condition()
-        self._maps: KnownViews[ClusterMap] = KnownViews()
+        self.maps: KnownViews[ClusterMap] = KnownViews()
         self._thread = threading.Thread(target=self._run, name="paceline-scheduler-link", daemon=True)
         own(self)
         self._thread.start()
@@ -157,11 +157,11 @@ class SchedulerLink:
             raise self._lost
         content = self._memory.sent(content, body)
         message = add(self._end, content, body, answer)
-        if self._is_connected:
+        if self.is_connected:
             try:
                 send(self._end, self._channel, message)
             except ConnectionLostError:
-                self._is_connected = False  # the link's thread sees it too, and does what is to be done
+                self.is_connected = False  # the link's thread sees it too, and does what is to be done
             except PacelineError:
                 self._end.take(message.number)
                 raise
@@ -176,7 +176,7 @@ class SchedulerLink:
         except TimeoutError:
             with self._send_lock:
                 self._end.take(sent.number)
-                is_nobody_there = not self._is_connected and self._registration is None
+                is_nobody_there = not self.is_connected and self._registration is None
             if is_nobody_there:
                 raise self._gone() from None
             raise DeadlineError(
@@ -207,12 +207,12 @@ class SchedulerLink:
 
     def disown(self) -> None:
         """Leave everything to the parent of this process, which has been forked."""
-        self._send_lock, self._closing = NoLock(), True
+        self._send_lock, self.is_closing = NoLock(), True
 
     def close(self) -> None:
         """Leave in good order and end the thread. Idempotent."""
-        if not self._closing:
-            self._closing = True
+        if not self.is_closing:
+            self.is_closing = True
             self._closed.set()
             with self._send_lock:
                 try:
@@ -233,11 +233,11 @@ class SchedulerLink:
     @property
     def cluster(self) -> ClusterMap | None:
         """The newest map; None before one has come."""
-        return self._maps.committed
+        return self.maps.committed
 
     def _take_map(self, cluster: ClusterMap) -> None:
         with self._map_changed:
-            is_new = self._maps.commit(cluster)
+            is_new = self.maps.commit(cluster)
             self._map_changed.notify_all()
         if is_new and self._on_map is not None:
             self._on_map(cluster)
@@ -279,7 +279,7 @@ class SchedulerLink:
         try:
             self.tell(messages.Heartbeat(unreachable=self._unreachable()))
         except UsageError:
-            if not self._closing:
+            if not self.is_closing:
                 raise
             # The farewell was faster: it is for the scheduler to close the connection.
 
@@ -315,7 +315,7 @@ class SchedulerLink:
     def _welcomed(self, welcome: messages.Welcome) -> None:
         self._memory.joined(welcome.incarnation)
         self._heartbeat_s = welcome.heartbeat_s
-        self._welcome = welcome
+        self.welcome = welcome
         self._take_map(welcome.cluster)
 
     def _take_notice(self, notice: msgspec.Struct) -> None:
@@ -328,13 +328,13 @@ class SchedulerLink:
                 self._take_map(self._changed(notice))
             case messages.PrepareMap(map=cluster):
                 whole = self._changed(cluster) if isinstance(cluster, MapChange) else cluster
-                if self._maps.prepare(whole):
+                if self.maps.prepare(whole):
                     self._answer(messages.Prepared(term=whole.term, epoch=whole.epoch))
             case messages.Promise(term=term):
-                if self._maps.promise(term):
+                if self.maps.promise(term):
                     self._answer(messages.Promised(term=term))
             case messages.CommitMap():
-                known = self._maps.prepared
+                known = self.maps.prepared
                 if known is not None and known.order == (notice.term, notice.epoch):
                     self._take_map(known)
             case _:
@@ -349,7 +349,7 @@ class SchedulerLink:
             self._channel.send_frame(NOTICE, meta=messages.encode(notice))
 
     def _changed(self, change: MapChange) -> ClusterMap:
-        base = self._maps.committed
+        base = self.maps.committed
         if base is None:
             raise ProtocolError("the scheduler has sent what changed in a map that it has not sent")
         return change.apply(base)
@@ -357,12 +357,12 @@ class SchedulerLink:
     # When the connection is lost.
 
     def _may_come_back(self, error: Exception) -> bool:
-        return not (_is_told(error) or self._closing or self._is_over) and self._reconnect_s > 0
+        return not (_is_told(error) or self.is_closing or self._is_over) and self._reconnect_s > 0
 
     def _come_back(self) -> PacelineError | None:
         """Connect again, to the same scheduler or the one in its place; return why not."""
         with self._send_lock:
-            self._is_connected = False
+            self.is_connected = False
         self._channel.close()
         now = time.monotonic()
         longest_s = min(_LONGEST_PAUSE_S, max(self._heartbeat_s, _SHORTEST_PAUSE_S))
@@ -373,7 +373,7 @@ class SchedulerLink:
         else:
             self._closed.wait(_SHORTEST_PAUSE_S)
         deadline = self._refused_since + self._reconnect_s
-        while not self._closing and not self._is_over:
+        while not self.is_closing and not self._is_over:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return self._gone(self._reconnect_s)
@@ -395,7 +395,7 @@ class SchedulerLink:
     def _resume(self, timeout_s: float) -> bool:
         """Connect, be welcomed, send again what may be lost; return whether the cluster is ours."""
         try:
-            channel = self._transport.connect(self.address, self._hello, timeout_s=timeout_s)
+            channel = self.transport.connect(self.address, self.hello, timeout_s=timeout_s)
         except (AuthenticationError, VersionError):
             raise
         except PacelineError:
@@ -403,9 +403,9 @@ class SchedulerLink:
         self._connected_at = time.monotonic()
         with self._send_lock:
             self._channel = channel
-            if self._closing:
+            if self.is_closing:
                 raise self._gone()
-            if self._welcome is None:  # not a member yet: the registration is among what is asked again
+            if self.welcome is None:  # not a member yet: the registration is among what is asked again
                 self._send_again(0)
                 return True
             self._end.rejoins()
@@ -421,7 +421,7 @@ class SchedulerLink:
         welcome = read_meta(answer.result()[0], _WELCOME, "a welcome")
         if isinstance(welcome, messages.Elsewhere):
             return False
-        self._welcome, self._heartbeat_s = welcome, welcome.heartbeat_s
+        self.welcome, self._heartbeat_s = welcome, welcome.heartbeat_s
         self._take_map(welcome.cluster)
         with self._send_lock:
             self._send_again(welcome.received)
@@ -439,7 +439,7 @@ class SchedulerLink:
                 self._answer(messages.Heartbeat())
 
     def _rejoin(self) -> messages.Rejoin:
-        registration, welcome, newest = self._registration, self._welcome, self._maps.newest
+        registration, welcome, newest = self._registration, self.welcome, self.maps.newest
         assert registration is not None
         assert welcome is not None
         assert newest is not None
@@ -452,9 +452,9 @@ class SchedulerLink:
             process=registration.process,
             settings=welcome.settings,
             cluster=newest,
-            promised=self._maps.promised,
-            has_committed=self._maps.is_committed,
-            former=() if self._maps.former is None else self._maps.former.of_role("server"),
+            promised=self.maps.promised,
+            has_committed=self.maps.is_committed,
+            former=() if self.maps.former is None else self.maps.former.of_role("server"),
             is_leaving=self._is_leaving,
             tables=self._memory.tables() if self._tables is None else tuple(self._tables()),
             job=self._memory.job(),
@@ -467,10 +467,10 @@ class SchedulerLink:
                 self._channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
         for message in self._end.welcomed(received):
             send(self._end, self._channel, message)
-        self._is_connected = True
+        self.is_connected = True
 
     def _fail(self, error: PacelineError) -> None:
-        closing = self._closing
+        closing = self.is_closing
         with self._send_lock:
             lost = self._lost = self._lost or error
             calls = self._end.calls()

@@ -79,17 +79,17 @@ class Server(Handler):
     ) -> None:
         self._on_failure = fail
         self._is_sure = True
-        self._tables = ServerTables(0)
+        self.tables = ServerTables(0)
         self.core = ServerCore(
             consistency, expected_workers=expected_workers, replicas=replicas, min_replicas=min_replicas
         )
         policy = StaleGradients(stale)
-        self._answers = Answers(self._tables, self.core, policy, min_replicas)
+        self._answers = Answers(self.tables, self.core, policy, min_replicas)
         guard = NonFinite(non_finite)
-        self._snapshots = ServerSnapshots(self._tables, self.core, guard)
-        self._runtime = Runtime(
+        self._snapshots = ServerSnapshots(self.tables, self.core, guard)
+        self.runtime = Runtime(
             self.core,
-            self._tables,
+            self.tables,
             answers=self._answers,
             stale=policy,
             non_finite=guard,
@@ -98,12 +98,12 @@ class Server(Handler):
             on_filled=on_filled,
             fail=self._fail,
         )
-        self._replicator = self._runtime.replicator
-        sums = self._runtime.sums
-        self._pressure = BackPressure(self.core, None if sums is None else sums.buffer)
+        self.replicator = self.runtime.replicator
+        sums = self.runtime.sums
+        self.pressure = BackPressure(self.core, None if sums is None else sums.buffer)
         self._traffic = Traffic()
-        self._control = ServerControl(self._runtime, self._traffic, guard, self._snapshots)
-        requests = self._requests = Requests(self._runtime, self._pressure, guard, replicas, fail=self._fail)
+        self._control = ServerControl(self.runtime, self._traffic, guard, self._snapshots)
+        requests = self._requests = Requests(self.runtime, self.pressure, guard, replicas, fail=self._fail)
         self._handlers: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
             PULL: requests.pull, PUSH: requests.push, PUSH_PULL: requests.push, TICK: requests.tick, CALL: self._call,
             SYNCED: requests.synced, READY: self._ready, FORWARD: self._chain, STATE: self._chain, CLOCKS: self._chain,
@@ -113,7 +113,7 @@ class Server(Handler):
     @property
     def rank(self) -> int:
         """The server's rank."""
-        return self._tables.rank
+        return self.tables.rank
 
     @must_succeed
     def joined(self, hello: Hello, heartbeat_s: float) -> None:
@@ -121,21 +121,21 @@ class Server(Handler):
 
         The scheduler's welcome tells them.
         """
-        self._tables.rank = hello.rank
-        self._replicator.joined(hello, heartbeat_s)
-        self._runtime.carry_out(self.core.joined(hello.incarnation))
+        self.tables.rank = hello.rank
+        self.replicator.joined(hello, heartbeat_s)
+        self.runtime.carry_out(self.core.joined(hello.incarnation))
         self._receive_early()
 
     def known_tables(self) -> list[messages.KnownTable]:
         """Return the tables that this server holds, for a scheduler that has to learn them; from any thread."""
         return [
             messages.KnownTable(number=number, declared=table.declared, spec=table.spec)
-            for number, table in list(self._tables.by_number.items())
+            for number, table in list(self.tables.by_number.items())
         ]
 
     def unreachable(self) -> tuple[int, ...]:
         """Return the servers that this one cannot reach, by incarnation, for its heartbeats; from any thread."""
-        return () if self._runtime.links is None else self._runtime.links.unreachable
+        return () if self.runtime.links is None else self.runtime.links.unreachable
 
     def _fail(self, error: BaseException) -> None:
         """End: this server may not be sure of its state."""
@@ -145,8 +145,8 @@ class Server(Handler):
 
     def close(self) -> None:
         """Stop the timers and a snapshot that is being taken, and close the connections to other servers."""
-        self._pressure.close()
-        self._runtime.close()
+        self.pressure.close()
+        self.runtime.close()
 
     # What the transport and the scheduler's link tell.
 
@@ -161,8 +161,8 @@ class Server(Handler):
         """See :meth:`Handler.disconnected`. A cut is not a death: who is dead, the scheduler says."""
         self._answers.disconnected(peer)
         self._traffic.disconnected(peer)
-        self._pressure.disconnected(peer)
-        self._runtime.disconnected(peer)
+        self.pressure.disconnected(peer)
+        self.runtime.disconnected(peer)
 
     @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
@@ -201,7 +201,7 @@ class Server(Handler):
         timing = self.core.time(kind, sender, header.epoch)
         if timing in KEPT:
             self.core.early.keep(timing, sender, (peer, header, bytes(meta), bytearray(body)))
-            self._pressure.note(peer, len(meta) + len(body))
+            self.pressure.note(peer, len(meta) + len(body))
             return False
         if header.clock > MAX_CLOCK:
             raise ProtocolError(f"a frame of iteration {header.clock}: they go to {MAX_CLOCK}")
@@ -213,9 +213,9 @@ class Server(Handler):
     def members_changed(self, cluster: messages.ClusterMap) -> None:
         """Take the scheduler's new map: workers that are on it no more have left or are dead; chains may be others."""
         if cluster.epoch >= self.core.epoch:
-            self._replicator.map_changed(cluster)
+            self.replicator.map_changed(cluster)
         version = self.core.replication.version
-        self._runtime.feed(
+        self.runtime.feed(
             events.ViewChanged(
                 epoch=cluster.epoch,
                 version=cluster.version,
@@ -226,12 +226,12 @@ class Server(Handler):
             )
         )
         if self.core.replication.version > version:
-            self._pressure.resume_all()
+            self.pressure.resume_all()
         self._receive_early()
 
     def _receive_early(self) -> None:
         """Handle the frames that came too early, and do not any more."""
-        for peer, header, meta, body in self._runtime.take_early():
+        for peer, header, meta, body in self.runtime.take_early():
             try:
                 self.frame_received(peer, header, memoryview(meta), memoryview(body))
             except PacelineError as error:
@@ -246,17 +246,17 @@ class Server(Handler):
         It can be refused for what it says, and not for want of memory: the chain would wait for this server.
         """
         try:
-            event = self._replicator.read(peer, header, meta, body)
+            event = self.replicator.read(peer, header, meta, body)
             if event is not None:
-                self._runtime.feed(event)
+                self.runtime.feed(event)
         except MemoryError as error:
             self._fail(error)
         if header.kind == CLOCKS:
-            self._pressure.resume_all()
+            self.pressure.resume_all()
             self._receive_early()
 
     def _ready(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        self._runtime.feed(events.ReadyReceived(peer.hello.incarnation, header.epoch))
+        self.runtime.feed(events.ReadyReceived(peer.hello.incarnation, header.epoch))
 
     def _call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Do as a CALL frame asks, and answer it."""
@@ -264,9 +264,9 @@ class Server(Handler):
         match request:
             case messages.JoinClock(rank=rank, clock=clock):
                 self._answers.check_member(peer)
-                self._runtime.feed(events.Join((peer, header), peer.hello.incarnation, rank, clock))
+                self.runtime.feed(events.Join((peer, header), peer.hello.incarnation, rank, clock))
             case messages.Retire():
-                self._runtime.feed(events.Retire(peer.hello.incarnation))
+                self.runtime.feed(events.Retire(peer.hello.incarnation))
                 peer.send_frame(RESULT, request=header.request, meta=messages.encode(None))
             case messages.WriteRecords() | messages.Erase():
                 self._requests.push_own(self._control.write_or_erase(peer, header, request, body))

@@ -169,7 +169,7 @@ class AllReduce(Strategy):
         if len(set(counts)) == 1 or group is None:
             return
         source = counts.index(max(counts))
-        state = self._gather_optimizer_state()
+        state = self.gather_optimizer_state()
         described: list[list[Any]] = [
             [number, key, _describe(value)] for number, entry in state.items() for key, value in entry.items()
         ]

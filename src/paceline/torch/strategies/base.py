@@ -210,18 +210,18 @@ class Strategy(ABC):
 
         return load(self, directory)
 
-    def _gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
         """Return torch's own optimizer state, by the parameter's number; every rank calls it, rank 0's counts."""
         assert self.optimizer is not None
         state: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
         return state
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Take an optimizer state as :meth:`_gather_optimizer_state` returns it; every rank has it."""
+        """Take an optimizer state as :meth:`gather_optimizer_state` returns it; every rank has it."""
         assert self.optimizer is not None
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
-    def _gather_values(self) -> None:  # noqa: B027
+    def gather_values(self) -> None:  # noqa: B027
         """See that the module on rank 0 holds the current values; every rank calls it."""
 
     def _scatter_values(self) -> None:  # noqa: B027

@@ -34,8 +34,8 @@ _Result = TypeVar("_Result")
 def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
     """See :meth:`Strategy.save`."""
     module, optimizer = _prepared(strategy, "save"), strategy.optimizer
-    strategy._gather_values()
-    state = strategy._gather_optimizer_state() if optimizer is not None else {}
+    strategy.gather_values()
+    state = strategy.gather_optimizer_state() if optimizer is not None else {}
     _settle_rows(strategy)
 
     def write() -> None:
@@ -60,7 +60,7 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
     """See :meth:`Strategy.load`."""
     module, optimizer = _prepared(strategy, "load"), strategy.optimizer
     saved, description, values, state = _together(strategy, lambda: _read(strategy, module, directory))
-    strategy._gather_values()  # nothing is under way
+    strategy.gather_values()  # nothing is under way
     _settle_rows(strategy)
     with torch.no_grad():
         own = _state_of(module)

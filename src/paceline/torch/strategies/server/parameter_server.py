@@ -111,7 +111,7 @@ class ParameterServer(Strategy):
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._skips_unused = unused == "skip"
         self._overlaps = overlap
-        self._hands_on: HandsOn | None = None
+        self.hands_on: HandsOn | None = None
         self._holds = False  # within no_sync()
         self._is_uneven: bool | None = None
         self._has_retired = False
@@ -152,7 +152,7 @@ class ParameterServer(Strategy):
     def _start(self, model: nn.Module, optimizer: Optimizer) -> None:
         assert self._tables is not None
         self._tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in self._slots})
-        self._hands_on = HandsOn(self._ranks, self._slots, joins=self._is_sequential, overlaps=self._overlaps)
+        self.hands_on = HandsOn(self._ranks, self._slots, joins=self._is_sequential, overlaps=self._overlaps)
         for slot in self._slots:
             optimizer.state.pop(slot.parameter, None)  # it is the servers' now
             watch(slot)
@@ -175,10 +175,10 @@ class ParameterServer(Strategy):
     def _gradient_came(self, parameter: nn.Parameter) -> None:
         """Note a gradient that backward has left; if they are sent early, push the buckets that are complete."""
         assert self._push_pull is not None
-        assert self._hands_on is not None
+        assert self.hands_on is not None
         slot = self._of_parameter[parameter]
-        self._hands_on.came(slot, is_held=self._holds)
-        if self._holds or not self._hands_on.is_early:
+        self.hands_on.came(slot, is_held=self._holds)
+        if self._holds or not self.hands_on.is_early:
             return
         for bucket in slot.buckets:
             bucket.num_missing -= 1
@@ -189,8 +189,8 @@ class ParameterServer(Strategy):
         """End the iteration: what ``optimizer.step()`` does."""
         assert self._tables is not None
         self._check_parameters()
-        if self._hands_on is not None:
-            self._hands_on.end()
+        if self.hands_on is not None:
+            self.hands_on.end()
         # Its values read, this worker is at the iteration on every server: all of the one before is applied, and
         # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
         # for exactly this iteration; elsewhere for what arrives from now on.
@@ -216,8 +216,8 @@ class ParameterServer(Strategy):
     def _begin_iteration(self) -> None:
         for bucket in self._buckets:
             bucket.begin()
-        if self._hands_on is not None:
-            self._hands_on.begin()
+        if self.hands_on is not None:
+            self.hands_on.begin()
 
     def _check_parameters(self) -> None:
         assert self.optimizer is not None
@@ -263,7 +263,7 @@ class ParameterServer(Strategy):
         themselves. Raises UsageError where gradients were sent during ``backward()``, since the first steps did not
         touch them, and where ranks have unequal numbers of batches.
         """
-        hands_on = self._hands_on
+        hands_on = self.hands_on
         if hands_on is not None and hands_on.is_early:
             raise UsageError(
                 f"rank {self.rank}: clip_grad_norm_() comes when gradients were sent during backward(): call it from "
@@ -287,12 +287,12 @@ class ParameterServer(Strategy):
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
             self._meet()
-            hands_on = [] if self._hands_on is None else self._hands_on.state
+            hands_on = [] if self.hands_on is None else self.hands_on.state
             told = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, hands_on])
             counts = [count for count, _, _ in told]
             self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
-            if self._hands_on is not None:
-                self._hands_on.begin_epoch([state for _, _, state in told], is_uneven=self._is_uneven)
+            if self.hands_on is not None:
+                self.hands_on.begin_epoch([state for _, _, state in told], is_uneven=self._is_uneven)
             any_retired = any(retired for _, retired, _ in told)
             self._write_back(all_are_here=True)
         if has_retired:
@@ -323,8 +323,8 @@ class ParameterServer(Strategy):
 
     def _meet(self) -> None:
         """Wait until all ranks are about to do something together: some may be in the loop that this one has left."""
-        if self._hands_on is not None:
-            self._hands_on.meet()
+        if self.hands_on is not None:
+            self.hands_on.meet()
 
     @override
     def barrier(self) -> None:
@@ -395,22 +395,21 @@ class ParameterServer(Strategy):
         not ticked. Elsewhere others' steps come at any time, so that only the first iteration can begin with it.
         """
         written = self._find_written()
-        if not written or self._tables is None or self._hands_on is None:
+        if not written or self._tables is None or self.hands_on is None:
             return
-        all_take_part = all_are_here or self._hands_on.all_take_part
+        all_take_part = all_are_here or self.hands_on.all_take_part
         check_may_write(written[0], self._ranks, self._tables, self.client.consistency, all_take_part=all_take_part)
         write_back(written, self._ranks, self._tables)
         if all_are_here or not self._is_sequential:
             self._ranks.barrier()
-
-    # Keeping.
 
     @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         self._meet()
         return super().load(directory)
 
-    def _gather_values(self) -> None:
+    @override
+    def gather_values(self) -> None:
         if self._push_pull is not None:
             self._wait_all()
             self._meet()
@@ -429,7 +428,8 @@ class ParameterServer(Strategy):
         self._wait_all()
         return {} if self._tables is None else self._tables.read_state()
 
-    def _gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+    @override
+    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
         self._wait_all()
         self.barrier()
         return self._read_optimizer_state() if self.is_main else {}
