@@ -53,9 +53,9 @@ class TimedStore(SparseStore):
 
     growth_s = 0.0
 
-    def _resize(self, bucket: int, limit: int, **options: int) -> None:
+    def resize(self, bucket: int, limit: int, **options: int) -> None:
         start = time.perf_counter()
-        super()._resize(bucket, limit, **options)
+        super().resize(bucket, limit, **options)
         self.growth_s += time.perf_counter() - start
 
 

@@ -16,7 +16,7 @@ from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack
 from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Incoming, Outgoing, deliver
-from paceline.collectives.rendezvous.network_store import LIMITS, _Kind, _Request, _Served
+from paceline.collectives.rendezvous.network_store import LIMITS, ServedStore, StoreCall, StoreRequest
 from paceline.collectives.rendezvous.node import NodeInfo
 from paceline.errors import PacelineError, ProtocolError
 from paceline.transport import Address, Endpoint, Hello, Listener, MemoryTransport
@@ -24,7 +24,7 @@ from paceline.transport import Address, Endpoint, Hello, Listener, MemoryTranspo
 from .listening import Attacker, Episode, FoundError, Line
 from .mutations import INTEGERS, TEXTS, UNREADABLE, Frame, tree_of
 
-STORE_KINDS = (*_Kind, 5, 77)
+STORE_KINDS = (*StoreCall, 5, 77)
 
 
 class StoreEpisode(Episode):
@@ -35,24 +35,24 @@ class StoreEpisode(Episode):
 
     async def begin(self) -> None:
         transport = MemoryTransport("0123456789abcdef", direct=True, limits=LIMITS)
-        self.listener: Listener = await transport.serve(_Served(), Hello(role="rank"))
+        self.listener: Listener = await transport.serve(ServedStore(), Hello(role="rank"))
         target = self.listener.endpoint
         self.attackers = [
             Attacker(self.random, self.mutator, transport, target, Hello(role="rank", rank=rank)) for rank in (1, 2)
         ]
         self.honest = Line(transport, target, Hello(role="rank", rank=3))
-        self.honest.ask(_Kind.SET, meta=msgspec.msgpack.encode(_Request("honest")), body=b"value")
+        self.honest.ask(StoreCall.SET, meta=msgspec.msgpack.encode(StoreRequest("honest")), body=b"value")
 
     def feed(self) -> int:
         random = self.random
         key = f"key {random.randrange(30)}"
-        kind = random.choice((_Kind.SET, _Kind.GET, _Kind.GET, _Kind.DELETE))
-        body = bytes(random.randrange(50)) if kind == _Kind.SET else b""
-        frame = Frame(kind, tree_of(_Request(key, random.random() < 0.5)), body)
+        kind = random.choice((StoreCall.SET, StoreCall.GET, StoreCall.GET, StoreCall.DELETE))
+        body = bytes(random.randrange(50)) if kind == StoreCall.SET else b""
+        frame = Frame(kind, tree_of(StoreRequest(key, random.random() < 0.5)), body)
         return random.choice(self.attackers).attack(frame, STORE_KINDS)
 
     def look(self) -> None:
-        _, _, value = self.honest.ask(_Kind.GET, meta=msgspec.msgpack.encode(_Request("honest")))
+        _, _, value = self.honest.ask(StoreCall.GET, meta=msgspec.msgpack.encode(StoreRequest("honest")))
         if value != b"value":
             raise FoundError(f"an honest rank read {value!r} from the store")
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from paceline.data.batch import Batch
-from paceline.data.cache import _TRAILER, ShardCache
+from paceline.data.cache import TRAILER, ShardCache
 from paceline.errors import PacelineError
 from paceline.ps import SGD, Adagrad, Zeros, messages, read_model
 from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
@@ -87,7 +87,7 @@ class FilesEpisode(Episode):
                 Batch(np.ones(2, np.float32), np.array(indptr), np.arange(4, dtype=np.uint64), np.ones(4, np.float32))
             )
         writer.commit(1)
-        self.cache_path = self.cache._path(self.source, 0)
+        self.cache_path = self.cache.path_of(self.source, 0)
         self.cache_data = self.cache_path.read_bytes()
 
     def feed(self) -> int:
@@ -158,11 +158,11 @@ class FilesEpisode(Episode):
         if self.random.random() < 0.2:
             data = self._bytes(data)
         else:
-            length, _, version, magic = _TRAILER.unpack(data[-_TRAILER.size :])
-            body, footer = data[: -_TRAILER.size - length], data[-_TRAILER.size - length : -_TRAILER.size]
+            length, _, version, magic = TRAILER.unpack(data[-TRAILER.size :])
+            body, footer = data[: -TRAILER.size - length], data[-TRAILER.size - length : -TRAILER.size]
             footer = msgspec.json.encode(self._altered(json.loads(footer)))
             self.last = [*self.last[-2:], footer]
-            data = body + footer + _TRAILER.pack(len(footer), zlib.crc32(footer), version, magic)
+            data = body + footer + TRAILER.pack(len(footer), zlib.crc32(footer), version, magic)
         self.cache_path.write_bytes(data)
         shard = self.cache.load(self.source, 0)
         for block in () if shard is None else shard.blocks:

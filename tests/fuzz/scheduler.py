@@ -210,7 +210,7 @@ class SchedulerEpisode(Episode):
 
     def simple(self) -> Any:
         random = self.random
-        number = random.choice((1, 2, self.scheduler._jobs.core.last_number))
+        number = random.choice((1, 2, self.scheduler.jobs.core.last_number))
         return random.choice(
             (
                 lambda: messages.GetMap(), lambda: messages.GetSettings(), lambda: messages.Leave(),
@@ -230,7 +230,7 @@ class SchedulerEpisode(Episode):
 
     def at_work(self) -> Any:
         random = self.random
-        number = self.scheduler._jobs.core.last_number
+        number = self.scheduler.jobs.core.last_number
         return random.choice(
             (
                 lambda: messages.TakeLease(job=number, wait=random.random() < 0.5),

@@ -18,7 +18,7 @@ import numpy as np
 from paceline.collectives import Group, join
 from paceline.collectives.rendezvous.rendezvous import rendezvous
 from paceline.errors import GroupClosedError, PacelineError
-from paceline.testing.ranks import _StoreOfOneHost
+from paceline.testing.ranks import StoreOfOneHost
 
 TIMEOUT_S = 3.0
 _SMALL, _LARGE = 8, 1 << 18
@@ -80,7 +80,7 @@ def _rank(case: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     size, hosts = case["size"], case["hosts"]
     meeting = rendezvous(rank, size, f"127.0.0.1:{port}", "a token for tests", 30.0)
     vars(meeting.store)["_answer_s"] = TIMEOUT_S
-    store = meeting.store if hosts is None else _StoreOfOneHost(meeting.store, rank, hosts)
+    store = meeting.store if hosts is None else StoreOfOneHost(meeting.store, rank, hosts)
     timeout = timedelta(seconds=TIMEOUT_S)
     with join(store, rank, size, token=meeting.token, timeout=timeout, algorithm=case["algorithm"]) as group:
         for _ in range(2):

@@ -165,7 +165,7 @@ def test_ctrl_c_while_resuming(
     """It comes while a server still reads its part, and is obeyed then: not when all is loaded, nor later."""
     polls: list[int] = []
     told: list[str] = []
-    load_state = snapshot_loading._load_state
+    load_state = snapshot_loading.load_state
 
     def interrupt(connection: ServerConnection) -> LoadState:
         polls.append(connection.rank)
@@ -174,7 +174,7 @@ def test_ctrl_c_while_resuming(
         state = load_state(connection)
         return msgspec.structs.replace(state, done=state.done and len(polls) > 100)  # a part that takes a while
 
-    monkeypatch.setattr(snapshot_loading, "_load_state", interrupt)
+    monkeypatch.setattr(snapshot_loading, "load_state", interrupt)
     options = TrainOptions(data=[click_log[0]], epochs=EPOCHS_TAKEN, resume=taken, save=tmp_path / "model")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

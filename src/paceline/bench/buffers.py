@@ -16,7 +16,7 @@ class Buffers:
     """What one rank gives and takes in one operation. All peers get the same memory, so none has the luckier pages."""
 
     def __init__(self, op: str, num_bytes: int, dtype: str, rank: int, num_ranks: int) -> None:
-        self._op, self._rank, self._num_ranks = op, rank, num_ranks
+        self._op, self.rank, self._num_ranks = op, rank, num_ranks
         whole = num_bytes // ITEM_BYTES[dtype]
         part = whole // num_ranks
         self.given: np.ndarray[Any, Any] = np.zeros(part if op == "all_gather" else whole, dtype)
@@ -32,14 +32,14 @@ class Buffers:
     def fill(self) -> None:
         """Put this rank's known values in."""
         self.taken[...] = 0
-        if self._op == "broadcast" and self._rank != self.root:
+        if self._op == "broadcast" and self.rank != self.root:
             return
         self.given[...] = self._values(self.given.size)
-        self.given *= self._rank + 1
+        self.given *= self.rank + 1
 
     def is_right(self) -> bool:
         """Return whether the operation has made of all ranks' known values what it should."""
-        ranks, rank, taken = self._num_ranks, self._rank, self.taken
+        ranks, rank, taken = self._num_ranks, self.rank, self.taken
         if self._op == "barrier":
             return True
         total = ranks * (ranks + 1) // 2

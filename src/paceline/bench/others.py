@@ -17,19 +17,21 @@ class Others:
 
     def __init__(self) -> None:
         self._start = time.monotonic()
-        self._busy_s, self._own_s = _busy_s(), _own_s()
+        self.busy_s, self.own_s = busy_s(), own_s()
 
     def share(self) -> float:
         """Return the part of all cores' time that others have had, from 0 to 1."""
-        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        others_s = (busy_s() - self.busy_s) - (own_s() - self.own_s)
         total_s = (time.monotonic() - self._start) * (psutil.cpu_count() or 1)
         return min(max(others_s / max(total_s, 1e-9), 0.0), 1.0)
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
+    """Return for how long the cores have worked, since the machine began."""
     return float(sum(value for name, value in psutil.cpu_times()._asdict().items() if name not in _IDLE))
 
 
-def _own_s() -> float:
+def own_s() -> float:
+    """Return for how long they have worked for this process and its children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -36,7 +36,7 @@ from paceline.data.batch import Batch
 
 VERSION = 1
 _MAGIC = b"PACELINE"
-_TRAILER = struct.Struct("<QII8s")
+TRAILER = struct.Struct("<QII8s")
 _ALIGNMENT = 64
 _RAGGED = -1
 
@@ -64,7 +64,7 @@ class ShardCache:
     def load(self, path: str, shard: int) -> CachedShard | None:
         """The shard as it was parsed before, or None. The arrays are the caller's to write."""
         try:
-            with open(self._path(path, shard), "rb", opener=_open_now) as file:
+            with open(self.path_of(path, shard), "rb", opener=_open_now) as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             return _decode(mapped, self._describe(path, shard))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing, or not what we write: parse again
@@ -72,9 +72,10 @@ class ShardCache:
 
     def writer(self, path: str, shard: int) -> CacheWriter:
         """A writer for the shard; :exc:`OSError` if the folder cannot be written."""
-        return CacheWriter(self._path(path, shard), self._describe(path, shard))
+        return CacheWriter(self.path_of(path, shard), self._describe(path, shard))
 
-    def _path(self, path: str, shard: int) -> Path:
+    def path_of(self, path: str, shard: int) -> Path:
+        """Return where a file's shard is kept."""
         text = json.dumps([self._identity, path], sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{shard}.shard"
 
@@ -93,7 +94,7 @@ class CacheWriter:
     """Writes one shard's cache file, block by block; without :meth:`commit` nothing stays."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self._path = path
+        self.path_of = path
         self._aside = path.with_name(f"{path.name}.{os.getpid()}.{next(_serial)}.tmp")
         self._identity = identity
         self._blocks: list[list[int]] = []
@@ -133,9 +134,9 @@ class CacheWriter:
             }
         ).encode()
         self._write(footer)
-        self._write(_TRAILER.pack(len(footer), zlib.crc32(footer), VERSION, _MAGIC))
+        self._write(TRAILER.pack(len(footer), zlib.crc32(footer), VERSION, _MAGIC))
         self._file.close()
-        os.replace(self._aside, self._path)
+        os.replace(self._aside, self.path_of)
 
     def discard(self) -> None:
         """Remove what was written, unless it was committed."""
@@ -162,10 +163,10 @@ def _open_private(path: str, flags: int) -> int:
 
 def _decode(mapped: mmap.mmap, identity: dict[str, Any]) -> CachedShard | None:
     """The content of a cache file; None, ValueError, KeyError or TypeError if it is not this shard's."""
-    end = len(mapped) - _TRAILER.size
+    end = len(mapped) - TRAILER.size
     if end < 0:
         return None
-    length, checksum, version, magic = _TRAILER.unpack(mapped[end:])
+    length, checksum, version, magic = TRAILER.unpack(mapped[end:])
     footer = mapped[max(end - length, 0) : end]
     if magic != _MAGIC or version != VERSION or len(footer) != length or zlib.crc32(footer) != checksum:
         return None

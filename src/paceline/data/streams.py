@@ -117,7 +117,7 @@ class GzipStream:
 
     def readinto(self, view: memoryview) -> int:
         """Fill `view` as far as one decompression does."""
-        text = self._decompress(len(view))
+        text = self.decompress(len(view))
         view[: len(text)] = text
         return len(text)
 
@@ -126,14 +126,15 @@ class GzipStream:
         if position < self.position:
             self._raw.seek(0)
             self._restart(self._raw)
-        while self.position < position and self._decompress(min(position - self.position, 1 << 20)):
+        while self.position < position and self.decompress(min(position - self.position, 1 << 20)):
             pass
 
     def close(self) -> None:
         """Close the file."""
         self._raw.close()
 
-    def _decompress(self, limit: int) -> bytes:
+    def decompress(self, limit: int) -> bytes:
+        """Return up to `limit` bytes of text; none at the end."""
         while not self._ended:
             self._check_magic()
             try:

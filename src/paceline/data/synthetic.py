@@ -70,7 +70,7 @@ _INTEGERS = (
     _IntegerShape(5, "1.1", 0, 217, 260),
 )
 
-_CATEGORIES = (
+CATEGORIES = (
     _CategoryShape(1_460, 0, 0, 160),
     _CategoryShape(583, 2, 0, 200),
     _CategoryShape(100_000, 1, 34, 80),
@@ -99,7 +99,7 @@ _CATEGORIES = (
     _CategoryShape(40_000, 1, 440, 80),
 )
 
-assert (len(_INTEGERS), len(_CATEGORIES)) == (CRITEO_INTEGERS, CRITEO_CATEGORIES)
+assert (len(_INTEGERS), len(CATEGORIES)) == (CRITEO_INTEGERS, CRITEO_CATEGORIES)
 
 _CHUNK_ROWS = 8192
 _PILOT_ROWS = 1 << 15  # from these the effects and the share of clicks are set
@@ -161,14 +161,14 @@ def write_click_log(
     spec = ClickLogSpec() if spec is None else spec
     if eval_path is not None and os.path.realpath(path) == os.path.realpath(eval_path):
         raise UsageError(f"both files would be {path}: give the evaluation rows another name")
-    model = _Model(spec)
+    model = ClickModel(spec)
     histogram = _write(Path(path), model, _TRAIN, spec.rows)
     if eval_path is not None:
         histogram = _write(Path(eval_path), model, _EVAL, spec.eval_rows)
     return _truth(histogram)
 
 
-def _write(path: Path, model: _Model, stream: int, rows: int) -> Ints:
+def _write(path: Path, model: ClickModel, stream: int, rows: int) -> Ints:
     """Write one file; how many rows of each label (first axis) had each logit (second axis, in units)."""
     histogram = np.zeros((2, 2 * _MAX_LOGIT + 1), np.int64)
     try:
@@ -193,7 +193,7 @@ def _truth(histogram: Ints) -> ClickLogTruth:
     # Summed as Python integers: 2^63 is reached at some billion rows.
     twice = sum(c * (2 * b + n) for c, b, n in zip(*(a.tolist() for a in (clicks, below, no_clicks)), strict=True))
     loss = 0.0
-    for threshold, n, c in zip(_thresholds().tolist(), no_clicks.tolist(), clicks.tolist(), strict=True):
+    for threshold, n, c in zip(click_thresholds().tolist(), no_clicks.tolist(), clicks.tolist(), strict=True):
         if n or c:
             probability = threshold / 2**32
             loss -= c * math.log(probability) + n * math.log1p(-probability)
@@ -205,7 +205,7 @@ def _truth(histogram: Ints) -> ClickLogTruth:
     )
 
 
-def _thresholds() -> Ints:
+def click_thresholds() -> Ints:
     """Element i is 2^32 times the probability at a logit of i - _MAX_LOGIT units, rounded."""
     with localcontext() as context:
         context.prec = 25
@@ -238,16 +238,16 @@ class _Field(NamedTuple):
         return values
 
 
-class _Model:
+class ClickModel:
     """The true model of one spec, and the rows drawn from it."""
 
     def __init__(self, spec: ClickLogSpec) -> None:
         self._seed = spec.seed
-        self._thresholds = _thresholds()
+        self.click_thresholds = click_thresholds()
         bits = next(_random_bits(spec.seed, _PILOT, _PILOT_ROWS, _PILOT_ROWS))
         logits = np.zeros(_PILOT_ROWS, np.int64)
-        self._fields = []
-        shapes: list[_IntegerShape | _CategoryShape] = [*_INTEGERS, *_CATEGORIES]
+        self.fields = []
+        shapes: list[_IntegerShape | _CategoryShape] = [*_INTEGERS, *CATEGORIES]
         for number, shape in enumerate(shapes, 1):
             if isinstance(shape, _IntegerShape):
                 field = _integer_field(shape, spec.seed, number)
@@ -256,15 +256,15 @@ class _Model:
             values = field.draw(bits[:, number])
             weight = _scaled(field.weight, values, shape.effect)
             logits += weight[values]
-            self._fields.append(field._replace(weight=weight))
-        self._intercept = self._find_intercept(logits, spec.click_share)
+            self.fields.append(field._replace(weight=weight))
+        self.intercept = self._find_intercept(logits, spec.click_share)
 
     def _find_intercept(self, logits: Ints, share: float) -> int:
         """The least number of units that brings the pilot's mean probability to `share`."""
         low, high = -_MAX_LOGIT, _MAX_LOGIT
         while low < high:
             middle = (low + high) // 2
-            if int(self._thresholds[self._places(logits, middle)].sum()) < share * 2**32 * len(logits):
+            if int(self.click_thresholds[self._places(logits, middle)].sum()) < share * 2**32 * len(logits):
                 low = middle + 1
             else:
                 high = middle
@@ -282,12 +282,12 @@ class _Model:
         for bits in _random_bits(self._seed, stream, rows, _CHUNK_ROWS):
             cells = buffer[: len(bits)]
             logits = np.zeros(len(bits), np.int64)
-            for number, field in enumerate(self._fields, 1):
+            for number, field in enumerate(self.fields, 1):
                 values = field.draw(bits[:, number])
                 cells["text"][:, number] = field.text[values]
                 logits += field.weight[values]
-            places = self._places(logits, self._intercept)
-            cells["text"][:, 0] = _ZERO + (bits[:, 0] < self._thresholds[places])
+            places = self._places(logits, self.intercept)
+            cells["text"][:, 0] = _ZERO + (bits[:, 0] < self.click_thresholds[places])
             yield cells, places
 
 

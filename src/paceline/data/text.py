@@ -218,13 +218,14 @@ class TextReader:
         """The shard's rows, about 1 MiB of text at a time."""
         start = shard * self._shard_bytes
         for block in self._lines.blocks(start, start + self._shard_bytes):
-            yield from self._parse_block(block, report)
+            yield from self.parse_block(block, report)
         if self.num_shards is None and self._lines.num_bytes is not None:
             self.num_shards = -(-self._lines.num_bytes // self._shard_bytes)
             if not self._lines.num_bytes:
                 raise DataError(f"{self._path} is empty: it unpacks to no text at all")
 
-    def _parse_block(self, block: Block, report: Report) -> Iterator[Batch]:
+    def parse_block(self, block: Block, report: Report) -> Iterator[Batch]:
+        """Yield the batches of a block; `report` hears of malformed lines."""
         text = np.frombuffer(block.buffer, np.uint8)
         position = block.start
         if block.base + position == 0 and block.buffer.startswith(BYTE_ORDER_MARK):

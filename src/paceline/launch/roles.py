@@ -249,7 +249,7 @@ def run_server(
         )
         try:
             ask = partial(link.call, messages.GetSettings(), messages.Settings)
-            settings: messages.Settings | None = await _unless_stopped(link, stop, ask)
+            settings: messages.Settings | None = await unless_stopped(link, stop, ask)
             if settings is None:
                 raise_failure()
                 return
@@ -271,11 +271,11 @@ def run_server(
                     node=node, role="server", endpoint=listener.endpoint, rank=rank, extra=extra
                 )
                 # Until this server is a member of a cluster that has all its servers.
-                welcome = await _unless_stopped(link, stop, partial(link.register, register, timeout_s=math.inf))
+                welcome = await unless_stopped(link, stop, partial(link.register, register, timeout_s=math.inf))
                 if welcome is None:
                     raise_failure()
                     return
-                _check_settings(settings, welcome.settings, joining.scheduler)
+                check_settings(settings, welcome.settings, joining.scheduler)
                 who = f"server {welcome.rank}"
                 joined = Hello(
                     role="server",
@@ -303,7 +303,7 @@ def run_server(
     _run(serve, with_parent, fail)
 
 
-def _check_settings(asked: messages.Settings, joined: messages.Settings, scheduler: str) -> None:
+def check_settings(asked: messages.Settings, joined: messages.Settings, scheduler: str) -> None:
     """Raise PeerError unless a server has joined the cluster that it was made for: a scheduler may be started again."""
     if msgspec.structs.replace(joined, cluster=asked.cluster, num_servers=asked.num_servers) != asked:
         raise PeerError(
@@ -312,7 +312,7 @@ def _check_settings(asked: messages.Settings, joined: messages.Settings, schedul
         )
 
 
-async def _unless_stopped(link: SchedulerLink, stop: asyncio.Event, call: Callable[[], _Reached]) -> _Reached | None:
+async def unless_stopped(link: SchedulerLink, stop: asyncio.Event, call: Callable[[], _Reached]) -> _Reached | None:
     """Return what the scheduler answers to a call on the link; None if this server is to stop before."""
     calling = asyncio.ensure_future(asyncio.to_thread(call))
     stopped = asyncio.ensure_future(stop.wait())

@@ -23,8 +23,8 @@ import psutil
 from paceline.transport.backoff import Backoff
 
 _LEFTOVERS_S = 1.0
-_SHORT_LIFE_S = 5.0  # of a process that took another's place: the next one waits
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+SHORT_LIFE_S = 5.0  # of a process that took another's place: the next one waits
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class Process(Protocol):
@@ -106,12 +106,12 @@ class Supervisor:
         """
 
         def watch() -> None:
-            backoff, since = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), -math.inf
+            backoff, since = Backoff(FIRST_PAUSE_S, _LONGEST_PAUSE_S), -math.inf
             for _ in range(most):
                 status = child.process.wait()
                 if status == 0:
                     return
-                has_lived = time.monotonic() - since >= _SHORT_LIFE_S
+                has_lived = time.monotonic() - since >= SHORT_LIFE_S
                 if has_lived:
                     backoff.reset()
                 if self._is_closing.wait(0.0 if has_lived else backoff.next_s()):

@@ -55,11 +55,11 @@ class RateMeter:
 
     def __init__(self, window: timedelta = timedelta(seconds=5)) -> None:
         self._window_s = window.total_seconds()
-        self._samples: deque[tuple[float, float]] = deque()
+        self.samples: deque[tuple[float, float]] = deque()
 
     def add(self, now_s: float, count: float) -> None:
         """Say what the count was at a time; a count below the last one starts anew, as after a restart."""
-        samples = self._samples
+        samples = self.samples
         if samples and (count < samples[-1][1] or now_s < samples[-1][0]):
             samples.clear()
         if len(samples) > 1 and now_s - samples[-2][0] < self._window_s / _SAMPLES_A_WINDOW:
@@ -72,9 +72,9 @@ class RateMeter:
     @property
     def per_s(self) -> float:
         """The rate per second over the window; 0 before there are two samples at different times."""
-        if len(self._samples) < 2:
+        if len(self.samples) < 2:
             return 0.0
-        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        (first_s, first), (last_s, last) = self.samples[0], self.samples[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
 

@@ -36,7 +36,7 @@ class Magnitudes:
         self._rule = rule
         self._has_bounds = rule.has_bounds()
         self._initial = rule.initial_bounds(initializer.largest)
-        self._bounds = self._formed = self._initial
+        self.bounds = self._formed = self._initial
         self._left = 0  # so many more pushes, of gradients up to the top, are accounted for in the bounds
         self._top = 0.0
         self._num_tried = 0
@@ -44,7 +44,7 @@ class Magnitudes:
     def set_rule(self, rule: UpdateRule) -> None:
         """Take other hyperparameters: no record there was formed by them."""
         self._rule = rule
-        self._formed = self._bounds
+        self._formed = self.bounds
         self._left = 0
 
     def take(self, gradient: float) -> bool:
@@ -55,26 +55,26 @@ class Magnitudes:
         return self._look_ahead(gradient * _MARGIN, _AHEAD) or self._look_ahead(gradient, 1)
 
     def _look_ahead(self, gradient: float, num: int) -> bool:
-        if not self._has_bounds or not self._bounds.values <= _SAFE:
+        if not self._has_bounds or not self.bounds.values <= _SAFE:
             return False
-        bounds, peak = self._rule.grown(self._bounds, self._formed, gradient, num)
-        bounds |= self._bounds  # rows without a gradient stay
+        bounds, peak = self._rule.grown(self.bounds, self._formed, gradient, num)
+        bounds |= self.bounds  # rows without a gradient stay
         is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # not where one of them is NaN
         if is_safe:
-            self._bounds, self._top, self._left = bounds, gradient, num - 1
+            self.bounds, self._top, self._left = bounds, gradient, num - 1
         return is_safe
 
     def take_unseen(self, gradient: float) -> None:
         """Take note of a push that another server has looked at."""
         if not self.take(gradient):
-            self._bounds = UNKNOWN
+            self.bounds = UNKNOWN
             self._left = 0
 
     def widen(self, records: npt.NDArray[np.float32]) -> None:
         """Take note of records (float32 [n, words]) that are written, loaded, or the outcome of a trial."""
         if len(records) and self._has_bounds:
             found = self._bounds_of(records)
-            self._bounds |= found
+            self.bounds |= found
             self._formed |= found
             self._left = 0
 
@@ -85,7 +85,7 @@ class Magnitudes:
 
     def begin_anew(self) -> None:
         """Forget the bounds: all records are going to be looked at."""
-        self._bounds = self._formed = self._initial
+        self.bounds = self._formed = self._initial
         self._left = self._num_tried = 0
 
     def _bounds_of(self, records: npt.NDArray[np.float32]) -> Bounds:

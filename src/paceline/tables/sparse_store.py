@@ -34,7 +34,7 @@ _WIDE_FILL = 0.5  # beside wide rows the index is small
 _HEADER_LINES = 1
 
 
-def _aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
+def aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
     """Return zeroed memory and its first address that is a multiple of a cache line."""
     memory = np.zeros(num_bytes + index.LINE_BYTES, np.uint8)
     address = memory.ctypes.data
@@ -94,30 +94,30 @@ class SparseStore:
         slots = index.LINE_BYTES // (4 * entry_words)
         self._slots, self._fill = slots, _FILL[slots] if self._inline else _WIDE_FILL
 
-        self._layout = np.zeros(index.LAYOUT_WORDS, np.int64)
-        self._layout[index.ENTRY_WORDS] = entry_words
-        self._layout[index.SLOTS] = slots
-        self._layout[index.INLINE] = self._inline
-        self._layout[index.DIM] = dim
-        self._layout[index.ROW_WORDS] = self.row_words
-        self._layout[index.RULE] = rule.code
-        self._layout[index.INITIALIZER] = initializer.code
-        self._layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
+        self.layout = np.zeros(index.LAYOUT_WORDS, np.int64)
+        self.layout[index.ENTRY_WORDS] = entry_words
+        self.layout[index.SLOTS] = slots
+        self.layout[index.INLINE] = self._inline
+        self.layout[index.DIM] = dim
+        self.layout[index.ROW_WORDS] = self.row_words
+        self.layout[index.RULE] = rule.code
+        self.layout[index.INITIALIZER] = initializer.code
+        self.layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
         self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
         self.parameters[: len(rule.hyper)] = rule.hyper
         self.parameters[INITIAL_A], self.parameters[INITIAL_B] = initializer.arguments
 
         # All buckets share one empty line, with its header and tail, until their first row.
-        self._directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
-        self._nothing, address = _aligned_zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
+        self.directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
+        self._nothing, address = aligned_zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
         self._nowhere = address + _HEADER_LINES * index.LINE_BYTES
-        self._lines = [self._nothing] * index.NUM_BUCKETS
+        self.lines = [self._nothing] * index.NUM_BUCKETS
         self._rows: list[Pages | None] = [None] * index.NUM_BUCKETS
-        self._directory[index.LINES : index.ROWS : 2] = self._nowhere
-        self._directory[index.LINES + 1 : index.ROWS : 2] = 1
-        self._directory[index.TAIL : index.SALT] = index.TAIL_LINES
-        self._directory[index.SALT :] = index.FIRST_SALT
-        self._grown = np.zeros_like(self._directory)  # where a growing bucket's new lines are filled
+        self.directory[index.LINES : index.ROWS : 2] = self._nowhere
+        self.directory[index.LINES + 1 : index.ROWS : 2] = 1
+        self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
+        self.directory[index.SALT :] = index.FIRST_SALT
+        self._grown = np.zeros_like(self.directory)  # where a growing bucket's new lines are filled
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -126,19 +126,19 @@ class SparseStore:
     @property
     def counts(self) -> npt.NDArray[np.uint64]:
         """The number of rows of each bucket (uint64 [512]); a view."""
-        return self._directory[index.COUNT : index.LIMIT]
+        return self.directory[index.COUNT : index.LIMIT]
 
     @property
     def num_bytes(self) -> int:
         """Bytes held for index and rows; of wide rows, those written (what is reserved beyond takes no memory)."""
-        lines = {id(memory): memory.nbytes for memory in self._lines}
-        slots = 0 if self._inline else int(self._directory[index.USED : index.FREE].sum())
+        lines = {id(memory): memory.nbytes for memory in self.lines}
+        slots = 0 if self._inline else int(self.directory[index.USED : index.FREE].sum())
         return sum(lines.values()) + 4 * self.row_words * slots
 
     def pull(self, keys: Keys, out: Floats) -> None:
         """Read the rows of `keys` (uint64 [n]) into `out` (float32, n * dim elements, contiguous)."""
         _check_size("values", out, len(keys), self.dim)
-        sparse.gather(self._directory, self._layout, self.parameters, keys, out.reshape(-1))
+        sparse.gather(self.directory, self.layout, self.parameters, keys, out.reshape(-1))
 
     def reserve(self, keys: Keys) -> None:
         """Make room for the rows of `keys`; raise MemoryError, with all rows as they were, if there is none.
@@ -148,37 +148,37 @@ class SparseStore:
         rows as it is sent keys, unless that is more than it has, or memory does not suffice.
         """
         num_keys = np.empty(index.NUM_BUCKETS, np.uint64)
-        if sparse.has_room(self._directory, keys, num_keys):
+        if sparse.has_room(self.directory, keys, num_keys):
             return
         limits = self._limits.copy()
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
-                spare = _aligned_zeros(max(lines.nbytes for lines in self._lines))  # never written: it takes no memory
+                spare = aligned_zeros(max(lines.nbytes for lines in self.lines))  # never written: it takes no memory
                 self._make_room(num_keys)
                 return
             except MemoryError:
                 del spare  # where memory is reserved, there is enough now to make one bucket after the other smaller
                 self._take_back(limits)
         num_absent = np.empty_like(num_keys)
-        sparse.count_absent(self._directory, self._layout, keys, num_absent)
+        sparse.count_absent(self.directory, self.layout, keys, num_absent)
         self._make_room(num_absent)
 
     def _make_room(self, num_new: npt.NDArray[np.uint64]) -> None:
         """Make room for so many new rows in each bucket (uint64 [512])."""
         counts = self.counts + num_new
         for bucket in np.flatnonzero(counts > self._limits).tolist():
-            self._resize(bucket, self._next_limit(bucket, int(counts[bucket]) - 1))
+            self.resize(bucket, self._next_limit(bucket, int(counts[bucket]) - 1))
 
     def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
         """Make the lines of buckets that have grown as small as they were, while memory suffices for that."""
         with suppress(MemoryError):
             for bucket in np.flatnonzero(limits < self._limits).tolist():
-                self._resize(bucket, int(limits[bucket]))
+                self.resize(bucket, int(limits[bucket]))
 
     @property
     def _limits(self) -> npt.NDArray[np.uint64]:
-        return self._directory[index.LIMIT : index.USED]
+        return self.directory[index.LIMIT : index.USED]
 
     def push(self, keys: Keys, grads: Floats) -> None:
         """Apply the update rule with `grads` (float32, n * dim elements, contiguous) to the rows of `keys`.
@@ -188,7 +188,7 @@ class SparseStore:
         _check_size("gradients", grads, len(keys), self.dim)
         flat, done = grads.reshape(-1), 0
         while True:
-            done = kernels.push(self._directory, self._layout, self.parameters, keys, flat, done)
+            done = kernels.push(self.directory, self.layout, self.parameters, keys, flat, done)
             if done == len(keys):
                 return
             self._grow(keys[done])
@@ -198,7 +198,7 @@ class SparseStore:
         _check_size("records", records, len(keys), self.row_words)
         flat, done = records.reshape(-1), 0
         while True:
-            done = sparse.write_records(self._directory, self._layout, keys, flat, done)
+            done = sparse.write_records(self.directory, self.layout, keys, flat, done)
             if done == len(keys):
                 return
             self._grow(keys[done])
@@ -206,12 +206,12 @@ class SparseStore:
     def read_records(self, keys: Keys) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """Return whole rows, state included (float32 [n, row_words]), and which exist; others are undefined."""
         records, found = np.empty((len(keys), self.row_words), np.float32), np.empty(len(keys), np.uint8)
-        sparse.read_records(self._directory, self._layout, keys, records.reshape(-1), found)
+        sparse.read_records(self.directory, self.layout, keys, records.reshape(-1), found)
         return records, found.view(np.bool_)
 
     def erase(self, keys: Keys) -> int:
         """Erase the rows of `keys`, those that exist; return how many did."""
-        return int(index.erase(self._directory, self._layout, keys))
+        return int(index.erase(self.directory, self.layout, keys))
 
     def bucket(self, bucket: int) -> tuple[Keys, Floats]:
         """Return a copy of one bucket: its keys (uint64 [n]) and records (float32 [n, row_words])."""
@@ -222,13 +222,13 @@ class SparseStore:
 
     def drop_bucket(self, bucket: int) -> None:
         """Forget one bucket's rows and give their memory back, however many there are."""
-        directory = self._directory
+        directory = self.directory
         directory[2 * bucket], directory[2 * bucket + 1] = self._nowhere, 1
         directory[index.TAIL + bucket] = index.TAIL_LINES
         directory[index.SALT + bucket] = index.FIRST_SALT
         for section in (index.ROWS, index.COUNT, index.LIMIT, index.USED, index.FREE):
             directory[section + bucket] = 0
-        self._lines[bucket] = self._nothing
+        self.lines[bucket] = self._nothing
         self._rows[bucket] = None
 
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
@@ -239,20 +239,20 @@ class SparseStore:
         _check_size("records", records, len(keys), self.row_words)
         self.drop_bucket(bucket)
         if len(keys):
-            self._resize(bucket, self._next_limit(bucket, len(keys)))
+            self.resize(bucket, self._next_limit(bucket, len(keys)))
         self.write_records(keys, records)
 
     def items(self) -> Iterator[tuple[Keys, Floats]]:
         """Yield every non-empty bucket as :meth:`bucket` returns it."""
         for bucket in range(index.NUM_BUCKETS):
-            if self._directory[index.COUNT + bucket]:
+            if self.directory[index.COUNT + bucket]:
                 yield self.bucket(bucket)
 
     def _bucket_rows(self, bucket: int) -> tuple[Keys, npt.NDArray[np.uint64]]:
-        count = int(self._directory[index.COUNT + bucket])
+        count = int(self.directory[index.COUNT + bucket])
         keys, rows = np.empty(count, np.uint64), np.empty(count, np.uint64)
         if count:
-            index.bucket_keys(self._directory, self._layout, bucket, keys, rows)
+            index.bucket_keys(self.directory, self.layout, bucket, keys, rows)
         return keys, rows
 
     @staticmethod
@@ -266,24 +266,24 @@ class SparseStore:
 
         Nothing changes if memory runs out on the way.
         """
-        directory, bucket = self._directory, self._bucket_of(key)
+        directory, bucket = self.directory, self._bucket_of(key)
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
         if count >= limit:
-            self._resize(bucket, self._next_limit(bucket, count))
-        elif index.is_run_too_long(directory, key, self._layout):
-            self._resize(bucket, limit, salt=_new_salt())
+            self.resize(bucket, self._next_limit(bucket, count))
+        elif index.is_run_too_long(directory, key, self.layout):
+            self.resize(bucket, limit, salt=_new_salt())
         else:
-            self._resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
+            self.resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
 
     def _next_limit(self, bucket: int, count: int) -> int:
         return _next_limit(bucket, count, _GROWTH if self._inline else _WIDE_GROWTH)
 
-    def _resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
+    def resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
         """Move one bucket to lines for `limit` rows, with a tail of `tail` lines and a salt; 0: as they are.
 
         If those do not suffice, the tail gets longer, or there is another salt.
         """
-        directory, grown = self._directory, self._grown
+        directory, grown = self.directory, self._grown
         tail = tail or int(directory[index.TAIL + bucket])
         num_lines = int(directory[2 * bucket + 1])
         num_old = num_lines + int(directory[index.TAIL + bucket])
@@ -292,20 +292,20 @@ class SparseStore:
             self._grow_rows(bucket, limit)
         grown[index.SALT + bucket] = salt or directory[index.SALT + bucket]
         for attempt in itertools.count():
-            memory, address = _aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
+            memory, address = aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
             grown[2 * bucket] = address + _HEADER_LINES * index.LINE_BYTES
             grown[2 * bucket + 1] = num_lines
             grown[index.TAIL + bucket] = tail
             grown[index.LIMIT + bucket] = limit
             grown[index.COUNT + bucket] = 0
-            if index.rehash(directory[2 * bucket], num_old, self._layout, bucket, grown):
+            if index.rehash(directory[2 * bucket], num_old, self.layout, bucket, grown):
                 break
             tail *= 2
             if attempt:  # more tail alone does not help
                 grown[index.SALT + bucket] = _new_salt()
         for at in (2 * bucket, 2 * bucket + 1, *(each + bucket for each in (index.TAIL, index.LIMIT, index.SALT))):
             directory[at] = grown[at]
-        self._lines[bucket] = memory
+        self.lines[bucket] = memory
 
     def _grow_rows(self, bucket: int, limit: int) -> None:
         """Make room for `limit` rows behind the entries of a bucket (indirect); what is reserved stays."""
@@ -317,4 +317,4 @@ class SparseStore:
             pages = self._rows[bucket] = Pages(num_bytes)
         elif num_bytes > pages.num_bytes:
             pages.resize(num_bytes)
-        self._directory[index.ROWS + bucket] = pages.address
+        self.directory[index.ROWS + bucket] = pages.address

@@ -45,7 +45,7 @@ def run_ranks(
 
     def work(rank: int) -> None:
         try:
-            own = store if hosts is None else _StoreOfOneHost(store, rank, hosts)
+            own = store if hosts is None else StoreOfOneHost(store, rank, hosts)
             with join(own, rank, size, **options) as group:
                 results[rank] = function(group)
         except BaseException as error:
@@ -94,7 +94,7 @@ def _stack(thread: threading.Thread) -> str:
     return "" if frame is None else "".join(traceback.format_stack(frame, 6))
 
 
-class _StoreOfOneHost(Store):
+class StoreOfOneHost(Store):
     """Makes a rank believe that the ranks of other hosts share no memory with it, and have no Unix socket."""
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[int]) -> None:

@@ -51,14 +51,14 @@ class MemoryTransport(Transport):
         self._limits = limits or Limits()
         self._direct = _Direct() if direct else None
         self._handshake_timeout_s = handshake_timeout_s
-        self._listeners: dict[str, _MemoryListener] = {}
+        self.listeners: dict[str, _MemoryListener] = {}
         self._names = itertools.count()
 
     def with_token(self, token: str) -> MemoryTransport:
         """Return a transport that reaches the same listeners with another token."""
         other = MemoryTransport(token, limits=self._limits)
         other._direct = self._direct
-        other._listeners = self._listeners
+        other.listeners = self.listeners
         return other
 
     @override
@@ -86,7 +86,7 @@ class MemoryTransport(Transport):
     def _find(self, target: Endpoint | Address | str) -> _MemoryListener:
         address = target.tcp if isinstance(target, Endpoint) else target
         address = Address.parse(address) if isinstance(address, str) else address
-        listener = self._listeners.get(address.host)
+        listener = self.listeners.get(address.host)
         if listener is None:
             raise AddressError(f"cannot reach {address}: nobody listens there")
         return listener
@@ -97,15 +97,15 @@ class MemoryTransport(Transport):
         """See :meth:`Transport.serve`; the address is ``memory://name``."""
         chosen = f"memory://{next(self._names)}" if address is None else address
         wanted = Address.parse(chosen) if isinstance(chosen, str) else chosen
-        if wanted.host in self._listeners:
+        if wanted.host in self.listeners:
             raise AddressError(f"cannot listen on {wanted}: the name is in use")
         call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
         pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
         service = Service(
             handler, self._token, hello, self._limits, self._handshake_timeout_s, pool, secrets.token_hex(8)
         )
-        listener = _MemoryListener(wanted, service, call, self._listeners)
-        self._listeners[wanted.host] = listener
+        listener = _MemoryListener(wanted, service, call, self.listeners)
+        self.listeners[wanted.host] = listener
         return listener
 
 
@@ -150,7 +150,7 @@ class _MemoryListener(Listener):
         self.endpoint = Endpoint(address, None, host_identity(), service.listener)
         self.service = service
         self.call = call
-        self._listeners = listeners
+        self.listeners = listeners
 
     @property
     def num_connections(self) -> int:
@@ -160,7 +160,7 @@ class _MemoryListener(Listener):
         self.service.hello = hello
 
     async def close(self) -> None:
-        self._listeners.pop(self.endpoint.tcp.host, None)
+        self.listeners.pop(self.endpoint.tcp.host, None)
         for connection in list(self.service.connections):
             connection.close()
         while self.service.connections:

@@ -121,8 +121,8 @@ class ServerNode:
 def break_off(link: SchedulerLink) -> None:
     """Let a member's process have ended, as far as its line to the scheduler shows it."""
     link.is_closing = True  # so that its thread takes the break for what it is, and says nothing
-    link._channel.close()
-    link._thread.join(PATIENCE_S)
+    link.channel.close()
+    link.thread.join(PATIENCE_S)
 
 
 class Cluster:
@@ -222,7 +222,7 @@ class Cluster:
         self.lose(client.link)
         for connection in client.servers.connections:
             connection.lost = ConnectionError("killed")  # type: ignore[assignment]
-            connection._channel.close()
+            connection.channel.close()
         client.servers.connections = []
 
     def num_counted(self) -> int:

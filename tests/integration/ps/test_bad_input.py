@@ -398,7 +398,7 @@ def test_the_scheduler_is_gone() -> None:
             waiting.append(caught.value)
 
         def stop() -> None:
-            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler._jobs.core._seekers)) == 1)
+            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.jobs.core._seekers)) == 1)
             cluster.stop_scheduler()
 
         in_threads(wait_for_a_job, stop)

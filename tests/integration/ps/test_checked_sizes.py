@@ -216,10 +216,10 @@ def answered_by(handler: Handler) -> Iterator[Client]:
         client.sparse_table("w", update=SGD(lr=1.0))
         [connection] = client.servers.connections
         with serve_in_thread(handler, cluster.transport) as served:
-            connection._channel.close()
-            connection._channel = cluster.transport.connect(served.endpoint, Hello(role="worker"), timeout_s=5.0)
+            connection.channel.close()
+            connection.channel = cluster.transport.connect(served.endpoint, Hello(role="worker"), timeout_s=5.0)
             yield client
-            connection._channel.close()
+            connection.channel.close()
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_an_interrupt_in_the_middle_of_it(method: str, monkeypatch: pytest.Monke
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
         table.push(KEYS, ONES).wait()
-        channel = client.servers.connections[0]._channel
+        channel = client.servers.connections[0].channel
 
         def interrupted(*arguments: object) -> None:
             monkeypatch.undo()  # once
@@ -183,4 +183,4 @@ def test_an_interrupt_in_the_middle_of_it(method: str, monkeypatch: pytest.Monke
         expected = 1 if method == "receive_header" else 2
         assert (table.pull(KEYS) == -expected).all()
         assert statistics_of(client, "w")[0].pushes == expected
-        assert client.servers.connections[0]._channel is not channel
+        assert client.servers.connections[0].channel is not channel

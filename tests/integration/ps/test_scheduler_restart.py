@@ -50,7 +50,7 @@ class Restartable(Cluster):
         self._later = ExitStack()
         super().__init__(transport=self.doors, heartbeat_timeout_s=5.0, **options)
         for node in self.nodes:
-            node.link._tables = node.server.known_tables
+            node.link.report_tables = node.server.known_tables
             self.links.append(node.link)
 
     def member(self, rank: int | None = None, *, role: str = "worker", **options: Any) -> SchedulerLink:
@@ -75,7 +75,7 @@ class Restartable(Cluster):
 
         def fall_silent() -> None:
             scheduler._feed = lambda event: None  # type: ignore[method-assign]
-            scheduler._jobs = Jobs(1)
+            scheduler.jobs = Jobs(1)
             scheduler.close()
 
         self.served.call(fall_silent)
@@ -562,7 +562,7 @@ def test_nobody_comes_in_its_place(cluster: Restartable) -> None:
     with pytest.raises(ConnectionLostError, match=message):
         patient.call(messages.GetMap())
     wait_until(lambda: bool(lost))
-    assert [str(error) for error in lost] == [str(patient._lost)]
+    assert [str(error) for error in lost] == [str(patient.lost)]
     with pytest.raises(ConnectionLostError, match=r"is gone: this process cannot go on without it$"):
         impatient.call(messages.GetMap())
 
@@ -571,7 +571,7 @@ def test_a_line_that_is_closed_meanwhile_does_not_wait(cluster: Restartable) -> 
     member = cluster.member()
     cluster.kill_scheduler()
     member.close()
-    assert not member._thread.is_alive()
+    assert not member.thread.is_alive()
 
 
 def test_training_goes_on_and_tables_are_remembered() -> None:

@@ -279,7 +279,7 @@ def test_servers_that_do_not_see_the_files(tmp_path: Path, monkeypatch: pytest.M
         train(client, range(3))
         take(SnapshotTaker(observer, tmp_path))
         expected = values(client)
-    monkeypatch.setattr(server_snapshots, "_are_there", lambda directory, parts: False)
+    monkeypatch.setattr(server_snapshots, "are_there", lambda directory, parts: False)
     found, _ = restored(tmp_path, 2)
     assert same(found, expected)
 
@@ -323,7 +323,7 @@ def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch:
         goes_on.clear()
         hung.clear()
         cluster.nodes[0].call(
-            lambda: cluster.nodes[0].server._snapshots.drop(DropSnapshot(directory=str(tmp_path), number=2))
+            lambda: cluster.nodes[0].server.snapshots.drop(DropSnapshot(directory=str(tmp_path), number=2))
         )
         serves(client)
         taker.close()

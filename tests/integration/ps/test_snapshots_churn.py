@@ -79,7 +79,7 @@ class Counting:
     ids=["eventual", "sequential"],
 )
 def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_snapshots, "_PAUSE", 10.0)  # so that servers come and go while one is taken
+    monkeypatch.setattr(server_snapshots, "PAUSE", 10.0)  # so that servers come and go while one is taken
     monkeypatch.setattr(parts, "PART_BYTES", 20_000)
     with Cluster(servers=3, replicas=1, consistency=consistency) as cluster, ExitStack() as stack:
         joined = stack.enter_context(ExitStack())
@@ -106,8 +106,8 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
             manifest = None
             try:
                 while manifest is None:
-                    assert taker._under is not None
-                    num_rounds = max(num_rounds, taker._under.round)
+                    assert taker.under_way is not None
+                    num_rounds = max(num_rounds, taker.under_way.round)
                     manifest = taker.poll()
                     time.sleep(0.01)
             except SnapshotWriteError as error:

@@ -26,16 +26,16 @@ MakeOptimizer = Callable[[Any], Optimizer]
 class CopyingMirrored(Mirrored):
     """As on several devices: each replica has copies of its own."""
 
-    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
-        super()._replica_values(optimizer)
-        self._mirrors._copies_all = True
+    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+        super().replica_values(optimizer)
+        self._mirrors.copies_all = True
         return self._mirrors
 
 
 class CopyingStorage(CentralStorage):
     """As with the storage on another device than the replicas."""
 
-    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
         return Fetched(self.devices, self.storage, copies_all=True)
 
 

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 def nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Leave only the folders that a test makes."""
     monkeypatch.setattr(
-        credentials, "_folders", lambda runtime_dir: iter([runtime_dir / "paceline", tmp_path / "last" / "paceline"])
+        credentials, "folders", lambda runtime_dir: iter([runtime_dir / "paceline", tmp_path / "last" / "paceline"])
     )
 
 

@@ -26,7 +26,7 @@ def test_a_dropped_message_leaves_nothing_behind() -> None:
         half = message(0, tag, 10)
         matching.keep(half)
         matching.drop(half)
-    assert not matching._kept
+    assert not matching.kept
     assert matching.has_room(message(0, 0, 64 << 20))
 
 

@@ -129,8 +129,8 @@ def test_a_mismatch_of_very_many_sizes_says_how_many(engines: list[SharedMemory]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of others is read on Linux only")
 def test_one_whose_memory_cannot_be_read_is_named(engines: list[SharedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_DYING_S", 0.01)
-    steps.publish_word(np.uint64(engines[1]._control + steps.PROCESS), np.uint64(1 << 30))  # no such process
+    monkeypatch.setattr(shared_memory, "DYING_S", 0.01)
+    steps.publish_word(np.uint64(engines[1].control + steps.PROCESS), np.uint64(1 << 30))  # no such process
 
     def reduce(engine: SharedMemory) -> None:
         engine.reads_peers = True

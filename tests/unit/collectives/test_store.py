@@ -155,13 +155,13 @@ def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: 
         for rank in range(1, size)
     ]
     requests: list[object] = []
-    real = NetworkStore._call
+    real = NetworkStore.call
 
     def count(store: NetworkStore, *given: Any) -> Any:
         requests.append(given[0])
         return real(store, *given)
 
-    monkeypatch.setattr(NetworkStore, "_call", count)
+    monkeypatch.setattr(NetworkStore, "call", count)
     with ThreadPoolExecutor(size) as pool:
         values = [
             pool.submit(exchange, each, rank, size, b"%d" % rank, soon(), what="it")

@@ -14,7 +14,7 @@ from paceline.collectives.network.verdicts import Place, unexpected
 from paceline.collectives.p2p.pending import ABORT, pack
 from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Outgoing
-from paceline.collectives.rendezvous.network_store import _decode
+from paceline.collectives.rendezvous.network_store import decode_request
 from paceline.collectives.rendezvous.node import NodeInfo
 from paceline.errors import ProtocolError
 
@@ -30,7 +30,7 @@ def test_text_that_is_none(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be read"):
         NodeInfo.decode(data)
     with pytest.raises(ProtocolError, match="cannot be read"):
-        _decode(data)
+        decode_request(data)
     abort = unexpected(Place("g", 0, Call("barrier"), 3), 1, Frame(header, data))
     assert "what rank 1 sent during barrier(), call 3 of group 'g' cannot be read" in abort.message
 

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.data import Batch, Dataset, open_dataset, open_spec
 from paceline.data import text as text_reader
-from paceline.data.cache import _TRAILER, VERSION, ShardCache
+from paceline.data.cache import TRAILER, VERSION, ShardCache
 from paceline.errors import DataError, UsageError
 
 LINES = [b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)]
@@ -53,13 +53,13 @@ def assert_same(a: Batch, b: Batch) -> None:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per block that is parsed from text."""
     calls: list[int] = []
-    original = text_reader.TextReader._parse_block
+    original = text_reader.TextReader.parse_block
 
     def counted(self: text_reader.TextReader, block: text_reader.Block, report: Any) -> Any:
         calls.append(block.base)
         return original(self, block, report)
 
-    monkeypatch.setattr(text_reader.TextReader, "_parse_block", counted)
+    monkeypatch.setattr(text_reader.TextReader, "parse_block", counted)
     return calls
 
 
@@ -293,10 +293,10 @@ def test_numbers_that_no_file_has(tmp_path: Path, part: str, value: Any) -> None
     cache = ShardCache(tmp_path / "cache", {})
     writer = cache.writer(str(source), 0)
     writer.commit(1)
-    path = cache._path(str(source), 0)
+    path = cache.path_of(str(source), 0)
     data = path.read_bytes()
-    footer = {**json.loads(data[: -_TRAILER.size]), part: value}
+    footer = {**json.loads(data[: -TRAILER.size]), part: value}
     text = json.dumps(footer).encode()
     assert cache.load(str(source), 0) is not None
-    path.write_bytes(text + _TRAILER.pack(len(text), zlib.crc32(text), VERSION, b"PACELINE"))
+    path.write_bytes(text + TRAILER.pack(len(text), zlib.crc32(text), VERSION, b"PACELINE"))
     assert cache.load(str(source), 0) is None

@@ -36,10 +36,10 @@ def read(path: Path) -> tuple[Array, Array]:
     return np.concatenate(labels), np.concatenate(keys)
 
 
-def true_probabilities(model: synthetic._Model, path: Path) -> Array:
+def true_probabilities(model: synthetic.ClickModel, path: Path) -> Array:
     """From the text of the file alone, by the reader's rules and the model's weight of each key."""
     weight_of: dict[int, int] = {}
-    for number, field in enumerate(model._fields, 1):
+    for number, field in enumerate(model.fields, 1):
         for text, weight in zip(field.text.tolist(), field.weight.tolist(), strict=True):
             value = text.to_bytes(8, "little").rstrip(b"\0")
             if number <= 13 and value:
@@ -47,7 +47,7 @@ def true_probabilities(model: synthetic._Model, path: Path) -> Array:
             key = reference.hash_bytes(value, reference.field_seed(number))
             assert weight_of.setdefault(key, weight) == weight  # the weight is a function of the key
     _, keys = read(path)
-    logits = np.array([[weight_of[key] for key in row] for row in keys.tolist()]).sum(axis=1) + model._intercept
+    logits = np.array([[weight_of[key] for key in row] for row in keys.tolist()]).sum(axis=1) + model.intercept
     result: Array = 1 / (1 + np.exp(-logits / 256))
     return result
 
@@ -55,13 +55,13 @@ def true_probabilities(model: synthetic._Model, path: Path) -> Array:
 def test_truth_is_that_of_a_logistic_model_over_the_keys_that_the_reader_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = [shape._replace(vocabulary=min(shape.vocabulary, 500)) for shape in synthetic._CATEGORIES]
-    monkeypatch.setattr(synthetic, "_CATEGORIES", tuple(small))
+    small = [shape._replace(vocabulary=min(shape.vocabulary, 500)) for shape in synthetic.CATEGORIES]
+    monkeypatch.setattr(synthetic, "CATEGORIES", tuple(small))
     spec = ClickLogSpec(rows=20_000, seed=3)
     path = tmp_path / "log.tsv"
     truth = write_click_log(path, spec)
     labels, _ = read(path)
-    probabilities = true_probabilities(synthetic._Model(spec), path)
+    probabilities = true_probabilities(synthetic.ClickModel(spec), path)
     assert truth.examples == len(labels) == 20_000
     assert truth.clicks == labels.sum()
     assert truth.best_auc == auc(labels, np.round(probabilities, 12))  # equal logits are equal
@@ -147,7 +147,7 @@ def test_one_row_has_no_auc(tmp_path: Path) -> None:
 
 
 def test_probabilities_are_the_logistic_function() -> None:
-    thresholds = synthetic._thresholds()
+    thresholds = synthetic.click_thresholds()
     logits = (np.arange(len(thresholds)) - len(thresholds) // 2) / 256
     np.testing.assert_allclose(thresholds / 2**32, 1 / (1 + np.exp(-logits)), rtol=0, atol=2**-32)
     assert 0 < thresholds[0] < thresholds[-1] < 2**32

@@ -121,8 +121,8 @@ def test_what_was_measured_is_said() -> None:
 
 def test_own_work_is_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"busy": 10.0, "own": 1.0, "clock": 100.0}
-    monkeypatch.setattr(_bench_others, "_busy_s", lambda: seconds["busy"])
-    monkeypatch.setattr(_bench_others, "_own_s", lambda: seconds["own"])
+    monkeypatch.setattr(_bench_others, "busy_s", lambda: seconds["busy"])
+    monkeypatch.setattr(_bench_others, "own_s", lambda: seconds["own"])
     monkeypatch.setattr("time.monotonic", lambda: seconds["clock"])
     monkeypatch.setattr("psutil.cpu_count", lambda: 2)
     others = Others()
@@ -147,7 +147,7 @@ def test_the_check_sees_parts_in_the_wrong_place() -> None:
     for buffers in ranks:
         buffers.fill()
     for buffers in ranks:
-        parts = [np.split(other.given, 3)[buffers._rank] for other in ranks]
+        parts = [np.split(other.given, 3)[buffers.rank] for other in ranks]
         buffers.taken[...] = np.concatenate(parts)
         assert buffers.is_right()
         buffers.taken[...] = np.concatenate(parts[::-1])

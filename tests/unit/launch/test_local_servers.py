@@ -53,8 +53,8 @@ def servers() -> RunServers:
 def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 30.0)
-    monkeypatch.setattr(supervisor, "_SHORT_LIFE_S", 30.0)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(supervisor, "SHORT_LIFE_S", 30.0)
     port, scheduler = free_port(), f"127.0.0.1:{free_port()}"
     share = Share(scheduler=scheduler, runs_scheduler=True, servers={0: "127.0.0.1:0", 1: f"127.0.0.1:{port}"})
     statuses: list[int] = []
@@ -88,7 +88,7 @@ def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.Cap
         cluster = client.link.cluster
         assert cluster is not None
         before = {each.incarnation for each in cluster.of_role("server")}
-        os.kill(servers._cluster.pids("server")[0], signal.SIGTERM)
+        os.kill(servers.cluster.pids("server")[0], signal.SIGTERM)
 
         def is_replaced() -> bool:
             now = {
@@ -108,7 +108,7 @@ def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.Cap
 
 def test_the_end_of_the_cluster_is_not_blamed_on_nodes_that_are_not_there(servers: RunServers) -> None:
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, rank=0) as client:
-        wait_until(lambda: bool(servers._there))
+        wait_until(lambda: bool(servers.there))
         client.link.call(messages.EndCluster())
         wait_until(lambda: servers.failure() is not None)
         assert servers.failure() == "the scheduler was told to end"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from paceline.errors import ConnectionLostError, PeerError
-from paceline.launch.roles import _check_settings, _unless_stopped
+from paceline.launch.roles import check_settings, unless_stopped
 from paceline.ps import messages
 
 _SETTINGS = messages.Settings(consistency="eventual", stale="", num_servers=1, num_workers=1)
@@ -35,7 +35,7 @@ def ask(call: Any, *, stops: bool) -> Any:
         stop = asyncio.Event()
         if stops:
             stop.set()
-        return await _unless_stopped(link, stop, call or link.call)
+        return await unless_stopped(link, stop, call or link.call)
 
     link: Any = Link()
     found = asyncio.run(run())
@@ -54,6 +54,6 @@ def test_an_answer_is_an_answer() -> None:
 
 
 def test_a_server_joins_the_cluster_that_it_was_made_for() -> None:
-    _check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, cluster="a", num_servers=2), "there:1")
+    check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, cluster="a", num_servers=2), "there:1")
     with pytest.raises(PeerError, match="there:1 was started again with other settings"):
-        _check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, replicas=1), "there:1")
+        check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, replicas=1), "there:1")

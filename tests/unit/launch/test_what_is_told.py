@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.launch.supervisor import describe_status
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.results import TrainResult, summarize_staleness
-from paceline.launch.train.training_run import _RunningLoss
+from paceline.launch.train.training_run import RunningLoss
 from paceline.models.metrics import evaluate
 
 
@@ -55,7 +55,7 @@ def test_no_staleness_at_all() -> None:
 
 
 def test_the_running_loss_forgets_the_beginning() -> None:
-    running = _RunningLoss()
+    running = RunningLoss()
     assert running.add(0, 0.0) is None
     assert running.add(10_000, 7000.0) == 0.7
     assert running.add(60_000, 27_000.0) == 0.4  # of the last 50,000

@@ -211,7 +211,7 @@ def test_rate_of_very_many_samples_stays_small_and_exact() -> None:
     for step in range(100_000):
         meter.add(step / 10_000, step)
     assert meter.per_s == pytest.approx(10_000)
-    assert len(meter._samples) < 60
+    assert len(meter.samples) < 60
 
 
 def test_rate_of_samples_at_one_time_is_not_infinite() -> None:

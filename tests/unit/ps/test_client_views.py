@@ -439,11 +439,11 @@ def test_a_new_server_that_cannot_be_reached_yet(stack: ExitStack) -> None:
     table = client.sparse_table("w", update=SGD(lr=1.0))
     new = world.map(2, {11: LOW, 12: HIGH})
     address = world.servers[12].served.endpoint.tcp
-    listener = world.transport._listeners.pop(address.host)
+    listener = world.transport.listeners.pop(address.host)
     world.servers[11].change(2)
     client.follower.take(new)
     until(lambda: world.servers[11].data(2))
-    world.transport._listeners[address.host] = listener
+    world.transport.listeners[address.host] = listener
     assert (table.pull(KEYS).reshape(-1) == KEYS).all()
     until_synced(world.servers[12], 2)
 

@@ -31,4 +31,4 @@ def test_memory_that_was_given_back_is_used_again_if_it_is_large_enough() -> Non
     assert copies.copy([small])[1] is not one
     for _ in range(200):
         copies.give_back(np.empty(4096, np.uint8))
-    assert copies._num_free == 64
+    assert copies.num_free == 64

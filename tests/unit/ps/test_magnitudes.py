@@ -49,7 +49,7 @@ def part_of(rule: UpdateRule, kind: str, start: Initializer | None = None) -> Ta
 
 
 def bounds_of(part: TablePart) -> Bounds:
-    return part.magnitudes._bounds
+    return part.magnitudes.bounds
 
 
 def found_in(part: TablePart) -> Bounds:

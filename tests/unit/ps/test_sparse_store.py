@@ -342,7 +342,7 @@ def test_what_is_reserved_is_enough(
     store.reserve(keys)
     assert len(store) == len(np.unique(old))
     assert pull(store, keys).tobytes() == before.tobytes()
-    monkeypatch.setattr(store, "_resize", fails)
+    monkeypatch.setattr(store, "resize", fails)
     store.push(keys, np.ones(len(keys) * dim, np.float32))
     assert len(store) == len(np.unique(np.concatenate([old, new])))
 
@@ -353,7 +353,7 @@ def test_rows_that_are_there_need_no_room(dim: int, rule: UpdateRule, monkeypatc
     store = SparseStore(dim=dim, rule=rule)
     store.push(keys, np.ones(5000 * dim, np.float32))
     with monkeypatch.context() as short_of_memory:
-        short_of_memory.setattr(store, "_resize", fails)
+        short_of_memory.setattr(store, "resize", fails)
         store.reserve(keys)
         store.reserve(np.concatenate([keys, keys]))
         with pytest.raises(MemoryError):
@@ -375,12 +375,12 @@ def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
     for each in (store, other):
         each.push(old, np.ones(len(old) * dim, np.float32))
     other.push(new, np.ones(len(new) * dim, np.float32))
-    budget = sum(lines.nbytes for lines in other._lines) + (1 << 14)
-    allocate = sparse_store._aligned_zeros
+    budget = sum(lines.nbytes for lines in other.lines) + (1 << 14)
+    allocate = sparse_store.aligned_zeros
     allocated: list[weakref.ref[Any]] = []
 
     def count_bytes() -> int:  # in a frame of its own: that of an error keeps what it refers to
-        every = [*store._lines, *(each() for each in allocated)]
+        every = [*store.lines, *(each() for each in allocated)]
         return sum(memory.nbytes for memory in {id(each): each for each in every if each is not None}.values())
 
     def allocate_within_budget(num_bytes: int) -> Any:
@@ -396,7 +396,7 @@ def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
 
     resize = Pages.resize
     monkeypatch.setattr(Pages, "resize", enlarge)
-    monkeypatch.setattr(sparse_store, "_aligned_zeros", allocate_within_budget)
+    monkeypatch.setattr(sparse_store, "aligned_zeros", allocate_within_budget)
     before = pull(store, keys)
     store.reserve(keys)
     assert pull(store, keys).tobytes() == before.tobytes()
@@ -426,11 +426,11 @@ def test_crafted_keys_cost_no_more_than_others(dim: int) -> None:
     keys = crafted_keys(20_000)
     store = SparseStore(dim=dim, rule=SGD(lr=1.0))
     store.push(keys, np.ones(dim * len(keys), np.float32))
-    assert store._directory[index.SALT + 5] != index.FIRST_SALT
-    assert (np.delete(store._directory[index.SALT :], 5) == index.FIRST_SALT).all()
-    lines = np.array([index.home_line(store._directory, key) for key in keys])
+    assert store.directory[index.SALT + 5] != index.FIRST_SALT
+    assert (np.delete(store.directory[index.SALT :], 5) == index.FIRST_SALT).all()
+    lines = np.array([index.home_line(store.directory, key) for key in keys])
     assert np.unique(lines, return_counts=True)[1].max() < 100
-    assert not any(index.is_run_too_long(store._directory, key, store._layout) for key in keys[::50])
+    assert not any(index.is_run_too_long(store.directory, key, store.layout) for key in keys[::50])
     out = np.empty(dim * len(keys), np.float32)
     store.pull(keys, out)
     assert (out == -1).all()
@@ -451,7 +451,7 @@ def test_a_bucket_of_crafted_keys_moves_and_comes_back() -> None:
         zip(moved.tolist(), records[:, 0].tolist(), strict=True)
     )
     store.drop_bucket(5)
-    assert store._directory[index.SALT + 5] == index.FIRST_SALT
+    assert store.directory[index.SALT + 5] == index.FIRST_SALT
 
 
 def test_tables_that_are_filled_alike_lie_alike() -> None:
@@ -460,6 +460,6 @@ def test_tables_that_are_filled_alike_lie_alike() -> None:
     stores = [SparseStore(dim=1) for _ in range(2)]
     for store in stores:
         store.push(keys, np.ones(len(keys), np.float32))
-        assert (store._directory[index.SALT :] == index.FIRST_SALT).all()
+        assert (store.directory[index.SALT :] == index.FIRST_SALT).all()
     for bucket in range(0, 512, 50):
         assert np.array_equal(stores[0].bucket(bucket)[0], stores[1].bucket(bucket)[0])

@@ -254,7 +254,7 @@ def test_what_is_wrong_is_said() -> None:
 def test_copies() -> None:
     """A copy of a model in use has the same rows; one of a model that is not prepared has none yet."""
     embedding = Embedding(DIM)
-    assert copy.deepcopy(embedding)._link is not embedding._link
+    assert copy.deepcopy(embedding).link is not embedding.link
     prepared(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1))
     other = copy.deepcopy(embedding)
     keys = torch.tensor([3, 4])

@@ -190,7 +190,7 @@ def test_options_of_the_loader_stay() -> None:
         "worker_init_fn": abs,
     }
     given = DataLoader(_data(8), 2, shuffle=True, **options)
-    inner = _loader(given, 0, 2)._inner
+    inner = _loader(given, 0, 2).inner
     assert type(inner) is type(given)
     for name in options:
         assert getattr(inner, name) is getattr(given, name)

@@ -75,8 +75,8 @@ def test_store_is_set_once_and_waits_to_its_deadline(tmp_path: Path) -> None:
 
 def test_ranks_on_one_machine_listen_on_loopback(tmp_path: Path) -> None:
     for store in _stores(tmp_path):
-        assert _registration._place(store, None) == "127.0.0.1"
-    assert _registration._place(FileStore(str(tmp_path / "store"), 1), "localhost") == "localhost"
+        assert _registration.find_place(store, None) == "127.0.0.1"
+    assert _registration.find_place(FileStore(str(tmp_path / "store"), 1), "localhost") == "localhost"
 
 
 _TERMS = Terms(timedelta(seconds=2))

@@ -50,19 +50,19 @@ class Matching:
     def __init__(self, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_kept_bytes = max_kept_bytes
         self._posted: dict[int, deque[Posted]] = {}
-        self._kept: dict[int, deque[Message]] = {}
+        self.kept: dict[int, deque[Message]] = {}
         self._kept_bytes: dict[int, int] = {}
         self.num_posted = 0
 
     def post(self, posted: Posted) -> Message | None:
         """Return the kept message that the receive takes, which is then kept no more; else keep the receive."""
-        kept = self._kept.get(posted.tag, ())
+        kept = self.kept.get(posted.tag, ())
         for message in kept:
             if posted.source in (None, message.source):
                 assert isinstance(kept, deque)
                 kept.remove(message)
                 if not kept:
-                    del self._kept[posted.tag]
+                    del self.kept[posted.tag]
                 self._kept_bytes[message.source] -= message.nbytes
                 message.receive = posted
                 return message
@@ -90,16 +90,16 @@ class Matching:
 
     def keep(self, message: Message) -> None:
         """Keep a message for a receive to come."""
-        self._kept.setdefault(message.tag, deque()).append(message)
+        self.kept.setdefault(message.tag, deque()).append(message)
         self._kept_bytes[message.source] = self._kept_bytes.get(message.source, 0) + message.nbytes
 
     def drop(self, message: Message) -> None:
         """Forget a kept message, whose rest will not come."""
-        kept = self._kept.get(message.tag)
+        kept = self.kept.get(message.tag)
         if kept is not None and message in kept:
             kept.remove(message)
             if not kept:
-                del self._kept[message.tag]
+                del self.kept[message.tag]
             self._kept_bytes[message.source] -= message.nbytes
 
     def posted(self) -> list[Posted]:

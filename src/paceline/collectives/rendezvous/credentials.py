@@ -53,7 +53,7 @@ def user_key(runtime_dir: Path | None = None) -> bytes:
     The folder and the file must belong to this user and be closed to all others; a folder that is not is passed over,
     so nobody else can put a key of his own there.
     """
-    for folder in _folders(runtime_dir):
+    for folder in folders(runtime_dir):
         try:
             folder.mkdir(mode=0o700, parents=folder.parent.name == ".cache", exist_ok=True)
             found = folder.lstat()
@@ -63,12 +63,12 @@ def user_key(runtime_dir: Path | None = None) -> bytes:
             continue
     raise UsageError(
         "the ranks have no token, and there is no folder in which this user could keep a key that nobody else can "
-        f"read (tried {', '.join(map(str, _folders(runtime_dir)))}); set PACELINE_TOKEN to the same secret on every "
+        f"read (tried {', '.join(map(str, folders(runtime_dir)))}); set PACELINE_TOKEN to the same secret on every "
         "rank"
     )
 
 
-def _folders(runtime_dir: Path | None) -> Iterator[Path]:
+def folders(runtime_dir: Path | None) -> Iterator[Path]:
     """Yield the folders that may hold the key, the best first; all ranks of a machine try them in this order."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     if runtime_dir is not None:

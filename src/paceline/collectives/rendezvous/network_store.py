@@ -36,7 +36,9 @@ _MAX_COLLECT_S: Final = 60.0
 """For which a collect waits at a time."""
 
 
-class _Kind(IntEnum):
+class StoreCall(IntEnum):
+    """What is asked of the store, and how it answers."""
+
     SET = FIRST_APPLICATION_KIND
     GET = FIRST_APPLICATION_KIND + 1
     DELETE = FIRST_APPLICATION_KIND + 2
@@ -45,7 +47,7 @@ class _Kind(IntEnum):
     COLLECT = FIRST_APPLICATION_KIND + 5
 
 
-class _Request(msgspec.Struct, frozen=True, array_like=True):
+class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
     """The meta of every request."""
 
     key: str = ""
@@ -59,7 +61,7 @@ class _Wanted(msgspec.Struct, frozen=True, array_like=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_COLLECT_S)]
 
 
-_decode = reader(_Request, "a request to the store")
+decode_request = reader(StoreRequest, "a request to the store")
 _decode_wanted = reader(_Wanted, "a request to the store")
 _decode_values = reader(list[bytes | None], "an answer of the store")
 
@@ -72,7 +74,7 @@ class _Collecting:
         self.timer: asyncio.TimerHandle | None = None
 
 
-class _Served(Handler):
+class ServedStore(Handler):
     """The values, and who waits for which. In the loop's thread only."""
 
     def __init__(self) -> None:
@@ -83,30 +85,30 @@ class _Served(Handler):
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Answer a request, or keep it until its key is set."""
-        request = _decode(meta)
+        request = decode_request(meta)
         key = request.key
-        if header.kind == _Kind.SET:
+        if header.kind == StoreCall.SET:
             value = bytes(body)
             if self._values.setdefault(key, value) != value:
                 raise written_twice(key)
-            peer.send_frame(_Kind.DONE)
+            peer.send_frame(StoreCall.DONE)
             for waiting in self._waiting.pop(key, ()):
-                waiting.send_frame(_Kind.DONE, body=value)
+                waiting.send_frame(StoreCall.DONE, body=value)
             for collecting in self._collecting.pop(key, ()):
                 collecting.missing.discard(key)
                 if not collecting.missing:
                     self._answer(collecting)
-        elif header.kind == _Kind.GET:
+        elif header.kind == StoreCall.GET:
             if key in self._values:
-                peer.send_frame(_Kind.DONE, body=self._values[key])
+                peer.send_frame(StoreCall.DONE, body=self._values[key])
             elif request.wait:
                 self._waiting.setdefault(key, []).append(peer)
             else:
-                peer.send_frame(_Kind.ABSENT)
-        elif header.kind == _Kind.DELETE:
+                peer.send_frame(StoreCall.ABSENT)
+        elif header.kind == StoreCall.DELETE:
             self._values.pop(key, None)
-            peer.send_frame(_Kind.DONE)
-        elif header.kind == _Kind.COLLECT:
+            peer.send_frame(StoreCall.DONE)
+        elif header.kind == StoreCall.COLLECT:
             self._collect(peer, body)
         else:
             raise ProtocolError(f"got a request of kind {header.kind} that the store does not know")
@@ -134,7 +136,7 @@ class _Served(Handler):
     def _answer(self, collecting: _Collecting) -> None:
         self._forget(collecting)
         values = [self._values.get(key) for key in collecting.keys]
-        collecting.peer.send_frame(_Kind.DONE, body=msgspec.msgpack.encode(values))
+        collecting.peer.send_frame(StoreCall.DONE, body=msgspec.msgpack.encode(values))
 
     def _forget(self, collecting: _Collecting) -> None:
         if collecting.timer is not None:
@@ -175,7 +177,7 @@ class StoreServer:
 
     async def _serve(self, address: Address, hello: Hello) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        listener = await self._transport.serve(_Served(), hello, address=address, unix=False)
+        listener = await self._transport.serve(ServedStore(), hello, address=address, unix=False)
         try:
             self._ready.set_result(listener)
             await self._stop.wait()
@@ -230,19 +232,21 @@ class NetworkStore(Store):
 
     @override
     def set(self, key: str, value: bytes) -> None:
-        self._call(_Kind.SET, _Request(key), value, self._answer_s)
+        self.call(StoreCall.SET, StoreRequest(key), value, self._answer_s)
 
     @override
     def get(self, key: str, deadline: float) -> bytes:
         start = time.monotonic()
         wait = deadline > start
         try:
-            kind, value = self._call(_Kind.GET, _Request(key, wait), b"", deadline - start if wait else self._answer_s)
+            kind, value = self.call(
+                StoreCall.GET, StoreRequest(key, wait), b"", deadline - start if wait else self._answer_s
+            )
         except DeadlineError:
             if not wait:
                 raise
-            kind, value = _Kind.ABSENT, b""
-        if kind == _Kind.ABSENT:
+            kind, value = StoreCall.ABSENT, b""
+        if kind == StoreCall.ABSENT:
             raise never_set(key, self.address.netloc, time.monotonic() - start)
         return value
 
@@ -251,7 +255,7 @@ class NetworkStore(Store):
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), _MAX_COLLECT_S)
             wanted = msgspec.msgpack.encode(_Wanted(tuple(keys), left))
-            _, answer = self._call(_Kind.COLLECT, _Request(), wanted, left + self._answer_s)
+            _, answer = self.call(StoreCall.COLLECT, StoreRequest(), wanted, left + self._answer_s)
             values: list[bytes | None] = _decode_values(answer)
             if len(values) != len(keys):
                 raise ProtocolError(f"got {len(values)} values of the store for {len(keys)} keys")
@@ -260,7 +264,7 @@ class NetworkStore(Store):
 
     @override
     def delete(self, key: str) -> None:
-        self._call(_Kind.DELETE, _Request(key), b"", self._answer_s)
+        self.call(StoreCall.DELETE, StoreRequest(key), b"", self._answer_s)
 
     def close(self) -> None:
         """See :meth:`Store.close`. A call that waits in another thread raises GroupClosedError."""
@@ -273,7 +277,8 @@ class NetworkStore(Store):
         if self._server is not None:
             self._server.close()
 
-    def _call(self, kind: _Kind, request: _Request, value: bytes, timeout_s: float) -> tuple[int, bytes]:
+    def call(self, kind: StoreCall, request: StoreRequest, value: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Ask the server, over a connection that no other thread uses meanwhile; return its answer's kind and body."""
         channel = self._take(timeout_s)
         is_whole = False
         try:

@@ -35,7 +35,7 @@ _DESCRIBE_S: Final = 2.0
 _CLOSE_S: Final = 2.0
 _EARLY_S: Final = 0.1
 """A rank gives up so long before the timeout, for the error to come within it."""
-_DYING_S: Final = 1.0
+DYING_S: Final = 1.0
 _STORY_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
 _SCRATCH_BYTES: Final = 1 << 18
@@ -107,8 +107,8 @@ class SharedMemory(Engine):
         plan[steps.SCRATCH] = self._scratch.ctypes.data + -self._scratch.ctypes.data % _LINE
         plan[steps.SCRATCH_BYTES] = _SCRATCH_BYTES // size // _LINE * _LINE * size
         plan[steps.SPINS], plan[steps.YIELDS] = (20 if crowded else _SPINS), _YIELDS
-        self._control = segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
-        steps.publish_word(np.uint64(self._control + steps.PROCESS), np.uint64(os.getpid()))
+        self.control = segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
+        steps.publish_word(np.uint64(self.control + steps.PROCESS), np.uint64(os.getpid()))
         self.reads_peers = False
         """Whether every rank can read every other's memory; see :meth:`find_out_about_peers`."""
         self._in_use = threading.Lock()
@@ -123,7 +123,7 @@ class SharedMemory(Engine):
         _let_peers_read()
         offset = steps.TARGETS
         word = np.array([_KNOWN + self.rank, 0], np.uint64)
-        steps.publish_word(np.uint64(self._control + offset), np.uint64(word.ctypes.data))
+        steps.publish_word(np.uint64(self.control + offset), np.uint64(word.ctypes.data))
         self.barrier(order)
         can_read = True
         for other in self._others():
@@ -131,7 +131,7 @@ class SharedMemory(Engine):
             found = np.uint64(word.ctypes.data + 8)
             can_read = can_read and bool(peer_memory.read_peer(self._plan, other, found, place, 8))
             can_read = can_read and int(word[1]) == _KNOWN + other
-        steps.publish_word(np.uint64(self._control + steps.READABLE), np.uint64(can_read))
+        steps.publish_word(np.uint64(self.control + steps.READABLE), np.uint64(can_read))
         self.barrier(order)
         self.reads_peers = all(self._word(rank, steps.READABLE) for rank in range(self.size))
 
@@ -220,7 +220,7 @@ class SharedMemory(Engine):
             if self._is_closing:
                 return
             self._is_closing = True
-        steps.publish_word(np.uint64(self._control + steps.LEFT), np.uint64(1))
+        steps.publish_word(np.uint64(self.control + steps.LEFT), np.uint64(1))
         if self._in_use.acquire(timeout=_CLOSE_S):  # a kernel that is still running looks up every few milliseconds
             with self._mapping:
                 self._segment.close()
@@ -299,7 +299,7 @@ class SharedMemory(Engine):
 
     def _unreadable(self, order: Order, rank: int) -> RankLostError:
         """Return the error for a rank whose memory cannot be read. It is gone shortly before its process is dead."""
-        until = time.monotonic() + min(_DYING_S, order.timeout_s)
+        until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
             time.sleep(0.001)
         try:
@@ -373,11 +373,11 @@ class SharedMemory(Engine):
 
     def _describe(self, order: Order) -> CollectiveError:
         """Tell the others what this rank called, and return the error that names all calls."""
-        offset = self._control - self._segment.address
+        offset = self.control - self._segment.address
         text = msgspec.msgpack.encode(order.call)
         assert len(text) <= steps.CONTROL_BYTES - steps.DESCRIPTION - 8
         self._write(offset + steps.DESCRIPTION, text)
-        steps.publish_word(np.uint64(self._control + steps.DESCRIBED), np.uint64(order.sequence + 1))
+        steps.publish_word(np.uint64(self.control + steps.DESCRIBED), np.uint64(order.sequence + 1))
         until = time.monotonic() + min(_DESCRIBE_S, order.timeout_s)
         calls: dict[int, Call] = {}
         while len(calls) < self.size and time.monotonic() < until:

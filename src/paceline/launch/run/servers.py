@@ -42,7 +42,7 @@ class RunServers:
         self._num_workers = workers
         self._share = share
         self._seen: set[int] = set()
-        self._there: set[int] = set()
+        self.there: set[int] = set()
         self._servers: set[str] = set()  # by node
         self._expelled: dict[str, float] = {}  # servers that were there, and until when they may live
         self._stopped: set[str] = set()  # who was killed for that, by name
@@ -52,7 +52,7 @@ class RunServers:
         self._ended = self._cut_short = False
         self._lost: str | None = None  # why there is no scheduler any more
         self._changed = threading.Condition()
-        self._cluster: LocalCluster
+        self.cluster: LocalCluster
         self._link: SchedulerLink | None = None
 
     @classmethod
@@ -74,7 +74,7 @@ class RunServers:
     ) -> RunServers:
         """Start the processes, and wait until all servers are there."""
         run = cls(workers, share)
-        run._cluster = LocalCluster.start(
+        run.cluster = LocalCluster.start(
             servers=servers,
             workers=workers,
             consistency=consistency,
@@ -93,14 +93,14 @@ class RunServers:
             if replicas or share is not None:
                 run._link = run._watch_cluster()
         except BaseException:
-            run._cluster.close()
+            run.cluster.close()
             raise
         return run
 
     @property
     def scheduler(self) -> str:
         """Where the ranks of this machine find the scheduler."""
-        return self._cluster.scheduler
+        return self.cluster.scheduler
 
     def failure(self) -> str | None:
         """Say who is gone, if the ranks cannot go on without. To be called about every second."""
@@ -108,7 +108,7 @@ class RunServers:
         if self._ended:  # by the machine with the scheduler, when all ranks have left their servers, or when it failed
             who = "the scheduler was told to end" if self._share is None else "the servers were ended by another node"
             return who if self._cut_short else None
-        for name, status in self._cluster.dead_children("scheduler") + self._cluster.dead_children("server"):
+        for name, status in self.cluster.dead_children("scheduler") + self.cluster.dead_children("server"):
             if status or self._link is None:  # else the link is about to say why
                 return f"{name} {describe_status(status)}"
         routes = self._watch.newest
@@ -124,18 +124,18 @@ class RunServers:
         """
         if self._share is not None:
             # A script that never connects is not waited for: ranks of this machine have shown it.
-            self._wait(lambda: self._runs_scheduler and not self._there and (self._have_all_come or not self._seen))
+            self._wait(lambda: self._runs_scheduler and not self.there and (self._have_all_come or not self._seen))
 
     def serve(self) -> None:
         """Wait until every worker has come and gone: the static cluster's first server ends the cluster then."""
-        self._wait(lambda: self._runs_scheduler and not self._there and self._have_all_come)
+        self._wait(lambda: self._runs_scheduler and not self.there and self._have_all_come)
 
     def close(self) -> None:
         """End everything. Idempotent."""
         if self._link is not None:
             self._link.close()
         self._say_news()
-        self._cluster.close()
+        self.cluster.close()
 
     def __enter__(self) -> RunServers:
         return self
@@ -150,7 +150,7 @@ class RunServers:
     def _watch_cluster(self) -> SchedulerLink:
         node = make_node_name("observer")
         link = SchedulerLink(
-            self._cluster.transport(),
+            self.cluster.transport(),
             self.scheduler,
             Hello(role="observer", name=node),
             on_notice=self._heard,
@@ -170,8 +170,8 @@ class RunServers:
                 return  # what registering was answered, while the next one came
             self._epoch = cluster.epoch
             self._watch.take(cluster)
-            self._there = {member.rank for member in cluster.of_role("worker")}
-            self._seen |= self._there
+            self.there = {member.rank for member in cluster.of_role("worker")}
+            self._seen |= self.there
             servers = cluster.of_role("server")
             nodes = {member.node for member in servers}
             self._expelled.update(dict.fromkeys(self._servers - nodes, time.monotonic() + _LEAVING_S))
@@ -182,7 +182,7 @@ class RunServers:
     def _heard(self, notice: msgspec.Struct) -> None:
         with self._changed:
             if isinstance(notice, messages.Ended):
-                self._ended, self._cut_short = True, bool(self._there)
+                self._ended, self._cut_short = True, bool(self.there)
             elif isinstance(notice, messages.Expelled):
                 self._lost = self._lost or f"this launcher was declared dead: {notice.reason}"
             self._changed.notify_all()
@@ -211,7 +211,7 @@ class RunServers:
             now = time.monotonic()
             for node in [node for node, until in self._expelled.items() if now >= until and not self._ended]:
                 del self._expelled[node]
-                name = self._cluster.kill_server(node)
+                name = self.cluster.kill_server(node)
                 if name is not None:
                     self._stopped.add(name)
 

@@ -103,7 +103,7 @@ class _Display:
         self._line = line
         self._epochs = epochs
         self._examples, self._bytes = RateMeter(), RateMeter()
-        self._loss = _RunningLoss()
+        self._loss = RunningLoss()
         self._observed = ObservedStaleness(client)
         self._staleness: dict[str, Any] = {}
         self._looked = time.monotonic()
@@ -135,7 +135,7 @@ class _Display:
         )
 
 
-class _RunningLoss:
+class RunningLoss:
     """The mean loss of the last examples: of the newest report that covers enough of them."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Memory]] = {}  # by size
-        self._num_free = 0
+        self.num_free = 0
 
     def copy(self, arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[npt.NDArray[Any]], Memory]:
         """Return copies of C-contiguous arrays, and their memory, to be given back."""
@@ -30,7 +30,7 @@ class Copies:
         free = self._free.get(size)
         if free:
             memory = free.pop()
-            self._num_free -= 1
+            self.num_free -= 1
         else:
             memory = np.empty(size, np.uint8)
         copies, at = [], 0
@@ -43,6 +43,6 @@ class Copies:
 
     def give_back(self, memory: Memory) -> None:
         """Let a later copy have this memory."""
-        if self._num_free < _MAX_FREE:
+        if self.num_free < _MAX_FREE:
             self._free.setdefault(len(memory), []).append(memory)
-            self._num_free += 1
+            self.num_free += 1

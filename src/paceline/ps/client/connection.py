@@ -83,13 +83,13 @@ class ServerConnection:
         self._watch = watch
         self._copies = copies
         self._gone = (0, 0)
-        self._channel: Channel = NoChannel(server.endpoint.tcp)
+        self.channel: Channel = NoChannel(server.endpoint.tcp)
 
     def connect(self, timeout_s: float) -> None:
         """Connect, and send what the core says; raises what :meth:`Transport.connect` does."""
         channel = self._transport.connect(self._target, self._hello, timeout_s=timeout_s)
         self._gone = self.byte_counts()
-        self._channel = channel
+        self.channel = channel
         if self.lost is not None:  # given up by another thread meanwhile
             channel.close()
         for instruction in self._core.connected(self.session.server):
@@ -134,7 +134,7 @@ class ServerConnection:
         """
         if self.session.start(request) and self.session.is_connected:
             try:
-                self._channel.send(*exchange_of(request).frame)
+                self.channel.send(*exchange_of(request).frame)
             except ConnectionLostError:
                 self._cut()
             except PacelineError as error:
@@ -147,7 +147,7 @@ class ServerConnection:
         """Tell the server that all was sent again."""
         if self.session.is_connected:
             try:
-                self._channel.send_frame(
+                self.channel.send_frame(
                     SYNCED,
                     flags=int(instruction.takes_part),
                     epoch=instruction.version,
@@ -185,11 +185,11 @@ class ServerConnection:
 
     def has_answer(self) -> bool:
         """Whether anything has arrived."""
-        return self._channel.poll(0.0)
+        return self.channel.poll(0.0)
 
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received and sent."""
-        statistics = self._channel.statistics()
+        statistics = self.channel.statistics()
         return self._gone[0] + statistics.bytes_received, self._gone[1] + statistics.bytes_sent
 
     # The end of a connection.
@@ -200,7 +200,7 @@ class ServerConnection:
         With a reason it is for good: that is what is raised, now and later.
         """
         self.lost = self.lost or reason
-        self._channel.close()
+        self.channel.close()
 
     def reconnect_once(self) -> None:
         """Try once to connect again if the connection is known to be cut."""
@@ -214,7 +214,7 @@ class ServerConnection:
         """Close the connection; what is not answered never will be. Idempotent."""
         if self.lost is None:
             self._fail_all(UsageError(CLOSED))
-        self._channel.close()
+        self.channel.close()
 
     def _fail_all(self, error: PacelineError) -> None:
         """Give up: whoever waits, now or later, is told why."""
@@ -224,7 +224,7 @@ class ServerConnection:
             self.session.failed(request, error)
 
     def _cut(self) -> None:
-        self._channel.close()
+        self.channel.close()
         self.session.disconnected()
 
     def depart(self) -> None:
@@ -267,7 +267,7 @@ class ServerConnection:
 
     def receive_one(self, awaited: Request) -> None:
         """Receive one answer, most likely that of `awaited`."""
-        channel, session = self._channel, self.session
+        channel, session = self.channel, self.session
         channel.last_header = None
         out = awaited.payload.out  # type: ignore[union-attr]
         try:
@@ -339,7 +339,7 @@ class ServerConnection:
 
     def _transmit(self, frame: tuple[Any, ...], request: Request) -> None:
         try:
-            self._channel.send(*frame)
+            self.channel.send(*frame)
         except ConnectionLostError as error:
             self._reconnect(error)
         except PacelineError:

@@ -115,7 +115,7 @@ class _Loading:
         while waits:
             with client.servers.lock:
                 self._shares(version)
-                states = [(connection, _load_state(connection)) for connection in waits]
+                states = [(connection, load_state(connection)) for connection in waits]
             waits = [connection for connection, state in states if not state.done]
             for connection, state in states:
                 if not state.is_seen:
@@ -152,7 +152,8 @@ def _held_by(client: Client, server: int) -> Buckets:
     return held
 
 
-def _load_state(connection: ServerConnection) -> LoadState:
+def load_state(connection: ServerConnection) -> LoadState:
+    """Return how far a server is with loading; raise what it has failed of."""
     state: LoadState = connection.call(GetLoadState(), LoadState)[0]
     if state.error:
         raise ModelError(f"server {connection.rank} could not load its part of the snapshot: {state.error}")

@@ -89,7 +89,7 @@ class SnapshotTaker:
         self._whole: list[int] = []  # of this run, since the last full one: those that servers may refer to
         self._newest: SnapshotManifest | None = None
         self._num_taken = 0
-        self._under: _Under | None = None
+        self.under_way: _Under | None = None
 
     @property
     def directory(self) -> Path:
@@ -99,26 +99,26 @@ class SnapshotTaker:
     @property
     def is_taking(self) -> bool:
         """Whether one is being taken."""
-        return self._under is not None
+        return self.under_way is not None
 
     def begin(self, account: JobAccount | None = None, training: dict[str, Any] | None = None) -> int:
         """Have a snapshot taken from now on; return its number. `account` is what was done of the job before now."""
-        assert self._under is None
+        assert self.under_way is None
         client = self._client
         tables = [(client.open_table(spec).number, spec) for spec in client.tables()]
         full = self._num_taken % FULL_EVERY == 0
         number = self._snapshots.next_number()
-        self._under = _Under(number, full, tables, account, training or {})
+        self.under_way = _Under(number, full, tables, account, training or {})
         self._num_taken += 1
         try:
             self._snapshots.make(number)
         except OSError as error:
             raise self._failed(describe_failure(self.directory, error)) from None
         if isinstance(client.consistency, Sequential):
-            self._begin_ahead(self._under)
+            self._begin_ahead(self.under_way)
         else:
-            self._ask(self._under, ALL, None)
-        return self._under.number
+            self._ask(self.under_way, ALL, None)
+        return self.under_way.number
 
     def _begin_ahead(self, under: _Under) -> None:
         """Have it taken at the end of an iteration that is still ahead on every server."""
@@ -160,7 +160,7 @@ class SnapshotTaker:
 
     def poll(self) -> SnapshotManifest | None:
         """Return the snapshot that is being taken if it is there now, else None."""
-        under = self._under
+        under = self.under_way
         assert under is not None
         self._hear(under)
         if under.waits:
@@ -177,7 +177,7 @@ class SnapshotTaker:
             raise self._failed(describe_failure(self.directory, error)) from None
         self._newest = manifest
         self._whole = [manifest.number] if under.full else [*self._whole, manifest.number]
-        self._under = None
+        self.under_way = None
         return manifest
 
     def _hear(self, under: _Under) -> None:
@@ -214,7 +214,7 @@ class SnapshotTaker:
             return
         begun_s, round_before = under.begun_s, under.round
         self.give_up()
-        again = self._under = _Under(
+        again = self.under_way = _Under(
             self._snapshots.next_number(), under.full, under.tables, under.account, under.training
         )
         again.begun_s, again.round = begun_s, round_before
@@ -226,7 +226,7 @@ class SnapshotTaker:
 
     def give_up(self) -> None:
         """Take none after all, if one is being taken."""
-        under, self._under = self._under, None
+        under, self.under_way = self.under_way, None
         if under is None:
             return
         try:
@@ -247,8 +247,8 @@ class SnapshotTaker:
             self._snapshots.close()
 
     def _failed(self, reason: str) -> SnapshotWriteError:
-        assert self._under is not None
-        number = self._under.number
+        assert self.under_way is not None
+        number = self.under_way.number
         self.give_up()
         return SnapshotWriteError(f"snapshot {number} was not taken: {reason}")
 

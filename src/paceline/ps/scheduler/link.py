@@ -75,7 +75,7 @@ class SchedulerLink:
         is_well: Callable[[], bool] = lambda: True,
     ) -> None:
         hello = msgspec.structs.replace(hello, to="scheduler")
-        self._channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, _CONNECT_S))
+        self.channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, _CONNECT_S))
         self.address = address
         self.reconnections = 0
         """How often a member's connection was made again."""
@@ -83,10 +83,10 @@ class SchedulerLink:
         self.hello = hello
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
-        self._on_notice = on_notice
+        self.on_notice = on_notice
         self._on_lost = on_lost
         self._on_map = on_map
-        self._tables = tables
+        self.report_tables = tables
         self._unreachable = unreachable
         self._is_well = is_well
         self._memory = Memory()
@@ -99,15 +99,15 @@ class SchedulerLink:
         self.is_closing = False
         self._closed = threading.Event()
         self._is_over = self._is_released = False  # the scheduler has said that there is nothing to come back to
-        self._lost: PacelineError | None = None
-        self._heartbeat_s = _FIRST_HEARTBEAT_S
+        self.lost: PacelineError | None = None
+        self.heartbeat_s = _FIRST_HEARTBEAT_S
         self._registration: messages.Register | None = None
         self.welcome: messages.Welcome | None = None  # the newest answer to the registration
         self._map_changed = threading.Condition()
         self.maps: KnownViews[ClusterMap] = KnownViews()
-        self._thread = threading.Thread(target=self._run, name="paceline-scheduler-link", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="paceline-scheduler-link", daemon=True)
         own(self)
-        self._thread.start()
+        self.thread.start()
 
     def call(
         self,
@@ -153,13 +153,13 @@ class SchedulerLink:
 
     def _send_or_keep(self, content: msgspec.Struct, body: tuple[Any, ...], answer: Answer | None) -> SentMessage:
         """Send a message, or keep it until there is a scheduler again. Under the lock."""
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
         content = self._memory.sent(content, body)
         message = add(self._end, content, body, answer)
         if self.is_connected:
             try:
-                send(self._end, self._channel, message)
+                send(self._end, self.channel, message)
             except ConnectionLostError:
                 self.is_connected = False  # the link's thread sees it too, and does what is to be done
             except PacelineError:
@@ -216,19 +216,19 @@ class SchedulerLink:
             self._closed.set()
             with self._send_lock:
                 try:
-                    self._channel.send_frame(NOTICE, meta=messages.encode(messages.Leave()))
+                    self.channel.send_frame(NOTICE, meta=messages.encode(messages.Leave()))
                 except PacelineError:
                     pass
-                self._lost = self._lost or UsageError("this client is closed: connect again")
+                self.lost = self.lost or UsageError("this client is closed: connect again")
             # The scheduler closes the connection when it has read that. If this end did, with anything unread, or while
             # the scheduler writes, what was said would be lost, and the others would wait out the time-out.
             try:
-                if threading.current_thread() is not self._thread:
-                    self._thread.join(_FAREWELL_S)
+                if threading.current_thread() is not self.thread:
+                    self.thread.join(_FAREWELL_S)
             finally:
-                self._channel.close()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(10.0)
+                self.channel.close()
+        if threading.current_thread() is not self.thread:
+            self.thread.join(10.0)
 
     @property
     def cluster(self) -> ClusterMap | None:
@@ -241,8 +241,8 @@ class SchedulerLink:
             self._map_changed.notify_all()
         if is_new and self._on_map is not None:
             self._on_map(cluster)
-        if is_new and self._on_notice is not None:
-            self._on_notice(cluster)
+        if is_new and self.on_notice is not None:
+            self.on_notice(cluster)
 
     # The link's thread.
 
@@ -265,14 +265,14 @@ class SchedulerLink:
                 raise
 
     def _listen(self) -> None:
-        next_beat = time.monotonic() + self._heartbeat_s
+        next_beat = time.monotonic() + self.heartbeat_s
         while True:
             now = time.monotonic()
             if now >= next_beat:
-                next_beat = now + self._heartbeat_s
+                next_beat = now + self.heartbeat_s
                 if self._is_well():
                     self._beat()
-            if self._channel.poll(min(self._heartbeat_s, max(next_beat - now, 0.0))):
+            if self.channel.poll(min(self.heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
 
     def _beat(self) -> None:
@@ -284,7 +284,7 @@ class SchedulerLink:
             # The farewell was faster: it is for the scheduler to close the connection.
 
     def _receive(self) -> None:
-        channel = self._channel
+        channel = self.channel
         channel.last_header = None
         try:
             frame = channel.receive_frame(self._timeout_s)
@@ -314,7 +314,7 @@ class SchedulerLink:
 
     def _welcomed(self, welcome: messages.Welcome) -> None:
         self._memory.joined(welcome.incarnation)
-        self._heartbeat_s = welcome.heartbeat_s
+        self.heartbeat_s = welcome.heartbeat_s
         self.welcome = welcome
         self._take_map(welcome.cluster)
 
@@ -340,13 +340,13 @@ class SchedulerLink:
             case _:
                 self._is_released |= isinstance(notice, messages.Ended)
                 self._is_over |= isinstance(notice, messages.Ended | messages.Expelled)
-                if self._on_notice is not None:
-                    self._on_notice(notice)
+                if self.on_notice is not None:
+                    self.on_notice(notice)
 
     def _answer(self, notice: msgspec.Struct) -> None:
         """Say what need not come: the scheduler asks again, or does not mind."""
         with self._send_lock:
-            self._channel.send_frame(NOTICE, meta=messages.encode(notice))
+            self.channel.send_frame(NOTICE, meta=messages.encode(notice))
 
     def _changed(self, change: MapChange) -> ClusterMap:
         base = self.maps.committed
@@ -363,9 +363,9 @@ class SchedulerLink:
         """Connect again, to the same scheduler or the one in its place; return why not."""
         with self._send_lock:
             self.is_connected = False
-        self._channel.close()
+        self.channel.close()
         now = time.monotonic()
-        longest_s = min(_LONGEST_PAUSE_S, max(self._heartbeat_s, _SHORTEST_PAUSE_S))
+        longest_s = min(_LONGEST_PAUSE_S, max(self.heartbeat_s, _SHORTEST_PAUSE_S))
         # Many members lose their scheduler at the same moment.
         backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
         if self._refused_since is None or now > self._connected_at + _LASTING_S:
@@ -386,7 +386,7 @@ class SchedulerLink:
                 pass  # gone again, or who is there is no scheduler of ours
             except PacelineError as error:
                 return error  # there is a scheduler, and it does not want this process
-            self._channel.close()
+            self.channel.close()
             if is_elsewhere:
                 backoff = Backoff(_ELSEWHERE_PAUSE_S, _ELSEWHERE_PAUSE_S, spread=0.5)
             self._closed.wait(backoff.next_s(deadline - time.monotonic()))
@@ -402,7 +402,7 @@ class SchedulerLink:
             raise _NobodyThere from None
         self._connected_at = time.monotonic()
         with self._send_lock:
-            self._channel = channel
+            self.channel = channel
             if self.is_closing:
                 raise self._gone()
             if self.welcome is None:  # not a member yet: the registration is among what is asked again
@@ -421,7 +421,7 @@ class SchedulerLink:
         welcome = read_meta(answer.result()[0], _WELCOME, "a welcome")
         if isinstance(welcome, messages.Elsewhere):
             return False
-        self.welcome, self._heartbeat_s = welcome, welcome.heartbeat_s
+        self.welcome, self.heartbeat_s = welcome, welcome.heartbeat_s
         self._take_map(welcome.cluster)
         with self._send_lock:
             self._send_again(welcome.received)
@@ -431,7 +431,7 @@ class SchedulerLink:
 
     def _wait_welcome(self, answer: Answer) -> None:
         while not answer.done():
-            if self._channel.poll(self._heartbeat_s):
+            if self.channel.poll(self.heartbeat_s):
                 self._receive()
                 if self._is_released:
                     raise self._gone()
@@ -456,7 +456,7 @@ class SchedulerLink:
             has_committed=self.maps.is_committed,
             former=() if self.maps.former is None else self.maps.former.of_role("server"),
             is_leaving=self._is_leaving,
-            tables=self._memory.tables() if self._tables is None else tuple(self._tables()),
+            tables=self._memory.tables() if self.report_tables is None else tuple(self.report_tables()),
             job=self._memory.job(),
         )
 
@@ -464,22 +464,22 @@ class SchedulerLink:
         """Send what the scheduler may not have; -1: it is another one, and has nothing. Under the lock."""
         if received < 0:
             for report, parts in self._memory.reports():
-                self._channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
+                self.channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
         for message in self._end.welcomed(received):
-            send(self._end, self._channel, message)
+            send(self._end, self.channel, message)
         self.is_connected = True
 
     def _fail(self, error: PacelineError) -> None:
         closing = self.is_closing
         with self._send_lock:
-            lost = self._lost = self._lost or error
+            lost = self.lost = self.lost or error
             calls = self._end.calls()
         for message in calls:
             if not message.content.answer.done():
                 message.content.answer.set_exception(lost)
         with self._map_changed:
             self._map_changed.notify_all()
-        self._channel.close()
+        self.channel.close()
         if not closing and self._on_lost is not None:
             self._on_lost(lost)
 

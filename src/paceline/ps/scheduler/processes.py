@@ -40,10 +40,10 @@ def own_host() -> str:
 def own_process() -> Process:
     """Return which process this is."""
     pid = os.getpid()
-    return Process(own_host(), pid, _started(pid) or 0)
+    return Process(own_host(), pid, begin_of(pid) or 0)
 
 
-def _started(pid: int) -> int | None:
+def begin_of(pid: int) -> int | None:
     """Return when a process was started; None if there is none, or it has only to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -147,7 +147,7 @@ class ProcessWatch:
         process, _ = self._watched.get(incarnation, (None, None))
         if process is None:
             return
-        if _started(process.pid) != process.started:
+        if begin_of(process.pid) != process.started:
             self.forget(incarnation)
             self._on_ended(incarnation)
         elif incarnation not in self._connected:

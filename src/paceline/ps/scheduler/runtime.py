@@ -94,7 +94,7 @@ class Scheduler(Handler):
         self._on_note, self._on_loss, self._fail = on_note, on_loss, fail
         self._tells_ends = tells_ends
         self._tables = Tables()
-        self._jobs = Jobs(num_workers)
+        self.jobs = Jobs(num_workers)
         self._sessions: dict[Peer, Session] = {}
         self._members: dict[int, Session] = {}  # by incarnation
         self._asked: dict[Peer, int] = {}  # who waits to be welcomed → the number of its call
@@ -152,7 +152,7 @@ class Scheduler(Handler):
             case messages.Heartbeat(unreachable=unreachable, progress=progress):
                 self._feed(events.Heartbeat(peer, unreachable))
                 if progress:
-                    self._jobs.note_progress(self._sessions[peer], progress, self.core.membership)
+                    self.jobs.note_progress(self._sessions[peer], progress, self.core.membership)
             case messages.Leave():
                 self._feed(events.Leave(peer))
                 peer.close()  # which the other end waits for
@@ -197,7 +197,7 @@ class Scheduler(Handler):
                 self.end("the cluster was told to end")
                 call.answer(None)
             case _:
-                self._jobs.serve(call, request, body, self.core.membership)
+                self.jobs.serve(call, request, body, self.core.membership)
                 self._tell_news_soon()
 
     @must_succeed
@@ -210,7 +210,7 @@ class Scheduler(Handler):
         if session.peer is peer:
             session.peer = None
         if session.incarnation is None:
-            self._jobs.forget(session)
+            self.jobs.forget(session)
         self._feed(events.Disconnected(peer))
         if session.incarnation is not None and session.peer is None:
             self._processes.disconnected(session.incarnation)
@@ -373,8 +373,8 @@ class Scheduler(Handler):
         )
         if is_resumed:
             known.answer_again()
-        record = self._jobs.record()
-        if record is not None and (member.role is Role.WORKER or self._jobs.concerns(known)):
+        record = self.jobs.record()
+        if record is not None and (member.role is Role.WORKER or self.jobs.concerns(known)):
             known.notify(messages.encode(record))
         assert member.address is None or isinstance(member.address, Endpoint)
         assert member.process is None or isinstance(member.process, messages.Process)
@@ -401,7 +401,7 @@ class Scheduler(Handler):
     def _removed(self, removed: events.Removed) -> None:
         session = self._members.pop(removed.member.incarnation, None)
         self._processes.forget(removed.member.incarnation)
-        self._jobs.removed(removed, session)
+        self.jobs.removed(removed, session)
         self._tell_news_soon()
         is_told = removed.reason != events.PROCESS_ENDED or self._tells_ends
         if removed.reason is not None and is_told and not self.ended.is_set():
@@ -423,7 +423,7 @@ class Scheduler(Handler):
             rejoins.append((session, returned.member, rejoin))
         for _, _, rejoin in sorted(rejoins, key=lambda each: each[2].role != "server"):  # servers know the tables best
             self._tables.restore(rejoin.tables)
-        self._jobs.restore(rejoins, taken.dead)
+        self.jobs.restore(rejoins, taken.dead)
         self._tell_news_soon()
         for member in taken.dead:
             self._on_note(f"{_name(member)} is declared dead: it has not come to this scheduler, which took over")
@@ -460,16 +460,16 @@ class Scheduler(Handler):
     def _tell_news(self) -> None:
         """Tell what became of the job to those that keep it: a batch for all that came at once."""
         self._has_news = False
-        news = self._jobs.take_news()
+        news = self.jobs.take_news()
         if news is None:
             return
         workers = {member.incarnation for member in self.core.membership.of(Role.WORKER)}
-        keepers = [s for each, s in self._members.items() if each in workers or self._jobs.concerns(s)]
+        keepers = [s for each, s in self._members.items() if each in workers or self.jobs.concerns(s)]
         notify_all(keepers, news)
 
     def end(self, reason: str) -> None:
         """Tell every process of the cluster to end in good order."""
-        self._jobs.end()
+        self.jobs.end()
         notify_all(self._sessions.values(), messages.Ended(reason=reason))
         self.ended.set()
 

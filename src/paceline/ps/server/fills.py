@@ -77,9 +77,9 @@ class Fills:
         for target in self._core.replication.filling:
             if target not in self._soon:
                 self._soon.add(target)
-                asyncio.get_running_loop().call_soon(self._send_next, target)
+                asyncio.get_running_loop().call_soon(self.send_next, target)
 
-    def _send_next(self, target: int) -> None:
+    def send_next(self, target: int) -> None:
         """Send the next bucket to a server that is being filled: one at a time, so that nobody waits long."""
         self._soon.discard(target)
         peer = None if self._links is None else self._links.peer(target)
@@ -116,7 +116,7 @@ class Fills:
             if sent is not None:
                 passed_s = time.monotonic() - sent.began_s
                 took_s = min(sent.busy_s + header.clock / 1e6 + sent.size / _SLOW_LINK, passed_s)
-            asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self._send_next, target)
+            asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self.send_next, target)
 
     def load(self, received: ReceivedBucket, bucket: int) -> None:
         """Replace a bucket by the one that came, and confirm it."""

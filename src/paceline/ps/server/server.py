@@ -86,14 +86,14 @@ class Server(Handler):
         policy = StaleGradients(stale)
         self._answers = Answers(self.tables, self.core, policy, min_replicas)
         guard = NonFinite(non_finite)
-        self._snapshots = ServerSnapshots(self.tables, self.core, guard)
+        self.snapshots = ServerSnapshots(self.tables, self.core, guard)
         self.runtime = Runtime(
             self.core,
             self.tables,
             answers=self._answers,
             stale=policy,
             non_finite=guard,
-            snapshots=self._snapshots,
+            snapshots=self.snapshots,
             transport=transport,
             on_filled=on_filled,
             fail=self._fail,
@@ -102,7 +102,7 @@ class Server(Handler):
         sums = self.runtime.sums
         self.pressure = BackPressure(self.core, None if sums is None else sums.buffer)
         self._traffic = Traffic()
-        self._control = ServerControl(self.runtime, self._traffic, guard, self._snapshots)
+        self._control = ServerControl(self.runtime, self._traffic, guard, self.snapshots)
         requests = self._requests = Requests(self.runtime, self.pressure, guard, replicas, fail=self._fail)
         self._handlers: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
             PULL: requests.pull, PUSH: requests.push, PUSH_PULL: requests.push, TICK: requests.tick, CALL: self._call,

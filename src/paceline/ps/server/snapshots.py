@@ -42,7 +42,7 @@ from paceline.tables.snapshot_part import Moment, SnapshotId, watch
 from paceline.tables.types import Floats, Keys
 
 _WRITERS = 2  # while one waits for the disk, the other one hashes and writes
-_PAUSE = 1.0  # after a bucket is copied, in the time that it took
+PAUSE = 1.0  # after a bucket is copied, in the time that it took
 
 _Result = TypeVar("_Result")
 
@@ -135,7 +135,7 @@ class _Taking:
             if copy is not None:
                 gathered.add(*copy, bucket)
             # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
-            await asyncio.sleep(min(max(_PAUSE * (time.perf_counter() - start), 1e-4), 0.02))
+            await asyncio.sleep(min(max(PAUSE * (time.perf_counter() - start), 1e-4), 0.02))
             if gathered.is_full:
                 self._buffers.append(_call(self._pool, self._write, next(files), spec.name, gathered))
                 gathered = None
@@ -234,7 +234,7 @@ class _PartsLoading:
         todo = deque((part, mine) for part, mine in zip(self._parts, self._wanted, strict=True) if mine)
         reading: deque[asyncio.Future[list[tuple[int, Keys, Floats]]]] = deque()
         try:
-            self.is_seen = await _result(_call(pool, _are_there, self._directory, self._parts))
+            self.is_seen = await _result(_call(pool, are_there, self._directory, self._parts))
             while self.is_seen and (todo or reading):
                 while todo and len(reading) < _WRITERS:
                     reading.append(_call(pool, read_buckets, self._directory, *todo.popleft()))
@@ -290,7 +290,8 @@ def _remove_files(folder: Path, names: str, is_last: bool) -> None:
             folder.rmdir()
 
 
-def _are_there(directory: Path, parts: Sequence[StoredPart]) -> bool:
+def are_there(directory: Path, parts: Sequence[StoredPart]) -> bool:
+    """Return whether this machine sees the files of all parts."""
     return all((directory / part.file).exists() for part in parts)
 
 

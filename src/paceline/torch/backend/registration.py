@@ -47,7 +47,7 @@ def join_through(
     ranks have different ones.
     """
     told = environment() if told is None else told
-    place = _place(store, told.master_addr)
+    place = find_place(store, told.master_addr)
     is_alone = told.world_size is not None and told.world_size == told.local_world_size
     secret = choose_secret(
         told.token, is_local=is_loopback(place) or is_alone, where=place, runtime_dir=told.runtime_dir
@@ -72,7 +72,7 @@ def join_through(
     )
 
 
-def _place(store: CStore, master: str | None) -> str:
+def find_place(store: CStore, master: str | None) -> str:
     """Return the host of a store: loopback if it leads no further than this machine."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -44,7 +44,7 @@ class Embedder:
             table = self._table_of(name, module, optimizer, group)
             gradients = RowGradients(module.anchor, keeps=group is not None)
             source = RowSource(table, gradients, last_keys, self._prefetcher)
-            module._link.source = source
+            module.link.source = source
             self._sources.append(source)
 
     def _table_of(

@@ -44,12 +44,12 @@ class SparseRows(nn.Module):
         self.anchor = nn.Parameter(torch.empty(0))
         """Holds nothing: it is the module's place in the autograd graph, in the optimizer, and on a device."""
         # Shared by shallow copies of the module: all replicas of a model have the same rows.
-        self._link = _Link()
+        self.link = _Link()
 
     def _fetch(self, keys: torch.Tensor) -> tuple[DistinctKeys, Floats, OnGradient]:
         if not isinstance(keys, torch.Tensor):
             raise UsageError(f"{self._own_name()} was called with a {type(keys).__name__}: expected a tensor of keys")
-        source = self._link.source
+        source = self.link.source
         if source is None:
             raise UsageError(
                 f"{self._own_name()} has no table yet: its rows are where the strategy puts them; call "

@@ -49,7 +49,7 @@ class Loader:
         self._rank, self._size = (strategy.rank, strategy.world_size) if shard else (0, 1)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._epoch = 0
-        self._inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler(loader)
+        self.inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler(loader)
         if trains:
             sizes = strategy._ranks.exchange([self._num_batches(), self._num_samples()])
             for rank, (num_batches, num_samples) in enumerate(sizes):
@@ -84,22 +84,22 @@ class Loader:
     @property
     def dataset(self) -> Any:
         """The dataset, whole."""
-        return self._inner.dataset
+        return self.inner.dataset
 
     @property
     def batch_size(self) -> int | None:
         """Samples in a batch of this rank; None if the loader does not say."""
-        return self._inner.batch_size
+        return self.inner.batch_size
 
     @property
     def sampler(self) -> Any:
         """What chooses this rank's samples."""
-        return self._inner.sampler
+        return self.inner.sampler
 
     @property
     def batch_sampler(self) -> Any:
         """What chooses this rank's batches; None for a dataset that yields them."""
-        return self._inner.batch_sampler
+        return self.inner.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of epoch `epoch`, from 0, as after a checkpoint; the count goes on from it."""
@@ -108,16 +108,16 @@ class Loader:
     def __len__(self) -> int:
         """Return how many batches this rank has in an epoch. Raises TypeError if the data do not say."""
         if not self._is_stream:
-            return len(self._inner)
-        length = len(self._inner)
-        if self._inner.drop_last:
+            return len(self.inner)
+        length = len(self.inner)
+        if self.inner.drop_last:
             return length // self._size
         return math.ceil((length - (0 if self._trains else self._rank)) / self._size)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the next epoch."""
         epoch, self._epoch = self._epoch, self._epoch + 1
-        inner = self._inner
+        inner = self.inner
         if self._is_stream:
             set_epoch(inner.dataset, epoch)
         elif inner.batch_sampler is not None:
@@ -146,11 +146,9 @@ class Loader:
             strategy._ran_out()
 
     def _batches(self) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self._inner)
+        batches: Iterator[Any] = iter(self.inner)
         if self._is_stream and self._size > 1:
-            batches = sharded_stream(
-                batches, self._rank, self._size, drop_last=self._inner.drop_last, pads=self._trains
-            )
+            batches = sharded_stream(batches, self._rank, self._size, drop_last=self.inner.drop_last, pads=self._trains)
         device = self._strategy.device
         if device.type == "cpu":
             return batches
@@ -173,7 +171,7 @@ class Loader:
     # How many batches there are.
 
     def _num_batches(self) -> int | None:
-        return None if self._is_stream else len_or_none(self._inner)
+        return None if self._is_stream else len_or_none(self.inner)
 
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a stream, and see before each one that every rank has it."""
@@ -218,7 +216,7 @@ class Loader:
         size = "of unknown length" if num_samples is None else f"of length {num_samples}"
         return (
             f"rank {rank} has no batch in an epoch: the dataset is {size}, over {self._size} ranks, with "
-            f"batch_size={self.batch_size} and drop_last={self._inner.drop_last}; give more data, a smaller "
+            f"batch_size={self.batch_size} and drop_last={self.inner.drop_last}; give more data, a smaller "
             "batch_size, or drop_last=False"
         )
 

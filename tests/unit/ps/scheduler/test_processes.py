@@ -15,7 +15,7 @@ import pytest
 
 from paceline.ps.messages import Process
 from paceline.ps.scheduler.processes import ProcessWatch, own_host, own_process
-from paceline.ps.scheduler.processes import _started as started
+from paceline.ps.scheduler.processes import begin_of as started
 from paceline.transport import Address, Endpoint
 
 LONG_S = 20.0

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.torch.strategies.base import choose_device
 from paceline.torch.strategies.replicas.replica_set import ReplicaValues
@@ -39,7 +40,8 @@ class CentralStorage(ReplicaStrategy):
         super().__init__(replicas=replicas, devices=devices, device=device, seed=seed)
         self.storage = choose_device(storage, 0)
 
-    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+    @override
+    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
         return Fetched(self.devices, self.storage)
 
 
@@ -49,11 +51,11 @@ class Fetched(ReplicaValues):
     def __init__(self, devices: Sequence[torch.device], storage: torch.device, *, copies_all: bool = False) -> None:
         self._devices = devices
         self._storage = storage
-        self._copies_all = copies_all
+        self.copies_all = copies_all
 
     def is_shared(self, replica: int) -> bool:
         """Return whether the replica is on the storage device."""
-        return not self._copies_all and self._devices[replica] == self._storage
+        return not self.copies_all and self._devices[replica] == self._storage
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
         """Return the parameter's memory on the storage device, else a new copy."""

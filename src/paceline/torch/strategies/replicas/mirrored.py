@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.torch.strategies.replicas.replica_set import ReplicaValues
 from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
@@ -32,7 +33,8 @@ class Mirrored(ReplicaStrategy):
 
     name: ClassVar[str] = "mirrored"
 
-    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+    @override
+    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
         self._mirrors = Mirrors(self.devices)
         if optimizer is not None:
             self._mirrors.follow(optimizer)
@@ -51,13 +53,13 @@ class Mirrors(ReplicaValues):
 
     def __init__(self, devices: Sequence[torch.device], *, copies_all: bool = False) -> None:
         self._devices = devices
-        self._copies_all = copies_all
+        self.copies_all = copies_all
         self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, tuple[int, int]]] = {}
         """By replica and the parameter's identity: the parameter, its copy, and the state of the parameter it is of."""
 
     def is_shared(self, replica: int) -> bool:
         """Return whether the replica is on the first device."""
-        return not self._copies_all and self._devices[replica] == self._devices[0]
+        return not self.copies_all and self._devices[replica] == self._devices[0]
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
         """Return the parameter's memory on the first device, else the copy that is kept."""

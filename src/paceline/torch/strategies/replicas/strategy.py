@@ -30,7 +30,7 @@ class ReplicaStrategy(Strategy):
     to 4. `device` asks for a kind, ``cpu`` or ``cuda``, or for one device to hold them all. Batches and the model's
     outputs are on the first device.
 
-    Abstract: a subclass says in :meth:`_replica_values` where the replicas' parameters come from. Raises UsageError for
+    Abstract: a subclass says in :meth:`replica_values` where the replicas' parameters come from. Raises UsageError for
     0 replicas, devices that are not there, and settings that contradict each other.
     """
 
@@ -58,11 +58,11 @@ class ReplicaStrategy(Strategy):
     def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         if self.embedder is not None:
             self.embedder.step_with(optimizer)
-        self._replicas = Replicas(model, self.devices, self._replica_values(optimizer))
+        self._replicas = Replicas(model, self.devices, self.replica_values(optimizer))
         return model, optimizer
 
     @abstractmethod
-    def _replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
         """Return where the replicas' parameters come from, which `optimizer` steps."""
 
     def _row_tables(self) -> RowTables:
