@@ -236,23 +236,23 @@ DEFECTS: Final = (
     Defect(
         "takeover-without-promises",
         "a scheduler takes over while servers may still prepare a view of the former one",
-        "protocol/scheduler/core.py",
-        "if is_complete and self._has_promises(recovery, without):",
-        "if is_complete:",
+        "protocol/scheduler/recovery.py",
+        "if evidence.has_quorum(without, self._replicas, promised=self._term):",
+        "if True:",
     ),
     Defect(
         "drain-forgotten",
         "a new scheduler does not know which servers want to leave",
-        "protocol/scheduler/core.py",
-        "self._leaving = {each.member.incarnation for each in returned if each.is_leaving} & latest.servers.keys()",
-        "self._leaving = set()",
+        "protocol/scheduler/departures.py",
+        "self.servers = set(leaving) & set(servers)",
+        "self.servers = set()",
     ),
     Defect(
         "released-too-early",
         "a server may leave while buckets are on it alone",
-        "protocol/scheduler/core.py",
+        "protocol/scheduler/next_view.py",
         "return {server: reason for server, reason in reasons.items() if server not in needed}",
-        "return {each: why for each, why in reasons.items() if each not in needed or each in self._leaving}",
+        "return {each: why for each, why in reasons.items() if each not in needed or each in self.drains.servers}",
     ),
     Defect(
         "quorum-off-by-one",
@@ -271,9 +271,9 @@ DEFECTS: Final = (
     Defect(
         "filled-in-another-view",
         "what was reported of a fill counts in whatever view",
-        "protocol/scheduler/core.py",
-        "if version == self.committed.version and self.phase is Phase.LEADING:",
-        "if self.phase is Phase.LEADING:",
+        "protocol/scheduler/next_view.py",
+        "if version != self.publication.committed.version:",
+        "if not version:",
     ),
     # Shards.
     Defect(

@@ -59,14 +59,17 @@ class Membership:
                 f"Membership(expected_servers={expected_servers}, heartbeat_timeout_s={heartbeat_timeout_s}, "
                 f"first_incarnation={first_incarnation}): expected at least 0, more than 0 and at least 1."
             )
-        self._expected_servers = expected_servers
-        self._timeout_s = heartbeat_timeout_s
+        self.expected_servers = expected_servers
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self._next_incarnation = first_incarnation
         self._members: dict[int, Member] = {}  # by incarnation
         self._by_node: dict[str, Member] = {}
         self._by_rank: dict[Role, dict[int, Member]] = {role: {} for role in Role}
         self._free_rank = dict.fromkeys(Role, 0)  # no rank below it is free
         self._heard_s: dict[int, float] = {}
+        # Incarnations that the scheduler before may have given, and no view tells of: who has one may still come.
+        self._unknown = range(0)
+        self._unknown_until_s = 0.0
 
     @classmethod
     def rebuild(
@@ -77,27 +80,42 @@ class Membership:
         expected_servers: int,
         now_s: float,
         heartbeat_timeout_s: float = 10.0,
+        last_known: int | None = None,
     ) -> Membership:
         """Go on with these members, all of them as if heard now.
 
-        Of two that claim one name or one rank the later incarnation is taken.
+        Of two that claim one name or one rank the later incarnation is taken. Those with incarnations between
+        `last_known` and the first that is given may come within the time-out: no view tells of them.
         """
         self = cls(expected_servers, heartbeat_timeout_s, first_incarnation=first_incarnation)
         for member in sorted(members, key=lambda each: -each.incarnation):
             self._next_incarnation = max(self._next_incarnation, member.incarnation + 1)
             if member.node not in self._by_node and member.rank not in self._by_rank[member.role]:
                 self._add(member, now_s)
+        self._unknown = range(first_incarnation if last_known is None else last_known + 1, first_incarnation)
+        self._unknown_until_s = now_s + heartbeat_timeout_s
         return self
 
     @property
     def last_incarnation(self) -> int:
-        """No incarnation above this one was ever given: whoever has one up to it and is no member is gone."""
-        return self._next_incarnation - 1
+        """Whoever has an incarnation up to this one, and is no member, is gone."""
+        return self._unknown.start - 1 if self._unknown else self._next_incarnation - 1
+
+    def is_unknown(self, incarnation: int) -> bool:
+        """Whether one that no view tells of may have this incarnation."""
+        return incarnation in self._unknown
+
+    def expire_unknown(self, now_s: float) -> bool:
+        """Take those for gone that no view tells of if their time is over; return whether it has just ended."""
+        is_over = bool(self._unknown) and now_s >= self._unknown_until_s
+        if is_over:
+            self._unknown = range(0)
+        return is_over
 
     @property
     def ready(self) -> bool:
         """Whether the expected servers are all there."""
-        return len(self._by_rank[Role.SERVER]) >= self._expected_servers
+        return len(self._by_rank[Role.SERVER]) >= self.expected_servers
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -108,6 +126,11 @@ class Membership:
         """The members of a role, by rank."""
         by_rank = self._by_rank[role]
         return tuple([by_rank[rank] for rank in sorted(by_rank)])
+
+    @property
+    def servers(self) -> dict[int, int]:
+        """The ranks of the servers, by incarnation."""
+        return {each.incarnation: each.rank for each in self.of(Role.SERVER)}
 
     def find(self, incarnation: int) -> Member | None:
         """The member of this incarnation."""
@@ -175,14 +198,16 @@ class Membership:
         self._heard_s[incarnation] = max(now_s, self._heard_s[incarnation])
         return True
 
-    def doubt(self, incarnation: int) -> None:
-        """Count a member as overdue until it is heard again."""
-        if incarnation in self._members:
-            self._heard_s[incarnation] = -float("inf")
+    def doubt(self, incarnation: int) -> bool:
+        """Count a member as overdue until it is heard again; return whether it is one."""
+        if incarnation not in self._members:
+            return False
+        self._heard_s[incarnation] = -float("inf")
+        return True
 
     def overdue(self, now_s: float) -> tuple[Member, ...]:
         """The members that were silent for longer than the time-out, by incarnation."""
-        due_s = now_s - self._timeout_s
+        due_s = now_s - self.heartbeat_timeout_s
         return tuple([self._members[each] for each in sorted(self._heard_s) if self._heard_s[each] < due_s])
 
     def remove(self, incarnation: int) -> Member | None:
@@ -191,6 +216,8 @@ class Membership:
         if member is not None:
             del self._by_node[member.node], self._by_rank[member.role][member.rank], self._heard_s[incarnation]
             self._free_rank[member.role] = min(member.rank, self._free_rank[member.role])
+            if incarnation > self.last_incarnation:
+                self._unknown = range(0)  # views must say that it is gone, and say so of all up to it
         return member
 
     def _find_rank(self, role: Role) -> int:

@@ -40,6 +40,11 @@ class StateTable:
     states: tuple[str, ...]
     transitions: tuple[Transition, ...]
 
+    def target(self, source: str, event: str) -> str:
+        """Return what becomes of a thing in this state by an event that has one row there."""
+        (row,) = [row for row in self.transitions if (row.source, row.event) == (source, event)]
+        return row.target
+
     def mermaid(self) -> str:
         """Return the diagram as text for Mermaid: ``events / instruction`` at each arrow."""
         arrows: dict[tuple[str, str, str], list[str]] = {}

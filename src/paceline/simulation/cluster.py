@@ -241,7 +241,7 @@ class Cluster:
             for server in self.servers
             if server not in doubtful
             and server.incarnation in self.oracle.view.servers
-            and server.incarnation not in self.scheduler.core.reachability.in_doubt
+            and server.incarnation not in self.scheduler.core.suspects.at_odds
             and not self.network.is_cut_off(server)
             and not (server.is_leaving and self.settings.replicas)  # without, it stays until it is relieved
             and self.unhealthy_until_s.get(server.name, 0.0) < now_s

@@ -181,10 +181,10 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         connect, link.transport = link.transport, _NoWay()  # type: ignore[assignment]
         incarnation = link.welcome.incarnation if link.welcome else 0
         cluster.served.call(lambda: cluster.scheduler._members[incarnation].peer.abort())  # type: ignore[union-attr]
-        wait_until(lambda: incarnation in cluster.scheduler.core._silent)
+        wait_until(lambda: incarnation in cluster.scheduler.core.suspects.silent)
         assert (table.push_pull(keys, ones) == -2).all()
         link.transport = connect
-        wait_until(lambda: incarnation not in cluster.scheduler.core._silent)
+        wait_until(lambda: incarnation not in cluster.scheduler.core.suspects.silent)
         assert (table.push_pull(keys, ones) == -3).all()
         found = client.link.call(messages.GetMap(), messages.ClusterMap)
         assert (len(found.of_role("server")), found.num_lost) == (3, 0)

@@ -15,7 +15,7 @@ import pytest
 from paceline.errors import AddressError, ConnectionLostError, PeerError
 from paceline.protocol import BoundedDelay, Eventual
 from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, JobSpec, JobState, Key, Lease, TakenReport
-from paceline.protocol.scheduler import events
+from paceline.protocol.scheduler import Phase, events
 from paceline.ps import SGD, Scheduler, SchedulerLink, make_node_name, messages
 from paceline.ps.scheduler.jobs import Jobs
 from paceline.testing import serve_in_thread
@@ -472,7 +472,7 @@ def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None
     newcomers: list[SchedulerLink] = []
 
     def let_in() -> None:
-        wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core._newcomers)) > 0)
+        wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.newcomers.nodes)) > 0)
         cluster.doors.shut_out.clear()
 
     in_threads(lambda: newcomers.append(cluster.member()), let_in)
@@ -522,12 +522,12 @@ def test_survivors_are_taken_back_whoever_comes_first(first: str) -> None:
 
         def let_in() -> None:
             if first == "newcomer":
-                wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core._newcomers)) > 0)
+                wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.newcomers.nodes)) > 0)
             cluster.doors.shut_out.clear()
 
         def come() -> None:
             if first == "survivor":
-                wait_until(lambda: not cluster.scheduler.core._recovery.is_empty or cluster.scheduler.num_members > 0)
+                wait_until(lambda: cluster.scheduler.core.phase is not Phase.FORMING)
             newcomers.append(cluster.member())
 
         in_threads(come, let_in)

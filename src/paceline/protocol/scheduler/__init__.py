@@ -1,14 +1,19 @@
 """The scheduler's protocol as one pure state machine, :class:`SchedulerCore`."""
 
 from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.core import HEARTBEATS_PER_TIMEOUT, MEMBER, Phase, SchedulerCore
-from paceline.protocol.scheduler.recovery import Recovery, Returned
+from paceline.protocol.scheduler.core import HEARTBEATS_PER_TIMEOUT, SchedulerCore
+from paceline.protocol.scheduler.evidence import Evidence, Returned
+from paceline.protocol.scheduler.members import MEMBER
+from paceline.protocol.scheduler.phases import PHASE, Phase
+from paceline.protocol.scheduler.recovery import Recovery
 from paceline.protocol.scheduler.views import KnownViews, Proposal, View, gaining, may_commit, may_take_over
 
 __all__ = [
+    "Evidence",
     "HEARTBEATS_PER_TIMEOUT",
     "KnownViews",
     "MEMBER",
+    "PHASE",
     "Phase",
     "Proposal",
     "Recovery",

@@ -5,11 +5,12 @@ A *peer* is a connection, as the runtime knows it: the core compares peers and g
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from paceline.protocol.membership import Member, Role
-from paceline.protocol.scheduler.recovery import Returned
+from paceline.protocol.scheduler.evidence import Returned
 from paceline.protocol.scheduler.views import View
 
 PROCESS_ENDED: Final = "its process ended"
@@ -221,6 +222,13 @@ class Note:
     """Tell whoever runs the cluster."""
 
     text: str
+
+
+def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) -> Note:
+    """Tell that nothing goes on without these servers, and what may be done."""
+    names = " and ".join(f"server {each.rank} ({each.node})" for each in servers)
+    advice = advice or "If these are dead, start the scheduler again with --accept-minority"
+    return Note(f"waits for {names}: too few of the servers that have buckets are heard {aim}. {advice}")
 
 
 @dataclass(frozen=True, slots=True)

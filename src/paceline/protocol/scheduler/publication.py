@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from paceline.protocol.chains import VERSION_GAP
-from paceline.protocol.scheduler.views import Proposal, View
+from paceline.protocol.scheduler.views import Proposal, View, may_commit
 
 _TERM_BITS: Final = 16  # of a term that tell two schedulers from one another that took over from the same one
 
@@ -33,13 +33,17 @@ class Proposed:
 Step: TypeAlias = Committed | Proposed | None
 
 
+def term_after(term: int, salt: int) -> int:
+    """Return the term of a scheduler that comes after this term: higher, and, by its salt, no other scheduler's."""
+    return ((term >> _TERM_BITS) + 1 << _TERM_BITS) | salt % (1 << _TERM_BITS)
+
+
 class Publication:
     """The views of one scheduler. `salt` is a number that no other scheduler has."""
 
     def __init__(self, replicas: int, salt: int) -> None:
-        self._replicas = replicas
-        self._salt = salt % (1 << _TERM_BITS)
-        self.term = (1 << _TERM_BITS) | self._salt
+        self.replicas = replicas
+        self.term = term_after(0, salt)
         """The scheduler's; another one after a take-over."""
         self.committed = View(term=self.term)
         """The view that members act on."""
@@ -50,14 +54,14 @@ class Publication:
         self.epoch = 0
         """Of the newest view, committed or not."""
 
-    def term_after(self, term: int) -> int:
-        """Return the scheduler's term if it takes over after this one: higher, and no other scheduler's."""
-        return ((term >> _TERM_BITS) + 1 << _TERM_BITS) | self._salt
-
     def take_over(self, latest: View, term: int) -> None:
-        """Go on from the newest view of another scheduler, in this term (:meth:`term_after`)."""
+        """Go on from the newest view of another scheduler, in this term (:func:`term_after`)."""
         self.term = term
         self.committed, self.epoch, self.proposal = latest, latest.epoch + VERSION_GAP, None
+
+    def may_follow(self, heard: Collection[int], ended: Collection[int]) -> bool:
+        """Whether another view may be committed with these servers alone."""
+        return may_commit(self.committed.voters, ended, heard, self.replicas)
 
     def offer(self, wanted: View, *, released: Collection[int], ended: Collection[int]) -> Step:
         """Say what is to be done so that this becomes the view; its term, epoch and version are given here.
@@ -77,7 +81,7 @@ class Publication:
             return self._commit(now)
         if self.proposal is None or not now.same_servers(self.proposal.view):
             self.epoch = now.epoch
-            self.proposal = Proposal(now, self.committed, self._replicas, frozenset(released))
+            self.proposal = Proposal(now, self.committed, self.replicas, frozenset(released))
             return Proposed(self.proposal)
         return self._commit(self.proposal.view) if self.proposal.is_accepted(ended) else None
 

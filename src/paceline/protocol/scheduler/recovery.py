@@ -1,8 +1,9 @@
-"""How a scheduler that was started in the place of another learns what that one knew: from the members.
+"""How a scheduler that was started in the place of another takes over: the members tell it what that one knew.
 
-:class:`Recovery` collects those that come back, with the newest view that each has seen, committed or prepared. The
-newest of all views is the one to go on from, once enough of its servers are back (see
-:mod:`paceline.protocol.scheduler.views` for why), and everybody else too, or the time-out is over.
+:class:`Recovery` collects those that come back. It goes on from the newest view that they know of when enough of its
+servers are back and everybody else too, or the time-out is over (:class:`Succession`). Before that it has those servers
+promise that they prepare nothing of a former scheduler any more: else one that has come here, and goes back to a
+former one that lives, could prepare a view there.
 """
 
 from __future__ import annotations
@@ -10,60 +11,116 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from paceline.protocol.membership import Member, Role
-from paceline.protocol.scheduler.views import View, may_take_over
+from paceline.protocol.scheduler import events
+from paceline.protocol.scheduler.evidence import Evidence, Returned
+from paceline.protocol.scheduler.publication import term_after
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """A member that has come to the new scheduler, and what it knows."""
+class Succession:
+    """The cluster that is to be taken over now."""
 
-    peer: object
-    """The connection that it came by."""
-    member: Member
-    cluster: str
-    """Which cluster it is a member of."""
-    view: View
-    """The newest that it has seen."""
-    promised: int = 0
-    """The term of which it has promised that it prepares nothing lower."""
-    has_committed: bool = True
-    """Whether it knows that this view is committed."""
-    is_leaving: bool = False
-    """Whether it is a server that waits for its release."""
-    job: int = 0
-    """The number of the latest job that it knows of."""
-    has_posted: bool = False
-    """Whether it has posted that job."""
-    former: tuple[Member, ...] = ()
-    """The servers of the view that it acts on, if it does not know that the newest is committed."""
-    knowledge: object = None
-    """What else it knows, for the runtime."""
+    evidence: Evidence
+    """What its members know that are back."""
+    term: int
+    """The new scheduler's."""
+    unheard: frozenset[int]
+    """Members that never heard their welcome, and register again."""
+    ended: frozenset[int]
+    """Incarnations whose processes are known to have ended."""
+
+    @property
+    def cluster(self) -> str:
+        """Its name."""
+        return self.evidence.returned[0].cluster
+
+    def goes_on(self, returned: Returned) -> bool:
+        """Whether one that is back still is a member."""
+        return returned.member.incarnation not in self.ended and self.evidence.is_member(returned)
+
+    def present(self) -> list[Member]:
+        """The members that are there."""
+        returned = [each.member for each in self.evidence.returned if self.goes_on(each)]
+        return returned + [member for member in self.evidence.latest.members if member.incarnation in self.unheard]
+
+    def absent(self) -> list[Member]:
+        """The servers that may be there and have not come."""
+        there = self.ended | {member.incarnation for member in self.present()}
+        servers = (member for member in self.evidence.latest.members if member.role is Role.SERVER)
+        return [member for member in servers if member.incarnation not in there]
+
+    def leaving(self) -> list[int]:
+        """Those that want to leave."""
+        return [each.member.incarnation for each in self.evidence.returned if each.is_leaving and self.goes_on(each)]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """There is no cluster to be taken over (any more)."""
+
+
+Outcome: TypeAlias = events.Promise | events.Note | events.Expel | events.Foreign | Abandoned | Succession
 
 
 class Recovery:
-    """The members that have come back so far."""
+    """The members that have come back so far, and what is known of the others.
 
-    def __init__(self) -> None:
+    It waits for all of them until the time-out is over; with `accepts_minority` it takes over then from whoever
+    has come. With `replaces` there are some, though none has come yet. `salt` is a number that no other scheduler has.
+    """
+
+    def __init__(
+        self, *, replicas: int, timeout_s: float, salt: int, replaces: bool = False, accepts_minority: bool = False
+    ) -> None:
+        self._replicas = replicas
+        self._timeout_s = self._deadline_s = timeout_s
+        self._salt = salt
+        self._replaces = replaces
+        self._accepts_minority = accepts_minority
         self._returned: dict[object, Returned] = {}  # by connection
+        self._cluster = ""  # the one that is to be taken over
+        self._ended: set[int] = set()
+        self._doubted: set[int] = set()
+        self._term = 0  # the one that is to be its own
+        self._asked: set[object] = set()  # whom it has asked to promise that
+        self.needed: tuple[Member, ...] = ()
+        """The servers without which it cannot take over."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nobody has come back."""
-        return not self._returned
+    def reset(self) -> None:
+        """Forget the cluster that was to be taken over: a new one gives the same incarnations to others."""
+        self._returned, self._cluster, self._replaces = {}, "", False
+        self._ended, self._doubted, self.needed = set(), set(), ()
 
-    def add(self, returned: Returned) -> None:
+    def is_hopeless(self, now_s: float) -> bool:
+        """Whether no server has come in time: one of another cluster has what nobody else may have."""
+        has_servers = any(each.member.role is Role.SERVER for each in self._returned.values())
+        return now_s >= self._deadline_s and not has_servers
+
+    def add(self, returned: Returned, now_s: float) -> None:
         """Note a member that is back; its newest connection counts."""
+        if not self._returned:
+            self._deadline_s = now_s + self._timeout_s
         name = returned.cluster, returned.member.incarnation
         for peer, known in list(self._returned.items()):
             if (known.cluster, known.member.incarnation) == name:
                 del self._returned[peer]
         self._returned[returned.peer] = returned
 
-    def forget(self, peer: object) -> Returned | None:
-        """Note that a connection broke, or that its member goes; return what that member had said."""
-        return self._returned.pop(peer, None)
+    def forget(self, peer: object) -> None:
+        """Note that a connection broke."""
+        self._returned.pop(peer, None)
+
+    def leave(self, peer: object) -> list[events.Instruction]:
+        """Note that a member goes in good order."""
+        cluster, returned = self.cluster, self._returned.pop(peer, None)
+        if returned is None:
+            return []
+        if returned.cluster == cluster:
+            self._ended.add(returned.member.incarnation)
+        return [events.Expel(peer, "it has left")]
 
     def drain(self, peer: object) -> None:
         """Note that a member wants to leave."""
@@ -75,9 +132,13 @@ class Recovery:
         if peer in self._returned:
             self._returned[peer] = replace(self._returned[peer], promised=term)
 
-    def all(self) -> list[Returned]:
-        """All that are back, of whatever cluster."""
-        return list(self._returned.values())
+    def ended(self, incarnation: int) -> None:
+        """Note that the process of a member has certainly ended."""
+        self._ended.add(incarnation)
+
+    def doubt(self, incarnation: int) -> None:
+        """Note that the process of a member has probably ended: it is not waited for if a quorum is there without."""
+        self._doubted.add(incarnation)
 
     @property
     def cluster(self) -> str:
@@ -86,82 +147,80 @@ class Recovery:
         servers = Counter(each.cluster for each in self._returned.values() if each.member.role is Role.SERVER)
         return max(votes, key=lambda name: (servers[name], votes[name]), default="")
 
-    def ours(self) -> list[Returned]:
-        """The members of that cluster."""
+    def evidence(self) -> Evidence:
+        """What the members of that cluster know."""
         cluster = self.cluster
-        return [each for each in self._returned.values() if each.cluster == cluster]
+        return Evidence([each for each in self._returned.values() if each.cluster == cluster])
 
-    def others(self) -> list[Returned]:
-        """The members of other clusters."""
-        ours = {each.cluster for each in self.ours()}
-        return [each for each in self._returned.values() if each.cluster not in ours]
+    def others(self) -> list[events.Foreign]:
+        """Send away the members of other clusters."""
+        cluster = self.cluster
+        return [events.Foreign(each.peer) for each in self._returned.values() if each.cluster != cluster]
 
-    def latest_view(self) -> View:
-        """The newest view that any of ours has seen, with the workers of the newest that names workers.
+    def send_all_away(self) -> list[events.Foreign]:
+        """Send away all members: this scheduler begins a cluster of its own."""
+        return [events.Foreign(each.peer) for each in self._returned.values()]
 
-        So it is complete: a worker is removed only by a view that enough servers have prepared.
-        """
-        views = [each.view for each in self.ours()]
-        newest = max(views, key=lambda view: view.order, default=View())
-        if not newest.is_partial:
-            return newest
-        whole = max((view for view in views if not view.is_partial), key=lambda view: view.order, default=View())
-        workers = tuple(member for member in whole.members if member.role is Role.WORKER)
-        members = (*newest.members, *workers)
-        return replace(newest, members=members, last_incarnation=whole.last_incarnation, is_partial=False)
+    def awaited(self) -> tuple[Member, ...]:
+        """The members that are not back: whether they have ended is worth knowing."""
+        return self.evidence().awaited(self._ended)
 
-    def is_member(self, returned: Returned) -> bool:
-        """Whether one that is back is still a member: not if the newest view says that it is gone."""
-        return returned.member.role is Role.OBSERVER or not self.latest_view().excludes(returned.member.incarnation)
+    def decide(self, registering: Collection[str], now_s: float) -> list[Outcome]:
+        """Take over if the members that are needed are back. `registering` are the nodes that ask to be taken in."""
+        is_late = now_s >= self._deadline_s
+        if not self._returned:
+            return [Abandoned()] if is_late or not self._replaces else []
+        if self.cluster != self._cluster:
+            if self._cluster:  # of two that come here the other has more: its incarnations are others
+                self._ended, self._doubted = set(), set()
+            self._cluster = self.cluster
+        evidence = self.evidence()
+        latest = evidence.latest
+        # Members that register again never heard their welcome: they have prepared no view and hold no bucket.
+        unheard = {member.incarnation for member in latest.members if member.node in registering}
+        without, missing = self._ended | unheard, set[int]()
+        is_complete = is_late or evidence.is_complete(without | self._doubted)
+        has_quorum = evidence.has_quorum(without, self._replicas)
+        if latest.voters and latest.voters <= self._ended:
+            return self._give_up(evidence) if is_complete else []
+        if self._accepts_minority and is_late and not has_quorum and evidence.has_voter:
+            # Whoever runs the cluster says that those that are missing are dead; without one that is back all is lost.
+            missing = set(evidence.absent_voters(without))
+            has_quorum, without = True, without | missing
+        if not has_quorum:
+            return [*self._need(evidence.missing_voters(without))] if is_late else []
+        out: list[Outcome] = []
+        if is_complete:
+            out += self._ask(evidence)
+            if evidence.has_quorum(without, self._replicas, promised=self._term):
+                ended = frozenset(self._ended | missing)
+                out += [*self.others(), Succession(evidence, self._term, frozenset(unheard - ended), ended)]
+        return out
 
-    def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """The members of the newest view that are neither back nor known to have ended."""
-        there = self._back() | set(ended)
-        return tuple(member for member in self.latest_view().members if member.incarnation not in there)
+    def _ask(self, evidence: Evidence) -> list[events.Promise]:
+        """Ask those servers that have not been asked to prepare nothing of a former scheduler any more."""
+        if evidence.highest_term > self._term:
+            self._term, self._asked = term_after(evidence.highest_term, self._salt), set()
+        servers = [each.peer for each in evidence.returned if each.member.role is Role.SERVER]
+        peers = tuple(peer for peer in servers if peer not in self._asked)
+        self._asked.update(peers)
+        return [events.Promise(peers, self._term)] if peers else []
 
-    def awaited(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Those that are missing, and the voters that are: whether they have ended is worth knowing."""
-        awaited = (*self.missing(ended), *self.missing_voters(ended))
-        return tuple({member.incarnation: member for member in awaited}.values())
+    def _need(self, servers: tuple[Member, ...]) -> list[events.Note]:
+        """Wait for these servers, and say so once."""
+        if servers == self.needed:
+            return []
+        self.needed = servers
+        advice = None
+        if self._accepts_minority:
+            advice = "One of them has to be back, --accept-minority or not; if all are dead, start a new cluster"
+        return [events.waits_for(servers, "to take over from the scheduler before", advice)]
 
-    @property
-    def highest_term(self) -> int:
-        """The highest of which any of ours has a view, or has promised that it prepares nothing lower."""
-        return max((max(each.view.term, each.promised) for each in self.ours()), default=0)
-
-    def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
-        """Whether servers enough are back, and have made this promise, to go on from the newest view."""
-        back = self._back(promised)
-        return all(may_take_over(voters, ended, back, replicas) for voters in self._electorates())
-
-    def _back(self, promised: int = 0) -> set[int]:
-        """The incarnations of ours that are back, and have promised that they prepare nothing below that term."""
-        return {each.member.incarnation for each in self.ours() if each.promised >= promised}
-
-    def _electorates(self) -> list[Collection[int]]:
-        """The voters of every view that the former scheduler may be going on from."""
-        latest = self.latest_view()
-        is_committed = any(each.has_committed and each.view.order == latest.order for each in self.ours())
-        return [latest.voters] if is_committed else [latest.voters, latest.former_voters]
-
-    @property
-    def has_voter(self) -> bool:
-        """Whether one of the voters is back, of each view that may be the newest."""
-        back = self._back()
-        return all(not back.isdisjoint(voters) for voters in self._electorates() if voters)
-
-    def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
-        """The voters that are neither back nor known to have ended."""
-        return frozenset().union(*self._electorates()) - self._back() - set(ended)
-
-    def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
-        """Those of them that somebody knows by name."""
-        known = {member.incarnation: member for each in self.ours() for member in (*each.former, *each.view.members)}
-        return tuple(known[each] for each in sorted(self.absent_voters(ended)) if each in known)
-
-    def is_complete(self, ended: Collection[int]) -> bool:
-        """Whether all members of the newest view are back, and whoever has posted the latest job."""
-        ours = self.ours()
-        number = max((each.job for each in ours), default=0)
-        has_poster = not number or any(each.has_posted and each.job == number for each in ours)
-        return bool(ours) and has_poster and not self.missing(ended)
+    def _give_up(self, evidence: Evidence) -> list[Outcome]:
+        """Send away the members of a cluster whose servers have all ended; the next one is new."""
+        return [
+            events.Note("all servers of the former cluster have ended: its members are sent away"),
+            *(events.Expel(each.peer, "the servers of its cluster are gone") for each in evidence.returned),
+            *self.others(),
+            Abandoned(),
+        ]

@@ -60,6 +60,11 @@ class View:
         return {member.incarnation: member.rank for member in self.members if member.role is Role.SERVER}
 
     @property
+    def incarnations(self) -> frozenset[int]:
+        """Of its members."""
+        return frozenset(member.incarnation for member in self.members)
+
+    @property
     def voters(self) -> frozenset[int]:
         """The servers that are asked before this view is followed by another: those that have some bucket."""
         return frozenset(server for group in self.groups for server in group.members)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from paceline.protocol import Member, Role
-from paceline.protocol.scheduler import Recovery, Returned, View
+from paceline.protocol.scheduler import Evidence, Recovery, Returned, View, events
+from paceline.protocol.scheduler.recovery import Abandoned, Succession
 
 from .toys import group
 
@@ -32,58 +34,58 @@ def view(epoch: int, *names: str, term: int = 1, voters: tuple[int, ...] | None 
 class Coming:
     """A recovery, and the connections by which members have come."""
 
-    recovery: Recovery = field(default_factory=Recovery)
+    recovery: Recovery = field(default_factory=lambda: Recovery(replicas=0, timeout_s=10.0, salt=1))
     num_peers: int = 0
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.recovery.evidence()
 
     def back(self, name: str, seen: View, *, cluster: str = "ours", **options: Any) -> int:
         """Let a member come; return its connection."""
         self.num_peers += 1
-        self.recovery.add(Returned(self.num_peers, member(name), cluster, seen, **options))
+        self.recovery.add(Returned(self.num_peers, member(name), cluster, seen, **options), 0.0)
         return self.num_peers
 
-    def names(self, returned: list[Returned]) -> list[str]:
+    def names(self, returned: Iterable[Returned]) -> list[str]:
         return [each.member.node for each in returned]
 
 
 def test_it_is_complete_when_the_members_of_the_newest_view_are_back() -> None:
     coming = Coming()
-    recovery = coming.recovery
-    assert Recovery().is_empty
-    assert not recovery.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NOBODY)
     old, new = view(4, "s1", "w2"), view(5, "s1", "w3")
     coming.back("s1", old)
-    assert not recovery.is_empty
-    assert not recovery.is_complete(NOBODY)
-    assert recovery.missing(NOBODY) == (member("w2"),)
-    assert recovery.is_complete({2})  # nobody else is missing, and that one has ended
+    assert not coming.evidence.is_complete(NOBODY)
+    assert coming.evidence.missing(NOBODY) == (member("w2"),)
+    assert coming.evidence.is_complete({2})  # nobody else is missing, and that one has ended
     peer = coming.back("w3", new)
-    assert recovery.is_complete(NOBODY)
-    forgotten = recovery.forget(peer)  # its connection broke again
-    assert forgotten is not None
-    assert forgotten.member == member("w3")
-    assert recovery.forget(peer) is None
-    assert not recovery.is_complete(NOBODY)
+    assert coming.evidence.is_complete(NOBODY)
+    coming.recovery.forget(peer)  # its connection broke again
+    coming.recovery.forget(peer)
+    assert not coming.evidence.is_complete(NOBODY)
     coming.back("w3", new)
     coming.back("w2", old)  # was removed, and has not heard of it
-    assert recovery.is_complete(NOBODY)
-    assert [each.member.node for each in recovery.all() if not recovery.is_member(each)] == ["w2"]
+    evidence = coming.evidence
+    assert evidence.is_complete(NOBODY)
+    assert [each.member.node for each in evidence.returned if not evidence.is_member(each)] == ["w2"]
 
 
 def test_one_that_comes_on_another_connection_is_one_member() -> None:
     coming = Coming()
     first = coming.back("s1", view(4, "s1", "s2"))
     coming.back("s1", view(5, "s1"))
-    assert len(coming.recovery.all()) == 1
-    assert coming.recovery.forget(first) is None  # the former connection, which breaks late
-    assert coming.recovery.is_complete(NOBODY)
+    assert len(coming.evidence.returned) == 1
+    coming.recovery.forget(first)  # the former connection, which breaks late
+    assert coming.evidence.is_complete(NOBODY)
 
 
 def test_the_newest_view_is_of_the_highest_term() -> None:
     coming = Coming()
     coming.back("s1", view(9, "s1", "s2"))
     coming.back("s2", view(3, "s1", "s2", "s3", term=2))
-    assert coming.recovery.latest_view().order == (2, 3)
-    assert coming.recovery.missing(NOBODY) == (member("s3"),)
+    assert coming.evidence.latest.order == (2, 3)
+    assert coming.evidence.missing(NOBODY) == (member("s3"),)
 
 
 def test_a_view_without_workers_has_those_of_the_newest_that_names_them() -> None:
@@ -91,18 +93,18 @@ def test_a_view_without_workers_has_those_of_the_newest_that_names_them() -> Non
     coming.back("w3", view(9, "s1", "s2", "w3", "w4").without_workers())
     coming.back("s1", view(7, "s1", "w3", "w4"))
     coming.back("s2", view(6, "s1", "w3"))
-    latest = coming.recovery.latest_view()
+    latest = coming.evidence.latest
     assert latest.order == (1, 9)
     assert [each.node for each in latest.members] == ["s1", "s2", "w3", "w4"]
     assert not latest.is_partial
-    assert coming.recovery.missing(NOBODY) == (member("w4"),)
+    assert coming.evidence.missing(NOBODY) == (member("w4"),)
 
 
 def test_where_nobody_knows_the_workers_none_is_excluded() -> None:
     coming = Coming()
     coming.back("w3", view(9, "s1", "w3", "w4").without_workers())
-    assert [each.node for each in coming.recovery.latest_view().members] == ["s1"]
-    assert all(coming.recovery.is_member(each) for each in coming.recovery.all())
+    assert [each.node for each in coming.evidence.latest.members] == ["s1"]
+    assert all(coming.evidence.is_member(each) for each in coming.evidence.returned)
 
 
 def test_members_in_no_view_are_excluded_only_if_they_could_be_in_it() -> None:
@@ -111,7 +113,7 @@ def test_members_in_no_view_are_excluded_only_if_they_could_be_in_it() -> None:
     for name in ("w7", "o8", "w51"):
         coming.back(name, view(4, "s1"))
     # An observer is in no view; incarnation 51 is newer than the view.
-    members = [each for each in coming.recovery.all() if coming.recovery.is_member(each)]
+    members = [each for each in coming.evidence.returned if coming.evidence.is_member(each)]
     assert coming.names(members) == ["s1", "o8", "w51"]
 
 
@@ -119,13 +121,13 @@ def test_it_waits_for_whoever_has_posted_the_latest_job() -> None:
     coming = Coming()
     seen = view(1, "w1")
     coming.back("w1", seen, job=2)
-    assert not coming.recovery.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NOBODY)
     coming.back("o7", seen, job=1, has_posted=True)
-    assert not coming.recovery.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NOBODY)
     poster = coming.back("o8", seen, job=2, has_posted=True)
-    assert coming.recovery.is_complete(NOBODY)
+    assert coming.evidence.is_complete(NOBODY)
     coming.recovery.forget(poster)
-    assert not coming.recovery.is_complete(NOBODY)
+    assert not coming.evidence.is_complete(NOBODY)
 
 
 def test_a_quorum_is_of_the_servers_of_the_newest_view_that_have_buckets() -> None:
@@ -134,23 +136,23 @@ def test_a_quorum_is_of_the_servers_of_the_newest_view_that_have_buckets() -> No
     coming.back("s4", seen)
     coming.back("w5", seen)
     coming.back("s1", seen)
-    assert not coming.recovery.has_quorum(NOBODY, 0)
-    assert coming.recovery.has_quorum({2, 3}, 0)
-    assert coming.recovery.missing_voters(NOBODY) == (member("s2"), member("s3"))
-    assert coming.recovery.missing_voters({2}) == (member("s3"),)
+    assert not coming.evidence.has_quorum(NOBODY, 0)
+    assert coming.evidence.has_quorum({2, 3}, 0)
+    assert coming.evidence.missing_voters(NOBODY) == (member("s2"), member("s3"))
+    assert coming.evidence.missing_voters({2}) == (member("s3"),)
     coming.back("s2", seen)
-    assert coming.recovery.has_quorum(NOBODY, 0)
-    assert coming.recovery.missing(NOBODY) == (member("s3"),)
+    assert coming.evidence.has_quorum(NOBODY, 0)
+    assert coming.evidence.missing(NOBODY) == (member("s3"),)
     # A later view has other servers, and those are needed.
     coming.back("w6", view(2, "s1", "s2", "s3", "s4", "w6", voters=(3, 4)))
-    assert not coming.recovery.has_quorum(NOBODY, 0)
+    assert not coming.evidence.has_quorum(NOBODY, 0)
 
 
 def test_where_there_are_no_buckets_nobody_is_needed() -> None:
     coming = Coming()
     coming.back("w1", view(1, "s2", "w1", voters=()))
-    assert coming.recovery.has_quorum(NOBODY, 1)
-    assert coming.recovery.missing_voters(NOBODY) == ()
+    assert coming.evidence.has_quorum(NOBODY, 1)
+    assert coming.evidence.missing_voters(NOBODY) == ()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -162,10 +164,10 @@ def test_the_cluster_with_more_servers_counts(is_first: bool) -> None:
         coming.back(name, view(9, "w2", "w3"), cluster="theirs")
     if not is_first:
         coming.back("s1", view(1, "s1"))
-    assert coming.names(coming.recovery.ours()) == ["s1"]
-    assert coming.names(coming.recovery.others()) == ["w2", "w3"]
-    assert coming.recovery.latest_view().epoch == 1
-    assert coming.recovery.is_complete(NOBODY)
+    assert coming.names(coming.evidence.returned) == ["s1"]
+    assert len(coming.recovery.others()) == 2
+    assert coming.evidence.latest.epoch == 1
+    assert coming.evidence.is_complete(NOBODY)
 
 
 def test_of_clusters_without_servers_the_one_with_more_members_counts() -> None:
@@ -173,9 +175,9 @@ def test_of_clusters_without_servers_the_one_with_more_members_counts() -> None:
     coming.back("o1", view(1), cluster="theirs")
     for name in ("w2", "w3"):
         coming.back(name, view(1, "w2", "w3"))
-    assert coming.names(coming.recovery.ours()) == ["w2", "w3"]
-    assert Recovery().ours() == Recovery().others() == []
-    assert Recovery().latest_view() == View()
+    assert coming.names(coming.evidence.returned) == ["w2", "w3"]
+    assert Coming().recovery.others() == []
+    assert Evidence([]).latest == View()
 
 
 def test_that_a_server_drains_is_not_forgotten() -> None:
@@ -184,4 +186,46 @@ def test_that_a_server_drains_is_not_forgotten() -> None:
     coming.back("s2", view(1, "s1"), is_leaving=True)
     coming.recovery.drain(peer)
     coming.recovery.drain("nobody")
-    assert [each.is_leaving for each in coming.recovery.all()] == [True, True]
+    assert [each.is_leaving for each in coming.evidence.returned] == [True, True]
+
+
+def test_it_asks_for_promises_and_takes_over_when_it_has_them() -> None:
+    coming = Coming()
+    seen = view(3, "s1", "s2", "w3")
+    s1, s2, _ = [coming.back(name, seen) for name in ("s1", "s2", "w3")]
+    (promise,) = coming.recovery.decide((), 1.0)
+    assert isinstance(promise, events.Promise)
+    assert promise.peers == (s1, s2)
+    assert promise.term > seen.term
+    assert coming.recovery.decide((), 1.0) == []  # it has asked
+    for peer in (s1, s2):
+        coming.recovery.promise(peer, promise.term)
+    (succession,) = coming.recovery.decide((), 1.0)
+    assert isinstance(succession, Succession)
+    assert (succession.cluster, succession.term) == ("ours", promise.term)
+    assert [each.node for each in succession.present()] == ["s1", "s2", "w3"]
+    assert succession.absent() == succession.leaving() == []
+
+
+def test_servers_that_are_needed_are_waited_for_after_the_time_out() -> None:
+    coming = Coming()
+    coming.back("s1", view(3, "s1", "s2", "s3"))
+    assert coming.recovery.decide((), 9.0) == []
+    (note,) = coming.recovery.decide((), 10.0)
+    assert isinstance(note, events.Note)
+    assert "server 2 (s2) and server 3 (s3)" in note.text
+    assert coming.recovery.needed == (member("s2"), member("s3"))
+    assert coming.recovery.decide((), 11.0) == []  # it is said once
+
+
+def test_a_cluster_whose_servers_have_ended_is_given_up() -> None:
+    coming = Coming()
+    peer = coming.back("w2", view(3, "s1", "w2"))
+    coming.recovery.ended(1)
+    note, expel, abandoned = coming.recovery.decide((), 1.0)
+    assert isinstance(note, events.Note)
+    assert isinstance(expel, events.Expel)
+    assert expel.peer == peer
+    assert abandoned == Abandoned()
+    coming.recovery.reset()
+    assert coming.recovery.decide((), 1.0) == [Abandoned()]  # nobody is there

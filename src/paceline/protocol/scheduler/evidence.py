@@ -1,0 +1,121 @@
+"""What the members that come to a new scheduler know together of the cluster that they are members of.
+
+Each brings the newest view that it has seen, committed or prepared. The newest of all views is the one to go on from,
+once enough of its servers are back (see :mod:`paceline.protocol.scheduler.views` for why).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from paceline.protocol.membership import Member, Role
+from paceline.protocol.scheduler.views import View, may_take_over
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A member that has come to the new scheduler, and what it knows."""
+
+    peer: object
+    """The connection that it came by."""
+    member: Member
+    cluster: str
+    """Which cluster it is a member of."""
+    view: View
+    """The newest that it has seen."""
+    promised: int = 0
+    """The term of which it has promised that it prepares nothing lower."""
+    has_committed: bool = True
+    """Whether it knows that this view is committed."""
+    is_leaving: bool = False
+    """Whether it is a server that waits for its release."""
+    job: int = 0
+    """The number of the latest job that it knows of."""
+    has_posted: bool = False
+    """Whether it has posted that job."""
+    former: tuple[Member, ...] = ()
+    """The servers of the view that it acts on, if it does not know that the newest is committed."""
+    knowledge: object = None
+    """What else it knows, for the runtime."""
+
+    @property
+    def highest_term(self) -> int:
+        """The highest of which it knows."""
+        return max(self.view.term, self.promised)
+
+
+class Evidence:
+    """What the members of one cluster know together that have come back. `ended` are incarnations that have ended."""
+
+    def __init__(self, returned: Iterable[Returned]) -> None:
+        self.returned = tuple(returned)
+        self.latest = _latest(self.returned)
+        """The newest view that any of them has seen, with the workers of the newest that names workers.
+
+        So it is complete: a worker is removed only by a view that enough servers have prepared.
+        """
+        is_committed = any(each.has_committed and each.view.order == self.latest.order for each in self.returned)
+        self._electorates = [self.latest.voters] if is_committed else [self.latest.voters, self.latest.former_voters]
+        # The voters of every view that the former scheduler may be going on from.
+
+    def is_member(self, returned: Returned) -> bool:
+        """Whether one that is back is still a member: not if the newest view says that it is gone."""
+        return returned.member.role is Role.OBSERVER or not self.latest.excludes(returned.member.incarnation)
+
+    def missing(self, ended: Collection[int]) -> tuple[Member, ...]:
+        """The members of the newest view that are neither back nor known to have ended."""
+        there = self._back() | set(ended)
+        return tuple(member for member in self.latest.members if member.incarnation not in there)
+
+    def awaited(self, ended: Collection[int]) -> tuple[Member, ...]:
+        """Those that are missing, and the voters that are: whether they have ended is worth knowing."""
+        awaited = (*self.missing(ended), *self.missing_voters(ended))
+        return tuple({member.incarnation: member for member in awaited}.values())
+
+    @property
+    def highest_term(self) -> int:
+        """The highest of which any of them knows."""
+        return max((each.highest_term for each in self.returned), default=0)
+
+    def has_quorum(self, ended: Collection[int], replicas: int, *, promised: int = 0) -> bool:
+        """Whether servers enough are back, and have made this promise, to go on from the newest view."""
+        back = self._back(promised)
+        return all(may_take_over(voters, ended, back, replicas) for voters in self._electorates)
+
+    @property
+    def has_voter(self) -> bool:
+        """Whether one of the voters is back, of each view that may be the newest."""
+        back = self._back()
+        return all(not back.isdisjoint(voters) for voters in self._electorates if voters)
+
+    def absent_voters(self, ended: Collection[int]) -> frozenset[int]:
+        """The voters that are neither back nor known to have ended."""
+        return frozenset().union(*self._electorates) - self._back() - set(ended)
+
+    def missing_voters(self, ended: Collection[int]) -> tuple[Member, ...]:
+        """Those of them that somebody knows by name."""
+        known = {member.incarnation: member for each in self.returned for member in (*each.former, *each.view.members)}
+        return tuple(known[each] for each in sorted(self.absent_voters(ended)) if each in known)
+
+    def is_complete(self, ended: Collection[int]) -> bool:
+        """Whether all members of the newest view are back, and whoever has posted the latest job."""
+        number = max((each.job for each in self.returned), default=0)
+        has_poster = not number or any(each.has_posted and each.job == number for each in self.returned)
+        return bool(self.returned) and has_poster and not self.missing(ended)
+
+    def _back(self, promised: int = 0) -> set[int]:
+        """The incarnations that are back, and have promised that they prepare nothing below that term."""
+        return {each.member.incarnation for each in self.returned if each.promised >= promised}
+
+
+def _latest(returned: Collection[Returned]) -> View:
+    newest = max((each.view for each in returned), key=lambda view: view.order, default=View())
+    if not newest.is_partial:
+        return newest
+    views = (each.view for each in returned if not each.view.is_partial)
+    whole = max(views, key=lambda view: view.order, default=View())
+    workers = tuple(member for member in whole.members if member.role is Role.WORKER)
+    return replace(
+        newest, members=(*newest.members, *workers), last_incarnation=whole.last_incarnation, is_partial=False
+    )

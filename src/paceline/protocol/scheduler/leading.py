@@ -1,0 +1,319 @@
+"""A scheduler that leads its cluster: it takes members in and out, and publishes a view whenever something changes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paceline.errors import UsageError
+from paceline.protocol.chains import Planner
+from paceline.protocol.membership import INCARNATION_RANGE, Member, Membership, Role
+from paceline.protocol.scheduler import events
+from paceline.protocol.scheduler.events import Event, Instruction
+from paceline.protocol.scheduler.evidence import Returned
+from paceline.protocol.scheduler.members import MemberPeers, Newcomers
+from paceline.protocol.scheduler.next_view import NextView
+from paceline.protocol.scheduler.publication import Committed, Proposed
+from paceline.protocol.scheduler.recovery import Succession
+from paceline.protocol.scheduler.views import View
+
+_PROBABLY_ENDED: Final = "its connection broke, and nobody listens at its address any more"
+
+
+class Leader:
+    """The cluster of one scheduler, which :meth:`form` or :meth:`take_over` begins."""
+
+    def __init__(self, membership: Membership, following: NextView) -> None:
+        self.membership = membership
+        self.next = following
+        self.publication = following.publication
+        self.newcomers = Newcomers()
+        self.peers = MemberPeers()
+        self._taken_over: events.TakenOver | None = None
+        self._welcomes: list[tuple[object, Member]] = []  # who waits for a view that has it
+        self._has_changed = self._is_flushing = False
+        self._now_s = 0.0
+        self._out: list[Instruction] = []
+
+    # Beginnings.
+
+    def form(self, now_s: float) -> list[Instruction]:
+        """Begin a new cluster, of the newcomers."""
+        self._now_s, self._has_changed, self.publication.is_established = now_s, True, True
+        for registration in self.newcomers.take():
+            self._register(registration)
+        return self._settle()
+
+    def take_over(self, succession: Succession, now_s: float) -> list[Instruction]:
+        """Go on from the newest view of the scheduler before."""
+        self._now_s, self._has_changed = now_s, True
+        latest, present, absent = succession.evidence.latest, succession.present(), succession.absent()
+        self.publication.take_over(latest, succession.term)
+        self.membership = Membership.rebuild(
+            [*present, *absent],
+            max(latest.last_incarnation + 1, self.publication.epoch * INCARNATION_RANGE),
+            expected_servers=self.membership.expected_servers,
+            now_s=now_s,
+            heartbeat_timeout_s=self.membership.heartbeat_timeout_s,
+            last_known=latest.last_incarnation,
+        )
+        for each in absent:
+            self.membership.doubt(each.incarnation)
+        self.next.take_over(succession, self.membership)
+        back = []
+        for one in succession.evidence.returned:
+            member = None
+            if succession.goes_on(one):
+                member = self.membership.find(one.member.incarnation) or self.membership.readmit(one.member, now_s)
+            if member is None:
+                self._out.append(_send_away(one))
+            else:
+                back.append(one)
+                self._connect(one.peer, member)
+        for event in self.newcomers.take_nodes({member.node for member in self.membership.members}):
+            member = self.membership.named(event.node)
+            assert member is not None
+            self._connect(event.peer, member)
+        dead = tuple(member for member in latest.members if self.membership.find(member.incarnation) is None)
+        self._taken_over = events.TakenOver(tuple(back), dead)
+        return self._settle()
+
+    # Members.
+
+    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+        """Take one event; return what to do, in order."""
+        self._now_s = now_s
+        match event:
+            case events.Register():
+                self._register(event)
+            case events.Rejoin(returned):
+                self._rejoin(returned)
+            case events.Heartbeat(peer, unreachable):
+                self._heartbeat(peer, unreachable)
+            case events.Disconnected(peer):
+                self.newcomers.forget(peer)
+                self.peers.disconnect(peer)
+            case events.Ended(incarnation):
+                self._ended(incarnation, events.PROCESS_ENDED)
+            case events.Leave(peer):
+                self.newcomers.forget(peer)
+                self._ended(self.peers.incarnation_of(peer), None)  # its process ends, and can be asked for nothing
+            case events.Doubted(incarnation):
+                if self.membership.doubt(incarnation):
+                    self.next.suspects.doubt(incarnation, _PROBABLY_ENDED)
+                self._look_for_silent()
+            case events.Drain(peer):
+                self._drain(self.peers.incarnation_of(peer))
+            case events.Filled(version, target, buckets):
+                if self.next.filled(version, target, buckets):
+                    self._plan()
+            case events.Prepared(peer, term, epoch):
+                self._has_changed |= self.publication.prepared(self.peers.incarnation_of(peer) or 0, term, epoch)
+            case events.Flush():
+                self._is_flushing, self._has_changed = False, True
+            case events.Clock():
+                ranks, groups = self.membership.servers, self.next.planner.groups
+                if self.publication.is_established and self.next.suspects.look_at_links(ranks, groups, now_s):
+                    self._plan()
+                self._look_for_silent()
+                self._has_changed |= self.membership.expire_unknown(now_s)
+            case events.Promised():
+                pass
+        return self._settle()
+
+    def _register(self, event: events.Register) -> None:
+        if not self.publication.is_established:
+            self.newcomers.add(event)
+            return
+        is_known = self.membership.named(event.node) is not None
+        try:
+            if event.role is Role.SERVER and not (event.is_extra or is_known):
+                _check_room(self.membership, self.next.planner)
+            member = self.membership.register(
+                event.node, event.role, self._now_s, rank=event.rank, address=event.address, process=event.process
+            )
+        except UsageError as error:
+            self._out.append(events.Refuse(event.peer, str(error)))
+            return
+        self._connect(event.peer, member)
+        self._heard(member.incarnation)
+        if member.role is Role.WORKER and not is_known:
+            self._flush_soon()
+        if member.role is Role.SERVER:
+            if not self.next.planner.version and self.membership.ready:
+                self.next.planner.start(self.membership.servers)
+            self._plan()
+
+    def _flush_soon(self) -> None:
+        """Publish a new worker, together with those that come in the next moment."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._out.append(events.FlushSoon())
+
+    def _connect(self, peer: object, member: Member) -> None:
+        """Know a member by this connection from now on, and welcome it."""
+        self.peers.connect(member.incarnation, peer)
+        self.next.drains.connected(member.incarnation)
+        self._welcomes.append((peer, member))
+        proposal = self.publication.proposal
+        if proposal is not None and member.incarnation in proposal.audience:
+            self._out.append(events.Prepare((peer,), proposal.view))
+
+    def _rejoin(self, returned: Returned) -> None:
+        incarnation = returned.member.incarnation
+        member = self.membership.find(incarnation)
+        if member is None:
+            # One that is in no view joined just before the scheduler died, or is an observer.
+            if self.membership.is_unknown(incarnation) or returned.member.role is Role.OBSERVER:
+                member = self.membership.readmit(returned.member, self._now_s)
+            if member is None:
+                self._out.append(_send_away(returned))
+                return
+            self._flush_soon()
+        self._connect(returned.peer, member)
+        self._heard(incarnation)
+        if returned.is_leaving:
+            self._drain(incarnation)
+
+    def _heartbeat(self, peer: object, unreachable: tuple[int, ...]) -> None:
+        incarnation = self.peers.incarnation_of(peer)
+        if incarnation is None:
+            return
+        member = self.membership.find(incarnation)
+        if member is None:
+            self._out.append(events.Expel(peer, "it was silent too long"))
+            return
+        self._heard(incarnation)
+        if member.role is Role.SERVER:
+            self.next.suspects.report(incarnation, unreachable, self._now_s)
+
+    def _heard(self, incarnation: int) -> None:
+        self.membership.heard(incarnation, self._now_s)
+        was_told = self.next.suspects.heard(incarnation)
+        if was_told is not None:
+            self._plan()
+        if was_told and (member := self.membership.find(incarnation)) is not None:
+            self._out.append(events.Note(f"server {member.rank} is back: it is heard again"))
+
+    def _drain(self, incarnation: int | None) -> None:
+        servers = self.membership.servers
+        if incarnation is not None and incarnation in servers:
+            self.next.drains.add(incarnation, servers)
+            self._plan()
+
+    def _ended(self, incarnation: int | None, reason: str | None) -> None:
+        if incarnation is not None and self.membership.find(incarnation) is not None:
+            self.next.ended.add(incarnation)
+            self._remove(incarnation, reason)
+
+    def _remove(self, incarnation: int, reason: str | None) -> None:
+        """Remove a member: it is dead for a reason, or goes by its own wish."""
+        member = self.membership.remove(incarnation)
+        if member is None:
+            return
+        peer = self.peers.remove(incarnation)
+        if peer is not None and reason is not None:
+            self._out.append(events.Expel(peer, reason))
+        if self._taken_over is None:
+            self._out.append(events.Removed(member, reason))
+        else:
+            self._taken_over = self._taken_over.without(member)
+        self.next.removed(incarnation)
+        self._has_changed = True
+        if member.role is Role.SERVER:
+            self._plan()
+
+    def _look_for_silent(self) -> None:
+        """Do without members that are overdue; without servers only if the others are enough to go on."""
+        suspects = self.next.suspects
+        overdue = self.membership.overdue(self._now_s)
+        for each in overdue:
+            if each.role is not Role.SERVER:
+                self._remove(each.incarnation, suspects.reason(each.incarnation))
+        silent = {each.incarnation: each for each in overdue if each.role is Role.SERVER}
+        heard = self.membership.servers.keys() - silent.keys()
+        if silent.keys() <= suspects.silent:
+            self._out += suspects.wait_no_more()
+        elif self.publication.may_follow(heard, self.next.ended):
+            suspects.fall_silent(silent)
+            self._plan()
+        else:
+            voters = self.publication.committed.voters
+            self._out += suspects.wait_for(tuple(member for each, member in silent.items() if each in voters))
+
+    # Views.
+
+    def _plan(self) -> None:
+        """Have the chains follow the servers that live."""
+        self._has_changed = True
+        self.next.plan(self.membership.servers)
+
+    def _publish(self) -> None:
+        """Prepare, or commit, the view that there is to be now."""
+        self._has_changed = False
+        departing = self.next.departing()
+        match self.next.offer(self.membership, departing):
+            case Committed(view, former):
+                self._commit(view, former, departing)
+            case Proposed(proposal):
+                self._out.append(events.Prepare(self.peers.of(sorted(proposal.audience)), proposal.view))
+                self._has_changed = proposal.is_accepted(self.next.ended)  # where nobody has to be asked
+        if self.publication.proposal is not None:
+            self._out += self.next.notes(self.publication.proposal.gaining, self.membership)
+        released = self.next.drains.release_all(self.membership.servers, self.peers.connected)
+        self._out += [events.Release(peer) for peer in self.peers.of(released)]
+
+    def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
+        self._out += self.next.committed(view, former)
+        for server, reason in departing.items():
+            if reason is None:
+                self._out += [events.Release(peer) for peer in self.peers.of([server])]
+            self._remove(server, reason)
+        self._out += self.next.notes(self.next.suspects.silent, self.membership)
+        for registration in self.newcomers.take():
+            self._register(registration)
+        self._has_changed = True  # what has changed meanwhile has waited
+
+    def _settle(self) -> list[Instruction]:
+        """Publish what has changed; welcome those that are in the committed view, and so known to others."""
+        while self._has_changed:
+            self._publish()
+        if self.publication.is_established:
+            if self._taken_over is not None:
+                self._out.append(self._taken_over)
+                self._taken_over = None
+            self._welcome()
+        out, self._out = self._out, []
+        return out
+
+    def _welcome(self) -> None:
+        published = self.publication.committed.incarnations if self._welcomes else frozenset()
+        waiting, self._welcomes = self._welcomes, []
+        for peer, member in waiting:
+            if self.membership.find(member.incarnation) is None:
+                continue
+            if member.role is Role.OBSERVER or member.incarnation in published:
+                self._out.append(events.Welcome(peer, member))
+            else:
+                self._welcomes.append((peer, member))
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        self.membership.validate()
+        self.next.validate(self.membership.servers)
+        self.peers.validate()
+
+
+def _check_room(membership: Membership, planner: Planner) -> None:
+    """Raise UsageError if the servers are all there that the cluster begins with."""
+    if planner.version and membership.ready:
+        raise UsageError(
+            f"this cluster has its {membership.expected_servers} server(s): to add one while it runs, start it with "
+            "'paceline server --join'"
+        )
+
+
+def _send_away(returned: Returned) -> Instruction:
+    """Tell one that was removed that it was: a server that wanted to leave may."""
+    if returned.is_leaving and returned.member.role is Role.SERVER:
+        return events.Release(returned.peer)
+    return events.Expel(returned.peer, "it was not heard from in time")

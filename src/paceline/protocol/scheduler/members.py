@@ -1,0 +1,152 @@
+"""Who asks to be taken in, and which connection is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, KeysView
+from typing import Final
+
+from paceline.protocol.membership import Role
+from paceline.protocol.scheduler.events import Register
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
+
+MEMBER: Final = StateTable(
+    "an incarnation of a node",
+    ("live", "silent", "gone"),
+    (
+        Transition(OUTSIDE, "Register", OUTSIDE, "Refuse", when="rank taken or negative"),
+        Transition(OUTSIDE, "form", OUTSIDE, "Refuse", when="the same"),
+        Transition(OUTSIDE, "publish", OUTSIDE, "Refuse", when="the same"),
+        Transition(OUTSIDE, "Register", "live"),
+        Transition(OUTSIDE, "form", "live", when="it has registered before"),
+        Transition(OUTSIDE, "publish", "live", when="it has registered while members were awaited"),
+        Transition(OUTSIDE, "Rejoin", "live", when="no view tells of it"),
+        Transition(OUTSIDE, "take over", "live", when="it is back"),
+        Transition(OUTSIDE, "take over", "silent", when="an absent server"),
+        Transition(OUTSIDE, "take over", "gone", when="absent"),
+        Transition(OUTSIDE, "take over", "gone", "Expel", when="back, but not in the newest view"),
+        Transition(OUTSIDE, "Rejoin", "gone", "Expel", when="not in the newest view"),
+        Transition(OUTSIDE, "Leave", "gone", "Expel", when="while members are awaited"),
+        Transition(OUTSIDE, "give up", "gone", "Expel"),
+        Transition(OUTSIDE, "take over", "gone", "Release", when="not in the newest view, and was draining"),
+        Transition(OUTSIDE, "Rejoin", "gone", "Release", when="the same"),
+        Transition("live", "Register", "live"),
+        Transition("live", "Rejoin", "live"),
+        Transition("live", "Heartbeat", "live"),
+        Transition("live", "welcome", "live", "Welcome", when="it is in the committed view"),
+        Transition("live", "publish", "live", "Release", when="all servers drain"),
+        Transition("live", "Clock", "silent", when="an overdue server"),
+        Transition("live", "Doubted", "silent", when="a server"),
+        Transition("live", "Clock", "gone", "Expel", when="overdue, and no server"),
+        Transition("live", "Doubted", "gone", "Expel", when="no server"),
+        Transition("live", "Ended", "gone", "Expel"),
+        Transition("live", "publish", "gone", "Expel", when="cut off from others, or silent and in no chain"),
+        Transition("live", "publish", "gone", "Release", when="it drains, and no chain needs it"),
+        Transition("live", "Clock", "gone", when="not connected"),
+        Transition("live", "Doubted", "gone", when="not connected"),
+        Transition("live", "Ended", "gone", when="not connected"),
+        Transition("live", "publish", "gone", when="not connected"),
+        Transition("live", "Leave", "gone"),
+        Transition("silent", "Register", "live"),
+        Transition("silent", "Rejoin", "live"),
+        Transition("silent", "Heartbeat", "live"),
+        Transition("silent", "welcome", "silent", "Welcome", when="it is in the committed view"),
+        Transition("silent", "publish", "silent", "Release", when="all servers drain"),
+        Transition("silent", "Ended", "gone", "Expel"),
+        Transition("silent", "publish", "gone", "Expel", when="no chain needs it"),
+        Transition("silent", "publish", "gone", "Release", when="it drains, and no chain needs it"),
+        Transition("silent", "Ended", "gone", when="not connected"),
+        Transition("silent", "publish", "gone", when="not connected"),
+        Transition("silent", "Leave", "gone"),
+        Transition("gone", "take over", "silent", when="no view that is known tells that it is gone"),
+        Transition("gone", "Heartbeat", "gone", "Expel"),
+        Transition("gone", "Rejoin", "gone", "Expel"),
+        Transition("gone", "Rejoin", "gone", "Release", when="it was draining"),
+        Transition("gone", "Rejoin", "live", when="an observer"),
+    ),
+)
+"""What becomes of those that register or come back; the instructions are those to themselves.
+
+In lower case: what any event may bring about, because it was the last that was missing. The scheduler forms a cluster,
+takes over, or gives up the cluster whose servers have all ended; it publishes a view; it welcomes those that are in it.
+"""
+
+
+class Newcomers:
+    """The processes that have registered and wait until there is a cluster."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[object, Register] = {}  # by connection
+
+    @property
+    def nodes(self) -> set[str]:
+        """Their names."""
+        return {each.node for each in self._waiting.values()}
+
+    @property
+    def num_servers(self) -> int:
+        """How many of the servers that the cluster begins with have come."""
+        return sum(each.role is Role.SERVER and not each.is_extra for each in self._waiting.values())
+
+    def add(self, registration: Register) -> None:
+        """Note a process that registers; the newest connection of a node counts."""
+        self._waiting = {peer: each for peer, each in self._waiting.items() if each.node != registration.node}
+        self._waiting[registration.peer] = registration
+
+    def forget(self, peer: object) -> None:
+        """Forget one whose connection broke, or that goes."""
+        self._waiting.pop(peer, None)
+
+    def take(self) -> list[Register]:
+        """Return all, those first that ask for a rank, last the servers that no cluster begins with; forget them."""
+        taken, self._waiting = self._waiting, {}
+        return sorted(taken.values(), key=lambda each: (each.is_extra, each.rank is None))
+
+    def take_nodes(self, nodes: Iterable[str]) -> list[Register]:
+        """Return those of these names; forget them."""
+        taken = [each for each in self._waiting.values() if each.node in nodes]
+        for each in taken:
+            del self._waiting[each.peer]
+        return taken
+
+
+class MemberPeers:
+    """The connections by which members are known."""
+
+    def __init__(self) -> None:
+        self._peers: dict[int, object] = {}  # incarnation → its connection
+        self._incarnations: dict[object, int] = {}  # those that were removed among them
+
+    def connect(self, incarnation: int, peer: object) -> None:
+        """Know a member by this connection from now on."""
+        former = self._peers.get(incarnation)
+        if former is not None:
+            self._incarnations.pop(former, None)
+        self._peers[incarnation] = peer
+        self._incarnations[peer] = incarnation
+
+    def disconnect(self, peer: object) -> None:
+        """Note that a connection broke."""
+        incarnation = self._incarnations.pop(peer, None)
+        if incarnation is not None and self._peers.get(incarnation) is peer:
+            del self._peers[incarnation]
+
+    def remove(self, incarnation: int) -> object | None:
+        """Note that a member was removed; return its connection, which still is known to be its own."""
+        return self._peers.pop(incarnation, None)
+
+    def incarnation_of(self, peer: object) -> int | None:
+        """The incarnation that speaks on a connection; maybe of one that was removed."""
+        return self._incarnations.get(peer)
+
+    @property
+    def connected(self) -> KeysView[int]:
+        """The members that are connected."""
+        return self._peers.keys()
+
+    def of(self, incarnations: Iterable[int]) -> tuple[object, ...]:
+        """The connections of those of these members that are connected."""
+        return tuple(self._peers[each] for each in incarnations if each in self._peers)
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert all(self._incarnations.get(peer) == each for each, peer in self._peers.items())

@@ -1,0 +1,20 @@
+"""A scheduler goes through the phases that their table says."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.protocol.scheduler import PHASE, Phase
+from paceline.protocol.transitions import OUTSIDE
+
+
+def test_each_event_leads_to_one_phase() -> None:
+    PHASE.validate()
+    for row in PHASE.transitions:
+        if row.source != OUTSIDE:
+            assert Phase(row.source).after(row.event) is Phase(row.target)
+
+
+def test_nothing_follows_on_an_event_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="unpack"):
+        Phase.SUPERSEDED.after("form")
