@@ -55,7 +55,7 @@ class Running:
         arguments: Sequence[str | Path],
         environment: dict[str, str],
         folder: Path,
-        within: Sequence[str] = (),
+        within: Path | None = None,
         *,
         afresh: bool = False,
     ) -> None:
@@ -63,14 +63,15 @@ class Running:
         words = ["-m", "paceline", *map(str, arguments)]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         self.process: subprocess.Popen[str] | WarmProcess
-        if within or afresh:
+        if afresh:
+            assert within is None
             self.process = subprocess.Popen(
-                [*within, sys.executable, *words],
+                [sys.executable, *words],
                 stdin=nothing, stdout=pipe, stderr=pipe, env=environment, cwd=folder, start_new_session=True, text=True,
             )  # fmt: skip
         else:
             self.process = WarmProcess(
-                words, stdin=nothing, stdout=pipe, stderr=pipe, env=environment, cwd=folder, text=True
+                words, within=within, stdin=nothing, stdout=pipe, stderr=pipe, env=environment, cwd=folder, text=True
             )
         self._out: list[str] = []
         self._changed = threading.Condition()
@@ -157,8 +158,8 @@ class Commands:
     afresh: bool = False
     """Whether commands are started as a person starts them, and not forked from a process that has loaded all."""
 
-    def start(self, *arguments: str | Path, within: Sequence[str] = ()) -> Running:
-        """Start a command; `within` another one, such as ``ip netns exec NAME``, that becomes it."""
+    def start(self, *arguments: str | Path, within: Path | None = None) -> Running:
+        """Start a command; `within` is the file of a namespace."""
         running = Running(arguments, self.environment, self.folder, within, afresh=self.afresh)
         self.started.append(running)
         return running

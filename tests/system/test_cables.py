@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.warm.processes import WarmProcess
 
 from .running import PROMPT_S, Commands, Running, wait_until
 from .test_roles import end
@@ -51,9 +52,9 @@ class Switch:
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
-    def within(self, host: int) -> list[str]:
-        """What runs a command on a host."""
-        return ["ip", "netns", "exec", self._names[host + 1]]
+    def within(self, host: int) -> Path:
+        """The namespace of a host."""
+        return Path("/run/netns") / self._names[host + 1]
 
     def set_cable(self, host: int, state: str) -> None:
         """Cut a host's cable ("down") or mend it ("up")."""
@@ -98,7 +99,7 @@ class Cluster:
         found = re.search(r"tcp://([0-9.]+:\d+)", self.scheduler.wait_line("listening on"))
         assert found is not None
         self._address = found.group(1)
-        self._worker: subprocess.Popen[str] | None = None
+        self._worker: WarmProcess | None = None
         self.servers: dict[int, Running] = {}
         for host in SERVERS:
             there = ["--host", f"{NETWORK}.{host + 1}", "--rank", f"{host}", "--scheduler", self._address]
@@ -106,10 +107,10 @@ class Cluster:
 
     def start_worker(self) -> None:
         """Start to count, and wait until it is under way."""
-        count = [sys.executable, str(Path(__file__).with_name("counting_worker.py")), str(COUNTING_S)]
         token = (self._folder / "token").read_text().strip()
-        self._worker = subprocess.Popen(
-            [*self._switch.within(0), *count, str(self._counts)],
+        self._worker = WarmProcess(
+            [Path(__file__).with_name("counting_worker.py"), str(COUNTING_S), self._counts],
+            within=self._switch.within(0),
             env={**self._paceline.environment, "PACELINE_SCHEDULER": self._address, "PACELINE_TOKEN": token},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -24,8 +24,8 @@ class Disk:
     """Where it is, for those."""
     seen: Path
     """Where it is for all others."""
-    within: tuple[str, ...]
-    """The command by which another one sees it."""
+    within: Path
+    """The namespace."""
 
     def files(self) -> list[str]:
         """What is on it."""
@@ -48,7 +48,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         if holder.stdout.readline() != b"mounted\n":
             pytest.skip("this user may not mount anything, in a namespace of its own either")
         namespace = f"/proc/{holder.pid}"
-        yield Disk(folder, Path(f"{namespace}/root{folder}"), ("nsenter", f"--mount={namespace}/ns/mnt"))
+        yield Disk(folder, Path(f"{namespace}/root{folder}"), Path(f"{namespace}/ns/mnt"))
         holder.stdin.close()
 
 
@@ -74,7 +74,7 @@ def test_a_full_disk_and_one_to_be_read_only(paceline: Commands, click_log: tupl
     assert len(files) == 4
     assert read_newest(disk.seen / "snapshots").manifest.number == 1
 
-    subprocess.run([*disk.within, "mount", "-o", "remount,ro", disk.folder], check=True)
+    subprocess.run(["nsenter", f"--mount={disk.within}", "mount", "-o", "remount,ro", disk.folder], check=True)
     finished, (resumed, *told) = train("--epochs", "16", "--resume", snapshots)
     assert finished.json["examples"] == 192_000
     assert resumed.startswith(f"paceline: resuming from {snapshots}/snapshot-000001: ")

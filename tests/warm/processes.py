@@ -97,6 +97,7 @@ class WarmProcess:
         words: Sequence[str | Path],
         *,
         kind: str = "plain",
+        within: Path | None = None,
         env: Mapping[str, str],
         cwd: str | Path | None = None,
         stdin: int | None = None,
@@ -104,14 +105,19 @@ class WarmProcess:
         stderr: int | None = None,
         text: bool = False,
     ) -> None:
-        """Start it by the words that would follow ``python``, and the arguments that ``Popen`` has."""
+        """Start it by the words that would follow ``python``, and the arguments that ``Popen`` has.
+
+        `within` is the file of a namespace, of networks or mounts.
+        """
+        words = list(words) if within is None else ["--within", within, *words]
         self.args = words
         self._text = text
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
         self.stderr: IO[Any] | None = None
         with contextlib.ExitStack() as theirs:
-            streams = [self._stream(number, asked, theirs) for number, asked in enumerate((stdin, stdout, stderr))]
+            streams = [self._stream(number, asked, theirs) for number, asked in enumerate((stdin, stdout))]
+            streams.append(streams[1] if stderr == subprocess.STDOUT else self._stream(2, stderr, theirs))
             self._process = _fork_server(kind).fork_onto(
                 [str(word) for word in words],
                 environment=env,
@@ -171,7 +177,7 @@ class WarmProcess:
             with pipe:
                 said[number] = pipe.read()
 
-        pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe is not None]
+        pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe and not pipe.closed]
         readers = [threading.Thread(target=read, args=each) for each in pipes]
         for reader in readers:
             reader.start()

@@ -40,8 +40,10 @@ def main() -> int:
     _show_mark()
     sys.path[:] = [name for name in sys.path if name and Path(name) != Path(__file__).parents[2]]
     ForkServer.start = _fork_fork_server  # type: ignore[method-assign]
-    while words[0] in ("-W", "-X", "-u"):
+    while words[0] in ("--within", "-W", "-X", "-u"):
         match words:
+            case ["--within", namespace, *words]:
+                _enter(namespace)
             case ["-W", what, *words]:
                 warnings.simplefilter(what)  # type: ignore[arg-type]
             case ["-X", "faulthandler", *words]:
@@ -60,6 +62,15 @@ def main() -> int:
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
     return 0
+
+
+def _enter(namespace: str) -> None:
+    """Be in another namespace, of networks or mounts, from now on."""
+    folder, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)
+    with open(namespace, "rb") as there:
+        if libc.setns(there.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.chdir(folder)
 
 
 def _fork_rank(command: list[str], **options: Any) -> WarmProcess:
