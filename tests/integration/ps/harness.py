@@ -121,7 +121,7 @@ class ServerNode:
 def break_off(link: SchedulerLink) -> None:
     """Let a member's process have ended, as far as its line to the scheduler shows it."""
     link.is_closing = True  # so that its thread takes the break for what it is, and says nothing
-    link.channel.close()
+    link.line.channel.close()
     link.thread.join(PATIENCE_S)
 
 
@@ -201,7 +201,7 @@ class Cluster:
 
     def raw(self, server: int = 0, **extra: Any) -> Channel:
         """Return a channel to a server in the name of a worker of the cluster, its rank 7, that says nothing itself."""
-        welcome = self.link().welcome
+        welcome = self.link().state.welcome
         served = self.nodes[server].served
         assert welcome is not None
         assert served is not None
@@ -212,7 +212,7 @@ class Cluster:
 
     def lose(self, link: SchedulerLink) -> None:
         """Let the process of a member have ended: it says nothing any more, and the kernel says so."""
-        welcome = link.welcome
+        welcome = link.state.welcome
         assert welcome is not None
         break_off(link)
         self.served.call(lambda: self.scheduler.process_ended(welcome.incarnation))

@@ -427,9 +427,9 @@ def test_a_node_that_registers_again_is_the_same_member() -> None:
     """It has not heard its welcome: its connection broke meanwhile."""
     with Cluster() as cluster:
         former, newer = cluster.link("node-a"), cluster.link("node-a")
-        assert former.welcome is not None
-        assert newer.welcome is not None
-        assert former.welcome.incarnation == newer.welcome.incarnation
+        assert former.state.welcome is not None
+        assert newer.state.welcome is not None
+        assert former.state.welcome.incarnation == newer.state.welcome.incarnation
         workers = newer.call(messages.GetMap(), messages.ClusterMap).of_role("worker")
         assert [worker.node for worker in workers] == ["node-a"]
 

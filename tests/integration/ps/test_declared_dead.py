@@ -32,7 +32,7 @@ def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> No
         scheduler._on_note, scheduler._tells_ends = notes.append, tells_ends
         member(cluster, 0, is_well=True).close()  # it leaves in good order: nothing is said
         silent, ended = member(cluster, 1, is_well=False), member(cluster, 2, is_well=True)
-        welcome = ended.welcome
+        welcome = ended.state.welcome
         assert welcome is not None
         cluster.served.call(lambda: scheduler.process_ended(welcome.incarnation))
         wait_until(lambda: any("worker 1" in note for note in notes))
@@ -43,7 +43,7 @@ def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> No
             link.close()
         lasting = member(cluster, 3, is_well=False)
         cluster.served.call(lambda: scheduler.end("the scheduler was told to end"))
-        incarnation = lasting.welcome.incarnation if lasting.welcome is not None else 0
+        incarnation = lasting.state.welcome.incarnation if lasting.state.welcome is not None else 0
         cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as processes do then
         lasting.close()
     assert notes == expected

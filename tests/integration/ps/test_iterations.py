@@ -263,7 +263,7 @@ def test_a_silent_worker_is_expelled_and_told() -> None:
         silent = cluster.connect(rank=1, on_notice=heard.append)
         table, other = (client.sparse_table("w", update=SGD(lr=1.0)) for client in (lives, silent))
         other.push(keys_of(1), floats(8)).wait()
-        silent.link.heartbeat_s = 1000.0  # as if it was stopped
+        silent.link.state.heartbeat_s = 1000.0  # as if it was stopped
         table.push(keys_of(1), floats(1), tick=True)
         assert table.pull(keys_of(1)) == -1  # once it counts as dead
         wait_until(lambda: any(isinstance(notice, messages.Expelled) for notice in heard))

@@ -53,7 +53,7 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
             for table in tables:
                 assert (table.pull(keys) == -2 * (step + 1)).all()
         links = links_of(cluster, *(client.link for client in clients))
-        wait_until(lambda: all(link.reconnections >= 1 and link.is_connected for link in links))
+        wait_until(lambda: all(link.reconnections >= 1 and link.line.is_connected for link in links))
         after = clients[0].link.call(messages.GetMap(), messages.ClusterMap)
         assert (after.members, after.version, after.groups) == (before.members, before.version, before.groups)
 
@@ -143,7 +143,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
         random = Random(5)
         while len(done) < 85:
             cuts.append(cut_all(cluster))
-            wait_until(lambda: all(link.is_connected for link in (*workers, poster)))
+            wait_until(lambda: all(link.line.is_connected for link in (*workers, poster)))
             target = len(done) + random.randint(1, 4)
             wait_until(lambda: len(done) >= min(target, 85))  # noqa: B023
 
@@ -179,7 +179,7 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         wait_until(lambda: all(client.incarnation in node.server.core.workers.named for node in cluster.nodes))
         link = cluster.nodes[1].link
         connect, link.transport = link.transport, _NoWay()  # type: ignore[assignment]
-        incarnation = link.welcome.incarnation if link.welcome else 0
+        incarnation = link.state.welcome.incarnation if link.state.welcome else 0
         cluster.served.call(lambda: cluster.scheduler._members[incarnation].peer.abort())  # type: ignore[union-attr]
         wait_until(lambda: incarnation in cluster.scheduler.core.suspects.silent)
         assert (table.push_pull(keys, ones) == -2).all()
@@ -195,7 +195,7 @@ def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
     """Else its writing fails, it reads no more, and the others wait for who has left until the time-out is over."""
     with Cluster(servers=1, workers=1) as cluster:
         link = cluster.link()
-        incarnation = link.welcome.incarnation if link.welcome else 0
+        incarnation = link.state.welcome.incarnation if link.state.welcome else 0
         peer: Any = cluster.scheduler._members[incarnation].peer
         begun = threading.Event()
 

@@ -250,7 +250,7 @@ def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink
 def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None:
     heard: list[Any] = []
     seeks, waits, late = (cluster.link() for _ in range(3))
-    late.on_notice = heard.append
+    late.hooks.on_notice = heard.append
     number = post(poster, 1)
     take(late, number)
     seeking = seeks.start(messages.GetJob(after=number), Job)

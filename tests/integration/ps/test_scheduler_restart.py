@@ -50,7 +50,7 @@ class Restartable(Cluster):
         self._later = ExitStack()
         super().__init__(transport=self.doors, heartbeat_timeout_s=5.0, **options)
         for node in self.nodes:
-            node.link.report_tables = node.server.known_tables
+            node.link.hooks.tables = node.server.known_tables
             self.links.append(node.link)
 
     def member(self, rank: int | None = None, *, role: str = "worker", **options: Any) -> SchedulerLink:
@@ -80,7 +80,7 @@ class Restartable(Cluster):
 
         self.served.call(fall_silent)
         self.stop_scheduler()
-        wait_until(lambda: not any(link.is_connected for link in self.links if not link.is_closing))
+        wait_until(lambda: not any(link.line.is_connected for link in self.links if not link.is_closing))
 
     def replace(self, **options: Any) -> Scheduler:
         """Start another scheduler at the same address."""
@@ -101,8 +101,8 @@ class Restartable(Cluster):
         )
         self._scheduler_stack.callback(lambda: self.served.call(self.scheduler.close))
         for link in self.ended:
-            assert link.welcome is not None
-            self.served.call(partial(self.scheduler.process_ended, link.welcome.incarnation))
+            assert link.state.welcome is not None
+            self.served.call(partial(self.scheduler.process_ended, link.state.welcome.incarnation))
         return self.scheduler
 
     def wait_back(self, *links: SchedulerLink, times: int = 1) -> None:
@@ -168,8 +168,8 @@ def count_calls(target: Any, name: str, condition: Callable[..., bool]) -> list[
 
 
 def member_rank(link: SchedulerLink) -> int:
-    assert link.welcome is not None
-    return link.welcome.rank
+    assert link.state.welcome is not None
+    return link.state.welcome.rank
 
 
 def test_members_leases_and_counters_are_as_they_were(cluster: Restartable, poster: SchedulerLink) -> None:
@@ -446,15 +446,15 @@ def test_a_server_that_only_the_view_before_names_is_waited_for_by_name() -> Non
     notes: list[str] = []
     with Restartable(servers=2, workers=1, replicas=1) as cluster:
         first, other = (node.link for node in cluster.nodes)
-        known = first.maps.committed
+        known = first.state.maps.committed
         assert known is not None
-        number = first.welcome.incarnation if first.welcome is not None else 0
+        number = first.state.welcome.incarnation if first.state.welcome is not None else 0
         groups = tuple(msgspec.structs.replace(group, members=(number,)) for group in known.groups)
         members = tuple(member for member in known.members if member.incarnation == number)
         voters = tuple(member.incarnation for member in known.of_role("server"))
         changes = {"epoch": known.epoch + 1, "version": known.version + 1, "former_voters": voters}
         view = msgspec.structs.replace(known, members=members, groups=groups, **changes)
-        assert first.maps.prepare(view)  # the scheduler dies before it is committed
+        assert first.state.maps.prepare(view)  # the scheduler dies before it is committed
         cluster.doors.shut_out.add(other.hello.name)
         cluster.kill_scheduler()
         cluster.replace(replicas=1, heartbeat_timeout_s=1.0, on_note=notes.append)
@@ -562,7 +562,7 @@ def test_nobody_comes_in_its_place(cluster: Restartable) -> None:
     with pytest.raises(ConnectionLostError, match=message):
         patient.call(messages.GetMap())
     wait_until(lambda: bool(lost))
-    assert [str(error) for error in lost] == [str(patient.lost)]
+    assert [str(error) for error in lost] == [str(patient.line.lost)]
     with pytest.raises(ConnectionLostError, match=r"is gone: this process cannot go on without it$"):
         impatient.call(messages.GetMap())
 

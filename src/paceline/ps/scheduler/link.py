@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,30 +24,42 @@ from paceline.errors import (
     DeadlineError,
     PacelineError,
     PeerError,
-    ProtocolError,
     UsageError,
     VersionError,
 )
-from paceline.protocol.scheduler import KnownViews
-from paceline.protocol.scheduler.line import MemberEnd, SentMessage
+from paceline.protocol.scheduler.line import SentMessage
 from paceline.ps import messages
-from paceline.ps.forked import NoLock, own
-from paceline.ps.messages import NOTICE, ClusterMap, KnownTable, MapChange
+from paceline.ps.forked import own
+from paceline.ps.messages import NOTICE, ClusterMap, KnownTable
+from paceline.ps.scheduler.calls import CallLine
+from paceline.ps.scheduler.member_state import VIEWS, MemberState
 from paceline.ps.scheduler.memory import Memory
-from paceline.ps.scheduler.outgoing import Answer, Content, add, send
+from paceline.ps.scheduler.outgoing import Answer, Content
 from paceline.ps.scheduler.processes import own_process
-from paceline.transport import Address, Channel, Hello, Transport, read_meta
-from paceline.transport.backoff import Backoff
+from paceline.ps.scheduler.reconnection import Reconnection
+from paceline.transport import Address, Hello, Transport, read_meta
 
-_FIRST_HEARTBEAT_S = 0.1  # until the scheduler says how often: often enough for the shortest patience
-_SHORTEST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 0.25
-_LASTING_S = 1.0  # a connection that lasts so long was no refusal
-_ELSEWHERE_PAUSE_S = 2.0  # where another cluster is at the scheduler's address
 _CONNECT_S = 10.0
 _FAREWELL_S = 1.0  # how long the scheduler has to take a farewell
 _Result = TypeVar("_Result")
 _WELCOME: Any = messages.Welcome | messages.Elsewhere
+
+
+@dataclass(slots=True)
+class LinkHooks:
+    """What a process wants to hear of its link, and says by it; called in the link's thread."""
+
+    on_notice: Callable[[msgspec.Struct], None] = lambda notice: None
+    on_lost: Callable[[PacelineError], None] = lambda reason: None
+    """No scheduler came in time; called once."""
+    on_map: Callable[[ClusterMap], None] = lambda cluster: None
+    """Called with every map of the cluster."""
+    tables: Callable[[], Sequence[KnownTable]] | None = None
+    """What tables a server holds; without it those count that the process has declared."""
+    unreachable: Callable[[], tuple[int, ...]] = lambda: ()
+    """Which other servers a server cannot reach."""
+    is_well: Callable[[], bool] = lambda: True
+    """Whether it may give signs of life."""
 
 
 class SchedulerLink:
@@ -74,37 +87,26 @@ class SchedulerLink:
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
         is_well: Callable[[], bool] = lambda: True,
     ) -> None:
-        hello = msgspec.structs.replace(hello, to="scheduler")
-        self.channel: Channel = transport.connect(address, hello, timeout_s=min(timeout_s, _CONNECT_S))
+        self.hello = msgspec.structs.replace(hello, to="scheduler")
         self.address = address
+        self.transport = transport
+        self.hooks = LinkHooks(
+            on_notice or (lambda notice: None),
+            on_lost or (lambda reason: None),
+            on_map or (lambda cluster: None),
+            tables,
+            unreachable,
+            is_well,
+        )
         self.reconnections = 0
         """How often a member's connection was made again."""
-        self.transport = transport
-        self.hello = hello
+        self.state = MemberState()
         self._timeout_s = timeout_s
-        self._reconnect_s = reconnect_s
-        self.on_notice = on_notice
-        self._on_lost = on_lost
-        self._on_map = on_map
-        self.report_tables = tables
-        self._unreachable = unreachable
-        self._is_well = is_well
         self._memory = Memory()
-        self._send_lock: threading.Lock | NoLock = threading.Lock()
-        self._end = MemberEnd()
-        self.is_connected = True
-        self._connected_at = time.monotonic()
-        self._refused_since: float | None = None  # the first of several connections that were broken at once
-        self._is_leaving = False
+        self.line = CallLine(transport.connect(address, self.hello, timeout_s=min(timeout_s, _CONNECT_S)), self._memory)
+        self._reconnection = Reconnection(reconnect_s, time.monotonic())
         self.is_closing = False
         self._closed = threading.Event()
-        self._is_over = self._is_released = False  # the scheduler has said that there is nothing to come back to
-        self.lost: PacelineError | None = None
-        self.heartbeat_s = _FIRST_HEARTBEAT_S
-        self._registration: messages.Register | None = None
-        self.welcome: messages.Welcome | None = None  # the newest answer to the registration
-        self._map_changed = threading.Condition()
-        self.maps: KnownViews[ClusterMap] = KnownViews()
         self.thread = threading.Thread(target=self._run, name="paceline-scheduler-link", daemon=True)
         own(self)
         self.thread.start()
@@ -129,11 +131,11 @@ class SchedulerLink:
         timeout_s: float | None = None,
     ) -> tuple[Any, memoryview]:
         """Do as :meth:`call`, and return the body of the answer too."""
-        return self._finish(self._send(message, body), result, timeout_s)
+        return self._finish(self.line.say(message, tuple(body), Future()), result, timeout_s)
 
     def start(self, message: msgspec.Struct, result: type[_Result]) -> Callable[[], _Result]:
         """Send a message; return a function that waits for the answer as :meth:`call` does."""
-        sent = self._send(message, ())
+        sent = self.line.say(message, (), Future())
 
         def finish() -> _Result:
             answer: _Result = self._finish(sent, result, None)[0]
@@ -143,29 +145,8 @@ class SchedulerLink:
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that wants no answer."""
-        with self._send_lock:
-            self._is_leaving |= isinstance(message, messages.Drain)
-            self._send_or_keep(message, (), None)
-
-    def _send(self, message: msgspec.Struct, body: Sequence[Any]) -> SentMessage:
-        with self._send_lock:
-            return self._send_or_keep(message, tuple(body), Future())
-
-    def _send_or_keep(self, content: msgspec.Struct, body: tuple[Any, ...], answer: Answer | None) -> SentMessage:
-        """Send a message, or keep it until there is a scheduler again. Under the lock."""
-        if self.lost is not None:
-            raise self.lost
-        content = self._memory.sent(content, body)
-        message = add(self._end, content, body, answer)
-        if self.is_connected:
-            try:
-                send(self._end, self.channel, message)
-            except ConnectionLostError:
-                self.is_connected = False  # the link's thread sees it too, and does what is to be done
-            except PacelineError:
-                self._end.take(message.number)
-                raise
-        return message
+        self.state.is_leaving |= isinstance(message, messages.Drain)
+        self.line.say(message)
 
     def _finish(self, sent: SentMessage, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -174,10 +155,8 @@ class SchedulerLink:
         try:
             meta, data = content.answer.result(timeout_s if math.isfinite(timeout_s) else None)
         except TimeoutError:
-            with self._send_lock:
-                self._end.take(sent.number)
-                is_nobody_there = not self.is_connected and self._registration is None
-            if is_nobody_there:
+            self.line.take(sent.number)
+            if not self.line.is_connected and self.state.registration is None:
                 raise self._gone() from None
             raise DeadlineError(
                 f"the scheduler at {self.address} did not answer {type(content.struct).__name__} within {timeout_s:g} s"
@@ -189,60 +168,47 @@ class SchedulerLink:
     def register(self, message: messages.Register, *, timeout_s: float | None = None) -> messages.Welcome:
         """Join the cluster; wait until its servers are there. Raises DeadlineError if they do not come in time."""
         message = msgspec.structs.replace(message, process=own_process())
-        self._registration = message
+        self.state.registration = message
         waits_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             welcome: messages.Welcome = self.call(message, messages.Welcome, timeout_s=waits_s)
         except DeadlineError:
-            self._registration = None
+            self.state.registration = None
             found: ClusterMap = self.call(messages.GetMap(), ClusterMap)
             raise DeadlineError(
                 f"{found.num_waiting} servers have joined within {waits_s:g} s, and the scheduler expects more: start "
                 "them with 'paceline server', or start the scheduler with fewer --servers"
             ) from None
         except BaseException:
-            self._registration = None
+            self.state.registration = None
             raise
         return welcome
 
     def disown(self) -> None:
         """Leave everything to the parent of this process, which has been forked."""
-        self._send_lock, self.is_closing = NoLock(), True
+        self.line.disown()
+        self.is_closing = True
 
     def close(self) -> None:
         """Leave in good order and end the thread. Idempotent."""
         if not self.is_closing:
             self.is_closing = True
             self._closed.set()
-            with self._send_lock:
-                try:
-                    self.channel.send_frame(NOTICE, meta=messages.encode(messages.Leave()))
-                except PacelineError:
-                    pass
-                self.lost = self.lost or UsageError("this client is closed: connect again")
+            self.line.leave(UsageError("this client is closed: connect again"))
             # The scheduler closes the connection when it has read that. If this end did, with anything unread, or while
             # the scheduler writes, what was said would be lost, and the others would wait out the time-out.
             try:
                 if threading.current_thread() is not self.thread:
                     self.thread.join(_FAREWELL_S)
             finally:
-                self.channel.close()
+                self.line.channel.close()
         if threading.current_thread() is not self.thread:
             self.thread.join(10.0)
 
     @property
     def cluster(self) -> ClusterMap | None:
         """The newest map; None before one has come."""
-        return self.maps.committed
-
-    def _take_map(self, cluster: ClusterMap) -> None:
-        with self._map_changed:
-            is_new = self.maps.commit(cluster)
-            self._map_changed.notify_all()
-        if is_new and self._on_map is not None:
-            self._on_map(cluster)
-        if is_new and self.on_notice is not None:
-            self.on_notice(cluster)
+        return self.state.maps.committed
 
     # The link's thread.
 
@@ -251,7 +217,11 @@ class SchedulerLink:
             try:
                 self._listen()
             except (PacelineError, OSError, ValueError) as error:
-                lost = self._come_back() if self._may_come_back(error) else self._sentence(error)
+                lost: PacelineError | None = self._gone()
+                if isinstance(error, PeerError) and not isinstance(error, ConnectionLostError):
+                    lost = error  # the scheduler is there and has said what is wrong
+                elif self._reconnection.patience_s > 0 and not (self.is_closing or self.state.is_over):
+                    lost = self._come_back()
                 if lost is not None:
                     self._fail(lost)
                     return
@@ -265,26 +235,23 @@ class SchedulerLink:
                 raise
 
     def _listen(self) -> None:
-        next_beat = time.monotonic() + self.heartbeat_s
+        next_beat = time.monotonic() + self.state.heartbeat_s
         while True:
             now = time.monotonic()
             if now >= next_beat:
-                next_beat = now + self.heartbeat_s
-                if self._is_well():
-                    self._beat()
-            if self.channel.poll(min(self.heartbeat_s, max(next_beat - now, 0.0))):
+                next_beat = now + self.state.heartbeat_s
+                try:
+                    if self.hooks.is_well():
+                        self.tell(messages.Heartbeat(unreachable=self.hooks.unreachable()))
+                except UsageError:
+                    if not self.is_closing:
+                        raise
+                    # The farewell was faster: it is for the scheduler to close the connection.
+            if self.line.channel.poll(min(self.state.heartbeat_s, max(next_beat - now, 0.0))):
                 self._receive()
 
-    def _beat(self) -> None:
-        try:
-            self.tell(messages.Heartbeat(unreachable=self._unreachable()))
-        except UsageError:
-            if not self.is_closing:
-                raise
-            # The farewell was faster: it is for the scheduler to close the connection.
-
     def _receive(self) -> None:
-        channel = self.channel
+        channel = self.line.channel
         channel.last_header = None
         try:
             frame = channel.receive_frame(self._timeout_s)
@@ -292,104 +259,60 @@ class SchedulerLink:
             header = channel.error_header()
             if header is None:
                 raise
-            with self._send_lock:
-                refused = self._end.take(header.request)
-            if refused is not None:
-                refused.content.answer.set_exception(error)
+            refused = self.line.take(header.request)
+            if refused is not None and refused.answer is not None:
+                refused.answer.set_exception(error)
             return
-        if frame.header.sequence:
-            with self._send_lock:
-                self._end.received(frame.header.sequence)
+        call = self.line.received(frame)
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
-            return
-        with self._send_lock:
-            message = self._end.take(frame.header.request)
-        if message is not None:
-            request: Content = message.content
-            if isinstance(request.struct, messages.Register):  # changes of the map may follow at once
-                self._welcomed(read_meta(frame.meta, messages.Welcome, "a welcome"))
-            self._memory.answered(request.struct, frame.meta)
-            message.content.answer.set_result((frame.meta, frame.body))
-
-    def _welcomed(self, welcome: messages.Welcome) -> None:
-        self._memory.joined(welcome.incarnation)
-        self.heartbeat_s = welcome.heartbeat_s
-        self.welcome = welcome
-        self._take_map(welcome.cluster)
+        elif call is not None:
+            if isinstance(call.struct, messages.Register):  # changes of the map may follow at once
+                welcome = read_meta(frame.meta, messages.Welcome, "a welcome")
+                self._memory.joined(welcome.incarnation)
+                self._take_map(self.state.welcomed(welcome))
+            self._memory.answered(call.struct, frame.meta)
+            assert call.answer is not None
+            call.answer.set_result((frame.meta, frame.body))
 
     def _take_notice(self, notice: msgspec.Struct) -> None:
-        match notice:
-            case messages.JobNews(record=record):
-                self._memory.told(record)
-            case ClusterMap():
-                self._take_map(notice)
-            case MapChange():
-                self._take_map(self._changed(notice))
-            case messages.PrepareMap(map=cluster):
-                whole = self._changed(cluster) if isinstance(cluster, MapChange) else cluster
-                if self.maps.prepare(whole):
-                    self._answer(messages.Prepared(term=whole.term, epoch=whole.epoch))
-            case messages.Promise(term=term):
-                if self.maps.promise(term):
-                    self._answer(messages.Promised(term=term))
-            case messages.CommitMap():
-                known = self.maps.prepared
-                if known is not None and known.order == (notice.term, notice.epoch):
-                    self._take_map(known)
-            case _:
-                self._is_released |= isinstance(notice, messages.Ended)
-                self._is_over |= isinstance(notice, messages.Ended | messages.Expelled)
-                if self.on_notice is not None:
-                    self.on_notice(notice)
+        if isinstance(notice, messages.JobNews):
+            self._memory.told(notice.record)
+            return
+        cluster, answer = self.state.take(notice)
+        self._take_map(cluster)
+        if answer is not None:
+            self.line.say_once(answer)
+        if not isinstance(notice, VIEWS):
+            self.hooks.on_notice(notice)
 
-    def _answer(self, notice: msgspec.Struct) -> None:
-        """Say what need not come: the scheduler asks again, or does not mind."""
-        with self._send_lock:
-            self.channel.send_frame(NOTICE, meta=messages.encode(notice))
-
-    def _changed(self, change: MapChange) -> ClusterMap:
-        base = self.maps.committed
-        if base is None:
-            raise ProtocolError("the scheduler has sent what changed in a map that it has not sent")
-        return change.apply(base)
+    def _take_map(self, cluster: ClusterMap | None) -> None:
+        if cluster is not None:
+            self.hooks.on_map(cluster)
+            self.hooks.on_notice(cluster)
 
     # When the connection is lost.
 
-    def _may_come_back(self, error: Exception) -> bool:
-        return not (_is_told(error) or self.is_closing or self._is_over) and self._reconnect_s > 0
-
     def _come_back(self) -> PacelineError | None:
         """Connect again, to the same scheduler or the one in its place; return why not."""
-        with self._send_lock:
-            self.is_connected = False
-        self.channel.close()
-        now = time.monotonic()
-        longest_s = min(_LONGEST_PAUSE_S, max(self.heartbeat_s, _SHORTEST_PAUSE_S))
-        # Many members lose their scheduler at the same moment.
-        backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
-        if self._refused_since is None or now > self._connected_at + _LASTING_S:
-            self._refused_since = now
-        else:
-            self._closed.wait(_SHORTEST_PAUSE_S)
-        deadline = self._refused_since + self._reconnect_s
-        while not self.is_closing and not self._is_over:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return self._gone(self._reconnect_s)
+        retry = self._reconnection
+        self.line.disconnected()
+        self._closed.wait(retry.lost(time.monotonic(), self.state.heartbeat_s))
+        while not self.is_closing and not self.state.is_over:
+            remaining_s = retry.remaining_s(time.monotonic())
+            if remaining_s <= 0:
+                return self._gone(retry.patience_s)
             is_elsewhere = False
             try:
-                is_elsewhere = not self._resume(min(remaining, _CONNECT_S))
+                is_elsewhere = not self._resume(min(remaining_s, _CONNECT_S))
                 if not is_elsewhere:
                     return None
             except (ConnectionLostError, DeadlineError, AuthenticationError, VersionError, _NobodyThere, OSError):
                 pass  # gone again, or who is there is no scheduler of ours
-            except PacelineError as error:
-                return error  # there is a scheduler, and it does not want this process
-            self.channel.close()
-            if is_elsewhere:
-                backoff = Backoff(_ELSEWHERE_PAUSE_S, _ELSEWHERE_PAUSE_S, spread=0.5)
-            self._closed.wait(backoff.next_s(deadline - time.monotonic()))
+            except PacelineError as refusal:
+                return refusal  # there is a scheduler, and it does not want this process
+            self.line.channel.close()
+            self._closed.wait(retry.pause_s(time.monotonic(), is_elsewhere=is_elsewhere))
         return self._gone()
 
     def _resume(self, timeout_s: float) -> bool:
@@ -400,91 +323,43 @@ class SchedulerLink:
             raise
         except PacelineError:
             raise _NobodyThere from None
-        self._connected_at = time.monotonic()
-        with self._send_lock:
-            self.channel = channel
-            if self.is_closing:
-                raise self._gone()
-            if self.welcome is None:  # not a member yet: the registration is among what is asked again
-                self._send_again(0)
-                return True
-            self._end.rejoins()
-            answer: Answer = Future()
-            rejoining = add(self._end, self._rejoin(), (), answer)
-            send(self._end, channel, rejoining)
+        self._reconnection.connected(time.monotonic())
+        self.line.connected(channel)
+        if self.is_closing:
+            raise self._gone()
+        if self.state.welcome is None:  # not a member yet: the registration is among what is asked again
+            self.line.send_again(0)
+            return True
+        rejoining = self.line.rejoin(self._rejoin)
+        answer: Answer = rejoining.content.answer
         try:
-            self._wait_welcome(answer)
+            while not answer.done():
+                if not channel.poll(self.state.heartbeat_s):
+                    self.line.say_once(messages.Heartbeat())
+                    continue
+                self._receive()
+                if self.state.is_released:
+                    raise self._gone()
         finally:
-            with self._send_lock:
-                # Not among what is asked again: should this connection break too, the scheduler is told anew.
-                self._end.take(rejoining.number)
+            # Not among what is asked again: should this connection break too, the scheduler is told anew.
+            self.line.take(rejoining.number)
         welcome = read_meta(answer.result()[0], _WELCOME, "a welcome")
         if isinstance(welcome, messages.Elsewhere):
             return False
-        self.welcome, self.heartbeat_s = welcome, welcome.heartbeat_s
-        self._take_map(welcome.cluster)
-        with self._send_lock:
-            self._send_again(welcome.received)
+        self._take_map(self.state.welcomed(welcome))
+        self.line.send_again(welcome.received)
         self.reconnections += 1
-        self._refused_since = None
+        self._reconnection.resumed()
         return True
 
-    def _wait_welcome(self, answer: Answer) -> None:
-        while not answer.done():
-            if self.channel.poll(self.heartbeat_s):
-                self._receive()
-                if self._is_released:
-                    raise self._gone()
-            else:
-                self._answer(messages.Heartbeat())
-
     def _rejoin(self) -> messages.Rejoin:
-        registration, welcome, newest = self._registration, self.welcome, self.maps.newest
-        assert registration is not None
-        assert welcome is not None
-        assert newest is not None
-        return messages.Rejoin(
-            node=registration.node,
-            role=registration.role,
-            rank=welcome.rank,
-            incarnation=welcome.incarnation,
-            endpoint=registration.endpoint,
-            process=registration.process,
-            settings=welcome.settings,
-            cluster=newest,
-            promised=self.maps.promised,
-            has_committed=self.maps.is_committed,
-            former=() if self.maps.former is None else self.maps.former.of_role("server"),
-            is_leaving=self._is_leaving,
-            tables=self._memory.tables() if self.report_tables is None else tuple(self.report_tables()),
-            job=self._memory.job(),
-        )
-
-    def _send_again(self, received: int) -> None:
-        """Send what the scheduler may not have; -1: it is another one, and has nothing. Under the lock."""
-        if received < 0:
-            for report, parts in self._memory.reports():
-                self.channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
-        for message in self._end.welcomed(received):
-            send(self._end, self.channel, message)
-        self.is_connected = True
+        tables = self._memory.tables() if self.hooks.tables is None else self.hooks.tables()
+        return self.state.rejoin(tables, self._memory.job())
 
     def _fail(self, error: PacelineError) -> None:
-        closing = self.is_closing
-        with self._send_lock:
-            lost = self.lost = self.lost or error
-            calls = self._end.calls()
-        for message in calls:
-            if not message.content.answer.done():
-                message.content.answer.set_exception(lost)
-        with self._map_changed:
-            self._map_changed.notify_all()
-        self.channel.close()
-        if not closing and self._on_lost is not None:
-            self._on_lost(lost)
-
-    def _sentence(self, error: Exception) -> PacelineError:
-        return error if isinstance(error, PeerError) and _is_told(error) else self._gone()
+        is_closing, lost = self.is_closing, self.line.fail(error)
+        if not is_closing:
+            self.hooks.on_lost(lost)
 
     def _gone(self, waited_s: float = 0.0) -> ConnectionLostError:
         tried = f", and no other came in its place within {waited_s:g} s" if waited_s else ""
@@ -495,8 +370,3 @@ class SchedulerLink:
 
 class _NobodyThere(Exception):  # noqa: N818 - a state, not an error
     """Nobody listens at the scheduler's address."""
-
-
-def _is_told(error: Exception) -> bool:
-    """Whether the scheduler is there and has said what is wrong."""
-    return isinstance(error, PeerError) and not isinstance(error, ConnectionLostError)

@@ -1,0 +1,53 @@
+"""When a process tries again to reach a scheduler, and when it gives up: pure, the time is told."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paceline.transport.backoff import Backoff
+
+_SHORTEST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 0.25
+_LASTING_S: Final = 1.0
+"""A connection that lasts so long was no refusal."""
+_ELSEWHERE_PAUSE_S: Final = 2.0
+"""Where another cluster is at the scheduler's address."""
+
+
+class Reconnection:
+    """The tries of one process, for `patience_s` after the first of several connections that were broken at once."""
+
+    def __init__(self, patience_s: float, now_s: float) -> None:
+        self.patience_s = patience_s
+        self._connected_s = now_s
+        self._refused_since_s: float | None = None
+        self._backoff = Backoff(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, spread=0.5)
+
+    def lost(self, now_s: float, heartbeat_s: float) -> float:
+        """Note that the connection broke; return how long to wait before the first try."""
+        # Many members lose their scheduler at the same moment.
+        longest_s = min(_LONGEST_PAUSE_S, max(heartbeat_s, _SHORTEST_PAUSE_S))
+        self._backoff = Backoff(_SHORTEST_PAUSE_S, longest_s, spread=0.5)
+        if self._refused_since_s is None or now_s > self._connected_s + _LASTING_S:
+            self._refused_since_s = now_s
+            return 0.0
+        return _SHORTEST_PAUSE_S
+
+    def remaining_s(self, now_s: float) -> float:
+        """How long it is still tried."""
+        assert self._refused_since_s is not None
+        return self._refused_since_s + self.patience_s - now_s
+
+    def connected(self, now_s: float) -> None:
+        """Note that somebody listens at the scheduler's address."""
+        self._connected_s = now_s
+
+    def resumed(self) -> None:
+        """Note that the scheduler knows this member again."""
+        self._refused_since_s = None
+
+    def pause_s(self, now_s: float, *, is_elsewhere: bool) -> float:
+        """Return how long to wait before the next try."""
+        if is_elsewhere:
+            self._backoff = Backoff(_ELSEWHERE_PAUSE_S, _ELSEWHERE_PAUSE_S, spread=0.5)
+        return self._backoff.next_s(self.remaining_s(now_s))

@@ -1,0 +1,35 @@
+"""When a process tries again to reach a scheduler."""
+
+from __future__ import annotations
+
+from paceline.ps.scheduler.reconnection import Reconnection
+
+
+def test_a_connection_that_breaks_is_made_again_at_once_and_one_that_is_refused_after_a_pause() -> None:
+    retry = Reconnection(60.0, now_s=0.0)
+    assert retry.lost(10.0, heartbeat_s=1.0) == 0.0
+    assert retry.remaining_s(15.0) == 55.0
+    retry.connected(15.0)
+    assert retry.lost(15.5, heartbeat_s=1.0) > 0.0  # it was broken at once
+    assert retry.remaining_s(15.5) == 54.5
+    retry.connected(16.0)
+    assert retry.lost(18.0, heartbeat_s=1.0) == 0.0  # it has lasted
+    assert retry.remaining_s(18.0) == 60.0
+
+
+def test_who_was_welcomed_has_all_its_patience_again() -> None:
+    retry = Reconnection(60.0, now_s=0.0)
+    retry.lost(10.0, heartbeat_s=1.0)
+    retry.connected(30.0)
+    retry.resumed()
+    assert retry.lost(30.5, heartbeat_s=1.0) == 0.0
+    assert retry.remaining_s(30.5) == 60.0
+
+
+def test_pauses_grow_up_to_the_heartbeat_and_are_longer_where_another_cluster_is() -> None:
+    retry = Reconnection(60.0, now_s=0.0)
+    retry.lost(10.0, heartbeat_s=0.1)
+    pauses = [retry.pause_s(10.0, is_elsewhere=False) for _ in range(10)]
+    assert max(pauses) <= 0.1
+    assert retry.pause_s(10.0, is_elsewhere=True) >= 1.0
+    assert retry.pause_s(69.99, is_elsewhere=True) <= 0.011  # no longer than the time that is left
