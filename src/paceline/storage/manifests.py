@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.errors import ModelError
 from paceline.storage.checked_files import read_manifest_text
-from paceline.storage.durable_io import replace_synced
+from paceline.storage.durable_io import replace_synced, sync_directory
 from paceline.storage.format import VERSION, Manifest, ModelManifest
 from paceline.storage.version_1 import ModelManifest1
 from paceline.transport import known
@@ -22,11 +22,13 @@ _Manifest = TypeVar("_Manifest", bound=Manifest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put a manifest in place: its files, which must be on the disk by now, are a model or a snapshot from now on.
+    """Put a manifest in place: its files, whose contents are on the disk by now, are a model or snapshot from now on.
 
-    Raises OSError, and then the manifest that was there before is in place. Who must know that the rename outlasts a
-    crash of the machine syncs the folder.
+    Their names are made to last first: no manifest outlasts a crash that names files which did not. Raises OSError, and
+    then the manifest that was there before is in place. Who must know that the rename outlasts a crash of the machine
+    syncs the folder.
     """
+    sync_directory(folder)
     fields = msgspec.to_builtins(manifest)
     fields["sha256"] = digest_of(fields)
     replace_synced(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(fields), indent=1))

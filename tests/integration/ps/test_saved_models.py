@@ -389,34 +389,51 @@ def test_two_saves_into_one_directory(tmp_path: Path) -> None:
         assert len(files(tmp_path / "model")) == 2  # the lock is not left there
 
 
-@pytest.mark.parametrize(("number", "is_error"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)])
-def test_a_directory_that_is_not_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_error: bool
-) -> None:
-    """A rename that may not be on the disk is no model saved; a file system that cannot tell is one."""
-    fsync = os.fsync
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_directories_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A file system that cannot tell whether a rename is on the disk has the model nevertheless."""
+    fail_syncs(monkeypatch, number)
+    with Cluster() as cluster:
+        client = cluster.connect()
+        one_table(client, 2)
+        client.save(tmp_path / "model")
+    assert loaded(tmp_path / "model") == {2.0}
 
-    def attempt(file: int) -> None:
-        if stat.S_ISDIR(os.fstat(file).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(file)
+
+@pytest.mark.parametrize("num_synced", [0, 1])
+def test_a_directory_that_is_not_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_synced: int) -> None:
+    """A rename that may not be on the disk is no model saved: neither those of its files, nor that of the manifest."""
 
     with Cluster() as cluster:
         client = cluster.connect()
         one_table(client, 1)
         client.save(tmp_path / "model")
         one_table(client, 2)
-        monkeypatch.setattr(os, "fsync", attempt)
-        if is_error:
-            with pytest.raises(ModelError, match=r"is saved in .*, but may not outlast a crash of this machine: Input"):
-                client.save(tmp_path / "model")
-            with pytest.raises(ModelError, match=r"cannot save the model in .*new: Input"):
-                client.save(tmp_path / "new")
-            with pytest.raises(OSError, match="Input"):
-                durable_io.make_directory(tmp_path / "a" / "b")
-        else:
+        fail_syncs(monkeypatch, errno.EIO, num_synced)
+        expected = (
+            r"is saved in .*, but may not outlast a crash of this machine: Input"
+            if num_synced
+            else r"cannot save the model in .*model: Input"
+        )
+        with pytest.raises(ModelError, match=expected):
             client.save(tmp_path / "model")
-    assert loaded(tmp_path / "model") == {2.0}
+        with pytest.raises(ModelError, match=r"cannot save the model in .*new: Input"):
+            client.save(tmp_path / "new")
+        with pytest.raises(OSError, match="Input"):
+            durable_io.make_directory(tmp_path / "a" / "b")
+    assert loaded(tmp_path / "model") == {2.0 if num_synced else 1.0}
+
+
+def fail_syncs(monkeypatch: pytest.MonkeyPatch, number: int, num_synced: int = 0) -> None:
+    """Have the syncs of directories fail, all but the first ones."""
+    fsync, left = os.fsync, iter(range(num_synced))
+
+    def attempt(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode) and next(left, None) is None:
+            raise OSError(number, os.strerror(number))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", attempt)
 
 
 def test_new_directories_are_synced_into_those_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
