@@ -1,1 +1,9 @@
 """Planted defects: plausible mistakes in the product, each of which the tests have to find (``make mutants``)."""
+
+from tests.mutants.defect import Defect, Simulation
+from tests.mutants.of_product import OF_PRODUCT
+from tests.mutants.of_protocol import OF_PROTOCOL
+
+DEFECTS = (*OF_PROTOCOL, *OF_PRODUCT)
+
+__all__ = ["DEFECTS", "Defect", "Simulation"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.mutants.__main__ import look_for
-from tests.mutants.defects import DEFECTS, Defect
+from tests.mutants import DEFECTS, Defect
+from tests.mutants.__main__ import Limits, look_for
 
 import paceline
 
 SOURCE = Path(paceline.__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda each: each.name)
@@ -21,13 +23,20 @@ def test_a_defect_can_be_planted(defect: Defect) -> None:
     compile(wrong, defect.module, "exec")
 
 
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda each: each.name)
+def test_somebody_is_asked_for_each_defect(defect: Defect) -> None:
+    assert defect.unit or defect.integration
+    for path in (*defect.unit, *defect.integration):
+        assert (ROOT / path).exists()
+
+
 def test_names_are_distinct() -> None:
     assert len({each.name for each in DEFECTS}) == len(DEFECTS)
 
 
 def test_the_simulation_and_the_unit_tests_find_one() -> None:
     defect = next(each for each in DEFECTS if each.name == "filter-fast-path")
-    finding = look_for(Defect(**{**vars(defect), "unit": ("tests/unit/protocol/test_delivery.py",)}), 25)
+    finding = look_for(replace(defect, unit=("tests/unit/protocol/test_delivery.py",)), Limits(seeds=25))
     assert finding.seeds is not None
     assert finding.unit
     assert finding.integration is None

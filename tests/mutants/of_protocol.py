@@ -1,41 +1,25 @@
-"""The planted defects: each replaces one place of the product's source by what a tired programmer might write."""
+"""Planted defects in the pure rules, ``paceline.protocol``: the simulation of the protocol looks for them too."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-_CHAIN_TESTS: Final = ("tests/integration/ps/test_replication.py", "tests/integration/ps/test_failover.py")
+from tests.mutants.defect import Defect
 
+_UNIT: Final = "tests/unit/protocol"
+_DELIVERY: Final = (f"{_UNIT}/test_delivery.py",)
+_CLOCKS: Final = (f"{_UNIT}/test_clocks.py", f"{_UNIT}/test_gate_machine.py")
+_REPLICATION: Final = (f"{_UNIT}/test_replication.py",)
+_ITERATIONS: Final = (f"{_UNIT}/test_iterations.py", f"{_UNIT}/server")
+_CHAINS: Final = (f"{_UNIT}/test_chains.py",)
+_MEMBERSHIP: Final = (f"{_UNIT}/test_membership.py",)
+_CLIENT: Final = (f"{_UNIT}/client",)
+_SCHEDULER: Final = tuple(
+    f"{_UNIT}/scheduler/test_{name}.py" for name in ("views", "core", "core_views", "core_takeover", "recovery")
+)
+_SHARDS: Final = (f"{_UNIT}/jobs/test_shards.py", f"{_UNIT}/jobs/test_shards_machine.py")
 
-@dataclass(frozen=True)
-class Defect:
-    """A mistake, and where it is made."""
-
-    name: str
-    what: str
-    """What goes wrong, in the words of the report."""
-    module: str
-    """The file, below ``src/paceline``."""
-    right: str
-    """The text that stands there; it occurs once."""
-    wrong: str
-    unit: tuple[str, ...] = ("tests/unit/protocol",)
-    """The unit tests that are asked."""
-    integration: tuple[str, ...] = _CHAIN_TESTS
-    """And those with sockets, if nobody else has found it."""
-
-    def apply(self, text: str) -> str:
-        """Return the module's text with the defect. Raises ValueError unless the place is there, once."""
-        if text.count(self.right) != 1:
-            raise ValueError(
-                f"{self.name}: {self.module} has {text.count(self.right)} places that read {self.right!r}: expected "
-                "one; mend the defect in tests/mutants/defects.py"
-            )
-        return text.replace(self.right, self.wrong)
-
-
-DEFECTS: Final = (
+OF_PROTOCOL: Final = (
     # The duplicate filter.
     Defect(
         "filter-off-by-one",
@@ -43,6 +27,7 @@ DEFECTS: Final = (
         "protocol/delivery.py",
         "if last < sequence:\n                break",
         "if last <= sequence:\n                break",
+        unit=_DELIVERY,
     ),
     Defect(
         "filter-fast-path",
@@ -50,6 +35,7 @@ DEFECTS: Final = (
         "protocol/delivery.py",
         "runs[0][0] < sequence",
         "runs[0][0] <= sequence",
+        unit=_DELIVERY,
     ),
     Defect(
         "fill-without-filter",
@@ -57,6 +43,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "self._filter.adopt(one, event.state)",
         "self._filter.adopt(one, ())",
+        unit=_REPLICATION,
     ),
     Defect(
         "filter-of-newest-run",
@@ -64,6 +51,7 @@ DEFECTS: Final = (
         "protocol/delivery.py",
         "for last, seen in self._runs[incarnation]\n            if (part",
         "for last, seen in self._runs[incarnation][:1]\n            if (part",
+        unit=_DELIVERY,
     ),
     # The gate and the clocks.
     Defect(
@@ -72,6 +60,7 @@ DEFECTS: Final = (
         "protocol/clocks.py",
         "self._vector.minimum >= clock - self._tau",
         "self._vector.minimum >= clock - self._tau - 1",
+        unit=_CLOCKS,
     ),
     Defect(
         "dead-worker-counts",
@@ -79,6 +68,7 @@ DEFECTS: Final = (
         "protocol/clocks.py",
         "self._vector.leave(worker)\n                self._forget_requests(worker)",
         "self._forget_requests(worker)",
+        unit=_CLOCKS,
     ),
     Defect(
         "late-tick-counts",
@@ -86,6 +76,7 @@ DEFECTS: Final = (
         "protocol/clocks.py",
         "range(max(before, self._seen_minimum), clock)",
         "range(before, clock)",
+        unit=_CLOCKS,
     ),
     # Replication.
     Defect(
@@ -96,6 +87,7 @@ DEFECTS: Final = (
         "        self._pending[push] = None",
         "if push.is_ours or not push.waiting:\n            return [*instructions, *self._end(push)]\n"
         "        self._pending[push] = None",
+        unit=_REPLICATION,
     ),
     Defect(
         "no-retransmission",
@@ -103,6 +95,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "again = self._forward_again([push for push in self._pending if target in push.waiting])",
         "again: list[Instruction] = []",
+        unit=_REPLICATION,
     ),
     Defect(
         "old-view-push",
@@ -110,6 +103,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "if event.version < self._version or event.buckets & ~self._primary:",
         "if event.buckets & ~self._primary:",
+        unit=_REPLICATION,
     ),
     Defect(
         "old-view-forward",
@@ -117,6 +111,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "if event.version < self._version or event.buckets & ~sound:",
         "if event.buckets & ~sound:",
+        unit=_REPLICATION,
     ),
     Defect(
         "pending-lost-at-view-change",
@@ -124,6 +119,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "return instructions + self._forward_again(list(self._pending))",
         "return instructions",
+        unit=_REPLICATION,
     ),
     Defect(
         "report-before-confirmation",
@@ -131,6 +127,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "        confirmed = self._confirmed[target]\n        news",
         "        confirmed = self._sent[target]\n        news",
+        unit=_REPLICATION,
     ),
     Defect(
         "confirmed-across-views",
@@ -138,6 +135,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "confirmed = self._confirmed if follows else {}",
         "confirmed = self._confirmed",
+        unit=_REPLICATION,
     ),
     Defect(
         "push-before-bucket",
@@ -145,6 +143,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "self._behind.get(target, 0) & ~self._fills.get(target, 0) | self._sent.get(target, 0)",
         "self._behind.get(target, 0)",
+        unit=_REPLICATION,
     ),
     Defect(
         "fill-not-sent-again",
@@ -152,6 +151,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "            self._sent[target] = self._confirmed[target]",
         "            pass",
+        unit=_REPLICATION,
     ),
     Defect(
         "min-replicas-ignored",
@@ -159,6 +159,7 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "and not push.is_sum and push.buckets & self._short:",
         "and not push.is_sum and False:",
+        unit=_REPLICATION,
     ),
     Defect(
         "forwarded-in-order-of-arrival",
@@ -166,13 +167,15 @@ DEFECTS: Final = (
         "protocol/replication.py",
         "own.sort(key=lambda push: -push.sequence)",
         "own.reverse()",
+        unit=_REPLICATION,
     ),
     Defect(
         "filled-ahead-of-primary",
         "a server is filled with pushes that the primary may lack",
         "protocol/replication.py",
-        "        if self._overtaken:\n            # Rule 9",
-        "        if False:\n            # Rule 9",
+        "& ~self._sent.get(target, 0) & ~self._ahead_of_primary()",
+        "& ~self._sent.get(target, 0)",
+        unit=_REPLICATION,
     ),
     # Iterations and takeovers.
     Defect(
@@ -181,6 +184,7 @@ DEFECTS: Final = (
         "protocol/iterations.py",
         "            self._awaited = {worker for worker in workers if self._synced.get(worker, -1) < version}",
         "            self._awaited = set()",
+        unit=_ITERATIONS,
     ),
     Defect(
         "takeover-ignores-successors",
@@ -188,6 +192,7 @@ DEFECTS: Final = (
         "protocol/iterations.py",
         "self._takeover.lead(version, buckets, {*workers, *behind})",
         "self._takeover.lead(version, buckets, {*workers})",
+        unit=_ITERATIONS,
     ),
     Defect(
         "reported-before-kept",
@@ -195,6 +200,7 @@ DEFECTS: Final = (
         "protocol/iterations.py",
         "        if not buckets & self._replication.primary:\n            return True",
         "        if True:\n            return True",
+        unit=_ITERATIONS,
     ),
     Defect(
         "inherited-sums-count-as-safe",
@@ -202,6 +208,7 @@ DEFECTS: Final = (
         "protocol/iterations.py",
         "return durable if inherited is None else min(durable, inherited - 1)",
         "return durable",
+        unit=_ITERATIONS,
     ),
     Defect(
         "late-part-in-next-sum",
@@ -209,6 +216,7 @@ DEFECTS: Final = (
         "protocol/iterations.py",
         "left = self._replication.missing(AGGREGATE, iteration + 1, buckets)",
         "left = buckets",
+        unit=_ITERATIONS,
     ),
     # Chains.
     Defect(
@@ -217,6 +225,7 @@ DEFECTS: Final = (
         "protocol/chains.py",
         "return Chain(members, filling if filling in missing else missing[0])",
         "return Chain((*members, missing[0]), None)",
+        unit=_CHAINS,
     ),
     Defect(
         "last-copy-given-up",
@@ -224,6 +233,7 @@ DEFECTS: Final = (
         "protocol/chains.py",
         "if server not in self._silent]) or living",
         "if server not in self._silent])",
+        unit=_CHAINS,
     ),
     # The scheduler.
     Defect(
@@ -232,6 +242,7 @@ DEFECTS: Final = (
         "protocol/membership.py",
         "        self._next_incarnation += 1\n        self._add(member, now_s)",
         "        self._next_incarnation += role is not Role.WORKER\n        self._add(member, now_s)",
+        unit=_MEMBERSHIP,
     ),
     Defect(
         "takeover-without-promises",
@@ -239,6 +250,7 @@ DEFECTS: Final = (
         "protocol/scheduler/recovery.py",
         "if evidence.has_quorum(without, self._replicas, promised=self._term):",
         "if True:",
+        unit=_SCHEDULER,
     ),
     Defect(
         "drain-forgotten",
@@ -246,6 +258,7 @@ DEFECTS: Final = (
         "protocol/scheduler/departures.py",
         "self.servers = set(leaving) & set(servers)",
         "self.servers = set()",
+        unit=_SCHEDULER,
     ),
     Defect(
         "released-too-early",
@@ -253,6 +266,7 @@ DEFECTS: Final = (
         "protocol/scheduler/next_view.py",
         "return {server: reason for server, reason in reasons.items() if server not in needed}",
         "return {each: why for each, why in reasons.items() if each not in needed or each in self.drains.servers}",
+        unit=_SCHEDULER,
     ),
     Defect(
         "quorum-off-by-one",
@@ -260,6 +274,7 @@ DEFECTS: Final = (
         "protocol/scheduler/views.py",
         "return _have(len(voters) - commit_quorum(len(voters), replicas) + 1, voters, ended, returned)",
         "return _have(len(voters) - commit_quorum(len(voters), replicas), voters, ended, returned)",
+        unit=_SCHEDULER,
     ),
     Defect(
         "gaining-not-asked",
@@ -267,6 +282,7 @@ DEFECTS: Final = (
         "protocol/scheduler/views.py",
         "return has_quorum and stays and self.gaining <= self.prepared",
         "return has_quorum and stays",
+        unit=_SCHEDULER,
     ),
     Defect(
         "filled-in-another-view",
@@ -274,6 +290,32 @@ DEFECTS: Final = (
         "protocol/scheduler/next_view.py",
         "if version != self.publication.committed.version:",
         "if not version:",
+        unit=_SCHEDULER,
+    ),
+    # Clients.
+    Defect(
+        "sent-again-not-retained",
+        "a push that was sent again at a view change is lost at the second one",
+        "protocol/client/session.py",
+        "if self.retains and request.kind in PUSHES and",
+        "if self.retains and request.parents is None and request.kind in PUSHES and",
+        unit=_CLIENT,
+    ),
+    Defect(
+        "two-requests-of-one-number",
+        "a tick has the number of the request before it",
+        "protocol/client/session.py",
+        "self._last_number = (self._last_number + 1) & 0xFFFFFFFF",
+        "self._last_number = (self._last_number + (kind is not Kind.TICK)) & 0xFFFFFFFF",
+        unit=_CLIENT,
+    ),
+    Defect(
+        "stable-across-views",
+        "what was stable at a server counts as stable for the buckets that it leads next",
+        "protocol/client/session.py",
+        "        self.stable_clock = 0  # it was so for the buckets that the server led\n",
+        "",
+        unit=_CLIENT,
     ),
     # Shards.
     Defect(
@@ -282,6 +324,7 @@ DEFECTS: Final = (
         "protocol/jobs/shards.py",
         "key = heapq.heappop(self._returned)",
         "key = self._returned[0]",
+        unit=_SHARDS,
     ),
     Defect(
         "lost-lease-done",
@@ -289,5 +332,6 @@ DEFECTS: Final = (
         "protocol/jobs/shards.py",
         '            self._move(key, "Lost")\n            heapq.heappush(self._returned, key)',
         '            self._move(key, "Done")\n            self._num_done += 1',
+        unit=_SHARDS,
     ),
 )

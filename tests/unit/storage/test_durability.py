@@ -1,0 +1,73 @@
+"""A manifest names only what is on the disk, and whoever is told that it is in place can rely on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
+from paceline.storage.manifests import MANIFEST
+from paceline.storage.model_directory import save_model
+from paceline.storage.parts import PartBuffer, write_part
+from paceline.storage.snapshot_directory import SnapshotDirectory, folder_name
+from paceline.tables.spec import TableSpec
+
+SPEC = TableSpec(name="t", kind="sparse", dim=1, update={"kind": "SGD", "lr": 0.1}, initializer={"kind": "Zeros"})
+KEYS, RECORDS = np.arange(5, dtype=np.uint64), np.ones((5, 1), np.float32)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is done to the disk from now on, in order: which file, by its inode, is synced or renamed."""
+    done: list[tuple[str, int]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def synced(number: int) -> None:
+        done.append(("sync", os.fstat(number).st_ino))
+        fsync(number)
+
+    def renamed(source: Any, target: Any) -> None:
+        done.append(("rename", os.stat(source).st_ino))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    return done
+
+
+def check(steps: list[tuple[str, int]], folder: Path, files: Iterable[Path], *, then: Iterable[Path]) -> None:
+    """Raise AssertionError unless `files` were on the disk before the manifest was in place, and `then` behind it."""
+    inode = (folder / MANIFEST).stat().st_ino
+    renames = [at for at, (step, which) in enumerate(steps) if step == "rename"]
+    assert [steps[at] for at in renames] == [("rename", inode)]
+    before, behind = steps[: renames[0]], steps[renames[0] :]
+    for file in (*files, folder / MANIFEST):
+        assert ("sync", file.stat().st_ino) in before, file
+    for each in then:
+        assert ("sync", each.stat().st_ino) in behind, each
+
+
+def test_a_model(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
+    folder = tmp_path / "model"
+    manifest = save_model(folder, [(SPEC, [(KEYS, RECORDS)])], {}, {"optimizer": b"tensors"})
+    assert len(manifest.files) == 2
+    check(steps, folder, [folder / file for file in manifest.files], then=[folder])
+
+
+def test_a_snapshot(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
+    directory = SnapshotDirectory(tmp_path)
+    folder = tmp_path / folder_name(1)
+    directory.make(1)
+    gathered = PartBuffer(64)
+    gathered.begin(1)
+    gathered.add(KEYS, RECORDS, 7)
+    part = write_part(tmp_path, f"{folder.name}/s0.safetensors", "t", gathered)
+    table = StoredTable(spec=SPEC, rows=5, uses=(PartUse(part=part, buckets=(7,)),))
+    directory.commit(SnapshotManifest(paceline="0", number=1, full=True, iteration=None, tables=(table,)))
+    check(steps, folder, [tmp_path / part.file], then=[folder, tmp_path])
+    directory.close()
