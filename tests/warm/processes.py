@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import pytest
 
-from paceline.launch.fork_server import CHILD, ForkServer
+from paceline.launch.fork_server import CHILD, Forked, ForkServer
 
 _PLACE = "WARM_PROCESSES_OF_TESTS"
 """In the environment: the folder with the zygotes' sockets."""
@@ -31,7 +31,10 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def zygotes() -> Iterator[None]:
-    """Start both kinds, which end with the block."""
+    """Start both kinds, which end with the block. Where forks are not safe, programs are started afresh."""
+    if sys.platform != "linux":
+        yield
+        return
     started = []
     with tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp") as folder:
         for kind in ("plain", "torch"):
@@ -85,7 +88,8 @@ def close() -> None:
 def clusters_from_warm_parents() -> Iterator[None]:
     """Have the local clusters of this process forked from what is loaded."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForkServer, "start", lambda module=CHILD: connect("plain", module))
+        if _PLACE in os.environ:
+            patch.setattr(ForkServer, "start", lambda module=CHILD: connect("plain", module))
         yield
 
 
@@ -109,8 +113,7 @@ class WarmProcess:
 
         `within` is the file of a namespace, of networks or mounts.
         """
-        words = list(words) if within is None else ["--within", within, *words]
-        self.args = words
+        self.args = [str(word) for word in (words if within is None else ["--within", within, *words])]
         self._text = text
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
@@ -118,12 +121,18 @@ class WarmProcess:
         with contextlib.ExitStack() as theirs:
             streams = [self._stream(number, asked, theirs) for number, asked in enumerate((stdin, stdout))]
             streams.append(streams[1] if stderr == subprocess.STDOUT else self._stream(2, stderr, theirs))
-            self._process = _fork_server(kind).fork_onto(
-                [str(word) for word in words],
-                environment=env,
-                streams=(streams[0], streams[1], streams[2]),
-                folder=None if cwd is None else str(cwd),
-            )
+            self._process: Forked | subprocess.Popen[bytes]
+            if _PLACE in os.environ:
+                folder = None if cwd is None else str(cwd)
+                self._process = _fork_server(kind).fork_onto(
+                    self.args, environment=env, streams=(streams[0], streams[1], streams[2]), folder=folder
+                )
+            else:
+                stdin, stdout, stderr = streams
+                self._process = subprocess.Popen(
+                    [sys.executable, *self.args], env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr,
+                    start_new_session=True,
+                )  # fmt: skip
         self.pid = self._process.pid
 
     def _stream(self, number: int, asked: int | None, theirs: contextlib.ExitStack) -> int:

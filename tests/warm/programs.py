@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.launch.child import prepare as prepare_roles
 from paceline.launch.fork_server import CHILD, ForkServer
@@ -33,8 +33,8 @@ def prepare() -> None:
     prepare_roles()
 
 
-def main() -> int:
-    """Run the program that the arguments describe; never return to the warm parent's code by an exception."""
+def main() -> NoReturn:
+    """Run the program that the arguments describe."""
     words = sys.argv[1:]
     set_title([sys.executable, *words])
     _show_mark()
@@ -61,7 +61,7 @@ def main() -> int:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
-    return 0
+    sys.exit(0)  # the interpreter ends as it does after a program
 
 
 def _enter(namespace: str) -> None:
