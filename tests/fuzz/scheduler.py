@@ -169,7 +169,7 @@ class SchedulerEpisode(Episode):
     def rejoin(self) -> Any:
         random = self.random
         role, rank = random.choice(("worker", "server", "server")), random.randrange(2)
-        settings = self.scheduler._settings
+        settings = self.scheduler.settings
         group = messages.GroupInfo((OTHERS + 1, OTHERS + 2), None, to_bytes((1 << 512) - 1))
         members = tuple(
             messages.MemberInfo(

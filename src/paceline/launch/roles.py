@@ -159,7 +159,7 @@ def run_scheduler(
             scheduler.end("the scheduler was told to end")
             if not with_parent or ended.done():  # until everybody has heard it and left
                 deadline = asyncio.get_running_loop().time() + _LINGER_S
-                while scheduler.num_members and asyncio.get_running_loop().time() < deadline:
+                while scheduler.core.membership.members and asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(0.01)
             for task in (ended, stopped):
                 task.cancel()

@@ -419,7 +419,7 @@ def test_a_rank_that_is_taken() -> None:
             cluster.connect(rank=-1)
         assert cluster.connect().rank == 0
         first.close()
-        wait_until(lambda: cluster.scheduler.num_members == 2)
+        wait_until(lambda: len(cluster.scheduler.core.membership.members) == 2)
         assert cluster.connect(rank=1).incarnation != first.incarnation
 
 

@@ -29,7 +29,7 @@ def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> No
     notes: list[str] = []
     with Cluster(servers=1, workers=3, heartbeat_timeout_s=2.0) as cluster:
         scheduler = cluster.scheduler
-        scheduler._on_note, scheduler._tells_ends = notes.append, tells_ends
+        scheduler.notes.note, scheduler.notes.tells_ends = notes.append, tells_ends
         member(cluster, 0, is_well=True).close()  # it leaves in good order: nothing is said
         silent, ended = member(cluster, 1, is_well=False), member(cluster, 2, is_well=True)
         welcome = ended.state.welcome

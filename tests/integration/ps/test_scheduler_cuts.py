@@ -25,7 +25,7 @@ def cut_all(cluster: Cluster) -> int:
     """Break every connection of the scheduler; return how many there were."""
 
     def cut() -> int:
-        peers = list(cluster.scheduler._sessions)
+        peers = list(cluster.scheduler.sessions.connected)
         for peer in peers:
             peer.abort()
         return len(peers)
@@ -180,7 +180,7 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         link = cluster.nodes[1].link
         connect, link.transport = link.transport, _NoWay()  # type: ignore[assignment]
         incarnation = link.state.welcome.incarnation if link.state.welcome else 0
-        cluster.served.call(lambda: cluster.scheduler._members[incarnation].peer.abort())  # type: ignore[union-attr]
+        cluster.served.call(lambda: cluster.scheduler.sessions.members[incarnation].peer.abort())  # type: ignore[union-attr]
         wait_until(lambda: incarnation in cluster.scheduler.core.suspects.silent)
         assert (table.push_pull(keys, ones) == -2).all()
         link.transport = connect
@@ -196,7 +196,7 @@ def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
     with Cluster(servers=1, workers=1) as cluster:
         link = cluster.link()
         incarnation = link.state.welcome.incarnation if link.state.welcome else 0
-        peer: Any = cluster.scheduler._members[incarnation].peer
+        peer: Any = cluster.scheduler.sessions.members[incarnation].peer
         begun = threading.Event()
 
         def write() -> None:

@@ -1,14 +1,25 @@
-"""Views as they travel: whole, or as what they differ by from the one that a member has."""
+"""Views as they travel: whole, or as what they differ by from the one that a member has; which one each has."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from paceline.errors import UsageError
 from paceline.protocol import Member, Role
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.scheduler import View
-from paceline.ps.messages import ClusterMap, GroupInfo, MapChange, MemberInfo, Process
-from paceline.transport import Endpoint
+from paceline.ps.messages import ClusterMap, CommitMap, GroupInfo, MapChange, MemberInfo, PrepareMap, Process
+from paceline.transport import Endpoint, Peer
 
 ROLES = {"server": Role.SERVER, "worker": Role.WORKER, "observer": Role.OBSERVER}
+
+
+def role_of(name: str) -> Role:
+    """Return the role of this name. Raises UsageError."""
+    role = ROLES.get(name)
+    if role is None:
+        raise UsageError(f"role {name!r}: expected one of {', '.join(ROLES)}")
+    return role
 
 
 def map_of(view: View, *, num_waiting: int = 0) -> ClusterMap:
@@ -59,6 +70,47 @@ def view_of(cluster: ClusterMap) -> View:
 def member_of(info: MemberInfo) -> Member:
     """Return a member as the rules know it."""
     return Member(info.node, ROLES[info.role], info.rank, info.incarnation, info.endpoint, info.process)
+
+
+class SentViews:
+    """The views that each connection was sent. Workers are told of them only where the buckets are."""
+
+    def __init__(self) -> None:
+        self._routes = View(is_partial=True)  # what workers are told of the committed view
+        self._told: dict[Peer, View] = {}  # the last committed view that was sent
+        self._prepared: dict[Peer, View] = {}  # the last view that was sent to be prepared
+
+    def forget(self, peer: Peer) -> None:
+        """Forget a connection."""
+        self._told.pop(peer, None)
+        self._prepared.pop(peer, None)
+
+    def welcome(self, peer: Peer, role: Role, committed: View) -> ClusterMap:
+        """Return the committed view for a member that is welcomed."""
+        view = self._told[peer] = self._routes if role is Role.WORKER else committed
+        return map_of(view)
+
+    def prepare(self, peer: Any, view: View) -> PrepareMap:
+        """Return a view to be prepared."""
+        told = self._told.get(peer)
+        self._prepared[peer] = view
+        return PrepareMap(map=map_of(view) if told is None else change_of(told, view))
+
+    def commit(self, view: View) -> None:
+        """Note that a view is committed."""
+        routes = view.without_workers()
+        if routes.term != self._routes.term or not routes.same_servers(self._routes):
+            self._routes = routes  # else workers have what there is to know
+
+    def publish(self, peer: Peer, view: View) -> CommitMap | MapChange | None:
+        """Return what a member is told of the view that is committed; None if it has what there is to know."""
+        told = self._told.get(peer)
+        if told is None or told is self._routes or told.order >= view.order:
+            return None
+        seen = self._told[peer] = self._routes if told.is_partial else view
+        if self._prepared.get(peer) is view:
+            return CommitMap(term=view.term, epoch=view.epoch)
+        return change_of(told, seen)
 
 
 def _info(member: Member) -> MemberInfo:

@@ -10,6 +10,7 @@ learns it from them.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -19,15 +20,16 @@ import msgspec
 
 from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
 from paceline.protocol import Consistency, Member, Role, StalePolicy, check_stale_policy
-from paceline.protocol.buckets import count, from_bytes
+from paceline.protocol.buckets import from_bytes
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, NOTICE
 from paceline.ps.scheduler.jobs import Jobs
-from paceline.ps.scheduler.maps import ROLES, change_of, map_of, member_of, view_of
+from paceline.ps.scheduler.maps import SentViews, map_of, member_of, role_of, view_of
+from paceline.ps.scheduler.notes import Notes
 from paceline.ps.scheduler.processes import ProcessWatch
-from paceline.ps.scheduler.sessions import Call, Session, notify_all
+from paceline.ps.scheduler.sessions import Call, Session, Sessions, notify_all
 from paceline.ps.scheduler.tables import Tables
 from paceline.tables.non_finite import REFUSE, check_policy
 from paceline.transport import Endpoint, Handler, Header, Peer
@@ -72,7 +74,7 @@ class Scheduler(Handler):
         tells_ends: bool = True,
     ) -> None:
         check_stale_policy(consistency, stale)
-        self._settings = messages.Settings(
+        self.settings = messages.Settings(
             consistency=str(consistency),
             stale=str(stale),
             num_servers=num_servers,
@@ -86,46 +88,34 @@ class Scheduler(Handler):
             num_servers=num_servers,
             replicas=replicas,
             heartbeat_timeout_s=heartbeat_timeout_s,
-            cluster=self._settings.cluster,
+            cluster=self.settings.cluster,
             salt=secrets.randbits(16),
             replaces=replaces,
             accepts_minority=accepts_minority,
         )
-        self._on_note, self._on_loss, self._fail = on_note, on_loss, fail
-        self._tells_ends = tells_ends
-        self._tables = Tables()
+        self.notes = Notes(on_note, on_loss, tells_ends=tells_ends)
         self.jobs = Jobs(num_workers)
-        self._sessions: dict[Peer, Session] = {}
-        self._members: dict[int, Session] = {}  # by incarnation
-        self._asked: dict[Peer, int] = {}  # who waits to be welcomed → the number of its call
-        self._routes = View(is_partial=True)  # what workers are told of the committed view
-        self._told: dict[Peer, View] = {}  # the last committed view that was sent on a connection
-        self._prepared: dict[Peer, View] = {}  # the last view that was sent to be prepared
+        self._fail = fail
+        self._tables = Tables()
+        self.sessions = Sessions()
+        self._views = SentViews()
         self._held: list[tuple[Peer, Header, Any, bytes]] = []  # what has come while members are awaited
         self._processes = ProcessWatch(
             self.process_ended, lambda incarnation: self._feed(events.Doubted(incarnation)), fail
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._flush: asyncio.TimerHandle | None = None
-        self._flushed_s = 0.0
-        self._has_news = False
-        self._other_clusters: set[str] = set()  # those that were told of
+        self._flush: asyncio.TimerHandle | None = None  # the latest
         self.failure: PacelineError | None = None
         """Why it has ended, if that was not asked for."""
         self.ended = asyncio.Event()
         """Set when the cluster shall end."""
-
-    @property
-    def num_members(self) -> int:
-        """How many processes belong to the cluster, observers included."""
-        return len(self.core.membership.members)
 
     # Connections.
 
     @must_succeed
     def connected(self, peer: Peer) -> None:
         """Take note of a connection; the clock begins with the first one."""
-        self._sessions[peer] = Session(peer)
+        self.sessions.connected[peer] = Session(peer)
         if self._timer is None:
             self._tick()
 
@@ -135,7 +125,7 @@ class Scheduler(Handler):
             raise ProtocolError(f"the scheduler knows no frame of kind {header.kind}; is the peer of this version?")
         request = messages.decode_to_scheduler(meta)
         try:
-            if self._sessions[peer].is_new(header):
+            if self.sessions.connected[peer].is_new(header):
                 self._take(peer, header, request, body)
         except PacelineError:
             raise
@@ -146,13 +136,27 @@ class Scheduler(Handler):
     def _take(self, peer: Peer, header: Header, request: Any, body: memoryview) -> None:
         match request:
             case messages.Register():
-                self._register(peer, header, request)
+                role = role_of(request.role)
+                if self.sessions.has_asked(peer):
+                    raise ProtocolError(f"node {request.node!r} asked twice to join on one connection")
+                self.sessions.ask(peer, header.request)
+                self._feed(
+                    events.Register(
+                        peer,
+                        request.node,
+                        role,
+                        request.rank,
+                        request.endpoint,
+                        request.process,
+                        is_extra=request.extra,
+                    )
+                )
             case messages.Rejoin():
                 self._rejoin(peer, header, request)
             case messages.Heartbeat(unreachable=unreachable, progress=progress):
                 self._feed(events.Heartbeat(peer, unreachable))
                 if progress:
-                    self.jobs.note_progress(self._sessions[peer], progress, self.core.membership)
+                    self.jobs.note_progress(self.sessions.connected[peer], progress, self.core.membership)
             case messages.Leave():
                 self._feed(events.Leave(peer))
                 peer.close()  # which the other end waits for
@@ -167,7 +171,7 @@ class Scheduler(Handler):
             case _ if self._must_wait(request):
                 self._held.append((peer, header, request, bytes(body)))
             case _:
-                call = Call(self._sessions[peer], header.request)
+                call = Call(self.sessions.connected[peer], header.request)
                 try:
                     self._serve(call, request, body)
                 except PacelineError as error:
@@ -185,7 +189,7 @@ class Scheduler(Handler):
             case messages.GetMap():
                 call.answer(map_of(self.core.newest, num_waiting=self.core.num_waiting_servers))
             case messages.GetSettings():
-                call.answer(self._settings)
+                call.answer(self.settings)
             case messages.DeclareTable(spec=spec):
                 call.answer(self._tables.declare(spec))
             case messages.NoteUpdate(table=table, update=update):
@@ -203,12 +207,9 @@ class Scheduler(Handler):
     @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """Take note that a connection broke. That is no death: who is a member comes again."""
-        session = self._sessions.pop(peer)
-        for known in (self._asked, self._told, self._prepared):
-            known.pop(peer, None)
+        session = self.sessions.disconnect(peer)
+        self._views.forget(peer)
         self._held = [each for each in self._held if each[0] is not peer]
-        if session.peer is peer:
-            session.peer = None
         if session.incarnation is None:
             self.jobs.forget(session)
         self._feed(events.Disconnected(peer))
@@ -232,24 +233,13 @@ class Scheduler(Handler):
 
     # The core.
 
-    def _register(self, peer: Peer, header: Header, request: messages.Register) -> None:
-        role = _role(request.role)
-        if peer in self._asked or self._sessions[peer].incarnation is not None:
-            raise ProtocolError(f"node {request.node!r} asked twice to join on one connection")
-        self._asked[peer] = header.request
-        self._feed(
-            events.Register(
-                peer, request.node, role, request.rank, request.endpoint, request.process, is_extra=request.extra
-            )
-        )
-
     def _rejoin(self, peer: Peer, header: Header, request: messages.Rejoin) -> None:
-        role = _role(request.role)
-        if self.core.phase is not Phase.LEADING and not self._has_settings(request.settings):
+        role = role_of(request.role)
+        if self.core.phase is not Phase.LEADING and not self.notes.has_settings(request.settings, self.settings):
             peer.send_frame(messages.RESULT, request=header.request, meta=messages.encode(messages.Elsewhere()))
             return
-        self._asked[peer] = header.request
-        self._sessions[peer].end.is_foreign = True
+        self.sessions.ask(peer, header.request)
+        self.sessions.connected[peer].end.is_foreign = True
         job = request.job
         member = Member(request.node, role, request.rank, request.incarnation, request.endpoint, request.process)
         returned = Returned(
@@ -266,32 +256,13 @@ class Scheduler(Handler):
             knowledge=request,
         )
         self._feed(events.Rejoin(returned))
-        awaited = self.core.awaited
-        for each in awaited:
+        for each in self.core.awaited:
             endpoint, process = each.address, each.process
             assert endpoint is None or isinstance(endpoint, Endpoint)
             assert process is None or isinstance(process, messages.Process)
-            self._processes.watch(each.incarnation, process, endpoint, connected=False)
-        if awaited and self.core.phase is not Phase.RECOVERING:  # one of them was found to have ended
-            self._watch_members_only()
-
-    def _watch_members_only(self) -> None:
-        """Watch no process any more that was awaited, and is no member."""
-        self._processes.keep([member.incarnation for member in self.core.membership.members])
-
-    def _has_settings(self, settings: messages.Settings) -> bool:
-        """Return whether a cluster that may be taken over has the settings of this one; say so if not."""
-        for name in ("consistency", "stale", "num_servers", "num_workers", "replicas", "min_replicas", "non_finite"):
-            ours, theirs = getattr(self._settings, name), getattr(settings, name)
-            if ours != theirs:
-                if settings.cluster not in self._other_clusters:
-                    self._other_clusters.add(settings.cluster)
-                    self._on_note(
-                        f"members of a cluster with {name}={theirs} want to be taken over, and this scheduler was "
-                        f"started with {name}={ours}: start it with the settings of the one before"
-                    )
-                return False
-        return True
+            # It may be found at once that one has ended, and that the cluster can be taken over without it.
+            if self.core.phase is Phase.RECOVERING or self.core.membership.find(each.incarnation) is not None:
+                self._processes.watch(each.incarnation, process, endpoint, connected=False)
 
     @must_succeed
     def _feed(self, event: events.Event) -> None:
@@ -299,7 +270,7 @@ class Scheduler(Handler):
         for instruction in self.core.handle(event, time.monotonic()):
             self._execute(instruction)
         if was_recovering and self.core.phase is not Phase.RECOVERING:
-            self._watch_members_only()
+            self._processes.keep([member.incarnation for member in self.core.membership.members])
         if self._held and not self._must_wait(None):
             held, self._held = self._held, []
             for peer, header, request, body in held:
@@ -310,176 +281,113 @@ class Scheduler(Handler):
             case events.Welcome(peer, member):
                 self._welcome(peer, member)
             case events.Refuse(peer, reason):
-                self._refuse(peer, UsageError(reason))
+                self.sessions.refuse(peer, UsageError(reason))
             case events.Foreign(peer):
-                self._answer_asked(peer, messages.Elsewhere())
+                self.sessions.answer_asked(peer, messages.Elsewhere())
             case events.Expel(peer, reason):
-                self._notify(peer, messages.Expelled(reason=reason))
-                self._refuse(peer, PeerError(f"this process was declared dead: {reason}; start it again"))
+                self.sessions.notify(peer, messages.Expelled(reason=reason))
+                self.sessions.refuse(peer, PeerError(f"this process was declared dead: {reason}; start it again"))
             case events.Release(peer):
-                self._notify(peer, messages.Ended(reason="its buckets are on other servers"))
+                self.sessions.notify(peer, messages.Ended(reason="its buckets are on other servers"))
             case events.Removed():
                 self._removed(instruction)
             case events.TakenOver():
                 self._take_over(instruction)
             case events.Promise(peers, term):
                 for peer in peers:
-                    self._notify(peer, messages.Promise(term=term))
+                    self.sessions.notify(peer, messages.Promise(term=term))
             case events.Prepare(peers, view):
                 for peer in peers:
-                    self._prepare(peer, view)
+                    self.sessions.notify(peer, self._views.prepare(peer, view))
             case events.Publish(view):
                 self._publish(view)
             case events.FlushSoon():
-                if self._flush is None:
-                    loop = asyncio.get_running_loop()
-                    self._flush = loop.call_at(max(loop.time(), self._flushed_s + _FLUSH_S), self._flush_now)
+                loop = asyncio.get_running_loop()
+                last_s = -math.inf if self._flush is None else self._flush.when()
+                self._flush = loop.call_at(max(loop.time(), last_s + _FLUSH_S), lambda: self._feed(events.Flush()))
             case events.Lost(buckets):
                 if not self.ended.is_set():  # at the end servers leave, with what they hold
-                    self._on_loss(f"{count(buckets)} buckets of the tables are lost: no server that lives has them")
+                    self.notes.lost(buckets)
             case events.Note(text):
-                self._on_note(text)
+                self.notes.note(text)
             case events.Superseded(term):
                 self.failure = PeerError(
                     f"another scheduler has taken over this cluster (in term {term}): this one ends"
                 )
                 self.ended.set()
 
-    def _flush_now(self) -> None:
-        self._flush, self._flushed_s = None, asyncio.get_running_loop().time()
-        self._feed(events.Flush())
-
     def _welcome(self, peer: Any, member: Member) -> None:
-        session, known = self._sessions.get(peer), self._members.get(member.incarnation)
-        if session is None:
-            return  # it is gone again, and comes again
-        if known is None:
-            known = self._members[member.incarnation] = session
-            session.incarnation = member.incarnation
-        self._sessions[peer] = known
-        is_resumed, known.peer = known.peer is not peer, peer
-        view = self._view_for(member.role)
-        self._told[peer] = view
-        self._answer_asked(
-            peer,
-            messages.Welcome(
-                rank=member.rank,
-                incarnation=member.incarnation,
-                heartbeat_s=self.core.heartbeat_s,
-                settings=self._settings,
-                cluster=map_of(view),
-                received=known.end.welcome_number,
-            ),
+        found = self.sessions.welcome(peer, member.incarnation)
+        if found is None:
+            return
+        session, is_resumed = found
+        welcome = messages.Welcome(
+            rank=member.rank,
+            incarnation=member.incarnation,
+            heartbeat_s=self.core.heartbeat_s,
+            settings=self.settings,
+            cluster=self._views.welcome(peer, member.role, self.core.committed),
+            received=session.end.welcome_number,
         )
+        self.sessions.answer_asked(peer, welcome)
         if is_resumed:
-            known.answer_again()
+            session.answer_again()
         record = self.jobs.record()
-        if record is not None and (member.role is Role.WORKER or self.jobs.concerns(known)):
-            known.notify(messages.encode(record))
+        if record is not None and (member.role is Role.WORKER or self.jobs.concerns(session)):
+            session.notify(messages.encode(record))
         assert member.address is None or isinstance(member.address, Endpoint)
         assert member.process is None or isinstance(member.process, messages.Process)
         self._processes.watch(member.incarnation, member.process, member.address, connected=True)
 
-    def _view_for(self, role: Role) -> View:
-        """Return what a member is told of the committed view: workers only where the buckets are."""
-        return self._routes if role is Role.WORKER else self.core.committed
-
-    def _answer_asked(self, peer: Any, answer: msgspec.Struct) -> None:
-        request = self._asked.pop(peer, None)
-        if request is not None:
-            peer.send_frame(messages.RESULT, request=request, meta=messages.encode(answer))
-
-    def _refuse(self, peer: Any, error: PacelineError) -> None:
-        request = self._asked.pop(peer, None)
-        if request is not None:
-            Session(peer).refuse(request, error)
-
-    def _notify(self, peer: Any, message: msgspec.Struct) -> None:
-        if peer in self._sessions:
-            peer.send_frame(NOTICE, meta=messages.encode(message))
-
     def _removed(self, removed: events.Removed) -> None:
-        session = self._members.pop(removed.member.incarnation, None)
+        session = self.sessions.members.pop(removed.member.incarnation, None)
         self._processes.forget(removed.member.incarnation)
         self.jobs.removed(removed, session)
         self._tell_news_soon()
-        is_told = removed.reason != events.PROCESS_ENDED or self._tells_ends
-        if removed.reason is not None and is_told and not self.ended.is_set():
-            self._on_note(f"{_name(removed.member)} is declared dead: {removed.reason}")
+        if removed.reason is not None and not self.ended.is_set():
+            self.notes.declared_dead(removed.member, removed.reason)
 
     def _take_over(self, taken: events.TakenOver) -> None:
         """Take over what the members know together."""
-        self._settings = msgspec.structs.replace(self._settings, cluster=self.core.cluster)
+        self.settings = msgspec.structs.replace(self.settings, cluster=self.core.cluster)
         rejoins = []
         for returned in taken.returned:
             rejoin = returned.knowledge
             assert isinstance(rejoin, messages.Rejoin)
-            session = self._sessions.get(returned.peer)  # type: ignore[call-overload]
-            if session is None:  # its connection broke again, and it comes again
-                session = Session(returned.peer)  # type: ignore[arg-type]
-                session.end.is_foreign, session.peer = True, None
-            session.incarnation = returned.member.incarnation
-            self._members[returned.member.incarnation] = session
+            session = self.sessions.take_over(returned.peer, returned.member.incarnation)
             rejoins.append((session, returned.member, rejoin))
         for _, _, rejoin in sorted(rejoins, key=lambda each: each[2].role != "server"):  # servers know the tables best
             self._tables.restore(rejoin.tables)
         self.jobs.restore(rejoins, taken.dead)
         self._tell_news_soon()
         for member in taken.dead:
-            self._on_note(f"{_name(member)} is declared dead: it has not come to this scheduler, which took over")
+            self.notes.declared_dead(member, "it has not come to this scheduler, which took over")
 
     # Views.
 
-    def _prepare(self, peer: Any, view: View) -> None:
-        told = self._told.get(peer)
-        self._prepared[peer] = view
-        self._notify(peer, messages.PrepareMap(map=map_of(view) if told is None else change_of(told, view)))
-
     def _publish(self, view: View) -> None:
-        routes = view.without_workers()
-        if routes.term != self._routes.term or not routes.same_servers(self._routes):
-            self._routes = routes  # else workers have what there is to know
-        for session in self._members.values():
-            peer = session.peer
-            told = None if peer is None else self._told.get(peer)
-            if peer is None or told is None or told is self._routes or told.order >= view.order:
-                continue
-            seen = self._told[peer] = self._routes if told.is_partial else view
-            if self._prepared.get(peer) is view:
-                session.notify(messages.encode(messages.CommitMap(term=view.term, epoch=view.epoch)))
-            else:
-                session.notify(messages.encode(change_of(told, seen)))
+        self._views.commit(view)
+        for session in self.sessions.members.values():
+            message = None if session.peer is None else self._views.publish(session.peer, view)
+            if message is not None:
+                session.notify(messages.encode(message))
 
     # Work.
 
     def _tell_news_soon(self) -> None:
-        if not self._has_news:
-            self._has_news = True
-            asyncio.get_running_loop().call_soon(self._tell_news)
+        """Tell what became of the job to those that keep it: a batch for all that comes at once."""
+        asyncio.get_running_loop().call_soon(self._tell_news)
 
     def _tell_news(self) -> None:
-        """Tell what became of the job to those that keep it: a batch for all that came at once."""
-        self._has_news = False
         news = self.jobs.take_news()
         if news is None:
             return
         workers = {member.incarnation for member in self.core.membership.of(Role.WORKER)}
-        keepers = [s for each, s in self._members.items() if each in workers or self.jobs.concerns(s)]
+        keepers = [s for each, s in self.sessions.members.items() if each in workers or self.jobs.concerns(s)]
         notify_all(keepers, news)
 
     def end(self, reason: str) -> None:
         """Tell every process of the cluster to end in good order."""
         self.jobs.end()
-        notify_all(self._sessions.values(), messages.Ended(reason=reason))
+        notify_all(self.sessions.connected.values(), messages.Ended(reason=reason))
         self.ended.set()
-
-
-def _name(member: Member) -> str:
-    return f"{member.role.value} {member.rank} ({member.node})"
-
-
-def _role(name: str) -> Role:
-    role = ROLES.get(name)
-    if role is None:
-        raise UsageError(f"role {name!r}: expected one of {', '.join(ROLES)}")
-    return role

@@ -68,6 +68,70 @@ class Session:
             self.peer.send_frame(RESULT, request=request, sequence=self.end.received, meta=answer[0], body=answer[1])
 
 
+class Sessions:
+    """The processes that are connected, and the members, which may not be."""
+
+    def __init__(self) -> None:
+        self.connected: dict[Peer, Session] = {}
+        self.members: dict[int, Session] = {}
+        """By incarnation."""
+        self._asked: dict[Peer, int] = {}  # who waits to be welcomed → the number of its call
+
+    def disconnect(self, peer: Peer) -> Session:
+        """Forget a connection; return whose it was."""
+        session = self.connected.pop(peer)
+        self._asked.pop(peer, None)
+        if session.peer is peer:
+            session.peer = None
+        return session
+
+    def ask(self, peer: Peer, request: int) -> None:
+        """Note that a process waits to be welcomed."""
+        self._asked[peer] = request
+
+    def has_asked(self, peer: Peer) -> bool:
+        """Whether a process waits to be welcomed, or was."""
+        return peer in self._asked or self.connected[peer].incarnation is not None
+
+    def answer_asked(self, peer: Any, answer: msgspec.Struct) -> None:
+        """Answer one that waits to be welcomed."""
+        request = self._asked.pop(peer, None)
+        if request is not None:
+            peer.send_frame(RESULT, request=request, meta=messages.encode(answer))
+
+    def refuse(self, peer: Any, error: Exception) -> None:
+        """Refuse one that waits to be welcomed."""
+        request = self._asked.pop(peer, None)
+        if request is not None:
+            Session(peer).refuse(request, error)
+
+    def notify(self, peer: Any, message: msgspec.Struct) -> None:
+        """Send a notice on a connection if there still is one."""
+        if peer in self.connected:
+            peer.send_frame(NOTICE, meta=messages.encode(message))
+
+    def welcome(self, peer: Any, incarnation: int) -> tuple[Session, bool] | None:
+        """Return a member's session, and whether that goes on on another connection; None if this one is gone."""
+        session = self.connected.get(peer)
+        if session is None:
+            return None  # it comes again
+        member = self.members.setdefault(incarnation, session)
+        member.incarnation = incarnation
+        self.connected[peer] = member
+        is_resumed, member.peer = member.peer is not peer, peer
+        return member, is_resumed
+
+    def take_over(self, peer: Any, incarnation: int) -> Session:
+        """Return the session of a member of a former scheduler's cluster."""
+        session = self.connected.get(peer)
+        if session is None:  # its connection broke again, and it comes again
+            session = Session(peer)
+            session.end.is_foreign, session.peer = True, None
+        session.incarnation = incarnation
+        self.members[incarnation] = session
+        return session
+
+
 class Call:
     """A message that may be answered later, however the process is reached then."""
 
