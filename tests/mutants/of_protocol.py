@@ -330,8 +330,8 @@ OF_PROTOCOL: Final = (
         "lost-lease-done",
         "a shard counts as done though its lease was taken back",
         "protocol/jobs/shards.py",
-        '            self._move(key, "Lost")\n            heapq.heappush(self._returned, key)',
-        '            self._move(key, "Done")\n            self._num_done += 1',
+        '            self._states.move(key, "Lost")\n            heapq.heappush(self._returned, key)',
+        '            self._states.move(key, "Done")',
         unit=_SHARDS,
     ),
 )

@@ -43,8 +43,6 @@ LARGE_CLASSES = {
     "launch/run/run.py:RunOptions": (0, 22),
     "launch/run/servers.py:RunServers": (19, 16),
     "launch/train/train.py:Training": (17, 17),
-    "protocol/jobs/ledger.py:JobLedger": (21, 10),
-    "protocol/jobs/shards.py:Shards": (25, 14),
     "protocol/replication.py:Replication": (42, 26),
     "ps/client/servers.py:Servers": (19, 16),
     "ps/server/replicator.py:Replicator": (24, 9),

@@ -26,7 +26,8 @@ from paceline.protocol.jobs.records import (
     done_shards,
     shards_in,
 )
-from paceline.protocol.jobs.shards import SHARD, ShardAccount, Shards
+from paceline.protocol.jobs.shard_states import SHARD
+from paceline.protocol.jobs.shards import ShardAccount, Shards
 
 __all__ = [
     "ALL_DONE",

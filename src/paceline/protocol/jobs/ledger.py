@@ -46,27 +46,27 @@ class JobLedger:
     """
 
     def __init__(self, number: int, spec: JobSpec, num_workers: int, ranks: Collection[int] = ()) -> None:
-        is_strided = spec.assignment == "strided"
         self.number = number
         self.spec = spec
         self.failed: tuple[str, str] | None = None
         self._lost = 0
         self._num_workers = max(num_workers, 1)
-        self._leases = Leases(self._pool(spec.files, list(shards_in(spec.done))), ranks if is_strided else ())
+        self._leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
         self._results = Results(number, spec.progress)
         self._facts = JobFacts(number)  # what members were told
         self._news = JobFacts(number)
         self._has_news = True  # the job itself
-        self._give_away_absent(ranks)
 
-    def _pool(
+    def _begin(
         self,
+        ranks: Collection[int],
         files: Sequence[int | None],
         done: Collection[Key],
         held: Collection[shards.Granted] = (),
         last_lease: int = -1,
-    ) -> Shards:
-        return Shards.restore(
+    ) -> Leases:
+        """Begin to lease shards; the strides of workers that are not there are for the others, until they come."""
+        pool = Shards.restore(
             files,
             epochs=self.spec.epochs,
             assignment="strided" if self.spec.assignment == "strided" else "first-come",
@@ -75,6 +75,12 @@ class JobLedger:
             held=held,
             last_lease=last_lease,
         )
+        if self.spec.assignment != "strided":
+            return Leases(pool, ())
+        leases = Leases(pool, ranks)
+        for absent in set(range(self._num_workers)) - set(ranks):
+            leases.give_away(absent)
+        return leases
 
     @classmethod
     def restore(
@@ -107,10 +113,7 @@ class JobLedger:
         done = [*shards_in(record.done), *shards_in(spec.done)]
         files = [facts.ended.get(file, size) for file, size in enumerate(spec.files)]
         last_lease = max((memory.last_lease for memory in at_work.values()), default=-1)
-        ranks = [each.member.rank for each in workers]
-        is_strided = spec.assignment == "strided"
-        self._leases = Leases(self._pool(files, done, held, last_lease), ranks if is_strided else ())
-        self._give_away_absent(ranks)
+        self._leases = self._begin([each.member.rank for each in workers], files, done, held, last_lease)
         has_begun = bool(done or held or posters.seconds)
         self._leases.resume(at_work, now_s - posters.seconds if has_begun else None)
         self._lost, self.failed = facts.lost, facts.failed
@@ -124,12 +127,6 @@ class JobLedger:
         if self.failed is not None:
             self.close()
         return self
-
-    def _give_away_absent(self, ranks: Collection[int]) -> None:
-        """Give the strides of workers that are not there to the others, until they come."""
-        if self.spec.assignment == "strided":
-            for absent in set(range(self._num_workers)) - set(ranks):
-                self._leases.give_away(absent)
 
     def take_answers(self) -> list[Answer]:
         """Return the answers to workers that have asked for shards, since the last call."""

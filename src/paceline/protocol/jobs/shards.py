@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeAlias
 
 from paceline.errors import DataError, ProtocolError, UsageError
 from paceline.protocol.jobs.records import Key
-from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
+from paceline.protocol.jobs.shard_states import DONE, FREE, OPEN, RETURNED, ShardStates
 
 Assignment: TypeAlias = Literal["first-come", "strided"]
 
@@ -103,33 +103,6 @@ class _Cursor:
     shard: int
 
 
-SHARD: Final = StateTable(
-    "a shard in one epoch",
-    ("free", "open", "returned", "done"),
-    (
-        Transition(OUTSIDE, "Shards", "free"),
-        Transition(OUTSIDE, "restore", "free"),
-        Transition(OUTSIDE, "restore", "open"),
-        Transition(OUTSIDE, "restore", "done"),
-        Transition("free", "Lease", "open", "Granted"),
-        Transition("open", "Done", "done"),
-        Transition("open", "Lost", "returned"),
-        Transition("returned", "Lease", "open", "Granted"),
-        Transition("free", "Ended", OUTSIDE, when="before it"),
-        Transition("open", "Ended", OUTSIDE, when="before it"),
-        Transition("returned", "Ended", OUTSIDE, when="before it"),
-        Transition("done", "Ended", OUTSIDE, when="before it"),
-    ),
-)
-
-# A shard's state is kept as one byte: its place among the states. Where it goes is looked up.
-_FREE, _OPEN, _RETURNED, _DONE = range(len(SHARD.states))
-_NEXT: Final = {
-    (SHARD.states.index(row.source), row.event): SHARD.states.index(row.target)
-    for row in SHARD.transitions
-    if OUTSIDE not in (row.source, row.target)
-}
-
 _LEASE_GAP: Final = 1 << 20
 """How far a restored pool skips ahead: more leases than can have been given with nobody left to tell."""
 
@@ -166,19 +139,16 @@ class Shards:
                 f"Shards(files={list(files)}, epochs={epochs}, num_workers={num_workers}): expected numbers "
                 "of at least 0, and at least one worker."
             )
-        self._sizes: list[int | None] = list(files)
-        self._epochs = epochs if files else 0
+        self._states = ShardStates(files, epochs)
         self._strided = assignment == "strided"
         self._stride = num_workers if self._strided else 1
         self._offsets = [sum(n or 0 for n in files[:i]) for i in range(len(files))]
-        self._states: dict[tuple[int, int], bytearray] = {}  # epoch, file → one state per shard
         self._leased_again: dict[Key, int] = {}
         self._cursors = [_Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)]
         self._orphans: set[int] = set()  # positions whose worker was lost: their shards are for all
         self._returned: list[Key] = []  # a heap
         self._open: dict[int, tuple[int, Key]] = {}  # lease → worker, shard
         self._waiting: dict[int, None] = {}  # workers, in the order in which they began to wait
-        self._num_done = 0
         self._next_lease = 0
 
     @classmethod
@@ -210,17 +180,16 @@ class Shards:
         self = cls(files, epochs, assignment, num_workers)
         highest = last_lease
         for key in done:
-            if self._exists(key) and self._state(key) != _DONE:
-                self._set_state(key, _DONE)
-                self._num_done += 1
+            if self._states.exists(key):
+                self._states.set(key, DONE)
         for lease in sorted(held, key=lambda each: each.lease, reverse=True):
             highest = max(highest, lease.lease)
             key = (lease.epoch, lease.file, lease.shard)
-            if self._exists(key) and self._state(key) == _FREE:
-                self._set_state(key, _OPEN)
+            if self._states.exists(key) and self._states.of(key) == FREE:
+                self._states.set(key, OPEN)
                 self._open[lease.lease] = lease.worker, key
         for key, times in (num_leases or {}).items():
-            again = times - 1 if self._exists(key) and self._state(key) != _FREE else times
+            again = times - 1 if self._states.exists(key) and self._states.of(key) != FREE else times
             if again > 0:
                 self._leased_again[key] = again
         self._next_lease = highest + _LEASE_GAP
@@ -260,7 +229,7 @@ class Shards:
     @property
     def sizes(self) -> tuple[int | None, ...]:
         """The number of shards of each file, as far as it is known by now."""
-        return tuple(self._sizes)
+        return tuple(self._states.sizes)
 
     def shard_of(self, lease: int) -> tuple[int, int, int] | None:
         """The (epoch, file, shard) of a lease that is open."""
@@ -272,26 +241,21 @@ class Shards:
 
     def done(self) -> Iterator[Key]:
         """The shards that are done."""
-        for (epoch, file), states in self._states.items():
-            yield from ((epoch, file, shard) for shard, state in enumerate(states) if state == _DONE)
+        return self._states.all(DONE)
 
     def progress(self) -> tuple[int, int | None]:
         """How many shards of all epochs are done, and of how many; None while a file's number is unknown."""
-        if None in self._sizes:
-            return self._num_done, None
-        return self._num_done, self._epochs * sum(n or 0 for n in self._sizes)
+        states = self._states
+        total = None if None in states.sizes else states.epochs * sum(n or 0 for n in states.sizes)
+        return states.num_done, total
 
     def report(self) -> tuple[ShardAccount, ...]:
         """The account of every shard, in order; of a file whose number is unknown, those leased so far."""
         accounts = []
-        for epoch in range(self._epochs):
-            for file, size in enumerate(self._sizes):
-                states = self._states.get((epoch, file), bytearray())
-                for shard in range(len(states) if size is None else size):
-                    state = states[shard] if shard < len(states) else _FREE
-                    again = self._leased_again.get((epoch, file, shard), 0)
-                    num_leases = 0 if state == _FREE else 1 + again
-                    accounts.append(ShardAccount(epoch, file, shard, state == _DONE, num_leases))
+        for key in self._states.known():
+            state = self._states.of(key)
+            num_leases = 0 if state == FREE else 1 + self._leased_again.get(key, 0)
+            accounts.append(ShardAccount(*key, state == DONE, num_leases))
         return tuple(accounts)
 
     def _answer(self, worker: int) -> Granted | Exhausted | None:
@@ -301,7 +265,7 @@ class Shards:
         lease = self._next_lease
         self._next_lease += 1
         self._open[lease] = worker, key
-        self._move(key, "Lease")
+        self._states.move(key, "Lease")
         return Granted(worker, lease, *key)
 
     def _next(self, worker: int) -> Key | None:
@@ -326,16 +290,16 @@ class Shards:
 
     def _peek(self, position: int) -> Key | None:
         cursor = self._cursors[position]
-        while cursor.epoch < self._epochs:
-            size = self._sizes[cursor.file]
+        while cursor.epoch < self._states.epochs:
+            size = self._states.sizes[cursor.file]
             if size is None or cursor.shard < size:
                 key = cursor.epoch, cursor.file, cursor.shard
-                if self._state(key) == _FREE:
+                if self._states.of(key) == FREE:
                     return key
                 cursor.shard += self._stride  # only in a restored pool, whose cursors begin at the beginning
                 continue
             cursor.file += 1
-            if cursor.file == len(self._sizes):
+            if cursor.file == len(self._states.sizes):
                 cursor.epoch, cursor.file = cursor.epoch + 1, 0
             cursor.shard = self._first(cursor.file, position)
         return None
@@ -370,8 +334,7 @@ class Shards:
                 "was ignored. A worker may report only its own leases."
             )
         del self._open[lease]
-        self._move(key, "Done")
-        self._num_done += 1
+        self._states.move(key, "Done")
 
     def _take_back(self, worker: int) -> None:
         # Rule 5: what a lost worker held goes back, and under "strided" its own shards are for all until it
@@ -379,15 +342,15 @@ class Shards:
         self._waiting.pop(worker, None)
         for lease in [lease for lease, (holder, _) in self._open.items() if holder == worker]:
             _, key = self._open.pop(lease)
-            self._move(key, "Lost")
+            self._states.move(key, "Lost")
             heapq.heappush(self._returned, key)
         if self._strided and 0 <= worker < self._stride:
             self._orphans.add(worker)
 
     def _end(self, file: int, num_shards: int) -> None:
-        if not 0 <= file < len(self._sizes) or num_shards < 0:
+        if not 0 <= file < len(self._states.sizes) or num_shards < 0:
             raise DataError(f"File {file} was reported to end after {num_shards} shards: there is no such file or end.")
-        size = self._sizes[file]
+        size = self._states.sizes[file]
         if size is not None:
             if size == num_shards:
                 return
@@ -396,46 +359,20 @@ class Shards:
                 "was ignored. The file has changed while it was read, or the workers read different files."
             )
         # Rule 6: shards past the end do not exist. Leased ones are over, with no examples, and count nowhere.
-        self._sizes[file] = num_shards
-        self._open = {lease: (worker, key) for lease, (worker, key) in self._open.items() if not self._is_past(key)}
-        self._returned = [key for key in self._returned if not self._is_past(key)]
+        self._states.end(file, num_shards)
+        is_past = self._states.is_past
+        self._open = {lease: (worker, key) for lease, (worker, key) in self._open.items() if not is_past(key)}
+        self._returned = [key for key in self._returned if not is_past(key)]
         heapq.heapify(self._returned)
-        for (_, of), states in self._states.items():
-            if of == file:
-                self._num_done -= states.count(_DONE, num_shards)
-                del states[num_shards:]
-
-    def _is_past(self, key: Key) -> bool:
-        size = self._sizes[key[1]]
-        return size is not None and key[2] >= size
-
-    def _exists(self, key: Key) -> bool:
-        epoch, file, shard = key
-        return 0 <= epoch < self._epochs and 0 <= file < len(self._sizes) and shard >= 0 and not self._is_past(key)
-
-    def _state(self, key: Key) -> int:
-        states = self._states.get(key[:2], b"")
-        return states[key[2]] if key[2] < len(states) else _FREE
-
-    def _move(self, key: Key, event: str) -> None:
-        self._set_state(key, _NEXT[self._state(key), event])
-
-    def _set_state(self, key: Key, state: int) -> None:
-        epoch, file, shard = key
-        states = self._states.setdefault((epoch, file), bytearray())
-        if shard >= len(states):
-            states.extend(bytes(shard + 1 - len(states)))
-        states[shard] = state
 
     def validate(self) -> None:
         """Assert the invariants."""
         keys = [key for _, key in self._open.values()]
         assert len(set(keys)) == len(keys), "two open leases of one shard"
-        for state, expected in ((_OPEN, set(keys)), (_RETURNED, set(self._returned))):
-            found = {(e, f, s) for (e, f), ss in self._states.items() for s, x in enumerate(ss) if x == state}
-            assert found == expected
-        assert self._num_done == sum(states.count(_DONE) for states in self._states.values())
-        assert not any(self._is_past(key) for key in [*keys, *self._returned])
+        for state, expected in ((OPEN, set(keys)), (RETURNED, set(self._returned))):
+            assert set(self._states.all(state)) == expected
+        self._states.validate()
+        assert not any(self._states.is_past(key) for key in [*keys, *self._returned])
         if self._waiting:
             assert not self._returned, "a worker waits while shards lie there"
             assert not self._is_all_done(), "a worker waits for nothing"

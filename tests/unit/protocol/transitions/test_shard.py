@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import SHARD, Done, Ended, Event, Granted, Lease, Lost
+from paceline.protocol.jobs import SHARD, Shards
+from paceline.protocol.jobs.shards import Done, Ended, Event, Granted, Lease, Lost
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch

@@ -1,0 +1,98 @@
+"""What becomes of each shard of the data in each epoch: the table of its states, and the state that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from paceline.protocol.jobs.records import Key
+from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
+
+SHARD: Final = StateTable(
+    "a shard in one epoch",
+    ("free", "open", "returned", "done"),
+    (
+        Transition(OUTSIDE, "Shards", "free"),
+        Transition(OUTSIDE, "restore", "free"),
+        Transition(OUTSIDE, "restore", "open"),
+        Transition(OUTSIDE, "restore", "done"),
+        Transition("free", "Lease", "open", "Granted"),
+        Transition("open", "Done", "done"),
+        Transition("open", "Lost", "returned"),
+        Transition("returned", "Lease", "open", "Granted"),
+        Transition("free", "Ended", OUTSIDE, when="before it"),
+        Transition("open", "Ended", OUTSIDE, when="before it"),
+        Transition("returned", "Ended", OUTSIDE, when="before it"),
+        Transition("done", "Ended", OUTSIDE, when="before it"),
+    ),
+)
+
+# A shard's state is kept as one byte: its place among the states. Where it goes is looked up.
+FREE, OPEN, RETURNED, DONE = range(len(SHARD.states))
+_NEXT: Final = {
+    (SHARD.states.index(row.source), row.event): SHARD.states.index(row.target)
+    for row in SHARD.transitions
+    if OUTSIDE not in (row.source, row.target)
+}
+
+
+class ShardStates:
+    """What has become of each shard. `sizes` are the numbers of shards of the files, None where unknown."""
+
+    def __init__(self, sizes: Sequence[int | None], epochs: int) -> None:
+        self.sizes: list[int | None] = list(sizes)
+        self.epochs = epochs if sizes else 0
+        self.num_done = 0
+        self._states: dict[tuple[int, int], bytearray] = {}  # epoch, file → one state per shard
+
+    def is_past(self, key: Key) -> bool:
+        """Whether a shard is past the end of its file."""
+        size = self.sizes[key[1]]
+        return size is not None and key[2] >= size
+
+    def exists(self, key: Key) -> bool:
+        """Whether there is such a shard, as far as is known."""
+        epoch, file, shard = key
+        return 0 <= epoch < self.epochs and 0 <= file < len(self.sizes) and shard >= 0 and not self.is_past(key)
+
+    def of(self, key: Key) -> int:
+        """The state of a shard."""
+        states = self._states.get(key[:2], b"")
+        return states[key[2]] if key[2] < len(states) else FREE
+
+    def move(self, key: Key, event: str) -> None:
+        """Have an event of :data:`SHARD` happen to a shard."""
+        self.set(key, _NEXT[self.of(key), event])
+
+    def set(self, key: Key, state: int) -> None:
+        """Have a shard be in a state."""
+        epoch, file, shard = key
+        states = self._states.setdefault((epoch, file), bytearray())
+        if shard >= len(states):
+            states.extend(bytes(shard + 1 - len(states)))
+        self.num_done += (state == DONE) - (states[shard] == DONE)
+        states[shard] = state
+
+    def end(self, file: int, num_shards: int) -> None:
+        """Forget the shards past the end of a file."""
+        self.sizes[file] = num_shards
+        for (_, of), states in self._states.items():
+            if of == file:
+                self.num_done -= states.count(DONE, num_shards)
+                del states[num_shards:]
+
+    def known(self) -> Iterator[Key]:
+        """Every shard, in order; of a file whose number is unknown, those leased so far."""
+        for epoch in range(self.epochs):
+            for file, size in enumerate(self.sizes):
+                num_shards = len(self._states.get((epoch, file), b"")) if size is None else size
+                yield from ((epoch, file, shard) for shard in range(num_shards))
+
+    def all(self, state: int) -> Iterator[Key]:
+        """The shards in a state other than free."""
+        for (epoch, file), states in self._states.items():
+            yield from ((epoch, file, shard) for shard, known in enumerate(states) if known == state)
+
+    def validate(self) -> None:
+        """Assert the invariants."""
+        assert self.num_done == sum(states.count(DONE) for states in self._states.values())
