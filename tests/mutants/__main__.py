@@ -86,7 +86,7 @@ def planted(defect: Defect) -> Iterator[Path]:
 
 def seeds_until_found(source: Path, simulation: Simulation, limit: int) -> int | None:
     """Play seeds of a simulation, up to `limit`; return how many it took until one failed."""
-    chunk = _CHUNKS.get(simulation, limit)
+    chunk = _CHUNKS.get(simulation, 1)
     for first in range(0, limit, chunk):
         arguments = ["--seeds", f"{first}:{min(first + chunk, limit)}"]
         if simulation is Simulation.PRODUCT:

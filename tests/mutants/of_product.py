@@ -57,7 +57,7 @@ OF_PRODUCT: Final = (
         "            self._runtime.answer_push(peer, header, selection, clock, 0)\n            return\n"
         "        if fresh:\n            if worker in core.workers.counted:\n                dropped, grads, top",
         unit=(),
-        integration=(f"{_PS}/test_cut_links.py", f"{_PS}/test_replication.py"),
+        integration=(f"{_PS}/test_exactly_once.py",),
         simulation=_PRODUCT,
     ),
     Defect(

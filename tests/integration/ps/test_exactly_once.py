@@ -9,10 +9,12 @@ import pytest
 
 from paceline.protocol import BoundedDelay, Consistency, DropStale, Eventual, Sequential
 from paceline.ps import SGD, Client
-from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK
+from paceline.ps.messages import FORWARD, PULL, PUSH, PUSH_PULL, TICK
+from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.testing import Fault, FaultPlan, FaultyTransport
+from paceline.transport import SocketTransport
 
-from .harness import Cluster, floats, in_threads, keys_of, statistics_of
+from .harness import TOKEN, Cluster, floats, in_threads, key_of, keys_of, statistics_of
 
 KEYS = np.arange(300, dtype=np.uint64)  # on every server
 ONES = np.ones(300, np.float32)
@@ -184,3 +186,21 @@ def test_an_interrupt_in_the_middle_of_it(method: str, monkeypatch: pytest.Monke
         assert (table.pull(KEYS) == -expected).all()
         assert statistics_of(client, "w")[0].pushes == expected
         assert client.servers.connections[0].channel is not channel
+
+
+def test_a_repeat_is_acknowledged_when_the_replica_has_the_push() -> None:
+    plan = FaultPlan(
+        [
+            Fault(action="delay", role="server", rank=0, step=0, kind=FORWARD, delay_s=0.3),
+            Fault(action="duplicate", rank=0, step=0, kind=PUSH),
+        ]
+    )
+    with Cluster(servers=2, replicas=1, transport=FaultyTransport(SocketTransport(TOKEN), plan)) as cluster:
+        client = cluster.connect(rank=0)
+        key = key_of(client, 0)
+        client.sparse_table("w", update=SGD(lr=1.0)).push(key, floats(1)).wait()
+        plan.check_all_fired()
+        bucket = buckets_of_keys(key).bit_length() - 1
+        primary, replica = (node.server.core.replication.applied_to(bucket) for node in cluster.nodes)
+        assert primary
+        assert replica == primary
