@@ -183,7 +183,16 @@ def test_the_table_says_what_fired(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 violations" in printed
 
 
-@pytest.mark.parametrize("wrong", [["--seeds", "many"], ["--faults", "meteor"], ["--defect", "all"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--seeds", "many"],
+        ["--faults", "meteor"],
+        ["--defect", "all"],
+        ["--product", "--may-lose"],
+        ["--product", "--defect", "no-filter"],
+    ],
+)
 def test_wrong_usage(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(wrong)

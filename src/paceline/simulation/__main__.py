@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--seeds {options.seeds}: expected FIRST:END, such as 0:1000, or one number")
     if unknown := [kind for kind in faults if kind not in kinds]:
         parser.error(f"--faults: {unknown[0]!r} is no kind of fault: expected some of {', '.join(kinds)}")
+    if options.product and (options.may_lose or options.defect):
+        parser.error("--may-lose and --defect are for the cores: leave --product out")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     if options.product:
         from paceline.simulation.product.command import run_product
