@@ -5,7 +5,8 @@ come. The scheduler's end (:class:`SchedulerEnd`) knows the last number that it 
 are known to have come: when the process is connected again, both go on where they were.
 
 Another scheduler has another end, which has nothing. What members told the former one it learns from what they
-remember, as they say when they rejoin: so the notices of before that are forgotten, and calls are made again.
+remember, as they say when they rejoin; what the former may not have had they say again, though some of it comes twice:
+it may have taken the cluster over by what they remembered on a connection before this one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ class MemberEnd:
         self._number = 0
         self._calls: dict[int, SentMessage] = {}  # those that are not answered
         self._notices: dict[int, SentMessage] = {}  # those that the scheduler may not have
-        self._rejoined: int | None = None  # the last number before it rejoined, while that is not answered
 
     @property
     def lowest(self) -> int:
@@ -73,18 +73,6 @@ class MemberEnd:
     def calls(self) -> list[SentMessage]:
         """The calls that are not answered."""
         return [self._calls[number] for number in sorted(self._calls)]
-
-    def rejoins(self) -> None:
-        """Note that the process tells the scheduler now what it remembers, should that be another one."""
-        if self._rejoined is None:
-            self._rejoined = self._number
-
-    def welcomed(self, received: int) -> list[SentMessage]:
-        """Return what is to be said again to a scheduler that has all up to this number; -1: to another one."""
-        if received < 0 and self._rejoined is not None:
-            self.received(self._rejoined)  # what is of before then it knows otherwise
-        self._rejoined = None
-        return self.since(received)
 
     def since(self, received: int) -> list[SentMessage]:
         """What a scheduler may lack that has all up to a number; what it has it answers by itself."""

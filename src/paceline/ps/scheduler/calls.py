@@ -88,7 +88,6 @@ class CallLine:
         with self._lock:
             if self.lost is not None:
                 raise self.lost
-            self._end.rejoins()
             message = add(self._end, make(), (), Future())
             send(self._end, self.channel, message)
         return message
@@ -99,7 +98,7 @@ class CallLine:
             if received < 0:
                 for report, parts in self._memory.reports():
                     self.channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
-            for message in self._end.welcomed(received):
+            for message in self._end.since(received):
                 send(self._end, self.channel, message)
             self.is_connected = True
 

@@ -23,29 +23,14 @@ def test_what_the_scheduler_has_is_not_sent_again() -> None:
     assert end.lowest == 3
 
 
-def test_another_scheduler_is_asked_again_and_told_what_is_new_since_the_process_said_what_it_remembers() -> None:
-    """A shard that is done while a scheduler gathers the others, or another connection breaks, is done."""
+def test_another_scheduler_is_told_again_all_that_the_former_may_not_have_had() -> None:
+    """It may have taken over by what the process remembered on a connection before this one."""
     end = MemberEnd()
     end.add("call", is_call=True)
     end.add("told before")
-    end.rejoins()
+    end.received(2)
     end.add("told while the scheduler recovers")
-    end.rejoins()
-    end.add("told after another break")
-    assert [each.content for each in end.welcomed(-1)] == [
-        "call",
-        "told while the scheduler recovers",
-        "told after another break",
-    ]
-
-
-def test_the_same_scheduler_is_told_all_that_it_lacks() -> None:
-    end = MemberEnd()
-    end.add("one")
-    end.add("two")
-    end.rejoins()
-    end.add("three")
-    assert [each.content for each in end.welcomed(1)] == ["two", "three"]
+    assert [each.content for each in end.since(-1)] == ["call", "told while the scheduler recovers"]
 
 
 def test_a_message_that_may_come_twice_is_sent_again_until_it_is_answered() -> None:
