@@ -16,7 +16,7 @@ from paceline.protocol import Accept, Eventual
 from paceline.ps import Scheduler, messages
 from paceline.ps.fail_stop import end_process
 from paceline.ps.messages import CALL, NOTICE, RESULT
-from paceline.transport import Endpoint, Handler, Header, Hello, Peer, SocketTransport, make_token
+from paceline.transport import Endpoint, Handler, Header, Hello, Peer, SocketTransport, frame_parts, make_token
 
 SERVERS = 4
 AT_ONCE = 64  # connections that are being opened
@@ -35,7 +35,7 @@ class Node(Handler):
         name = f"{self.role}-{self.rank}"
         peer = await transport.open(self, scheduler, Hello(role=self.role, name=name))
         message = messages.Register(node=name, role=self.role, rank=self.rank)
-        peer.send_frame(CALL, request=1, meta=messages.encode(message))
+        peer.send(*frame_parts(CALL, request=1, meta=messages.encode(message)))
         return peer
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
@@ -47,7 +47,7 @@ class Node(Handler):
             self.maps += 1
             if isinstance(notice, messages.PrepareMap):
                 prepared = messages.Prepared(term=notice.map.term, epoch=notice.map.epoch)
-                peer.send_frame(NOTICE, meta=messages.encode(prepared))
+                peer.send(*frame_parts(NOTICE, meta=messages.encode(prepared)))
 
 
 async def measure(num_workers: int) -> None:
@@ -74,7 +74,7 @@ async def measure(num_workers: int) -> None:
     await asyncio.gather(*(node.welcomed.wait() for node in nodes))
     joined_s, joined_bytes = time.perf_counter() - began, sent(peers)
     began = time.perf_counter()
-    peers[-1].send_frame(NOTICE, meta=messages.encode(messages.Leave()))
+    peers[-1].send(*frame_parts(NOTICE, meta=messages.encode(messages.Leave())))
     maps = sum(node.maps for node in nodes[:SERVERS])
     while sum(node.maps for node in nodes[:SERVERS]) < maps + 2 * SERVERS:  # prepared and committed
         await asyncio.sleep(0.001)

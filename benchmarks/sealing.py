@@ -25,7 +25,7 @@ from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside t
 
 from paceline.testing import EchoHandler
 from paceline.testing.transports import ECHO
-from paceline.transport import Channel, Hello, SocketTransport, binding, client, new_event_loop
+from paceline.transport import Channel, Hello, SocketTransport, binding, client, frame_parts, new_event_loop
 
 TOKEN = "the token of a benchmark"
 KINDS = ("sealed", "bare")
@@ -54,7 +54,7 @@ def serve() -> None:
 def step(channel: Channel, body: np.ndarray, into: np.ndarray) -> float:
     """Do one exchange; return how long it took."""
     start = time.perf_counter()
-    channel.send_frame(ECHO, body=body)
+    channel.send(*frame_parts(ECHO, body=body))
     channel.receive(into, TIMEOUT_S)
     return time.perf_counter() - start
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, ProtocolError
-from paceline.transport import Address, Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer
+from paceline.transport import Address, Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer, frame_parts
 from paceline.transport.handshake import Greeting
 from paceline.transport.memory import MemoryChannel
 from paceline.transport.security.authentication import prove
@@ -23,7 +23,7 @@ WHERE = Address.parse("memory://x")
 
 class _Echo(Handler):
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        peer.send_frame(header.kind, request=header.request)
+        peer.send(*frame_parts(header.kind, request=header.request))
 
 
 class HandshakeEpisode(Episode):

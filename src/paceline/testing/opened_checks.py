@@ -20,7 +20,7 @@ from paceline.testing.transport_setting import (
     EchoHandler,
     Setting,
 )
-from paceline.transport import Frame, Handler, Header, Hello, Kind, Peer, error_of
+from paceline.transport import Frame, Handler, Header, Hello, Kind, Peer, error_of, frame_parts
 
 _HELLO = Hello(role="worker", rank=3, incarnation=8)
 
@@ -121,8 +121,10 @@ async def _check_opened_echo(setting: Setting) -> None:
     bodies = [random.integers(0, 256, size, np.uint8) for size in sizes]
     for number, body in enumerate(bodies):
         parts = (body[: len(body) // 3], body[len(body) // 3 :])
-        peer.send_frame(
-            ECHO, table=3, request=number, epoch=5, clock=6, sequence=2**63, meta=bytes(number % 11), body=parts
+        peer.send(
+            *frame_parts(
+                ECHO, table=3, request=number, epoch=5, clock=6, sequence=2**63, meta=bytes(number % 11), body=parts
+            )
         )
     for number, (frame, body) in enumerate(zip(await inbox.wait_frames(len(sizes)), bodies, strict=True)):
         assert frame.header[2:9] == (ANSWER, 1, 3, number, 5, 6, 2**63), frame.header
@@ -143,11 +145,11 @@ async def _check_opened_both_ways(setting: Setting) -> None:
 
     def send_back() -> None:
         for number in range(2):
-            theirs.send_frame(ANSWER, request=100 + number, body=body)
+            theirs.send(*frame_parts(ANSWER, request=100 + number, body=body))
 
     setting.served.loop.call_soon_threadsafe(send_back)
     for number in range(2):
-        peer.send_frame(ECHO, request=number, body=body)
+        peer.send(*frame_parts(ECHO, request=number, body=body))
     frames = await inbox.wait_frames(4)
     requests = [frame.header.request for frame in frames]
     assert [request for request in requests if request < 100] == [0, 1]
@@ -161,9 +163,9 @@ async def _check_opened_errors(setting: Setting) -> None:
     inbox = Inbox()
     peer = await _open(setting, inbox)
     for number in range(2):
-        peer.send_frame(FAIL, request=number, sequence=7, body=bytes(300_000))
-        peer.send_frame(FAIL_INTERNALLY, request=100)
-        peer.send_frame(ECHO, request=200, body=b"alive")
+        peer.send(*frame_parts(FAIL, request=number, sequence=7, body=bytes(300_000)))
+        peer.send(*frame_parts(FAIL_INTERNALLY, request=100))
+        peer.send(*frame_parts(ECHO, request=200, body=b"alive"))
         failed, broken, alive = await inbox.wait_frames(3)
         assert (failed.header.kind, failed.header.request, failed.header.sequence) == (Kind.ERROR, number, 7)
         error = error_of(failed.meta)
@@ -180,17 +182,17 @@ async def _check_opened_closing(setting: Setting) -> None:
     handler = setting.handler
     inbox = Inbox()
     peer = await _open(setting, inbox)
-    peer.send_frame(CLOSE)
+    peer.send(*frame_parts(CLOSE))
     await inbox.wait_end()
     assert inbox.ends[0][0] is peer
-    peer.send_frame(SILENT)  # to nobody
+    peer.send(*frame_parts(SILENT))  # to nobody
     peer.close()
     assert len(inbox.ends) == 1
 
     inbox = Inbox()
     peer = await _open(setting, inbox)
     for _ in range(3):
-        peer.send_frame(SILENT, body=bytes(5_000_000))
+        peer.send(*frame_parts(SILENT, body=bytes(5_000_000)))
     peer.close()
     peer.close()
     assert await inbox.wait_end() is None
@@ -201,7 +203,7 @@ async def _check_opened_closing(setting: Setting) -> None:
     peer = await _open(setting, inbox)
     peer.abort()
     peer.abort()
-    peer.send_frame(SILENT)
+    peer.send(*frame_parts(SILENT))
     assert await inbox.wait_end() is None
     handler.wait_until(lambda: len(handler.reasons) == 3)
     assert handler.num_frames == 4
@@ -217,7 +219,7 @@ async def _check_opened_refusals(setting: Setting, gone: object) -> None:
     assert "refused the token" in str(error)
     error = await _failure(setting.transport.open(others, str(gone), _HELLO, timeout_s=TIMEOUT_S))
     assert isinstance(error, AddressError), error
-    peer.send_frame(ECHO, body=b"alive")
+    peer.send(*frame_parts(ECHO, body=b"alive"))
     assert bytes((await inbox.wait_frames(1))[0].body) == b"alive"
     assert len(setting.handler.peers) == 1
     assert not others.ends

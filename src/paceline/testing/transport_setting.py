@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.errors import StaleEpochError
 from paceline.testing.serving import Served
-from paceline.transport import Channel, Handler, Header, Hello, Peer, Transport
+from paceline.transport import Channel, Handler, Header, Hello, Peer, Transport, frame_parts
 
 MakeTransport = Callable[[str], Transport]
 """Makes a transport with the token given; those with equal tokens must reach each other."""
@@ -43,16 +43,18 @@ class EchoHandler(Handler):
             self.changed.notify_all()
         if header.kind == ECHO:
             aligned = body.nbytes == 0 or np.frombuffer(body, np.uint8).ctypes.data % 8 == 0
-            peer.send_frame(
-                ANSWER,
-                flags=int(aligned),
-                table=header.table,
-                request=header.request,
-                epoch=header.epoch,
-                clock=header.clock,
-                sequence=header.sequence,
-                meta=bytes(meta),
-                body=bytes(body),
+            peer.send(
+                *frame_parts(
+                    ANSWER,
+                    flags=int(aligned),
+                    table=header.table,
+                    request=header.request,
+                    epoch=header.epoch,
+                    clock=header.clock,
+                    sequence=header.sequence,
+                    meta=bytes(meta),
+                    body=bytes(body),
+                )
             )
         elif header.kind == FAIL:
             raise StaleEpochError("epoch 3 was asked for, 4 is the current one")

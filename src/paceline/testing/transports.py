@@ -36,7 +36,7 @@ from paceline.testing.transport_setting import (
     MakeTransport,
     Setting,
 )
-from paceline.transport import Channel, Hello, pack_header
+from paceline.transport import Channel, Hello, frame_parts, pack_header
 
 __all__ = ["CHECKS", "CLOSE", "ECHO", "SILENT", "EchoHandler", "MakeTransport", "check_transport"]
 
@@ -50,18 +50,19 @@ def check_echo(setting: Setting) -> None:
     for size in (0, 1, 7, 8, 64, 4056, 4057, 12_288, 65_537, 262_104, 262_105, 1_200_003, 6_400_000):
         body = random.integers(0, 256, size, np.uint8)
         meta = bytes(size % 11)
-        channel.send_frame(ECHO, table=3, request=size, epoch=5, clock=6, sequence=2**63 + 1, meta=meta, body=body)
+        fields = {"table": 3, "request": size, "epoch": 5, "clock": 6, "sequence": 2**63 + 1}
+        channel.send(*frame_parts(ECHO, meta=meta, body=body, **fields))
         frame = channel.receive_frame(TIMEOUT_S)
         assert frame.header[2:9] == (ANSWER, 1, 3, size, 5, 6, 2**63 + 1), frame.header
         assert frame.meta == meta
         assert bytes(frame.body) == body.tobytes()
         into = np.zeros(size, np.uint8)
-        channel.send_frame(ECHO, body=(body[: size // 3], body[size // 3 :]))
+        channel.send(*frame_parts(ECHO, body=(body[: size // 3], body[size // 3 :])))
         assert channel.receive(into, TIMEOUT_S).body_bytes == size
         assert np.array_equal(into, body)
     floats = random.random((100, 16)).astype(np.float32)
     got = np.empty_like(floats)
-    channel.send_frame(ECHO, body=floats)
+    channel.send(*frame_parts(ECHO, body=floats))
     channel.receive(got, TIMEOUT_S)
     assert np.array_equal(got, floats)
     statistics = channel.statistics()
@@ -74,22 +75,22 @@ def check_unexpected_answers(setting: Setting) -> None:
     channel = setting.connect()
     into = np.zeros(100_000, np.uint8)
     for size, meta in ((10, b""), (99_999, b"m"), (100_000, b"meta"), (0, b"12345678"), (100_000, b"")):
-        channel.send_frame(ECHO, meta=meta, body=np.full(size, 7, np.uint8))
-        channel.send_frame(ECHO, request=1)
+        channel.send(*frame_parts(ECHO, meta=meta, body=np.full(size, 7, np.uint8)))
+        channel.send(*frame_parts(ECHO, request=1))
         header = channel.receive(into, TIMEOUT_S)
         assert (header.body_bytes, channel.last_meta) == (size, meta)
         assert (into[:size] == 7).all()
         into[:] = 0
         assert channel.receive_header(TIMEOUT_S).request == 1
-    channel.send_frame(ECHO, meta=b"skipped", body=bytes(13))
-    channel.send_frame(ECHO, body=np.arange(5))
+    channel.send(*frame_parts(ECHO, meta=b"skipped", body=bytes(13)))
+    channel.send(*frame_parts(ECHO, body=np.arange(5)))
     assert channel.receive_header(TIMEOUT_S).body_bytes == 13
     assert channel.receive_header(TIMEOUT_S).body_bytes == 40
     parts = np.zeros(2, np.int64), np.zeros(3, np.int64)
     for part in parts:
         channel.receive_into(part)
     assert np.concatenate(parts).tolist() == [0, 1, 2, 3, 4]
-    channel.send_frame(ECHO, body=bytes(17))
+    channel.send(*frame_parts(ECHO, body=bytes(17)))
     _expect(ProtocolError, lambda: channel.receive(into[:16], TIMEOUT_S))
 
 
@@ -98,7 +99,7 @@ def check_pipelining(setting: Setting) -> None:
     channel = setting.connect()
     sizes = [(7919 * number) % 3000 for number in range(300)] + [300_000, 5, 700_000, 0]
     for number, size in enumerate(sizes):
-        channel.send_frame(ECHO, request=number, body=np.full(size, number % 256, np.uint8))
+        channel.send(*frame_parts(ECHO, request=number, body=np.full(size, number % 256, np.uint8)))
     for number, size in enumerate(sizes):
         frame = channel.receive_frame(TIMEOUT_S)
         assert (frame.header.request, frame.header.body_bytes) == (number, size)
@@ -109,7 +110,7 @@ def check_many_clients(setting: Setting) -> None:
     """Clients do not notice each other; the server knows who is who."""
     channels = [setting.connect(rank) for rank in range(20)]
     for rank, channel in enumerate(channels):
-        channel.send_frame(ECHO, request=rank, body=np.full(1000 * rank, rank, np.uint8))
+        channel.send(*frame_parts(ECHO, request=rank, body=np.full(1000 * rank, rank, np.uint8)))
     for rank, channel in reversed(list(enumerate(channels))):
         frame = channel.receive_frame(TIMEOUT_S)
         assert frame.header.request == rank
@@ -157,7 +158,7 @@ def check_closing(setting: Setting) -> None:
     channel.close()
     handler.wait_until(lambda: handler.reasons == [None])
     closed = channel
-    _expect(ConnectionLostError, lambda: closed.send_frame(ECHO))
+    _expect(ConnectionLostError, lambda: closed.send(*frame_parts(ECHO)))
     _expect(ConnectionLostError, lambda: closed.receive_header(TIMEOUT_S))
 
     channel = setting.connect()
@@ -167,7 +168,7 @@ def check_closing(setting: Setting) -> None:
     assert isinstance(handler.reasons[1], ConnectionLostError)
 
     channel = setting.connect()
-    channel.send_frame(CLOSE)
+    channel.send(*frame_parts(CLOSE))
     assert channel.poll(TIMEOUT_S)
     _expect(ConnectionLostError, lambda: channel.receive_header(TIMEOUT_S))
     handler.wait_until(lambda: len(handler.reasons) == 3)
@@ -187,7 +188,7 @@ def check_closing_wakes(setting: Setting) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    channel.send_frame(SILENT)
+    channel.send(*frame_parts(SILENT))
     setting.handler.wait_until(lambda: setting.handler.num_frames == 1)
     channel.close()
     thread.join(TIMEOUT_S)
@@ -204,7 +205,7 @@ def check_deadlines(setting: Setting) -> None:
         lambda: channel.receive_frame(0.05),
     )
     for wait in waits:
-        channel.send_frame(SILENT)
+        channel.send(*frame_parts(SILENT))
         start = time.monotonic()
         _expect(DeadlineError, wait)
         assert 0.04 <= time.monotonic() - start < 2.0
@@ -223,14 +224,14 @@ def check_errors(setting: Setting) -> None:
         lambda: channel.receive_frame(TIMEOUT_S),
     )
     for number, receive in enumerate(receives):
-        channel.send_frame(FAIL, request=number, body=into)
-        channel.send_frame(ECHO, request=100, body=into)
+        channel.send(*frame_parts(FAIL, request=number, body=into))
+        channel.send(*frame_parts(ECHO, request=100, body=into))
         error = _expect(StaleEpochError, receive)
         assert "epoch 3" in str(error)
         assert channel.last_header is not None
         assert channel.last_header.request == number
         assert channel.receive(into, TIMEOUT_S).request == 100
-        channel.send_frame(FAIL_INTERNALLY)
+        channel.send(*frame_parts(FAIL_INTERNALLY))
         error = _expect(PeerError, receive)
         assert "KeyError" in str(error)
         _check_alive(channel)
@@ -289,7 +290,7 @@ def check_transport(make: MakeTransport, *, only: str | None = None, unix: bool 
 
 
 def _check_alive(channel: Channel) -> None:
-    channel.send_frame(ECHO, request=77, body=b"alive")
+    channel.send(*frame_parts(ECHO, request=77, body=b"alive"))
     frame = channel.receive_frame(TIMEOUT_S)
     assert (frame.header.request, bytes(frame.body)) == (77, b"alive")
 

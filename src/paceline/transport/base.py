@@ -9,7 +9,6 @@ and, around either, ``faulty``; `paceline.testing.check_transport` says what eac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.transport.addresses import Address, Endpoint
@@ -47,29 +46,11 @@ class Peer(ABC):
     """Where it is, for messages."""
 
     @abstractmethod
-    def send(self, frame: bytes | bytearray | memoryview) -> None:
-        """Send one complete frame (header, parts and padding in one buffer of bytes); never blocks.
+    def send(self, *parts: Buffer) -> None:
+        """Send one frame given as its parts (`frame_parts`), or as one buffer of bytes; never blocks.
 
-        What the peer does not take at once is kept *without a copy*: a mutable buffer may be written again
-        once :attr:`write_backlog_bytes` is 0.
-        """
-
-    @abstractmethod
-    def send_frame(
-        self,
-        kind: int,
-        *,
-        flags: int = 0,
-        table: int = 0,
-        request: int = 0,
-        epoch: int = 0,
-        clock: int = 0,
-        sequence: int = 0,
-        meta: Buffer = b"",
-        body: Buffer | Sequence[Buffer] = (),
-    ) -> None:
-        """Send a frame made of these; small ones are copied into one buffer, large parts are kept as in
-        ``send``.
+        Parts of a small frame are copied into one buffer. What else the peer does not take at once is kept *without a
+        copy*: a mutable buffer may be written again once :attr:`write_backlog_bytes` is 0.
         """
 
     @abstractmethod
@@ -156,26 +137,10 @@ class Channel(ABC):
         return header if header is not None and header.kind == Kind.ERROR else None
 
     @abstractmethod
-    def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
-        """Send one frame (or several) given as its parts, padding included; returns when all is in the
-        system's hands.
+    def send(self, *parts: Buffer) -> None:
+        """Send one frame (or several) given as its parts (`frame_parts`), without copying them; returns when all is in
+        the system's hands.
         """
-
-    @abstractmethod
-    def send_frame(
-        self,
-        kind: int,
-        *,
-        flags: int = 0,
-        table: int = 0,
-        request: int = 0,
-        epoch: int = 0,
-        clock: int = 0,
-        sequence: int = 0,
-        meta: Buffer = b"",
-        body: Buffer | Sequence[Buffer] = (),
-    ) -> None:
-        """Send a frame made of these, without copying them."""
 
     @abstractmethod
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:

@@ -30,7 +30,6 @@ from paceline.transport.frames import (
     Limits,
     WritableBuffer,
     frame_bytes,
-    frame_parts,
     join,
     size_of,
     unpack_header,
@@ -107,37 +106,7 @@ class StreamChannel(Channel):
     # sending
 
     @override
-    def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
-        self._bytes_sent += (
-            self._write((header, *buffers)) if self._sending is None else self._write_sealed((header, *buffers))
-        )
-        self._frames_sent += 1
-
-    @override
-    def send_frame(
-        self,
-        kind: int,
-        *,
-        flags: int = 0,
-        table: int = 0,
-        request: int = 0,
-        epoch: int = 0,
-        clock: int = 0,
-        sequence: int = 0,
-        meta: Buffer = b"",
-        body: Buffer | Sequence[Buffer] = (),
-    ) -> None:
-        parts = frame_parts(
-            kind,
-            flags=flags,
-            table=table,
-            request=request,
-            epoch=epoch,
-            clock=clock,
-            sequence=sequence,
-            meta=meta,
-            body=body,
-        )
+    def send(self, *parts: Buffer) -> None:
         self._bytes_sent += self._write(parts) if self._sending is None else self._write_sealed(parts)
         self._frames_sent += 1
 

@@ -56,17 +56,17 @@ class Kind(IntEnum):
 class Header(NamedTuple):
     """The header of a frame. A tuple, because nothing that has names is built faster."""
 
-    magic: int
-    version: int
-    kind: int
-    flags: int
-    table: int
-    request: int
-    epoch: int
-    clock: int
-    sequence: int
-    meta_bytes: int
-    body_bytes: int
+    magic: int = MAGIC
+    version: int = PROTOCOL_VERSION
+    kind: int = 0
+    flags: int = 0
+    table: int = 0
+    request: int = 0
+    epoch: int = 0
+    clock: int = 0
+    sequence: int = 0
+    meta_bytes: int = 0
+    body_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,32 +83,12 @@ class Limits:
     """Replies that wait for a peer to read them, beyond which the server stops reading its requests."""
 
 
-def pack_header(
-    kind: int,
-    *,
-    flags: int = 0,
-    table: int = 0,
-    request: int = 0,
-    epoch: int = 0,
-    clock: int = 0,
-    sequence: int = 0,
-    meta_bytes: int = 0,
-    body_bytes: int = 0,
-) -> bytes:
-    """Return the 40 bytes of a header; lengths are without padding."""
-    return HEADER.pack(
-        MAGIC,
-        PROTOCOL_VERSION,
-        kind,
-        flags,
-        table,
-        request,
-        epoch,
-        clock,
-        sequence,
-        meta_bytes,
-        body_bytes,
-    )
+def pack_header(kind: int, **fields: int) -> bytes:
+    """Return the 40 bytes of a header, given by the names of :class:`Header`; lengths are without padding.
+
+    For frames that are sent in pieces, or are wrong on purpose: `frame_parts` makes whole ones.
+    """
+    return HEADER.pack(*Header(kind=kind, **fields))
 
 
 def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
@@ -181,16 +161,8 @@ def frame_parts(
     parts = body_parts(body)
     meta_bytes = size_of(meta)
     body_bytes = sum(map(size_of, parts))
-    header = pack_header(
-        kind,
-        flags=flags,
-        table=table,
-        request=request,
-        epoch=epoch,
-        clock=clock,
-        sequence=sequence,
-        meta_bytes=meta_bytes,
-        body_bytes=body_bytes,
+    header = HEADER.pack(
+        MAGIC, PROTOCOL_VERSION, kind, flags, table, request, epoch, clock, sequence, meta_bytes, body_bytes
     )
     return [header, meta, _PADS[-meta_bytes & 7], *parts, _PADS[-body_bytes & 7]]
 

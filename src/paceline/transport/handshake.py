@@ -21,7 +21,7 @@ from paceline.errors import (
 from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
 from paceline.transport.failures import unproved
-from paceline.transport.frames import Header, Kind, Limits, frame_bytes
+from paceline.transport.frames import Header, Kind, Limits, frame_bytes, frame_parts, pack_header
 from paceline.transport.security.authentication import (
     NONCE_BYTES,
     Challenge,
@@ -143,7 +143,7 @@ def greet(
     try:
         challenge = _receive(channel, greeting, timeout_s)
         binding = b"" if always_sealed else channel.binding()
-        channel.send_frame(Kind.HELLO, meta=greeting.answer(challenge, binding))
+        channel.send(*frame_parts(Kind.HELLO, meta=greeting.answer(challenge, binding)))
         channel.peer = greeting.finish(_receive(channel, greeting, timeout_s))
         if greeting.seals is not None:
             channel.seal(greeting.seals)
@@ -157,7 +157,7 @@ def _receive(channel: StreamChannel, greeting: Greeting, timeout_s: float) -> by
         header = channel.next_header(timeout_s)
     except VersionError:
         if greeting.awaited is Kind.CHALLENGE:
-            channel.send_frame(Kind.HELLO)  # its header tells the server which version we speak, so both can say so
+            channel.send(pack_header(Kind.HELLO))  # which tells the server our version, so that both can say so
         raise
     except PacelineError as error:
         raise greeting.explain(error) from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from typing_extensions import override
 
@@ -63,62 +64,24 @@ class TransportPeer(Peer):
         self._frames_sent = 0
 
     @override
-    def send(self, frame: bytes | bytearray | memoryview) -> None:
-        size = len(frame)
-        self._frames_sent += 1
-        self._bytes_sent += size
-        if self._seal is not None:
-            self._send_sealed(self._seal, (frame,), size)
-        elif self._is_paused or size > CHUNK_BYTES:
-            self._enqueue(memoryview(frame))
-        elif not self._is_closing and not self._transport.is_closing():  # or asyncio logs that it is broken
-            self._write(frame)
-
-    @override
-    def send_frame(
-        self,
-        kind: int,
-        *,
-        flags: int = 0,
-        table: int = 0,
-        request: int = 0,
-        epoch: int = 0,
-        clock: int = 0,
-        sequence: int = 0,
-        meta: Buffer = b"",
-        body: Buffer | Sequence[Buffer] = (),
-    ) -> None:
-        parts = frame_parts(
-            kind,
-            flags=flags,
-            table=table,
-            request=request,
-            epoch=epoch,
-            clock=clock,
-            sequence=sequence,
-            meta=meta,
-            body=body,
-        )
-        size = sum(map(size_of, parts))
-        if size <= _JOINED_BYTES:
-            self.send(join(parts))
-            return
+    def send(self, *parts: Buffer) -> None:
+        whole: Any = parts[0] if len(parts) == 1 else None
+        size = sum(map(size_of, parts)) if whole is None else len(whole)
         self._frames_sent += 1
         self._bytes_sent += size
         if self._seal is not None:
             self._send_sealed(self._seal, parts, size)
-            return
-        for part in parts:
-            if size_of(part):
-                self._enqueue(view_of(part))
+        elif not self._is_paused and size <= (_JOINED_BYTES if whole is None else CHUNK_BYTES):
+            if not self._is_closing and not self._transport.is_closing():  # or asyncio logs that it is broken
+                self._write(join(parts) if whole is None else whole)
+        else:
+            self._keep(parts, size)
 
     def _send_sealed(self, seal: Seal, parts: Sequence[Buffer], size: int) -> None:
         """Send a frame and its tag. What waits is hashed when it is written: until then it may not be altered."""
         self._bytes_sent += TAG_BYTES
         if self._is_paused or size > _JOINED_BYTES:
-            for part in parts:
-                if size_of(part):
-                    self._enqueue(view_of(part))
+            self._keep(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
             self._write(join((*parts, seal.tag(parts))))
@@ -127,14 +90,16 @@ class TransportPeer(Peer):
     def send_error(self, request: Header, error: Exception) -> None:
         if self._is_opened:
             raise UsageError("only the end that accepted a connection answers with errors; send a frame that says it")
-        self.send_frame(
-            Kind.ERROR,
-            table=request.table,
-            request=request.request,
-            epoch=request.epoch,
-            clock=request.clock,
-            sequence=request.sequence,
-            meta=error_meta(error),
+        self.send(
+            *frame_parts(
+                Kind.ERROR,
+                table=request.table,
+                request=request.request,
+                epoch=request.epoch,
+                clock=request.clock,
+                sequence=request.sequence,
+                meta=error_meta(error),
+            )
         )
 
     @property
@@ -195,6 +160,12 @@ class TransportPeer(Peer):
         self._is_closing = True
         self._waiting.clear()
         self._waiting_bytes = 0
+
+    def _keep(self, parts: Sequence[Buffer], size: int) -> None:
+        """Send what the socket takes and keep the rest: a small frame as a copy, so that its parts may be altered."""
+        for part in parts if len(parts) == 1 or size > _JOINED_BYTES else (join(parts),):
+            if size_of(part):
+                self._enqueue(view_of(part))
 
     def _enqueue(self, data: memoryview) -> None:
         if self._is_closing:

@@ -25,7 +25,7 @@ from paceline.protocol import Accept, DropStale, Sequential
 from paceline.protocol.jobs import Job, JobSpec
 from paceline.ps import SGD, Adagrad, Adam, Client, Constant, Scheduler, messages
 from paceline.ps.messages import CALL, NOTICE, PULL, PUSH, PUSH_PULL, RANGE, TICKS
-from paceline.transport import Channel, Hello, SocketTransport
+from paceline.transport import Channel, Hello, SocketTransport, frame_parts
 
 from .harness import TOKEN, Cluster, floats, in_threads, keys_of, wait_until
 
@@ -172,7 +172,7 @@ def test_another_rule_for_a_table() -> None:
 
 
 def ask(channel: Channel, kind: int, **fields: Any) -> Any:
-    channel.send_frame(kind, request=1, **{"epoch": 1, **fields})  # of the first map
+    channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))  # of the first map
     return channel.receive_frame(10)
 
 

@@ -19,7 +19,7 @@ from paceline.ps.messages import ACK, CHECK, CLOCKS, FORWARD, RESULT, STATE, VAL
 from paceline.tables.initializers import Zeros
 from paceline.tables.settings import to_fields
 from paceline.testing import serve_in_thread
-from paceline.transport import Channel, Handler, Header, Hello, Kind, Peer
+from paceline.transport import Channel, Handler, Header, Hello, Kind, Peer, frame_parts
 
 from .harness import Cluster, floats, keys_of
 
@@ -47,7 +47,7 @@ NO_TABLES: list[tuple[dict[str, Any], str]] = [
 
 
 def raw_call(channel: Channel, kind: str, **fields: Any) -> Any:
-    channel.send_frame(messages.CALL, request=1, meta=msgspec.msgpack.encode({"type": kind, **fields}))
+    channel.send(*frame_parts(messages.CALL, request=1, meta=msgspec.msgpack.encode({"type": kind, **fields})))
     return msgspec.msgpack.decode(channel.receive_frame(10).meta)
 
 
@@ -76,7 +76,7 @@ def test_servers_and_scheduler_refuse_such_a_table() -> None:
                 raw_call(server, "CreateTable", number=number, spec=SPEC)
         for meta in (b"\x81\xa4type\xa1\xff", b"\x81\xa4type" + b"\x81\xa1a" * 100_000):
             for channel in (server, scheduler):  # no UTF-8; nested deeper than anybody can follow
-                channel.send_frame(messages.CALL, request=2, meta=meta)
+                channel.send(*frame_parts(messages.CALL, request=2, meta=meta))
                 with pytest.raises(ProtocolError, match="cannot be read"):
                     channel.receive_frame(10)
         server.close()
@@ -99,7 +99,7 @@ def between_servers() -> Iterator[tuple[Client, Channel, int, int]]:
         served = cluster.nodes[0].served
         assert served is not None
         channel = cluster.transport.connect(served.endpoint, Hello(role="server", rank=1, incarnation=1 << 40))
-        channel.send_frame(CLOCKS, meta=messages.encode(messages.ClocksInfo((), (), 0, 0)))
+        channel.send(*frame_parts(CLOCKS, meta=messages.encode(messages.ClocksInfo((), (), 0, 0))))
         yield client, channel, sparse.number, dense.number
         channel.close()
         assert not dense.pull().any()
@@ -108,7 +108,7 @@ def between_servers() -> Iterator[tuple[Client, Channel, int, int]]:
 
 
 def refused(channel: Channel, kind: int, meta: Any, body: bytes, message: str) -> None:
-    channel.send_frame(kind, request=3, epoch=1, sequence=1, meta=msgspec.msgpack.encode(meta), body=body)
+    channel.send(*frame_parts(kind, request=3, epoch=1, sequence=1, meta=msgspec.msgpack.encode(meta), body=body))
     with pytest.raises(PacelineError, match=message):
         channel.receive_frame(10)
 
@@ -205,7 +205,7 @@ class Answering(Handler):
         self.kind, self.num_bytes, self.meta = kind, num_bytes, meta
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        peer.send_frame(self.kind, request=header.request, meta=self.meta, body=bytes(self.num_bytes))
+        peer.send(*frame_parts(self.kind, request=header.request, meta=self.meta, body=bytes(self.num_bytes)))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from paceline.ps import SGD, Client
 from paceline.ps.messages import FORWARD, PING, PONG
 from paceline.ps.server.chain_links import ChainLinks
 from paceline.testing import FaultPlan, serve_in_thread
-from paceline.transport import Address, Endpoint, Fault, Handler, Header, Hello, Peer, SocketTransport
+from paceline.transport import Address, Endpoint, Fault, Handler, Header, Hello, Peer, SocketTransport, frame_parts
 from paceline.transport.faulty.peer import FaultyHandler
 
 from .harness import TOKEN, Cluster, ServerNode, in_threads, wait_until
@@ -109,7 +109,7 @@ class _Deaf(Handler):
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind == PING and self.answers:
-            peer.send_frame(PONG)
+            peer.send(*frame_parts(PONG))
         time.sleep(self.pause_s)
 
 
@@ -144,7 +144,7 @@ def test_who_answers_or_takes_what_is_sent_is_reachable() -> None:
             assert ups == [7]
             handler.answers, handler.pause_s = False, 0.1
             for _ in range(18):
-                peer.send_frame(FORWARD, body=bytes(size))
+                peer.send(*frame_parts(FORWARD, body=bytes(size)))
             while peer.write_backlog_bytes > 2 * size:  # it takes
                 assert await watch(2 * period_s) == [(), ()]
             assert (await watch(1.5))[-1] == (7,)  # all is taken, and nothing is heard any more

@@ -16,7 +16,7 @@ from paceline.protocol import Sequential
 from paceline.protocol.jobs import ALL_DONE, Job, JobSpec, JobState, Lease
 from paceline.ps import SGD, SchedulerLink, messages
 from paceline.ps.messages import NOTICE
-from paceline.transport import Hello
+from paceline.transport import Hello, frame_parts
 
 from .harness import PATIENCE_S, Cluster, in_threads, wait_until
 
@@ -202,7 +202,7 @@ def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
         def write() -> None:
             begun.set()
             time.sleep(0.2)
-            peer.send_frame(NOTICE, meta=messages.encode(messages.CommitMap(term=0, epoch=0)))
+            peer.send(*frame_parts(NOTICE, meta=messages.encode(messages.CommitMap(term=0, epoch=0))))
 
         cluster.served.loop.call_soon_threadsafe(write)
         assert begun.wait(PATIENCE_S)

@@ -9,7 +9,7 @@ from paceline.errors import PeerError
 from paceline.protocol import BoundedDelay, Consistency, Sequential
 from paceline.ps import SGD, messages
 from paceline.ps.messages import CALL, SYNCED
-from paceline.transport import Channel, Hello
+from paceline.transport import Channel, Hello, frame_parts
 
 from .harness import PATIENCE_S, Cluster, wait_until
 
@@ -31,8 +31,8 @@ def test_who_is_on_no_map_holds_nobody(consistency: Consistency) -> None:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
         ghost = connect(cluster, 10**9)
-        ghost.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
-        ghost.send_frame(SYNCED, flags=1, epoch=client.servers.routes.version)
+        ghost.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
+        ghost.send(*frame_parts(SYNCED, flags=1, epoch=client.servers.routes.version))
         wait_until(lambda: len(list(cluster.nodes[0].server.core.early)) == 2)
         for iteration in range(4):
             table.push(KEYS, ONES, tick=True)
@@ -47,7 +47,7 @@ def test_who_left_before_any_map_joins_no_more() -> None:
         client = cluster.connect()
         number = client.servers.newest()[0].session.server  # of a server: known, and no worker
         channel = connect(cluster, number)
-        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         with pytest.raises(PeerError, match="left the cluster or was declared dead"):
             channel.receive_header(PATIENCE_S)
         channel.close()

@@ -14,7 +14,7 @@ from paceline.ps import SGD, messages
 from paceline.ps.messages import CALL, CLOCKS, PULL, PUSH, SYNCED, TICK, TICKS
 from paceline.ps.scheduler.processes import own_host
 from paceline.ps.scheduler.tables import Tables
-from paceline.transport import Hello
+from paceline.transport import Hello, frame_parts
 
 from .harness import Cluster, floats, keys_of, random_keys
 
@@ -25,10 +25,10 @@ def test_how_long_a_peer_waits_may_be_nonsense(timeout_ms: Any) -> None:
         client = cluster.connect(rank=0)
         table = client.sparse_table("w", update=SGD(lr=1.0))
         channel = cluster.raw(timeout_ms=timeout_ms)
-        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         channel.receive_frame(10)
-        channel.send_frame(PULL, request=2, epoch=1, table=table.number, clock=9, body=keys_of(1))  # is held
-        channel.send_frame(CALL, request=3, meta=messages.encode(messages.Retire()))
+        channel.send(*frame_parts(PULL, request=2, epoch=1, table=table.number, clock=9, body=keys_of(1)))  # is held
+        channel.send(*frame_parts(CALL, request=3, meta=messages.encode(messages.Retire())))
         assert channel.receive_frame(10).header.request in (2, 3)
         channel.close()
         assert table.push_pull(keys_of(1), floats(1)) == -1
@@ -39,14 +39,14 @@ def test_a_push_for_another_servers_buckets_is_refused_before_it_is_kept() -> No
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0))
         channel = cluster.raw()
-        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         channel.receive_frame(10)
         keys = random_keys(np.random.default_rng(0), 100)  # of buckets of both servers
         ones = np.ones(len(keys), np.float32)
-        channel.send_frame(PUSH, request=2, epoch=1, sequence=1, table=table.number, body=(keys, ones))
+        channel.send(*frame_parts(PUSH, request=2, epoch=1, sequence=1, table=table.number, body=(keys, ones)))
         with pytest.raises(StaleEpochError, match="the map of the cluster has changed"):
             channel.receive_frame(10)
-        channel.send_frame(CALL, request=3, meta=messages.encode(messages.Retire()))
+        channel.send(*frame_parts(CALL, request=3, meta=messages.encode(messages.Retire())))
         channel.receive_frame(10)
         channel.close()
         table.push(keys, ones, tick=True).wait()
@@ -64,10 +64,10 @@ def test_a_process_that_is_no_member_pushes_nothing(incarnation: int) -> None:
         channel = cluster.transport.connect(served.endpoint, Hello(role="worker", incarnation=incarnation))
         for bucket in range(500):
             body = (keys_of(bucket), floats(1))
-            channel.send_frame(PUSH, request=2, epoch=1, sequence=100, table=table.number, body=body)
+            channel.send(*frame_parts(PUSH, request=2, epoch=1, sequence=100, table=table.number, body=body))
             with pytest.raises(PeerError):
                 channel.receive_frame(10)
-        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         with pytest.raises(PeerError, match="is no member of the cluster"):
             channel.receive_frame(10)
         channel.close()
@@ -85,18 +85,18 @@ def test_a_worker_does_not_finish_a_million_iterations_at_once() -> None:
         far = 1 << 30
 
         def refused(kind: int, **fields: Any) -> None:
-            channel.send_frame(kind, request=1, **{"epoch": 1, **fields})
+            channel.send(*frame_parts(kind, request=1, **{"epoch": 1, **fields}))
             with pytest.raises(ProtocolError, match="at most 65536 iterations"):
                 channel.receive_frame(10)
 
         refused(CALL, meta=messages.encode(messages.JoinClock(rank=7, clock=far)))
-        channel.send_frame(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0)))
+        channel.send(*frame_parts(CALL, request=1, meta=messages.encode(messages.JoinClock(rank=7, clock=0))))
         channel.receive_frame(10)
         client.retire()  # it alone counts now
         refused(TICK, clock=far)
         refused(SYNCED, clock=far, sequence=7, flags=1)
         refused(PUSH, clock=far, sequence=1, flags=TICKS, table=table.number, body=(keys_of(1), floats(1)))
-        channel.send_frame(CALL, request=3, meta=messages.encode(messages.Retire()))
+        channel.send(*frame_parts(CALL, request=3, meta=messages.encode(messages.Retire())))
         channel.receive_frame(10)
         channel.close()
         client.join()
@@ -110,7 +110,7 @@ def test_a_server_does_not_tell_of_a_worker_that_is_far_ahead() -> None:
         cluster.nodes[0].call(lambda: cluster.nodes[0].server.joined(Hello(role="server", incarnation=1), 9.0))
         channel = cluster.transport.connect(served.endpoint, Hello(role="server", rank=1, incarnation=1 << 40))
         info = messages.ClocksInfo((), ((9, 0, 1 << 31, True),), 0, 5)
-        channel.send_frame(CLOCKS, request=1, meta=messages.encode(info))
+        channel.send(*frame_parts(CLOCKS, request=1, meta=messages.encode(info)))
         with pytest.raises(ProtocolError, match="in iteration 2147483648, and others in 5"):
             channel.receive_frame(10)
         channel.close()
@@ -145,7 +145,7 @@ def test_the_scheduler_refuses_what_would_end_or_occupy_it(message: dict[str, An
     with Cluster() as cluster:
         client = cluster.connect()
         channel = cluster.transport.connect(cluster.scheduler_address, Hello(role="worker"))
-        channel.send_frame(CALL, request=1, meta=msgspec.msgpack.encode(message))
+        channel.send(*frame_parts(CALL, request=1, meta=msgspec.msgpack.encode(message)))
         with pytest.raises(ProtocolError, match="cannot be read"):
             channel.receive_frame(10)
         channel.close()

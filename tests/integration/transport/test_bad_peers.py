@@ -35,6 +35,7 @@ from paceline.transport import (
     Kind,
     Limits,
     SocketTransport,
+    frame_parts,
     pack_header,
     raise_error,
     unpack_header,
@@ -56,7 +57,7 @@ class Bystander:
         self.channel = transport.connect(served.endpoint, WORKER)
 
     def assert_unmoved(self) -> None:
-        self.channel.send_frame(ECHO, body=b"still here")
+        self.channel.send(*frame_parts(ECHO, body=b"still here"))
         assert bytes(self.channel.receive_frame(10).body) == b"still here"
 
     def raw(self) -> socket.socket:
@@ -201,9 +202,9 @@ def test_limits_are_the_callers() -> None:
     transport = SocketTransport(TOKEN, limits=Limits(max_frame_bytes=4096))
     with bystander(transport) as beside:
         with pytest.raises(ValueError, match="at most 4096"):
-            beside.channel.send_frame(ECHO, body=bytes(5000))
+            beside.channel.send(*frame_parts(ECHO, body=bytes(5000)))
         other = SocketTransport(TOKEN).connect(beside.endpoint, WORKER)
-        other.send_frame(ECHO, body=bytes(5000))
+        other.send(*frame_parts(ECHO, body=bytes(5000)))
         with pytest.raises((ProtocolError, ConnectionLostError)):
             other.receive_header(10)
 
@@ -248,7 +249,7 @@ def test_a_reader_that_never_reads_holds_nobody_up() -> None:
 
         def send_on_and_on() -> None:
             for _ in range(1000):  # in the end the server reads no more of it
-                deaf.send_frame(ECHO, body=bytes(1 << 20))
+                deaf.send(*frame_parts(ECHO, body=bytes(1 << 20)))
 
         with pytest.raises(DeadlineError, match="took nothing"):
             send_on_and_on()
@@ -261,7 +262,7 @@ def test_a_slow_reader_gets_everything() -> None:
         channel = transport.connect(beside.endpoint, WORKER)
         body = np.arange(1 << 19)  # 4 MiB
         for number in range(3):
-            channel.send_frame(ECHO, request=number, body=body[number:])
+            channel.send(*frame_parts(ECHO, request=number, body=body[number:]))
         beside.assert_unmoved()
         for number in range(3):
             into = np.empty(len(body) - number, np.int64)
@@ -280,7 +281,7 @@ def test_deadline_within_a_frame_closes_the_channel(transport: SocketTransport) 
     with serve_in_thread(Stingy(), transport) as served:
         for size in (100, 100_000):
             channel: Channel = transport.connect(served.endpoint, WORKER)
-            channel.send_frame(SILENT)
+            channel.send(*frame_parts(SILENT))
             with pytest.raises(DeadlineError):
                 channel.receive(np.empty(size, np.uint8), 0.1)
             with pytest.raises(ConnectionLostError):

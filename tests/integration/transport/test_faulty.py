@@ -10,7 +10,7 @@ from paceline.errors import ConnectionLostError, DeadlineError, UsageError
 from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport, serve_in_thread
 from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO, SILENT
-from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport, pack_header
+from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport, frame_parts, pack_header
 
 TOKEN = "a token for tests"
 
@@ -31,23 +31,23 @@ def test_each_fault_happens_where_it_was_planned(inner: Transport) -> None:
     with serve_in_thread(EchoHandler(), transport) as served:
         other = transport.connect(served.endpoint, Hello(role="worker", rank=0))
         channel = transport.connect(served.endpoint, Hello(role="worker", rank=1))
-        other.send_frame(ECHO)
+        other.send(*frame_parts(ECHO))
         assert other.receive_header(5).body_bytes == 0
 
-        channel.send_frame(SILENT)
-        channel.send_frame(ECHO, request=0)
+        channel.send(*frame_parts(SILENT))
+        channel.send(*frame_parts(ECHO, request=0))
         with pytest.raises(DeadlineError):
             channel.receive_header(0.05)
-        channel.send_frame(ECHO, request=1, body=b"twice")
+        channel.send(*frame_parts(ECHO, request=1, body=b"twice"))
         for _ in range(2):
             frame = channel.receive_frame(5)
             assert (frame.header.request, bytes(frame.body)) == (1, b"twice")
         assert plan.fired == faults[:2]
         with pytest.raises(UsageError, match="never happened"):
             plan.check_all_fired()
-        channel.send_frame(ECHO, request=2)
+        channel.send(*frame_parts(ECHO, request=2))
         start = time.monotonic()
-        channel.send_frame(ECHO, request=3)
+        channel.send(*frame_parts(ECHO, request=3))
         assert time.monotonic() - start >= 0.05
         assert [channel.receive_header(5).request for _ in range(2)] == [2, 3]
         other.close()
@@ -66,14 +66,14 @@ def test_cut_before_and_after(inner: Transport) -> None:
     handler = EchoHandler()
     with serve_in_thread(handler, transport) as served:
         channel = transport.connect(served.endpoint, Hello(role="worker"))
-        channel.send_frame(SILENT)
+        channel.send(*frame_parts(SILENT))
         with pytest.raises(ConnectionLostError, match="was cut"):
-            channel.send_frame(SILENT)
+            channel.send(*frame_parts(SILENT))
         handler.wait_until(lambda: handler.reasons == [None])
         assert handler.num_frames == 1
 
         channel = transport.connect(served.endpoint, Hello(role="worker", incarnation=1))
-        channel.send_frame(SILENT)
+        channel.send(*frame_parts(SILENT))
         with pytest.raises(ConnectionLostError):
             channel.receive_header(5)
         handler.wait_until(lambda: handler.num_frames == 2 and len(handler.reasons) == 2)
@@ -86,8 +86,8 @@ def test_other_roles_are_left_alone(inner: Transport) -> None:
     transport = FaultyTransport(inner, plan)
     with serve_in_thread(EchoHandler(), transport) as served:
         channel = transport.connect(served.endpoint, Hello(role="server"))
-        channel.send_frame(ECHO, request=1)
-        channel.send_frame(ECHO, request=2)
+        channel.send(*frame_parts(ECHO, request=1))
+        channel.send(*frame_parts(ECHO, request=2))
         assert channel.receive_header(5).request == 2
         channel.close()
     assert [fault.role for fault in plan.fired] == ["server"]
@@ -106,18 +106,18 @@ def test_faults_of_opened_peers(inner: Transport) -> None:
         inbox, others = Inbox(), Inbox()
         peer = await transport.open(inbox, served.endpoint, Hello(role="server", rank=1))
         other = await transport.open(others, served.endpoint, Hello(role="server", rank=0))
-        other.send_frame(ECHO)
+        other.send(*frame_parts(ECHO))
         await others.wait_frames(1)
-        peer.send_frame(SILENT)
-        peer.send_frame(ECHO, request=0)  # dropped
-        peer.send_frame(ECHO, request=1, body=b"twice")
+        peer.send(*frame_parts(SILENT))
+        peer.send(*frame_parts(ECHO, request=0))  # dropped
+        peer.send(*frame_parts(ECHO, request=1, body=b"twice"))
         frames = await inbox.wait_frames(2)
         assert [(frame.header.request, bytes(frame.body)) for frame in frames] == [(1, b"twice")] * 2
         peer.send(pack_header(ECHO, request=2))
         start = time.monotonic()
         peer.send(pack_header(ECHO, request=3))  # delayed, and so what follows it
-        peer.send_frame(ECHO, request=4, body=bytes(1000))
-        peer.send_frame(ECHO, request=5)
+        peer.send(*frame_parts(ECHO, request=4, body=bytes(1000)))
+        peer.send(*frame_parts(ECHO, request=5))
         assert peer.write_backlog_bytes >= 3 * 40 + 1000
         assert time.monotonic() - start < 0.25
         assert [frame.header.request for frame in await inbox.wait_frames(4)] == [2, 3, 4, 5]
@@ -147,12 +147,12 @@ def test_opened_peers_are_cut(inner: Transport, when: Literal["before", "after"]
         inbox = Inbox()
         peer = await transport.open(inbox, served.endpoint, Hello(role="worker"))
         for _ in range(5):
-            peer.send_frame(SILENT)
+            peer.send(*frame_parts(SILENT))
         reason = await inbox.wait_end()
         assert isinstance(reason, ConnectionLostError)
         assert "was cut by" in str(reason)
         assert inbox.ends[0][0] is peer
-        peer.send_frame(SILENT)
+        peer.send(*frame_parts(SILENT))
         peer.close()
 
     with serve_in_thread(handler, transport) as served:
@@ -170,13 +170,13 @@ def test_an_opened_peer_closed_while_a_frame_is_delayed_sends_it_first(inner: Tr
     async def run() -> None:
         closed, aborted = Inbox(), Inbox()
         peer = await transport.open(closed, served.endpoint, Hello(role="worker"))
-        peer.send_frame(SILENT)
+        peer.send(*frame_parts(SILENT))
         peer.close()
         assert await closed.wait_end() is None
         handler.wait_until(lambda: handler.num_frames == 1)
         plan.add(Fault(action="delay", rank=0, step=1, delay_s=0.02))
         peer = await transport.open(aborted, served.endpoint, Hello(role="worker"))
-        peer.send_frame(SILENT)
+        peer.send(*frame_parts(SILENT))
         peer.abort()
         await aborted.wait_end()
         await asyncio.sleep(0.04)

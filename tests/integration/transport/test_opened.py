@@ -74,7 +74,7 @@ class Talkative(EchoHandler):
     def connected(self, peer: Peer) -> None:
         super().connected(peer)
         for number in range(20):
-            peer.send_frame(ECHO, request=number, meta=b"news", body=np.full(number * 5000, number, np.uint8))
+            peer.send(*frame_parts(ECHO, request=number, meta=b"news", body=np.full(number * 5000, number, np.uint8)))
         if self._hangs_up:
             peer.close()
 
@@ -127,7 +127,7 @@ def open_and_close(transport: Transport, target: Endpoint | Address | str, timeo
         except Exception:
             assert not inbox.ends
             raise
-        peer.send_frame(ECHO, body=b"hello")
+        peer.send(*frame_parts(ECHO, body=b"hello"))
         assert bytes((await inbox.wait_frames(1))[0].body) == b"hello"
         peer.close()
         await inbox.wait_end()
@@ -182,7 +182,7 @@ def test_a_full_backlog_at_both_ends_dissolves() -> None:
         peer = await transport.open(inbox, served.endpoint, SERVER)
         body = bytes(1 << 20)
         for number in range(60):  # far more than both ends' limits and the system's buffers
-            peer.send_frame(ECHO, request=number, body=body)
+            peer.send(*frame_parts(ECHO, request=number, body=body))
         assert peer.write_backlog_bytes > 30 << 20
         frames = await inbox.wait_frames(60)
         assert [frame.header.request for frame in frames] == list(range(60))
@@ -202,8 +202,8 @@ def test_a_handler_that_fails_ends_the_connection(either: Transport, caplog: pyt
     async def run() -> None:
         inbox = Failing()
         peer = await either.open(inbox, served.endpoint, SERVER)
-        peer.send_frame(ECHO)
-        peer.send_frame(ECHO)
+        peer.send(*frame_parts(ECHO))
+        peer.send(*frame_parts(ECHO))
         reason = await inbox.wait_end()
         assert isinstance(reason, KeyError)
         assert "failed on a frame of kind 32" in caplog.text
@@ -248,7 +248,7 @@ def test_what_a_server_may_not_send(kind: int) -> None:
     async def run() -> None:
         inbox = Inbox()
         peer = await transport.open(inbox, served.endpoint, SERVER)
-        peer.send_frame(SILENT)
+        peer.send(*frame_parts(SILENT))
         assert isinstance(await inbox.wait_end(), ProtocolError)
 
     transport = SocketTransport(TOKEN)
@@ -452,12 +452,12 @@ def test_a_server_that_serves_and_opens_with_one_handler(either: Transport) -> N
         def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
             if peer is self.onward:
                 assert self.asked is not None
-                self.asked.send_frame(32, request=header.request, body=bytes(body))
+                self.asked.send(*frame_parts(32, request=header.request, body=bytes(body)))
             elif self.onward is not None:
                 self.asked = peer
-                self.onward.send_frame(ECHO, request=header.request, body=bytes(body))
+                self.onward.send(*frame_parts(ECHO, request=header.request, body=bytes(body)))
             else:
-                peer.send_frame(32, request=header.request, body=bytes(body))
+                peer.send(*frame_parts(32, request=header.request, body=bytes(body)))
 
     async def run() -> None:
         links = [Link() for _ in range(3)]
@@ -467,7 +467,7 @@ def test_a_server_that_serves_and_opens_with_one_handler(either: Transport) -> N
         inbox = Inbox()
         peer = await either.open(inbox, listeners[0].endpoint, WORKER)
         for number in range(50):
-            peer.send_frame(ECHO, request=number, body=bytes(number * 10_000))
+            peer.send(*frame_parts(ECHO, request=number, body=bytes(number * 10_000)))
         frames = await inbox.wait_frames(50)
         assert [(each.header.request, len(each.body)) for each in frames] == [(n, n * 10_000) for n in range(50)]
         peer.close()

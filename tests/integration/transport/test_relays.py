@@ -30,7 +30,7 @@ def echo(transport: SocketTransport, target: Endpoint | Address, *sizes: int) ->
     try:
         for size in sizes:
             body = np.random.default_rng(size).bytes(size)
-            channel.send_frame(ECHO, meta=b"meta", body=body)
+            channel.send(*frame_parts(ECHO, meta=b"meta", body=body))
             assert bytes(channel.receive_frame(10).body) == body
     finally:
         channel.close()
@@ -56,7 +56,7 @@ FAULTS: dict[str, Meddle] = {
 
 def talk(channel: Channel, size: int) -> None:
     for number in range(4):
-        channel.send_frame(ECHO, request=number, body=bytes(size))
+        channel.send(*frame_parts(ECHO, request=number, body=bytes(size)))
     for number in range(5):
         frame = channel.receive_frame(10)
         assert frame.header.request == number
@@ -100,7 +100,7 @@ def test_what_the_server_says_is_sealed_too(transport: SocketTransport) -> None:
             thread.start()
             try:
                 channel = transport.connect(Address("tcp", *trap.getsockname()), WORKER)
-                channel.send_frame(ECHO, body=bytes(size))
+                channel.send(*frame_parts(ECHO, body=bytes(size)))
                 with pytest.raises(ConnectionLostError, match="altered"):
                     channel.receive_frame(10)
             finally:
@@ -204,7 +204,7 @@ def bytes_of_a_frame(transport: SocketTransport, target: Endpoint | Address) -> 
     channel = transport.connect(target, WORKER)
     try:
         before = channel.statistics()
-        channel.send_frame(ECHO)
+        channel.send(*frame_parts(ECHO))
         channel.receive_header(10)
         after = channel.statistics()
         assert after.bytes_sent - before.bytes_sent == after.bytes_received - before.bytes_received

@@ -19,7 +19,7 @@ from paceline.errors import AddressError
 from paceline.testing import EchoHandler, serve_in_thread
 from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO
-from paceline.transport import TLS, Endpoint, Hello, SocketTransport
+from paceline.transport import TLS, Endpoint, Hello, SocketTransport, frame_parts
 from paceline.transport.client import open_socket
 from paceline.transport.security.strangers import max_strangers
 
@@ -32,7 +32,7 @@ LIMIT = 16
 def echo(transport: SocketTransport, endpoint: Endpoint) -> None:
     channel = transport.connect(endpoint, WORKER, timeout_s=10)
     try:
-        channel.send_frame(ECHO, body=b"word")
+        channel.send(*frame_parts(ECHO, body=b"word"))
         assert bytes(channel.receive_frame(10).body) == b"word"
     finally:
         channel.close()
@@ -65,7 +65,7 @@ def test_of_silent_strangers_the_oldest_goes(
         while silent[0].recv(1 << 12):
             pass  # its challenge, and the end
         echo(transport, served.endpoint)
-        known.send_frame(ECHO, body=b"still here")
+        known.send(*frame_parts(ECHO, body=b"still here"))
         assert bytes(known.receive_frame(10).body) == b"still here"
         assert served.listener.num_connections <= LIMIT + 2
 

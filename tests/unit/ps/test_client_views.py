@@ -23,7 +23,7 @@ from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.ranges import bucket_width, clip_runs, runs_in
 from paceline.testing import Served, serve_in_thread
-from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer
+from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer, frame_parts
 
 LOW, HIGH = ALL >> 256, ALL & ~(ALL >> 256)
 KEYS = np.arange(64, dtype=np.uint64)
@@ -67,7 +67,7 @@ class FakeServer(Handler):
             if self.is_mute:
                 return
             answer = message.clock if isinstance(message, messages.JoinClock) else None
-            peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer))
+            peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(answer)))
             return
         keys, grads = self._split(header, body)
         self.seen.append(
@@ -84,7 +84,7 @@ class FakeServer(Handler):
             raise self.fails
         values = np.repeat(np.array(keys, np.float32), self.dim if header.kind in (PULL, PUSH_PULL) else 0)
         kind = VALUES if header.kind in (PULL, PUSH_PULL) else ACK
-        peer.send_frame(kind, request=header.request, clock=self.durable, body=values)
+        peer.send(*frame_parts(kind, request=header.request, clock=self.durable, body=values))
 
     def _split(self, header: Header, body: memoryview) -> tuple[list[int], list[float]]:
         if header.kind in (TICK, SYNCED):

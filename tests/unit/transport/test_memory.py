@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import AddressError, AuthenticationError, ConnectionLostError, UsageError
 from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport
 from paceline.testing.transports import CLOSE, ECHO, SILENT
-from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer
+from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer, frame_parts
 
 TOKEN = "a token for tests"
 WORKER = Hello(role="worker", rank=2)
@@ -19,17 +19,17 @@ def test_direct_transport_needs_no_thread_and_no_loop() -> None:
     listener = asyncio.run(transport.serve(handler, Hello(role="server"), address="memory://here"))
     channel = transport.connect("memory://here", WORKER)
     assert [peer.hello.rank for peer in handler.peers] == [2]
-    channel.send_frame(SILENT)
+    channel.send(*frame_parts(SILENT))
     assert handler.num_frames == 1  # by the time that send returns
     assert not channel.poll(0)
-    channel.send_frame(ECHO, body=b"x" * 1_000_000)
+    channel.send(*frame_parts(ECHO, body=b"x" * 1_000_000))
     assert channel.poll(0)
     assert channel.receive_frame(1).header.body_bytes == 1_000_000
     with pytest.raises(AuthenticationError, match="refused the token"):
         transport.with_token("another token for tests").connect(listener.endpoint, WORKER)
     with pytest.raises(UsageError, match="poll"):
         channel.fileno()
-    channel.send_frame(CLOSE)
+    channel.send(*frame_parts(CLOSE))
     assert handler.reasons == [None]
     with pytest.raises(ConnectionLostError):
         channel.receive_header(1)
@@ -48,11 +48,11 @@ class Chain(Handler):
         self.story.append(f"{header.kind} begins")
         if peer is self.onward:
             assert self.asked is not None
-            self.asked.send_frame(33, body=bytes(body))
+            self.asked.send(*frame_parts(33, body=bytes(body)))
         else:
             assert self.onward is not None
             self.asked = peer
-            self.onward.send_frame(ECHO, body=bytes(body))
+            self.onward.send(*frame_parts(ECHO, body=bytes(body)))
         self.story.append(f"{header.kind} ends")
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
@@ -68,7 +68,7 @@ def test_direct_peers_need_no_loop_once_they_are_open() -> None:
     assert chain.onward.hello.role == "second"
     assert [peer.hello.rank for peer in echo.peers] == [5]
     channel = transport.connect("memory://first", WORKER)
-    channel.send_frame(ECHO, body=b"x" * 500_000)
+    channel.send(*frame_parts(ECHO, body=b"x" * 500_000))
     assert chain.story == ["16 begins", "16 ends", "32 begins", "32 ends"]  # none within another
     assert channel.poll(0)
     assert channel.receive_frame(1).header.body_bytes == 500_000
@@ -88,9 +88,9 @@ def test_direct_peers_have_faults_too() -> None:
     echo, chain = EchoHandler(), Chain()
     asyncio.run(transport.serve(echo, Hello(role="server"), address="memory://here"))
     peer = asyncio.run(transport.open(chain, "memory://here", WORKER))
-    peer.send_frame(SILENT)
+    peer.send(*frame_parts(SILENT))
     assert echo.num_frames == 1
-    peer.send_frame(SILENT)
+    peer.send(*frame_parts(SILENT))
     assert echo.num_frames == 1
     assert len(chain.story) == 1
     assert "was cut" in chain.story[0]

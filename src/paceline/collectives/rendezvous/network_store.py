@@ -23,7 +23,7 @@ from paceline.errors import DeadlineError, GroupClosedError, PacelineError, Prot
 from paceline.transport.addresses import Address
 from paceline.transport.base import Channel, Handler, Listener, Peer
 from paceline.transport.decoding import reader
-from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Limits
+from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Limits, frame_parts
 from paceline.transport.security.authentication import Hello
 from paceline.transport.sockets import SocketTransport
 from paceline.transport.tls.contexts import TLS
@@ -91,23 +91,23 @@ class ServedStore(Handler):
             value = bytes(body)
             if self._values.setdefault(key, value) != value:
                 raise written_twice(key)
-            peer.send_frame(StoreCall.DONE)
+            peer.send(*frame_parts(StoreCall.DONE))
             for waiting in self._waiting.pop(key, ()):
-                waiting.send_frame(StoreCall.DONE, body=value)
+                waiting.send(*frame_parts(StoreCall.DONE, body=value))
             for collecting in self._collecting.pop(key, ()):
                 collecting.missing.discard(key)
                 if not collecting.missing:
                     self._answer(collecting)
         elif header.kind == StoreCall.GET:
             if key in self._values:
-                peer.send_frame(StoreCall.DONE, body=self._values[key])
+                peer.send(*frame_parts(StoreCall.DONE, body=self._values[key]))
             elif request.wait:
                 self._waiting.setdefault(key, []).append(peer)
             else:
-                peer.send_frame(StoreCall.ABSENT)
+                peer.send(*frame_parts(StoreCall.ABSENT))
         elif header.kind == StoreCall.DELETE:
             self._values.pop(key, None)
-            peer.send_frame(StoreCall.DONE)
+            peer.send(*frame_parts(StoreCall.DONE))
         elif header.kind == StoreCall.COLLECT:
             self._collect(peer, body)
         else:
@@ -136,7 +136,7 @@ class ServedStore(Handler):
     def _answer(self, collecting: _Collecting) -> None:
         self._forget(collecting)
         values = [self._values.get(key) for key in collecting.keys]
-        collecting.peer.send_frame(StoreCall.DONE, body=msgspec.msgpack.encode(values))
+        collecting.peer.send(*frame_parts(StoreCall.DONE, body=msgspec.msgpack.encode(values)))
 
     def _forget(self, collecting: _Collecting) -> None:
         if collecting.timer is not None:
@@ -282,7 +282,7 @@ class NetworkStore(Store):
         channel = self._take(timeout_s)
         is_whole = False
         try:
-            channel.send_frame(kind, meta=msgspec.msgpack.encode(request), body=value)
+            channel.send(*frame_parts(kind, meta=msgspec.msgpack.encode(request), body=value))
             answer = channel.receive_frame(timeout_s)
             is_whole = True
             return answer.header.kind, bytes(answer.body)

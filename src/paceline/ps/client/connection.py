@@ -32,6 +32,7 @@ from paceline.transport import (
     Header,
     Hello,
     Transport,
+    frame_parts,
     read_meta,
 )
 from paceline.transport.backoff import Backoff
@@ -147,12 +148,14 @@ class ServerConnection:
         """Tell the server that all was sent again."""
         if self.session.is_connected:
             try:
-                self.channel.send_frame(
-                    SYNCED,
-                    flags=int(instruction.takes_part),
-                    epoch=instruction.version,
-                    clock=instruction.clock,
-                    sequence=self._hello.rank,
+                self.channel.send(
+                    *frame_parts(
+                        SYNCED,
+                        flags=int(instruction.takes_part),
+                        epoch=instruction.version,
+                        clock=instruction.clock,
+                        sequence=self._hello.rank,
+                    )
                 )
             except ConnectionLostError:
                 self._cut()

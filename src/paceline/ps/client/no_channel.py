@@ -23,11 +23,7 @@ class NoChannel(Channel):
         raise ConnectionLostError(f"there is no connection to {self.address}")
 
     @override
-    def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
-        self._fail()
-
-    @override
-    def send_frame(self, kind: int, **fields: object) -> None:
+    def send(self, *parts: Buffer) -> None:
         self._fail()
 
     @override

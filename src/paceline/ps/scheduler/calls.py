@@ -16,7 +16,7 @@ from paceline.ps.forked import NoLock
 from paceline.ps.messages import NOTICE
 from paceline.ps.scheduler.memory import Memory
 from paceline.ps.scheduler.outgoing import Answer, Content, add, send
-from paceline.transport import Channel, Frame
+from paceline.transport import Channel, Frame, frame_parts
 
 
 class CallLine:
@@ -55,7 +55,7 @@ class CallLine:
     def say_once(self, notice: msgspec.Struct) -> None:
         """Send what need not come: the scheduler asks again, or does not mind."""
         with self._lock:
-            self.channel.send_frame(NOTICE, meta=messages.encode(notice))
+            self.channel.send(*frame_parts(NOTICE, meta=messages.encode(notice)))
 
     def take(self, request: int) -> Content | None:
         """Return the call of this number, which is answered or given up; None if it waits no more."""
@@ -97,7 +97,7 @@ class CallLine:
         with self._lock:
             if received < 0:
                 for report, parts in self._memory.reports():
-                    self.channel.send_frame(NOTICE, meta=messages.encode(report), body=parts)
+                    self.channel.send(*frame_parts(NOTICE, meta=messages.encode(report), body=parts))
             for message in self._end.since(received):
                 send(self._end, self.channel, message)
             self.is_connected = True
@@ -108,7 +108,7 @@ class CallLine:
         """Say farewell; nothing is said after it, for this reason."""
         with self._lock:
             try:
-                self.channel.send_frame(NOTICE, meta=messages.encode(messages.Leave()))
+                self.channel.send(*frame_parts(NOTICE, meta=messages.encode(messages.Leave())))
             except PacelineError:
                 pass
             self.lost = self.lost or error

@@ -14,7 +14,7 @@ import msgspec
 from paceline.protocol.scheduler.line import MemberEnd, SentMessage
 from paceline.ps import messages
 from paceline.ps.messages import CALL, NOTICE
-from paceline.transport import Channel
+from paceline.transport import Channel, frame_parts
 
 Answer: TypeAlias = Future[tuple[bytes, memoryview]]
 
@@ -44,11 +44,13 @@ def add(
 def send(end: MemberEnd, channel: Channel, message: SentMessage) -> None:
     """Send a message."""
     content: Content = message.content
-    channel.send_frame(
-        CALL if message.is_call else NOTICE,
-        request=message.number if message.is_call else 0,
-        clock=end.lowest,
-        sequence=message.number if message.is_numbered else 0,
-        meta=messages.encode(content.struct),
-        body=content.body,
+    channel.send(
+        *frame_parts(
+            CALL if message.is_call else NOTICE,
+            request=message.number if message.is_call else 0,
+            clock=end.lowest,
+            sequence=message.number if message.is_numbered else 0,
+            meta=messages.encode(content.struct),
+            body=content.body,
+        )
     )

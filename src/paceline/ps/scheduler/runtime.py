@@ -32,7 +32,7 @@ from paceline.ps.scheduler.processes import ProcessWatch
 from paceline.ps.scheduler.sessions import Call, Session, Sessions, notify_all
 from paceline.ps.scheduler.tables import Tables
 from paceline.tables.non_finite import REFUSE, check_policy
-from paceline.transport import Endpoint, Handler, Header, Peer
+from paceline.transport import Endpoint, Handler, Header, Peer, frame_parts
 
 _FLUSH_S = 0.02
 """How long new workers may wait until the others hear of them, so that all who come at once are told of together."""
@@ -236,7 +236,7 @@ class Scheduler(Handler):
     def _rejoin(self, peer: Peer, header: Header, request: messages.Rejoin) -> None:
         role = role_of(request.role)
         if self.core.phase is not Phase.LEADING and not self.notes.has_settings(request.settings, self.settings):
-            peer.send_frame(messages.RESULT, request=header.request, meta=messages.encode(messages.Elsewhere()))
+            peer.send(*frame_parts(messages.RESULT, request=header.request, meta=messages.encode(messages.Elsewhere())))
             return
         self.sessions.ask(peer, header.request)
         self.sessions.connected[peer].end.is_foreign = True

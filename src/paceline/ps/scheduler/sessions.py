@@ -14,7 +14,7 @@ import msgspec
 from paceline.protocol.scheduler.line import SchedulerEnd
 from paceline.ps import messages
 from paceline.ps.messages import NOTICE, RESULT
-from paceline.transport import Header, Peer
+from paceline.transport import Header, Peer, frame_parts
 
 _Answer: TypeAlias = tuple[bytes, tuple[Any, ...]] | Exception
 
@@ -48,7 +48,7 @@ class Session:
     def notify(self, meta: bytes) -> None:
         """Send a notice; it is lost if there is no connection."""
         if self.peer is not None:
-            self.peer.send_frame(NOTICE, sequence=self.end.received, meta=meta)
+            self.peer.send(*frame_parts(NOTICE, sequence=self.end.received, meta=meta))
 
     def answer_again(self) -> None:
         """Send all answers of which it is not known that they came."""
@@ -65,7 +65,8 @@ class Session:
         if isinstance(answer, Exception):
             self.peer.send_error(_header(request), answer)
         else:
-            self.peer.send_frame(RESULT, request=request, sequence=self.end.received, meta=answer[0], body=answer[1])
+            meta, body = answer
+            self.peer.send(*frame_parts(RESULT, request=request, sequence=self.end.received, meta=meta, body=body))
 
 
 class Sessions:
@@ -97,7 +98,7 @@ class Sessions:
         """Answer one that waits to be welcomed."""
         request = self._asked.pop(peer, None)
         if request is not None:
-            peer.send_frame(RESULT, request=request, meta=messages.encode(answer))
+            peer.send(*frame_parts(RESULT, request=request, meta=messages.encode(answer)))
 
     def refuse(self, peer: Any, error: Exception) -> None:
         """Refuse one that waits to be welcomed."""
@@ -108,7 +109,7 @@ class Sessions:
     def notify(self, peer: Any, message: msgspec.Struct) -> None:
         """Send a notice on a connection if there still is one."""
         if peer in self.connected:
-            peer.send_frame(NOTICE, meta=messages.encode(message))
+            peer.send(*frame_parts(NOTICE, meta=messages.encode(message)))
 
     def welcome(self, peer: Any, incarnation: int) -> tuple[Session, bool] | None:
         """Return a member's session, and whether that goes on on another connection; None if this one is gone."""

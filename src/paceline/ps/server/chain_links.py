@@ -14,7 +14,7 @@ from paceline.errors import PacelineError
 from paceline.protocol import Silence
 from paceline.ps.fail_stop import Fail, watch_task
 from paceline.ps.messages import PING, PONG
-from paceline.transport import Endpoint, Handler, Header, Hello, Peer, Transport
+from paceline.transport import Endpoint, Handler, Header, Hello, Peer, Transport, frame_parts
 from paceline.transport.backoff import Backoff
 
 _CONNECT_S = 2.0
@@ -139,7 +139,7 @@ class _Link(Handler):
         takes = 0 <= self._taken < taken
         self._taken = taken if waiting else -1
         if not waiting:
-            peer.send_frame(PING)
+            peer.send(*frame_parts(PING))
         return takes
 
     def stop(self) -> None:

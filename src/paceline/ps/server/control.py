@@ -23,7 +23,7 @@ from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
-from paceline.transport import Header, Peer
+from paceline.transport import Header, Peer, frame_parts
 
 _CHANGES = (messages.WriteRecords, messages.Erase, messages.SetUpdate, snapshot_messages.LoadParts)
 """Calls that change what others have pushed: of a process that left or is dead none is taken, as no push is."""
@@ -79,7 +79,7 @@ class ServerControl:
             self._answers.check_member(peer)
         result = self._calls[type(request)](request)
         answer, parts = result if isinstance(result, tuple) else (result, ())
-        peer.send_frame(RESULT, request=header.request, meta=messages.encode(answer), body=parts)
+        peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(answer), body=parts))
 
     def _create_table(self, request: messages.CreateTable) -> None:
         rank = self._tables.rank

@@ -18,7 +18,7 @@ from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTables
-from paceline.transport import Header, Peer
+from paceline.transport import Header, Peer, frame_parts
 
 _FILL_PAUSE = 4.0  # times what a bucket took of the time of others
 _SLOW_LINK = 12.5e6  # bytes per second: the slowest line on which fills shall leave room for others
@@ -100,7 +100,7 @@ class Fills:
         entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
         info = messages.StateInfo(bucket, self._checks.orders.of(bucket), entries, infos)
         self._sent[target] = sent = _Sent(began_s, size=sum(part.nbytes for part in body))
-        peer.send_frame(STATE, request=number, epoch=rules.version, meta=messages.encode(info), body=body)
+        peer.send(*frame_parts(STATE, request=number, epoch=rules.version, meta=messages.encode(info), body=body))
         sent.busy_s = time.thread_time() - busy_s
 
     def taken(self, target: int, header: Header) -> None:
@@ -133,7 +133,7 @@ class Fills:
                 self._non_finite.taken(table, keys, records, f"what fills server {self._tables.rank}")
                 table.part.load_bucket(bucket, keys, records)
         busy_us = int((time.thread_time() - busy_s) * 1e6)
-        received.peer.send_frame(STATE_TAKEN, request=received.number, clock=busy_us)
+        received.peer.send(*frame_parts(STATE_TAKEN, request=received.number, clock=busy_us))
 
 
 _NO_KEYS = np.empty(0, np.uint64)

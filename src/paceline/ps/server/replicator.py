@@ -25,7 +25,7 @@ from paceline.ps.server.pushes import ChainPush, check_bucket, check_push, pack,
 from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.tables.server_tables import ServerTable, ServerTables
 from paceline.tables.sparse_part import make_part
-from paceline.transport import Endpoint, Header, Hello, Peer
+from paceline.transport import Endpoint, Header, Hello, Peer, frame_parts
 
 
 class Replicator:
@@ -97,20 +97,22 @@ class Replicator:
             return  # it is forwarded again when there is a connection
         infos, body = pack(push.part(self._tables, buckets))
         info = messages.ForwardInfo(push.incarnation, push.operation, to_bytes(buckets), infos)
-        peer.send_frame(
-            FORWARD,
-            request=number,
-            epoch=self._core.replication.version,
-            sequence=push.sequence,
-            meta=messages.encode(info),
-            body=body,
+        peer.send(
+            *frame_parts(
+                FORWARD,
+                request=number,
+                epoch=self._core.replication.version,
+                sequence=push.sequence,
+                meta=messages.encode(info),
+                body=body,
+            )
         )
 
     def send_ready(self, target: int, version: int) -> None:
         """Tell a primary that this server has nothing that it may lack."""
         peer = self._peer(target)
         if peer is not None:
-            peer.send_frame(READY, epoch=version)
+            peer.send(*frame_parts(READY, epoch=version))
 
     def send_clocks(self, target: int) -> None:
         """Tell a server which tables there are, and where the workers are."""
@@ -119,7 +121,7 @@ class Replicator:
             tables = ((number, table.declared, table.spec) for number, table in self._tables.by_number.items())
             known = self._core.known_clocks()
             info = messages.ClocksInfo(tuple(tables), known.workers, known.num_missing, known.minimum)
-            peer.send_frame(CLOCKS, epoch=self._core.replication.version, meta=messages.encode(info))
+            peer.send(*frame_parts(CLOCKS, epoch=self._core.replication.version, meta=messages.encode(info)))
 
     # Comparing.
 
@@ -147,7 +149,7 @@ class Replicator:
         peer = self._peer(target)
         if peer is not None:
             info = self.checks.describe(self._core.replication, bucket)
-            peer.send_frame(CHECK, epoch=self._core.replication.version, meta=messages.encode(info))
+            peer.send(*frame_parts(CHECK, epoch=self._core.replication.version, meta=messages.encode(info)))
         return peer is not None
 
     # From the servers before.
@@ -155,7 +157,7 @@ class Replicator:
     def read(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> events.Event | None:
         """Return what a frame of a server before this one means to the core; its version is not above ours."""
         if header.kind == PING:
-            peer.send_frame(PONG)
+            peer.send(*frame_parts(PONG))
             return None
         source = peer.hello.incarnation
         self._sources.setdefault(source, peer)

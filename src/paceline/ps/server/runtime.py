@@ -33,7 +33,7 @@ from paceline.ps.server.sums import IterationSums
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable, ServerTables
-from paceline.transport import Header, Kind, Peer, Transport, error_of
+from paceline.transport import Header, Kind, Peer, Transport, error_of, frame_parts
 
 _EXPIRY_PERIOD_S = 0.25
 _logger = logging.getLogger("paceline.ps")
@@ -192,9 +192,9 @@ class Runtime:
         if peer is None or header is None:
             return
         if peer.hello.role == "server":
-            peer.send_frame(FORWARDED, request=header.request)
+            peer.send(*frame_parts(FORWARDED, request=header.request))
         elif header.kind == CALL:
-            peer.send_frame(RESULT, request=header.request, meta=messages.encode(push.result))
+            peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(push.result)))
         else:
             clock = header.clock + (1 if header.flags & TICKS else 0)
             try:
@@ -220,7 +220,7 @@ class Runtime:
 
     def _joined(self, instruction: events.Joined) -> None:
         peer, header = _call(instruction.token)
-        peer.send_frame(RESULT, request=header.request, meta=messages.encode(instruction.clock))
+        peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
 
     def _expel(self, instruction: events.Expelled) -> None:
         token = instruction.token

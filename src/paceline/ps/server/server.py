@@ -43,7 +43,7 @@ from paceline.ps.server.stale_gradients import StaleGradients
 from paceline.tables.bounds import MAX_CLOCK
 from paceline.tables.non_finite import REFUSE, NonFinite
 from paceline.tables.server_tables import ServerTables
-from paceline.transport import Handler, Header, Hello, Peer, Transport
+from paceline.transport import Handler, Header, Hello, Peer, Transport, frame_parts
 
 _KINDS = {
     PULL: Kind.DATA, PUSH: Kind.DATA, PUSH_PULL: Kind.DATA, TICK: Kind.TICK, SYNCED: Kind.SYNCED, CALL: Kind.CALL,
@@ -267,7 +267,7 @@ class Server(Handler):
                 self.runtime.feed(events.Join((peer, header), peer.hello.incarnation, rank, clock))
             case messages.Retire():
                 self.runtime.feed(events.Retire(peer.hello.incarnation))
-                peer.send_frame(RESULT, request=header.request, meta=messages.encode(None))
+                peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(None)))
             case messages.WriteRecords() | messages.Erase():
                 self._requests.push_own(self._control.write_or_erase(peer, header, request, body))
             case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from typing_extensions import override
@@ -13,7 +13,7 @@ from typing_extensions import override
 from paceline.errors import ConnectionLostError, ProtocolError, VersionError
 from paceline.transport.base import Handler, Peer, Statistics
 from paceline.transport.faulty.plan import Fault, FaultPlan
-from paceline.transport.frames import Buffer, Header, frame_parts, size_of, unpack_header
+from paceline.transport.frames import Buffer, Header, size_of, unpack_header, view_of
 from paceline.transport.security.authentication import Hello
 
 
@@ -67,42 +67,13 @@ class FaultyPeer(Peer):
         self._timer: asyncio.TimerHandle | None = None
 
     @override
-    def send(self, frame: bytes | bytearray | memoryview) -> None:
+    def send(self, *parts: Buffer) -> None:
         try:
-            kind = unpack_header(frame).kind
+            kind = unpack_header(view_of(parts[0])).kind
         except (ProtocolError, VersionError):  # garbage, sent on purpose
-            self._inner.send(frame)
+            self._inner.send(*parts)
             return
-        self._send(kind, size_of(frame), lambda: self._inner.send(frame))
-
-    @override
-    def send_frame(
-        self,
-        kind: int,
-        *,
-        flags: int = 0,
-        table: int = 0,
-        request: int = 0,
-        epoch: int = 0,
-        clock: int = 0,
-        sequence: int = 0,
-        meta: Buffer = b"",
-        body: Buffer | Sequence[Buffer] = (),
-    ) -> None:
-        def send() -> None:
-            self._inner.send_frame(
-                kind,
-                flags=flags,
-                table=table,
-                request=request,
-                epoch=epoch,
-                clock=clock,
-                sequence=sequence,
-                meta=meta,
-                body=body,
-            )
-
-        self._send(kind, sum(map(size_of, frame_parts(kind, meta=meta, body=body))), send)
+        self._send(kind, sum(map(size_of, parts)), lambda: self._inner.send(*parts))
 
     @override
     def send_error(self, request: Header, error: Exception) -> None:

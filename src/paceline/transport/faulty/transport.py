@@ -7,7 +7,6 @@ it opened; what the server sends is left alone, but ``cut`` after a frame is, to
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from typing_extensions import override
 
@@ -16,7 +15,7 @@ from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
 from paceline.transport.faulty.peer import FaultyHandler
 from paceline.transport.faulty.plan import FaultPlan
-from paceline.transport.frames import Buffer, Header, WritableBuffer, frame_parts, unpack_header
+from paceline.transport.frames import Buffer, Header, WritableBuffer, unpack_header, view_of
 from paceline.transport.security.authentication import Hello
 
 
@@ -56,54 +55,25 @@ class FaultyChannel(Channel):
         self.peer = inner.peer
 
     @override
-    def send(self, header: bytes | bytearray | memoryview, *buffers: Buffer) -> None:
+    def send(self, *parts: Buffer) -> None:
         try:
-            kind = unpack_header(header).kind
+            kind = unpack_header(view_of(parts[0])).kind
         except (ProtocolError, VersionError):  # garbage, sent on purpose
-            self._inner.send(header, *buffers)
+            self._inner.send(*parts)
             return
         fault = self._plan.next_fault(self._hello, kind)
         if fault is None:
-            self._inner.send(header, *buffers)
+            self._inner.send(*parts)
             return
         if fault.action == "delay":
             time.sleep(fault.delay_s)
         goes_out = fault.action in ("delay", "duplicate") or (fault.action == "cut" and fault.when == "after")
         for _ in range(goes_out + (fault.action == "duplicate")):
-            self._inner.send(header, *buffers)
+            self._inner.send(*parts)
         if fault.action == "cut":
             self._inner.close()
             if fault.when == "before":
                 raise ConnectionLostError(f"the connection to {self.address} was cut by {fault}")
-
-    @override
-    def send_frame(
-        self,
-        kind: int,
-        *,
-        flags: int = 0,
-        table: int = 0,
-        request: int = 0,
-        epoch: int = 0,
-        clock: int = 0,
-        sequence: int = 0,
-        meta: Buffer = b"",
-        body: Buffer | Sequence[Buffer] = (),
-    ) -> None:
-        parts = frame_parts(
-            kind,
-            flags=flags,
-            table=table,
-            request=request,
-            epoch=epoch,
-            clock=clock,
-            sequence=sequence,
-            meta=meta,
-            body=body,
-        )
-        header = parts[0]
-        assert isinstance(header, bytes)
-        self.send(header, *parts[1:])
 
     @override
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from paceline.transport import Channel, Header, Peer
+from paceline.transport import Channel, Header, Peer, unpack_header
 
 
 @dataclass
@@ -32,8 +32,10 @@ class End:
 
     sent: deque[Sent] = field(default_factory=deque)
 
-    def send_frame(self, kind: int, **fields: Any) -> None:
-        self.sent.append(Sent(kind, **fields))
+    def send(self, *parts: Any) -> None:
+        header, meta, _, *body, _ = parts
+        header = unpack_header(header)
+        self.sent.append(Sent(header.kind, header.request, header.clock, header.sequence, meta, tuple(body)))
 
     def send_error(self, request: Header, error: Exception) -> None:
         self.sent.append(Sent(request=request.request, error=error))
