@@ -25,7 +25,8 @@ from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside t
 
 from paceline.testing import EchoHandler
 from paceline.testing.transports import ECHO
-from paceline.transport import Channel, Hello, SocketTransport, binding, client, frame_parts, new_event_loop
+from paceline.transport import Channel, Hello, SocketTransport, client, frame_parts, new_event_loop
+from paceline.transport.security import binding
 
 TOKEN = "the token of a benchmark"
 KINDS = ("sealed", "bare")

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from paceline.errors import DeadlineError, PacelineError, ProtocolError
 from paceline.transport.base import Handler
-from paceline.transport.binding import transport_binding
 from paceline.transport.connection import Connection
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Header, Kind, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello
+from paceline.transport.security.binding import transport_binding
 from paceline.transport.security.reception import Reception
 from paceline.transport.security.strangers import Complaints, Strangers, max_strangers
 from paceline.transport.sending import TransportPeer

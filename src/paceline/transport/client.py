@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from paceline.errors import AddressError, DeadlineError
 from paceline.transport.addresses import Address
-from paceline.transport.binding import socket_binding
 from paceline.transport.channel import SMALL_BYTES, StreamChannel, too_long
 from paceline.transport.connection import enlarge_socket_buffers
 from paceline.transport.frames import Limits, size_of, view_of
+from paceline.transport.security.binding import socket_binding
 from paceline.transport.spinning import Spinner
 
 _IOV_MAX = 512  # POSIX promises 16, Linux and macOS have 1024

@@ -23,7 +23,6 @@ from paceline.errors import AddressError, UsageError
 from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
-from paceline.transport.binding import IN_MEMORY
 from paceline.transport.channel import StreamChannel
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
@@ -31,6 +30,7 @@ from paceline.transport.handshake import Greeting, greet
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello, check_token
+from paceline.transport.security.binding import IN_MEMORY
 
 Call = Callable[[Callable[[], None]], None]
 """Runs a function in the thread of one end of a connection, after those that it was given before."""

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, VersionError
 from paceline.transport.base import Frame, Handler
-from paceline.transport.binding import transport_binding
 from paceline.transport.connection import Connection, describe
 from paceline.transport.failures import error_of
 from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Kind, Limits
 from paceline.transport.handshake import Greeting
 from paceline.transport.receiving import BufferPool, allocate
+from paceline.transport.security.binding import transport_binding
 from paceline.transport.sending import TransportPeer
 
 _logger = logging.getLogger("paceline.transport")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -84,6 +85,35 @@ class BufferPool:
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, BufferPool] = WeakKeyDictionary()
 
 
+class _LargeFrame(NamedTuple):
+    """A frame that is received in place, and the memory it comes to, which may be larger."""
+
+    memory: memoryview
+    header: Header
+    size: int
+
+
+class _TagCheck:
+    """Checks the tags of the frames that come, each hashed while its rest is on its way."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._hashed = 0  # of the frame that has begun, how much has been hashed
+
+    def hash(self, received: memoryview, frame_bytes: int) -> None:
+        """Hash what has come of a frame."""
+        stop = min(len(received), frame_bytes - TAG_BYTES)
+        if stop > self._hashed:
+            self._seal.update(received[self._hashed : stop])
+            self._hashed = stop
+
+    def passes(self, frame: memoryview) -> bool:
+        """Return whether the tag of a whole frame is right."""
+        self._seal.update(frame[self._hashed : -TAG_BYTES])
+        self._hashed = 0
+        return self._seal.fits(frame[-TAG_BYTES:])
+
+
 class FrameReceiver(asyncio.BufferedProtocol, ABC):
     """Cuts what is received into frames and hands each to ``deliver``. Abstract: a subclass says what failure
     means.
@@ -96,17 +126,14 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._max_meta_bytes = limits.max_meta_bytes
         self._max_frame_bytes = limits.max_handshake_bytes
         self._first_kind = 0
-        self._seal: Seal | None = None
+        self._check: _TagCheck | None = None
         self._tag_bytes = 0  # behind every frame
         self._pool = pool
         self._is_greeted = False
         self._buffer: memoryview | None = None  # while there is something in it
         self._start = 0  # the first byte of the first frame that is not yet delivered
         self._end = 0  # behind the last byte received
-        self._large: memoryview | None = None
-        self._large_bytes = 0
-        self._hashed = 0  # of the frame that has begun, how much has been hashed
-        self._large_header: Header | None = None
+        self._large: _LargeFrame | None = None
         self._stopped = False
 
     @abstractmethod
@@ -123,7 +150,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         """Go over from handshake frames to the application's; kinds below ``first_kind`` are refused, and frames
         without their tag, if there is a seal.
         """
-        self._seal = seal
+        self._check = None if seal is None else _TagCheck(seal)
         self._tag_bytes = 0 if seal is None else TAG_BYTES
         self._max_frame_bytes = limits.max_frame_bytes
         self._first_kind = first_kind
@@ -141,13 +168,13 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self.deliver = self._ignore
         self._buffer = None  # not given back: a frame in it may be in use, by whoever stops
         if self._large is not None:
-            self._pool.give(self._large)
+            self._pool.give(self._large.memory)
             self._large = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Say where to receive (called by asyncio before each receive)."""
         if self._large is not None:
-            return self._large[self._end : self._large_bytes]
+            return self._large.memory[self._end : self._large.size]
         if self._stopped:
             return _IGNORED
         if self._buffer is None:
@@ -160,11 +187,12 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         if self._stopped:
             return
         self._end = end = self._end + nbytes
-        if self._large is not None:
-            if self._seal is not None:
-                self._hash(self._seal, self._large[:end], self._large_bytes)
-            if end == self._large_bytes:
-                self._deliver_large()
+        large = self._large
+        if large is not None:
+            if self._check is not None:
+                self._check.hash(large.memory[:end], large.size)
+            if end == large.size:
+                self._deliver_large(large)
             return
         buffer = self._buffer
         assert buffer is not None
@@ -187,7 +215,8 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             stop += self._tag_bytes
             if stop > end:
                 break
-            if self._seal is not None and not self._is_sealed(self._seal, buffer[start:stop]):
+            if self._check is not None and not self._check.passes(buffer[start:stop]):
+                self.stream_failed(not_sealed("the other end"))
                 return
             self.frames_received += 1
             meta_at = start + HEADER_BYTES
@@ -203,8 +232,8 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 self.frame_failed(header, error)
             if self._stopped:  # by what was delivered
                 return  # type: ignore[unreachable]
-        if self._seal is not None and stop > end:
-            self._hash(self._seal, buffer[start:end], stop - start)
+        if self._check is not None and stop > end:
+            self._check.hash(buffer[start:end], stop - start)
         if start == end:
             self._start = self._end = 0
             self._buffer = None
@@ -217,10 +246,9 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         start, end = self._start, self._end
         have = end - start
         if have >= HEADER_BYTES and frame_bytes > len(buffer):
-            self._large = self._pool.take(frame_bytes)
-            self._large_bytes = frame_bytes
-            self._large_header = Header._make(HEADER.unpack_from(buffer, start))
-            self._large[:have] = buffer[start:end]
+            memory = self._pool.take(frame_bytes)
+            memory[:have] = buffer[start:end]
+            self._large = _LargeFrame(memory, Header._make(HEADER.unpack_from(buffer, start)), frame_bytes)
             self._buffer = None
             self._pool.give_buffer(buffer)
         elif have < HEADER_BYTES or start + frame_bytes > len(buffer):
@@ -229,39 +257,22 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             return
         self._start, self._end = 0, have
 
-    def _deliver_large(self) -> None:
-        large, header = self._large, self._large_header
-        assert large is not None
-        assert header is not None
+    def _deliver_large(self, frame: _LargeFrame) -> None:
+        memory, header, size = frame
         self._large = None
         self._start = self._end = 0
-        if self._seal is not None and not self._is_sealed(self._seal, large[: self._large_bytes]):
-            self._pool.give(large)
+        if self._check is not None and not self._check.passes(memory[:size]):
+            self._pool.give(memory)
+            self.stream_failed(not_sealed("the other end"))
             return
         self.frames_received += 1
         meta_end = HEADER_BYTES + header.meta_bytes
         body_at = (meta_end + 7) & -8
         try:
-            self.deliver(header, large[HEADER_BYTES:meta_end], large[body_at : body_at + header.body_bytes])
+            self.deliver(header, memory[HEADER_BYTES:meta_end], memory[body_at : body_at + header.body_bytes])
         except Exception as error:
             self.frame_failed(header, error)
-        self._pool.give(large)
-
-    def _is_sealed(self, seal: Seal, frame: memoryview) -> bool:
-        """Return whether the frame's tag is right; if it is not, the stream has failed."""
-        seal.update(frame[self._hashed : -TAG_BYTES])
-        self._hashed = 0
-        if seal.fits(frame[-TAG_BYTES:]):
-            return True
-        self.stream_failed(not_sealed("the other end"))
-        return False
-
-    def _hash(self, seal: Seal, received: memoryview, frame_bytes: int) -> None:
-        """Hash what has come of a frame, while the rest is on its way."""
-        stop = min(len(received), frame_bytes - TAG_BYTES)
-        if stop > self._hashed:
-            seal.update(received[self._hashed : stop])
-            self._hashed = stop
+        self._pool.give(memory)
 
     def _too_long(self, header: Header, size: int) -> ProtocolError:
         return ProtocolError(

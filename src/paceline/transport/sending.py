@@ -8,6 +8,7 @@ next when the one before has gone: at most one chunk is copied, and the views wa
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,27 @@ from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16
 _END = memoryview(b"")  # where the tag of a frame that waits is due
+
+
+class _Reading:
+    """Whether a connection is read: not while its handler holds it, nor while too much waits to be sent."""
+
+    def __init__(self, transport: asyncio.Transport, max_backlog_bytes: int) -> None:
+        self.is_on = True
+        self.is_held = False
+        self._transport = transport
+        self._max_backlog_bytes = max_backlog_bytes
+
+    def update(self, waiting_bytes: int) -> None:
+        """Pause or resume the reading; it resumes when half of what waited has gone."""
+        is_full = waiting_bytes > (self._max_backlog_bytes if self.is_on else self._max_backlog_bytes // 2)
+        is_on = not self.is_held and not is_full
+        if is_on != self.is_on and not self._transport.is_closing():
+            self.is_on = is_on
+            if is_on:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
 
 class TransportPeer(Peer):
@@ -50,13 +72,11 @@ class TransportPeer(Peer):
         self._transport = transport
         self._write = transport.write
         self._receiver = receiver
-        self._max_backlog_bytes = limits.max_backlog_bytes
+        self._reading = _Reading(transport, sys.maxsize if is_opened else limits.max_backlog_bytes)
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
         self._is_paused = False
         self._is_closing = False
-        self._reads = True
-        self._is_held = False  # its reading, by whoever handles its frames
         self._is_opened = is_opened
         self._seal = seal
         self._chunk_bytes = CHUNK_BYTES if seal is None else PIECE_BYTES
@@ -109,23 +129,13 @@ class TransportPeer(Peer):
 
     @override
     def pause_receiving(self) -> None:
-        self._is_held = True
-        self._read_or_not()
+        self._reading.is_held = True
+        self._reading.update(self._waiting_bytes)
 
     @override
     def resume_receiving(self) -> None:
-        self._is_held = False
-        self._read_or_not()
-
-    def _read_or_not(self) -> None:
-        is_full = self._waiting_bytes > (self._max_backlog_bytes if self._reads else self._max_backlog_bytes // 2)
-        reads = not self._is_held and (self._is_opened or not is_full)
-        if reads != self._reads and not self._transport.is_closing():
-            self._reads = reads
-            if reads:
-                self._transport.resume_reading()
-            else:
-                self._transport.pause_reading()
+        self._reading.is_held = False
+        self._reading.update(self._waiting_bytes)
 
     @override
     def close(self) -> None:
@@ -173,7 +183,7 @@ class TransportPeer(Peer):
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         self._drain()
-        self._read_or_not()
+        self._reading.update(self._waiting_bytes)
 
     def _drain(self) -> None:
         while self._waiting and not self._is_paused:
@@ -190,5 +200,5 @@ class TransportPeer(Peer):
             self._write(data)
         if self._is_closing and not self._waiting:
             self._transport.close()
-        elif not self._reads:
-            self._read_or_not()
+        elif not self._reading.is_on:
+            self._reading.update(self._waiting_bytes)

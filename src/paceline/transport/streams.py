@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from paceline.errors import AuthenticationError, PacelineError, ProtocolError
 from paceline.transport.addresses import Address
-from paceline.transport.binding import certificate_binding, socket_binding
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import Kind, Limits, frame_parts
 from paceline.transport.handshake import greet
 from paceline.transport.security.authentication import Hello
+from paceline.transport.security.binding import certificate_binding, socket_binding
 from paceline.transport.security.reception import Reception
 from paceline.transport.tls.channel import TLSChannel, wrap_tls
 from paceline.transport.tls.stream import plain_end

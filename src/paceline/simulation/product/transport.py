@@ -19,7 +19,6 @@ from paceline.simulation.product.world import World
 from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
-from paceline.transport.binding import IN_MEMORY
 from paceline.transport.channel import StreamChannel
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
@@ -27,6 +26,7 @@ from paceline.transport.handshake import Greeting, greet
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello
+from paceline.transport.security.binding import IN_MEMORY
 
 TOKEN: Final = "the token of a simulation"
 _HANDSHAKE_S: Final = 10.0

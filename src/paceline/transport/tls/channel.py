@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, PeerError
 from paceline.transport.addresses import Address
-from paceline.transport.binding import certificate_binding
 from paceline.transport.channel import StreamChannel, too_long
 from paceline.transport.client import shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
+from paceline.transport.security.binding import certificate_binding
 
 _JOINED_BYTES = 1 << 14  # a TLS record
 
