@@ -23,7 +23,6 @@ NOT_OURS = ("_exit", "_replace", "_version", "_parameters", "_coalescing_manager
 LARGE_MODULES = {
     "collectives/p2p/point_to_point.py": 452,
     "kernels/text.py": 483,
-    "protocol/replication.py": 808,
     "simulation/server.py": 514,
     "torch/strategies/server/parameter_server.py": 477,
     "torch/testing/idioms.py": 1029,
@@ -43,7 +42,7 @@ LARGE_CLASSES = {
     "launch/run/run.py:RunOptions": (0, 22),
     "launch/run/servers.py:RunServers": (19, 16),
     "launch/train/train.py:Training": (17, 17),
-    "protocol/replication.py:Replication": (42, 26),
+    "protocol/replication/core.py:Replication": (38, 10),
     "ps/client/servers.py:Servers": (19, 16),
     "ps/server/replicator.py:Replicator": (24, 9),
     "ps/server/runtime.py:Runtime": (33, 14),

@@ -153,8 +153,6 @@ class Progress:
                 case replication.Lead(buckets, _, behind):
                     self._out.append(instruction)
                     self._lead(buckets, behind)
-                case replication.Retry():
-                    raise AssertionError("what is early comes here when its view does")
                 case _:
                     self._out.append(instruction)
 

@@ -20,7 +20,6 @@ from paceline.protocol.replication import (
     Push,
     Refuse,
     Replication,
-    Retry,
     StateReceived,
     Withhold,
 )
@@ -30,7 +29,7 @@ from .watching import Watch
 
 ME, OTHERS = 1, (2, 3, 4)
 NUM_BUCKETS = 3
-ENDS = {Acknowledge: "acknowledged", Withhold: "withheld", Refuse: "refused", Forget: "forgotten", Retry: OUTSIDE}
+ENDS = {Acknowledge: "acknowledged", Withhold: "withheld", Refuse: "refused", Forget: "forgotten"}
 
 
 class Run:
@@ -39,7 +38,7 @@ class Run:
     def __init__(self, random: Random, watch: Watch, min_replicas: int = 0) -> None:
         self.random, self.watch = random, watch
         self.replication = Replication(ME, min_replicas)
-        self.states: dict[object, str] = {}  # token → early, pending, left or withheld
+        self.states: dict[object, str] = {}  # token → pending, left or withheld
         self.senders: dict[int, list[int]] = {AGGREGATE: [], 8: [], 9: []}  # incarnation → the buckets of each push
         self.weights = [scale * random.random() for scale in (0.3, 0.5, 0.5, 0.5, 0.5, 0.1, 0.05)]
         self.chains: list[list[int]] = [[]] * NUM_BUCKETS
@@ -68,7 +67,7 @@ class Run:
             if isinstance(each, Forward):
                 self.forwards[each.token, each.target] = each.number
                 told.setdefault(each.token, each)
-            elif isinstance(each, Acknowledge | Withhold | Refuse | Forget | Retry):
+            elif isinstance(each, Acknowledge | Withhold | Refuse | Forget):
                 assert not isinstance(told.get(each.token), tuple(ENDS)), "two answers to one token"
                 told[each.token] = each
         self.replication.validate()
@@ -78,7 +77,7 @@ class Run:
             told_of = told.pop(token, None)
             after = self.after(before, event, told_of)
             self.watch.saw((before,), event, (after,), told_of)
-            if after in ("early", "pending", "left", "withheld"):
+            if after in ("pending", "left", "withheld"):
                 self.states[token] = after
         self.forwards = {each: number for each, number in self.forwards.items() if each[0] in self.states}
         assert all(isinstance(each, Forget) for each in told.values()), "told of a push that is not here"
@@ -91,7 +90,8 @@ class Run:
         if isinstance(event, Change) and before == "pending" and event.version == self.replication.version:
             return "left" if told else before
         if before == OUTSIDE:
-            return "pending" if told else "early"
+            assert told, "nothing became of a push"
+            return "pending"
         return before
 
     def change(self) -> Event:
