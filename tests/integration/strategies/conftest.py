@@ -8,7 +8,7 @@ import pytest
 from tests.warm.processes import clusters_from_warm_parents
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _warm() -> Iterator[None]:
     with clusters_from_warm_parents():
         yield
