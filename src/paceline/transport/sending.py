@@ -104,7 +104,8 @@ class TransportPeer(Peer):
             self._keep(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            self._write(join((*parts, seal.tag(parts))))
+            whole = join(parts)  # first: a part that cannot be joined leaves the seal as it was
+            self._write(join((whole, seal.tag((whole,)))))
 
     @override
     def send_error(self, request: Header, error: Exception) -> None:

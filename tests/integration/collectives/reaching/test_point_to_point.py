@@ -198,7 +198,7 @@ def test_a_failure_fails_all_messages_of_all_ranks_that_talk() -> None:
         receive(ends[0], 5, 2)
         pending = [
             ends[2].receive(empty(8), 0, 5),
-            ends[1].send(memoryview(bytes(2 * MAX_KEPT_BYTES)), 0, 2),  # more than is taken before it is asked for
+            ends[1].send(memoryview(bytes(2 * MAX_KEPT_BYTES)), 2, 2),  # more than is kept
             ends[0].receive(empty(50 << 20), 1, 3),
             ends[0].receive(empty(1), None, 4),
             ends[1].receive(empty(8), 0, 1),
