@@ -78,29 +78,38 @@ class CallLine:
             self.is_connected = False
         self.channel.close()
 
-    def connected(self, channel: Channel) -> None:
-        """Have another connection, to be welcomed on."""
+    def register_again(self, channel: Channel) -> None:
+        """Say everything on another connection: the scheduler does not know this process yet."""
         with self._lock:
-            self.channel = channel
+            self._begin_on(channel)
+            self._send_again(0)
 
-    def rejoin(self, make: Callable[[], messages.Rejoin]) -> SentMessage:
-        """Tell the scheduler who this is, as of now; nothing else is sent before it has answered."""
+    def rejoin(self, channel: Channel, make: Callable[[], messages.Rejoin]) -> SentMessage:
+        """Tell the scheduler on another connection who this is, as of now; nothing else is sent before it answers."""
         with self._lock:
-            if self.lost is not None:
-                raise self.lost
+            self._begin_on(channel)
             message = add(self._end, make(), (), Future())
-            send(self._end, self.channel, message)
+            send(self._end, channel, message)
         return message
 
     def send_again(self, received: int) -> None:
         """Send what the scheduler may not have; -1: it is another one, and has nothing."""
         with self._lock:
-            if received < 0:
-                for report, parts in self._memory.reports():
-                    self.channel.send(*frame_parts(NOTICE, meta=messages.encode(report), body=parts))
-            for message in self._end.since(received):
-                send(self._end, self.channel, message)
-            self.is_connected = True
+            self._send_again(received)
+
+    def _begin_on(self, channel: Channel) -> None:
+        # In one step with what is sent first: a farewell comes behind that, or nothing goes out by this connection.
+        self.channel = channel
+        if self.lost is not None:
+            raise self.lost
+
+    def _send_again(self, received: int) -> None:
+        if received < 0:
+            for report, parts in self._memory.reports():
+                self.channel.send(*frame_parts(NOTICE, meta=messages.encode(report), body=parts))
+        for message in self._end.since(received):
+            send(self._end, self.channel, message)
+        self.is_connected = True
 
     # The end.
 

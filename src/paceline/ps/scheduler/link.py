@@ -145,7 +145,8 @@ class SchedulerLink:
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message that wants no answer."""
-        self.state.is_leaving |= isinstance(message, messages.Drain)
+        if isinstance(message, messages.Drain):
+            self.state.is_leaving = True
         self.line.say(message)
 
     def _finish(self, sent: SentMessage, result: Any, timeout_s: float | None) -> tuple[Any, memoryview]:
@@ -324,13 +325,10 @@ class SchedulerLink:
         except PacelineError:
             raise _NobodyThere from None
         self._reconnection.connected(time.monotonic())
-        self.line.connected(channel)
-        if self.is_closing:
-            raise self._gone()
         if self.state.welcome is None:  # not a member yet: the registration is among what is asked again
-            self.line.send_again(0)
+            self.line.register_again(channel)
             return True
-        rejoining = self.line.rejoin(self._rejoin)
+        rejoining = self.line.rejoin(channel, self._rejoin)
         answer: Answer = rejoining.content.answer
         try:
             while not answer.done():
