@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConnectionLostError, DeadlineError, NonFiniteError, PacelineError, StaleEpochError
-from paceline.protocol.buckets import ALL, to_bytes
+from paceline.protocol.buckets import ALL, bucket_set, to_bytes
 from paceline.protocol.client import ClientCore
 from paceline.ps import SGD, Client, Ticket, messages
 from paceline.ps.client.exchange import fill
@@ -98,12 +98,12 @@ class FakeServer(Handler):
         count = len(body) // size
         return np.frombuffer(body, np.uint64, count).tolist(), np.frombuffer(body, np.float32, -1, 8 * count).tolist()
 
-    def change(self, version: int) -> None:
+    def change(self, version: int, *, is_silent: bool = False) -> None:
         """Have a newer map: what waits is refused."""
 
         def refuse() -> None:
             self.version = version
-            self.is_silent = False
+            self.is_silent = is_silent
             for peer, header in self._held:
                 peer.send_error(header, StaleEpochError("an old map"))
             self._held = []
@@ -203,6 +203,11 @@ def until_synced(server: FakeServer, version: int) -> None:
     until(lambda: any(each.kind == SYNCED for each in server.data(version)))
 
 
+def until_pulled(server: FakeServer, version: int) -> None:
+    """Wait until it was asked for values of both kinds of tables."""
+    until(lambda: sum(each.kind == PULL for each in server.data(version)) >= 2)
+
+
 def in_thread(stack: ExitStack, function: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=function)
     thread.start()
@@ -284,6 +289,34 @@ def test_a_part_is_cut_anew_and_its_values_are_put_together(stack: ExitStack) ->
         assert len({(each.kind, each.sequence) for each in frames if each.kind == PUSH}) == 2
     assert pushed == {key: float(key) for key in range(7, 990)}
     assert client.clock == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_values_find_their_rows_however_often_the_view_changes(stack: ExitStack, seed: int) -> None:
+    """Requests are cut into pieces, and those into pieces, in the order of other keys than the caller's."""
+    random = np.random.default_rng(seed)
+
+    def divided() -> dict[int, int]:
+        """Return servers with buckets, each bucket at a random one of them."""
+        owners = random.choice((11, 12, 13), 512)
+        return {each: bucket_set(np.flatnonzero(owners == each).tolist()) for each in (11, 12, 13)}
+
+    world = World(stack, divided())
+    client = world.connect()
+    sparse = client.sparse_table("w", update=SGD(lr=1.0))
+    dense = client.dense_table("d", size=DENSE, update=SGD(lr=1.0))
+    for server in world.servers.values():
+        server.is_silent = True
+    keys, wanted = random.permutation(KEYS), random.permutation(DENSE)[:300]
+    tickets = sparse.pull_async(keys), dense.pull_async(start=7, stop=990), dense.pull_async(keys=wanted)
+    expected = keys[:, None], np.arange(7, 990), wanted
+    for version in range(2, 5):
+        for server in world.servers.values():
+            until_pulled(server, version - 1)
+            server.change(version, is_silent=version < 4)
+        world.publish(client, version, divided())
+    for ticket, values in zip(tickets, expected, strict=True):
+        assert (ticket.result() == values).all()
 
 
 def test_an_idle_client_says_synced_by_itself(stack: ExitStack) -> None:
