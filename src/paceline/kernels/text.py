@@ -2,8 +2,7 @@
 
 Each has its twin in :mod:`paceline.kernels.text_reference`, which also defines the hash. The parsers read
 ``text[start:end]``, whole lines of which the last ends in a newline, and may load (never use) eight bytes
-behind ``end``: ``text`` must be that much longer. Words are little-endian, as on every platform that Numba
-supports.
+behind ``end``: ``text`` must be that much longer.
 """
 
 from __future__ import annotations
@@ -11,10 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import config, njit, types
-from numba.extending import intrinsic
 
 from paceline.kernels import text_reference as reference
+from paceline.kernels.jit import njit
+from paceline.kernels.text_bytes import (
+    as_bits,
+    byte_at,
+    has_control,
+    hash_finish,
+    hash_span,
+    hash_start,
+    hash_step,
+    low_bytes,
+    word_at,
+)
 from paceline.kernels.text_reference import (
     BAD_BYTE,
     BAD_CRITEO_LABEL,
@@ -37,122 +46,32 @@ FLOAT_OK, FLOAT_MISSING, FLOAT_BAD = range(3)
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _COLON, _HASH = 9, 10, 13, 32, 58, 35
 
-if config.DISABLE_JIT:  # type: ignore[attr-defined]  # for coverage: the same loops on Python's integers
 
-    def _byte(text: Any, at: int) -> int:
-        return int(text[at])
-
-    def _word(text: Any, at: int) -> int:
-        return int.from_bytes(text[at : at + 8].tobytes(), "little")
-
-    def _low_bytes(word: int, count: int) -> int:
-        return word & ((1 << (8 * int(count))) - 1)
-
-    def _has_control(word: int) -> bool:
-        return any(byte < 32 for byte in word.to_bytes(8, "little"))
-
-    def _bits(x: int) -> int:
-        return int(x) & reference.MASK
-
-    def _start(seed: int, length: int) -> int:
-        return int(seed) ^ (int(length) * reference.LENGTH_MULTIPLIER & reference.MASK)
-
-    _step, _finish = reference.hash_word, reference.hash_end
-
-else:
-
-    @intrinsic
-    def _byte(typing_context: Any, text: Any, at: Any) -> Any:
-        """``text[at]`` as an int64, with no bounds check and no wrap-around of negative positions."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            array = context.make_array(signature.args[0])(context, builder, arguments[0])
-            byte = builder.load(builder.gep(array.data, [arguments[1]]))
-            return builder.zext(byte, context.get_value_type(types.int64))
-
-        return types.int64(text, types.int64), generate
-
-    @intrinsic
-    def _word(typing_context: Any, text: Any, at: Any) -> Any:
-        """The eight bytes from ``text[at]``, loaded at once; they need no alignment."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            array = context.make_array(signature.args[0])(context, builder, arguments[0])
-            pointer = builder.gep(array.data, [arguments[1]])
-            word = context.get_value_type(types.uint64)
-            return builder.load(builder.bitcast(pointer, word.as_pointer()), align=1)
-
-        return types.uint64(text, types.int64), generate
-
-    @njit(inline="never")
-    def _low_bytes(word, count):  # type: ignore[no-untyped-def]
-        return word & ((np.uint64(1) << np.uint64(8 * count)) - np.uint64(1))
-
-    @njit
-    def _has_control(word):  # type: ignore[no-untyped-def]
-        # "Bit Twiddling Hacks": is there a byte below 32?
-        below = word - np.uint64(0x2020202020202020)
-        return (below & ~word & np.uint64(0x8080808080808080)) != np.uint64(0)
-
-    @njit
-    def _bits(x):  # type: ignore[no-untyped-def]
-        return np.uint64(x)
-
-    @njit
-    def _start(seed, length):  # type: ignore[no-untyped-def]
-        return seed ^ (np.uint64(length) * np.uint64(reference.LENGTH_MULTIPLIER))
-
-    @njit
-    def _step(h, word):  # type: ignore[no-untyped-def]
-        h = (h ^ word) * np.uint64(reference.WORD_MULTIPLIER)
-        return h ^ (h >> np.uint64(32))
-
-    @njit
-    def _finish(h):  # type: ignore[no-untyped-def]
-        h *= np.uint64(reference.FIRST_FINAL_MULTIPLIER)
-        h ^= h >> np.uint64(29)
-        h *= np.uint64(reference.LAST_FINAL_MULTIPLIER)
-        return h ^ (h >> np.uint64(32))
-
-
-@njit
-def _hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
-    """The hash of ``text[start:stop]``; loads up to seven bytes behind `stop`."""
-    h = _start(seed, stop - start)
-    at = start
-    while at + 8 <= stop:
-        h = _step(h, _word(text, at))
-        at += 8
-    if at < stop:
-        h = _step(h, _low_bytes(_word(text, at), stop - at))
-    return _finish(h)
-
-
-@njit
+@njit()
 def _line_end(text, at):  # type: ignore[no-untyped-def]
     """The position behind the newline of the line that `at` is in."""
-    while _byte(text, at) != _NEWLINE:
+    while byte_at(text, at) != _NEWLINE:
         at += 1
     return at + 1
 
 
-@njit
+@njit()
 def _skip_blanks(text, at):  # type: ignore[no-untyped-def]
     """The first position from `at` that is no space, tab or carriage return; a newline stops it."""
-    byte = _byte(text, at)
+    byte = byte_at(text, at)
     while byte in (_SPACE, _TAB, _RETURN):
         at += 1
-        byte = _byte(text, at)
+        byte = byte_at(text, at)
     return at
 
 
-@njit
+@njit()
 def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: ignore[no-untyped-def]
     """The 13 integer fields from `at`; (position behind them, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS):
-        byte = _byte(text, at)
+        byte = byte_at(text, at)
         if byte == _TAB:
-            keys[base + field] = _finish(_start(seeds[field], 0))
+            keys[base + field] = hash_finish(hash_start(seeds[field], 0))
             at += 1
             continue
         negative = byte == 45
@@ -160,13 +79,13 @@ def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: i
             at += 1
         first = at
         x = 0
-        digit = _byte(text, at) - 48
+        digit = byte_at(text, at) - 48
         while 0 <= digit <= 9 and at - first < 19:
             x = x * 10 + digit
             at += 1
-            digit = _byte(text, at) - 48
-        if _byte(text, at) != _TAB or not 1 <= at - first <= 18:
-            ends = digit == _NEWLINE - 48 or (digit == _RETURN - 48 and _byte(text, at + 1) == _NEWLINE)
+            digit = byte_at(text, at) - 48
+        if byte_at(text, at) != _TAB or not 1 <= at - first <= 18:
+            ends = digit == _NEWLINE - 48 or (digit == _RETURN - 48 and byte_at(text, at + 1) == _NEWLINE)
             short = ends and (1 <= at - first <= 18 or (at == first and not negative))
             return at, BAD_FIELDS if short else BAD_INTEGER
         at += 1
@@ -176,36 +95,36 @@ def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: i
             x = small[x]
         else:
             x = int(np.searchsorted(thresholds, x, side="right")) + 10
-        keys[base + field] = _finish(_step(_start(seeds[field], 8), _bits(x)))
+        keys[base + field] = hash_finish(hash_step(hash_start(seeds[field], 8), as_bits(x)))
     return at, 0
 
 
-@njit
+@njit()
 def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-def]
     """The 26 categories from `at`; (position behind the newline, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS, CRITEO_FEATURES):
         expected = _TAB if field < CRITEO_FEATURES - 1 else _NEWLINE
-        if _byte(text, at) == expected:
-            keys[base + field] = _finish(_start(seeds[field], 0))
+        if byte_at(text, at) == expected:
+            keys[base + field] = hash_finish(hash_start(seeds[field], 0))
             at += 1
             continue
-        word = _word(text, at)
-        if _byte(text, at + 8) == expected and not _has_control(word):
-            keys[base + field] = _finish(_step(_start(seeds[field], 8), word))
+        word = word_at(text, at)
+        if byte_at(text, at + 8) == expected and not has_control(word):
+            keys[base + field] = hash_finish(hash_step(hash_start(seeds[field], 8), word))
             at += 9
             continue
         first = at
-        byte = _byte(text, at)
+        byte = byte_at(text, at)
         while byte >= 32:
             at += 1
-            byte = _byte(text, at)
+            byte = byte_at(text, at)
         stop = at
-        if byte == _RETURN and _byte(text, at + 1) == _NEWLINE:
+        if byte == _RETURN and byte_at(text, at + 1) == _NEWLINE:
             at += 1
             byte = _NEWLINE
         if byte != expected:
             return at, BAD_FIELDS if byte in (_TAB, _NEWLINE) else BAD_BYTE
-        keys[base + field] = _hash_span(text, first, stop, seeds[field])
+        keys[base + field] = hash_span(text, first, stop, seeds[field])
         at += 1
     return at, 0
 
@@ -223,9 +142,9 @@ def parse_criteo(  # type: ignore[no-untyped-def]
     at, rows, bad = start, 0, 0
     while at < end and rows < labels.shape[0]:
         line = at
-        byte = _byte(text, at)
+        byte = byte_at(text, at)
         why = 0
-        if byte in (48, 49) and _byte(text, at + 1) == _TAB:
+        if byte in (48, 49) and byte_at(text, at + 1) == _TAB:
             base = rows * CRITEO_FEATURES
             at, why = _criteo_integers(text, at + 2, seeds, small, thresholds, keys, base)
             if why == 0:
@@ -237,7 +156,7 @@ def parse_criteo(  # type: ignore[no-untyped-def]
         else:
             while byte in (_SPACE, _RETURN):
                 at += 1
-                byte = _byte(text, at)
+                byte = byte_at(text, at)
             if byte == _NEWLINE:
                 at += 1
                 continue
@@ -251,16 +170,16 @@ def parse_criteo(  # type: ignore[no-untyped-def]
     counts[NONZEROS], counts[ALL_ONES] = rows * CRITEO_FEATURES, 1
 
 
-@njit
+@njit()
 def _read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     """The number at ``text[at:stop]``: (value, position behind it), or (0, -1) if it is no finite float32."""
     negative = False
-    if at < stop and _byte(text, at) in (43, 45):
-        negative = _byte(text, at) == 45
+    if at < stop and byte_at(text, at) in (43, 45):
+        negative = byte_at(text, at) == 45
         at += 1
     mantissa, kept, exponent, seen, fraction = 0, 0, 0, False, False
     while at < stop:
-        digit = _byte(text, at) - 48
+        digit = byte_at(text, at) - 48
         if 0 <= digit <= 9:
             seen = True
             if kept < 18:  # digits behind the 18th cannot move a float32 by an ulp
@@ -278,15 +197,15 @@ def _read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
         at += 1
     if not seen:
         return 0.0, -1
-    if at < stop and _byte(text, at) in (69, 101):
+    if at < stop and byte_at(text, at) in (69, 101):
         at += 1
         down = False
-        if at < stop and _byte(text, at) in (43, 45):
-            down = _byte(text, at) == 45
+        if at < stop and byte_at(text, at) in (43, 45):
+            down = byte_at(text, at) == 45
             at += 1
         first, written = at, 0
-        while at < stop and 0 <= _byte(text, at) - 48 <= 9:
-            written = min(written * 10 + _byte(text, at) - 48, 10**15)
+        while at < stop and 0 <= byte_at(text, at) - 48 <= 9:
+            written = min(written * 10 + byte_at(text, at) - 48, 10**15)
             at += 1
         if at == first:
             return 0.0, -1
@@ -301,16 +220,16 @@ def _read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     return (-value if negative else value), at
 
 
-@njit
+@njit()
 def _read_index(text, at):  # type: ignore[no-untyped-def]
     """The uint64 at `at`: (value, position behind it), or (0, -1) where there is none or it is too large."""
     first = at
     low = 0
-    digit = _byte(text, at) - 48
+    digit = byte_at(text, at) - 48
     while 0 <= digit <= 9 and at - first < 18:
         low = low * 10 + digit
         at += 1
-        digit = _byte(text, at) - 48
+        digit = byte_at(text, at) - 48
     index = np.uint64(low)
     while 0 <= digit <= 9:
         tenth = np.uint64(1844674407370955161)
@@ -318,27 +237,27 @@ def _read_index(text, at):  # type: ignore[no-untyped-def]
             return np.uint64(0), -1
         index = index * np.uint64(10) + np.uint64(digit)
         at += 1
-        digit = _byte(text, at) - 48
+        digit = byte_at(text, at) - 48
     return index, (at if at > first else -1)
 
 
-@njit
+@njit()
 def _ends_word(byte):  # type: ignore[no-untyped-def]
     return byte in (_SPACE, _TAB, _RETURN, _NEWLINE, _HASH)
 
 
-@njit
+@njit()
 def _after_qid(text, at):  # type: ignore[no-untyped-def]
     """The position behind ``qid:<digits>`` at `at`, or `at` where there is none."""
-    if _byte(text, at) != 113 or _byte(text, at + 1) != 105 or _byte(text, at + 2) != 100:
+    if byte_at(text, at) != 113 or byte_at(text, at + 1) != 105 or byte_at(text, at + 2) != 100:
         return at
-    if _byte(text, at + 3) != _COLON:
+    if byte_at(text, at + 3) != _COLON:
         return at
     first = at + 4
     stop = first
-    while 0 <= _byte(text, stop) - 48 <= 9:
+    while 0 <= byte_at(text, stop) - 48 <= 9:
         stop += 1
-    return stop if stop > first and _ends_word(_byte(text, stop)) else at
+    return stop if stop > first and _ends_word(byte_at(text, stop)) else at
 
 
 @njit(cache=True, nogil=True)
@@ -356,17 +275,17 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
     while at < end and rows < labels.shape[0]:
         line = at
         at = _skip_blanks(text, at)
-        byte = _byte(text, at)
+        byte = byte_at(text, at)
         if byte in (_NEWLINE, _HASH):
             at = _line_end(text, at)
             continue
         why, pair = 0, pairs
         label, at = _read_float(text, at, end, powers)
-        if at < 0 or not _ends_word(_byte(text, at)):
+        if at < 0 or not _ends_word(byte_at(text, at)):
             why = BAD_LABEL
         while why == 0:
             at = _skip_blanks(text, at)
-            byte = _byte(text, at)
+            byte = byte_at(text, at)
             if byte in (_NEWLINE, _HASH):
                 break
             behind = _after_qid(text, at)
@@ -374,11 +293,11 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
                 at = behind
                 continue
             index, at = _read_index(text, at)
-            if at < 0 or _byte(text, at) != _COLON:
+            if at < 0 or byte_at(text, at) != _COLON:
                 why = BAD_INDEX
                 break
             value, at = _read_float(text, at + 1, end, powers)
-            if at < 0 or not _ends_word(_byte(text, at)):
+            if at < 0 or not _ends_word(byte_at(text, at)):
                 why = BAD_VALUE
                 break
             if pair == keys.shape[0]:
@@ -417,20 +336,20 @@ def hash_strings(data, offsets, seed, out, first, stride):  # type: ignore[no-un
     for i in range(offsets.shape[0] - 1):
         start, stop = offsets[i], offsets[i + 1]
         whole = start + ((stop - start) & ~7)
-        h = _start(seed, stop - start)
+        h = hash_start(seed, stop - start)
         at = start
         while at < whole:
-            h = _step(h, _word(data, at))
+            h = hash_step(h, word_at(data, at))
             at += 8
         if at < stop:
             if at + 8 <= data.shape[0]:
-                h = _step(h, _low_bytes(_word(data, at), stop - at))
+                h = hash_step(h, low_bytes(word_at(data, at), stop - at))
             else:
-                word = _bits(0)
+                word = as_bits(0)
                 for k in range(stop - at):
-                    word |= _bits(_byte(data, at + k) << (8 * k))
-                h = _step(h, word)
-        out[first + i * stride] = _finish(h)
+                    word |= as_bits(byte_at(data, at + k) << (8 * k))
+                h = hash_step(h, word)
+        out[first + i * stride] = hash_finish(h)
 
 
 @njit(cache=True, nogil=True)
@@ -442,9 +361,9 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
     """
     for i in range(offsets.shape[0] - 1):
         at, stop = offsets[i], offsets[i + 1]
-        while at < stop and _byte(data, at) in (_SPACE, _TAB):
+        while at < stop and byte_at(data, at) in (_SPACE, _TAB):
             at += 1
-        while at < stop and _byte(data, stop - 1) in (_SPACE, _TAB, _RETURN):
+        while at < stop and byte_at(data, stop - 1) in (_SPACE, _TAB, _RETURN):
             stop -= 1
         out[i] = 0.0
         if at == stop:
