@@ -1,0 +1,188 @@
+"""How scripts come by gradients: several backwards a step, gradients set by hand, hooks, a backward that fails."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom, without_overlap
+
+
+@idiom
+def accumulate(trial: Trial) -> Result:
+    """Two backwards a step."""
+    for step in trial.prepare().zeroed():
+        for part in range(2):
+            torch.autograd.backward(trial.loss(2 * step + part) / 2)
+    return trial.values()
+
+
+@idiom
+def accumulate_clip(trial: Trial) -> Result:
+    """Two backwards a step, then clipping."""
+    for step in trial.prepare().zeroed():
+        for part in range(2):
+            torch.autograd.backward(trial.loss(2 * step + part) / 2)
+        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
+    return trial.values()
+
+
+@idiom
+def accumulate_by_strategy(trial: Trial) -> Result:
+    """Two backwards a step in `strategy.accumulate`, then clipping."""
+    for step in trial.prepare().zeroed():
+        for part in range(2):
+            with trial.strategy.accumulate(is_last=part == 1):
+                torch.autograd.backward(trial.loss(2 * step + part) / 2)
+        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
+    return trial.values()
+
+
+@without_overlap
+@idiom
+def accumulate_late(trial: Trial) -> Result:
+    """Two backwards a step, only from step 6 on."""
+    for step in trial.prepare().zeroed():
+        for part in range(1 + (step >= 5)):
+            torch.autograd.backward(trial.loss(2 * step + part))
+    return trial.values()
+
+
+@idiom
+def never_zero(trial: Trial) -> Result:
+    """Gradients that are never set to zero."""
+    trial.prepare()
+    for step in range(STEPS):
+        torch.autograd.backward(0.1 * trial.loss(step))
+        trial.optimizer.step()
+    return trial.values()
+
+
+@idiom
+def zero_in_place(trial: Trial) -> Result:
+    """`zero_grad(set_to_none=False)`."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.optimizer.zero_grad(set_to_none=False)
+        trial.backward(step)
+        trial.optimizer.step()
+    return trial.values()
+
+
+@idiom
+def zero_by_model(trial: Trial) -> Result:
+    """`model.zero_grad()`."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.model.zero_grad()
+        trial.backward(step)
+        trial.optimizer.step()
+    return trial.values()
+
+
+@idiom
+def zero_by_hand(trial: Trial) -> Result:
+    """`p.grad.zero_()` after the step."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.backward(step)
+        trial.optimizer.step()
+        for grad in trial.grads:
+            grad.zero_()
+    return trial.values()
+
+
+@idiom
+def retain(trial: Trial) -> Result:
+    """`backward(retain_graph=True)`, twice through one graph."""
+    for step in trial.prepare().zeroed():
+        loss = trial.loss(step)
+        torch.autograd.backward(loss, retain_graph=True)
+        torch.autograd.backward(0.5 * loss)
+    return trial.values()
+
+
+@idiom
+def input_penalty(trial: Trial) -> Result:
+    """A penalty on gradients with respect to inputs (double backward)."""
+    for step in trial.prepare().zeroed():
+        inputs, targets = trial.share(step)
+        inputs = inputs.clone().requires_grad_()
+        outputs = trial.model(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
+        torch.autograd.backward(nn.functional.mse_loss(outputs, targets) + penalty)
+    return trial.values()
+
+
+@idiom
+def set_gradients(trial: Trial) -> Result:
+    """Gradients of `torch.autograd.grad`, set by hand."""
+    trial.prepare()
+    for step in range(STEPS):
+        found = torch.autograd.grad(trial.loss(step), trial.parameters)
+        for each, grad in zip(trial.parameters, found, strict=True):
+            each.grad = grad
+        trial.optimizer.step()
+    return trial.values()
+
+
+@idiom
+def set_and_clip(trial: Trial) -> Result:
+    """Gradients of `torch.autograd.grad`, set by hand and clipped."""
+    trial.prepare()
+    for step in range(STEPS):
+        found = torch.autograd.grad(trial.loss(step), trial.parameters)
+        for each, grad in zip(trial.parameters, found, strict=True):
+            each.grad = grad
+        nn.utils.clip_grad_norm_(trial.parameters, 0.5)
+        trial.optimizer.step()
+    return trial.values()
+
+
+@idiom
+def tensor_hook(trial: Trial) -> Result:
+    """A hook on a parameter that scales its gradient."""
+    trial.prepare()
+    trial.bare[0].weight.register_hook(lambda grad: 2 * grad)
+    return trial.train().values()
+
+
+@idiom
+def sharpness(trial: Trial) -> Result:
+    """Sharpness-aware minimization: parameters moved, a second backward, and moved back."""
+    for step in trial.prepare().zeroed():
+        trial.backward(step)
+        kept = trial.values()
+        with torch.no_grad():
+            for each in trial.parameters:
+                if each.grad is not None:
+                    each.add_(each.grad, alpha=0.01)
+        trial.optimizer.zero_grad()
+        trial.backward(step)
+        with torch.no_grad():
+            for each, value in zip(trial.parameters, kept, strict=True):
+                each.copy_(value)
+    return trial.values()
+
+
+@idiom
+def fail(trial: Trial) -> Result:
+    """A backward that fails halfway, and is left out."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        inputs, targets = trial.share(step)
+        hidden = trial.model(inputs)
+        if step == 4:
+            hidden.register_hook(_raise)
+        try:
+            torch.autograd.backward(nn.functional.mse_loss(hidden, targets) + 0.01 * trial.bare[2].bias.sum())
+        except ArithmeticError:
+            continue
+        trial.optimizer.step()
+    return trial.values()
+
+
+def _raise(grad: Tensor) -> None:
+    raise ArithmeticError

@@ -1,0 +1,217 @@
+"""What scripts do with gradients between ``backward()`` and ``step()``: clipping, scaling, leaving a step out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom, with_unused, without_overlap
+
+
+@idiom
+def plain(trial: Trial) -> Result:
+    """The plain loop."""
+    return trial.prepare().train().values()
+
+
+@idiom
+def clip_norm(trial: Trial) -> Result:
+    """`clip_grad_norm_` of torch."""
+    for _ in trial.prepare().steps():
+        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
+    return trial.values()
+
+
+@idiom
+def clip_largest(trial: Trial) -> Result:
+    """`clip_grad_norm_` of torch, the largest element."""
+    for _ in trial.prepare().steps():
+        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5, norm_type=float("inf"))
+    return trial.values()
+
+
+@idiom
+def clip_values(trial: Trial) -> Result:
+    """`clip_grad_value_` of torch."""
+    for _ in trial.prepare().steps():
+        nn.utils.clip_grad_value_(trial.model.parameters(), 0.1)
+    return trial.values()
+
+
+@idiom
+def clip_by_strategy(trial: Trial) -> Result:
+    """`strategy.clip_grad_norm_`."""
+    for _ in trial.prepare().steps():
+        trial.strategy.clip_grad_norm_(0.5)
+    return trial.values()
+
+
+@without_overlap
+@idiom
+def clip_late(trial: Trial) -> Result:
+    """`clip_grad_norm_`, only from step 6 on."""
+    for step in trial.prepare().steps():
+        if step >= 5:
+            nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
+    return trial.values()
+
+
+@idiom
+def clip_if_large(trial: Trial) -> Result:
+    """A norm computed by hand, and gradients scaled if it is large."""
+    for _ in trial.prepare().steps():
+        norm = sum(float(grad.square().sum()) for grad in trial.grads) ** 0.5
+        if norm > 4:
+            for grad in trial.grads:
+                grad.mul_(4 / norm)
+    return trial.values()
+
+
+@idiom
+def scale(trial: Trial) -> Result:
+    """Gradients scaled in place."""
+    for _ in trial.prepare().steps():
+        for each in trial.parameters:
+            if each.grad is not None:
+                each.grad *= 0.5
+    return trial.values()
+
+
+@idiom
+def clamp_data(trial: Trial) -> Result:
+    """`p.grad.data.clamp_`."""
+    for _ in trial.prepare().steps():
+        for grad in trial.grads:
+            grad.data.clamp_(-0.1, 0.1)
+    return trial.values()
+
+
+@idiom
+def sign(trial: Trial) -> Result:
+    """`p.grad = p.grad.sign()`."""
+    for _ in trial.prepare().steps():
+        for each in trial.parameters:
+            if each.grad is not None:
+                each.grad = each.grad.sign()
+    return trial.values()
+
+
+@idiom
+def centralize(trial: Trial) -> Result:
+    """Gradients centralized (their mean subtracted)."""
+    for _ in trial.prepare().steps():
+        for each in trial.parameters:
+            if each.grad is not None and each.ndim > 1:
+                each.grad.sub_(each.grad.mean(1, keepdim=True))
+    return trial.values()
+
+
+@idiom
+def mask_rows(trial: Trial) -> Result:
+    """A row of a gradient set to zero."""
+    for _ in trial.prepare().steps():
+        trial.bare[0].weight.grad[0] = 0
+    return trial.values()
+
+
+@idiom
+def noise(trial: Trial) -> Result:
+    """Noise added to gradients."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in trial.prepare().steps():
+        for each in trial.parameters:
+            if each.grad is not None:
+                each.grad.add_(torch.randn(each.shape, generator=generator), alpha=0.01)
+    return trial.values()
+
+
+@with_unused
+@idiom
+def drop_some(trial: Trial) -> Result:
+    """`p.grad = None` for some, so that the step leaves them."""
+    for _ in trial.prepare().steps():
+        trial.bare[0].bias.grad = None
+    return trial.values()
+
+
+@idiom
+def look(trial: Trial) -> Result:
+    """Norms of gradients logged now and then."""
+    for step in trial.prepare().steps():
+        if step % 5 == 4:
+            nn.utils.get_total_norm(list(trial.grads))
+    return trial.values()
+
+
+@idiom
+def scaler(trial: Trial) -> Result:
+    """`GradScaler`."""
+    trial.prepare()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(trial.loss(step)))
+        scaler.step(trial.optimizer)
+        scaler.update()
+    return trial.values()
+
+
+@idiom
+def scaler_clip(trial: Trial) -> Result:
+    """`GradScaler`, `unscale_` and clipping."""
+    trial.prepare()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(trial.loss(step)))
+        scaler.unscale_(trial.optimizer)
+        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
+        scaler.step(trial.optimizer)
+        scaler.update()
+    return trial.values()
+
+
+@idiom
+def scaler_overflow(trial: Trial) -> Result:
+    """`GradScaler` that skips steps with infinite gradients."""
+    trial.prepare()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        loss = trial.loss(step) * (float("inf") if step == 2 else 1.0)
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(trial.optimizer)
+        scaler.update()
+    return [*trial.values(), torch.tensor(scaler.get_scale())]
+
+
+@idiom
+def scaler_fused(trial: Trial) -> Result:
+    """`GradScaler` with a fused optimizer."""
+    trial.optimizer = torch.optim.SGD(trial.model.parameters(), lr=0.05, fused=True)
+    return scaler(trial)
+
+
+@idiom
+def skip_large(trial: Trial) -> Result:
+    """`step()` left out where the norm is large."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        trial.backward(step)
+        if nn.utils.clip_grad_norm_(trial.model.parameters(), 100.0) < 6:
+            trial.optimizer.step()
+    return trial.values()
+
+
+@without_overlap
+@idiom
+def skip_late(trial: Trial) -> Result:
+    """`step()` left out once, late."""
+    trial.prepare()
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        trial.backward(step)
+        if step != 5:
+            trial.optimizer.step()
+    return trial.values()

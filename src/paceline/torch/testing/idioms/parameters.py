@@ -1,0 +1,233 @@
+"""What scripts do with parameters between steps: clamping, loading, averaging."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom
+
+
+@idiom
+def clamp_weights(trial: Trial) -> Result:
+    """Weights clamped after the step."""
+    for _ in trial.prepare().trained():
+        with torch.no_grad():
+            for each in trial.model.parameters():
+                each.clamp_(-0.3, 0.3)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def clamp_weights_late(trial: Trial) -> Result:
+    """Weights clamped through `.data`, from step 6 on, by references of the script's own."""
+    trial.prepare()
+    kept = trial.parameters
+    for step in trial.trained():
+        if step >= 5:
+            for each in kept:
+                each.data.clamp_(-0.3, 0.3)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def clamp_weights_in_numpy(trial: Trial) -> Result:
+    """Weights clipped by NumPy after the step, in arrays of their own memory."""
+    for _ in trial.prepare().trained():
+        for each in trial.model.parameters():
+            array = each.detach().numpy()
+            np.clip(array, -0.3, 0.3, out=array)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def clamp_weights_by_aliases(trial: Trial) -> Result:
+    """Weights clipped through arrays and `.data` that were taken once, before training."""
+    trial.prepare()
+    arrays = [each.detach().numpy() for each in trial.model.parameters()]
+    tensors = [each.data for each in trial.model.parameters()]
+    for _ in trial.trained():
+        for array, tensor in zip(arrays, tensors, strict=True):
+            np.clip(array, -0.3, 0.3, out=array)
+            tensor.mul_(0.9)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def clamp_weights_adam(trial: Trial) -> Result:
+    """Weights clamped after a step of Adam, whose state stays."""
+    trial.adam()
+    return clamp_weights(trial)
+
+
+@idiom
+def initialize(trial: Trial) -> Result:
+    """Parameters initialized after `prepare`."""
+    trial.prepare()
+    with torch.no_grad():
+        for number, each in enumerate(trial.model.parameters()):
+            each.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(number)) / 4)
+    return trial.train().values()
+
+
+@idiom
+def load_after(trial: Trial) -> Result:
+    """`model.load_state_dict` after `prepare`."""
+    trial.prepare()
+    state = {name: value + 0.1 for name, value in trial.model.state_dict().items()}
+    trial.model.load_state_dict(state)
+    return trial.train().values()
+
+
+@idiom
+def load_middle(trial: Trial) -> Result:
+    """`model.load_state_dict` in the middle, back to a copy of before."""
+    trial.prepare().train(0, 3)
+    kept = copy.deepcopy(trial.model.state_dict())
+    trial.train(3, 6)
+    trial.model.load_state_dict(kept)
+    return trial.train(6).values()
+
+
+@idiom
+def resume(trial: Trial) -> Result:
+    """`state_dict` of model and optimizer through `torch.save`, loaded later."""
+    trial.adam().prepare().train(0, 4)
+    file = io.BytesIO()
+    torch.save([trial.model.state_dict(), trial.optimizer.state_dict()], file)
+    trial.train(4, 7)
+    file.seek(0)
+    model, optimizer = torch.load(file)
+    trial.model.load_state_dict(model)
+    trial.optimizer.load_state_dict(optimizer)
+    return trial.train(7, 12).values()
+
+
+@idiom
+def replace_data(trial: Trial) -> Result:
+    """`p.data = ...`."""
+    trial.prepare().train(0, 4)
+    for each in trial.parameters:
+        each.data = each.data * 0.5
+    return trial.train(4).values()
+
+
+@idiom
+def decay_by_hand(trial: Trial) -> Result:
+    """Weight decay by hand."""
+    for _ in trial.prepare().trained():
+        with torch.no_grad():
+            for each in trial.parameters:
+                each.mul_(0.99)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def max_norm(trial: Trial) -> Result:
+    """Rows renormalized after the step."""
+    for _ in trial.prepare().trained():
+        with torch.no_grad():
+            weight = trial.bare[0].weight
+            weight.copy_(torch.renorm(weight, 2, 0, 0.5))
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def prune(trial: Trial) -> Result:
+    """Weights pruned by a mask, late, and kept at zero."""
+    trial.prepare().train(0, 5)
+    mask = trial.bare[0].weight.abs() > 0.1
+    for step in range(5, STEPS):
+        trial.bare[0].weight.data.mul_(mask)
+        trial.train(step, step + 1)
+    return trial.values()
+
+
+@idiom
+def lookahead(trial: Trial) -> Result:
+    """Slow weights, taken up every third step."""
+    slow = trial.prepare().values()
+    for step in trial.trained():
+        if step % 3 == 2:
+            with torch.no_grad():
+                for each, kept in zip(trial.parameters, slow, strict=True):
+                    kept.lerp_(each, 0.5)
+                    each.copy_(kept)
+    return trial.train(STEPS, STEPS + 1).values()
+
+
+@idiom
+def reset_layer(trial: Trial) -> Result:
+    """A layer reset in the middle."""
+    trial.prepare().train(0, 4)
+    torch.manual_seed(9)
+    trial.bare[2].reset_parameters()
+    return trial.train(4).values()
+
+
+@idiom
+def average(trial: Trial) -> Result:
+    """An exponential average of the weights."""
+    mean = trial.prepare().values()
+    kept = trial.parameters
+    for _ in trial.trained():
+        with torch.no_grad():
+            for one, each in zip(mean, kept, strict=True):
+                one.lerp_(each, 0.1)
+    return [*mean, *trial.values()]
+
+
+@idiom
+def average_of_torch(trial: Trial) -> Result:
+    """`torch.optim.swa_utils.AveragedModel`."""
+    trial.prepare()
+    mean = torch.optim.swa_utils.AveragedModel(trial.bare)
+    for _ in trial.trained():
+        mean.update_parameters(trial.bare)
+    return [*(each.detach().clone() for each in mean.module.parameters()), *trial.values()]
+
+
+@idiom
+def swap_average(trial: Trial) -> Result:
+    """Averaged weights swapped in for an evaluation, and out."""
+    mean = trial.prepare().values()
+    losses = []
+    for step in trial.trained():
+        with torch.no_grad():
+            kept = trial.values()
+            for one, each in zip(mean, trial.parameters, strict=True):
+                one.lerp_(each, 0.1)
+                each.data.copy_(one)
+            losses.append(trial.strategy.reduce(trial.loss(step)))
+            for value, each in zip(kept, trial.parameters, strict=True):
+                each.data.copy_(value)
+    return [*losses, *trial.values()]
+
+
+@idiom
+def copy_target(trial: Trial) -> Result:
+    """A copy of the model as a target, updated softly."""
+    target = copy.deepcopy(trial.prepare().bare)
+    for step in range(STEPS):
+        trial.optimizer.zero_grad()
+        inputs, targets = trial.share(step)
+        goal = targets + 0.1 * target(inputs).detach()
+        torch.autograd.backward(nn.functional.mse_loss(trial.model(inputs), goal))
+        trial.optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(target.parameters(), trial.bare.parameters(), strict=True):
+                old.mul_(0.9).add_(new.data, alpha=0.1)
+    return [*(each.detach() for each in target.parameters()), *trial.values()]
+
+
+@idiom
+def penalty(trial: Trial) -> Result:
+    """A penalty on parameters in the loss."""
+    for step in trial.prepare().zeroed():
+        norm = sum(each.square().sum() for each in trial.parameters)
+        torch.autograd.backward(trial.loss(step) + 0.01 * norm)
+    return trial.values()

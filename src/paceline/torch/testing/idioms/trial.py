@@ -1,0 +1,139 @@
+"""The training that idioms are made of, and the registry that has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.torch.strategies import Strategy
+
+STEPS = 8
+_ROWS = 8
+
+Result = list[Tensor]
+
+
+class Trial:
+    """A training of a small model under a strategy: this rank's part of the batches, and the loop."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        generator = torch.Generator().manual_seed(7)
+        self._inputs = torch.randn(3 * STEPS, _ROWS, 6, generator=generator)
+        self._targets = 3 * self._inputs.sum(-1, keepdim=True).sin()
+        self.make()
+
+    def make(self, change: Callable[[nn.Module], Any] = lambda model: None, **options: Any) -> Trial:
+        """Make the model and its optimizer anew: SGD with momentum unless `options` has another ``optimizer``."""
+        torch.manual_seed(3)
+        self.model: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        change(self.model)
+        make = options.pop("optimizer", torch.optim.SGD)
+        self.optimizer: Any = make(self.model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
+        return self
+
+    def adam(self) -> Trial:
+        """Have Adam for the optimizer."""
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.02)
+        return self
+
+    def prepare(self) -> Trial:
+        """Have the strategy prepare the model and the optimizer."""
+        self.model, self.optimizer = self.strategy.prepare(self.model, self.optimizer)
+        return self
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's."""
+        assert self.strategy.module is not None
+        return list(self.strategy.module.parameters())
+
+    @property
+    def bare(self) -> Any:
+        """The model as it was given."""
+        return self.strategy.module
+
+    @property
+    def grads(self) -> Iterator[Tensor]:
+        """The gradients of the parameters that have one."""
+        return (each.grad for each in self.parameters if each.grad is not None)
+
+    def share(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of batch number `step`."""
+        part = slice(self.strategy.rank, None, self.strategy.world_size)
+        return self._inputs[step, part], self._targets[step, part]
+
+    def loss(self, step: int, model: Any = None) -> Tensor:
+        """Return the loss on this rank's part of a batch."""
+        inputs, targets = self.share(step)
+        return nn.functional.mse_loss((model or self.model)(inputs), targets)
+
+    def backward(self, step: int) -> None:
+        """Compute the loss of a batch and its gradients."""
+        torch.autograd.backward(self.loss(step))
+
+    def zeroed(self, first: int = 0, last: int = STEPS) -> Iterator[int]:
+        """Yield the number of each step: after its gradients were zeroed, and before the optimizer's step."""
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            yield step
+            self.optimizer.step()
+
+    def steps(self, first: int = 0, last: int = STEPS) -> Iterator[int]:
+        """Yield the number of each step: after its backward, and before the optimizer's step."""
+        for step in self.zeroed(first, last):
+            self.backward(step)
+            yield step
+
+    def trained(self) -> Iterator[int]:
+        """Yield the number of each step, after the optimizer's step."""
+        for step in range(STEPS):
+            self.train(step, step + 1)
+            yield step
+
+    def train(self, first: int = 0, last: int = STEPS) -> Trial:
+        """Train plainly."""
+        for _ in self.steps(first, last):
+            pass
+        return self
+
+    def values(self) -> Result:
+        """Return the parameters' values."""
+        return [each.detach().clone() for each in self.parameters]
+
+
+Idiom = Callable[[Trial], Result]
+IDIOMS: dict[str, Idiom] = {}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {}
+"""What a strategy is made with for an idiom, by the idiom's name and the strategy's."""
+
+
+def idiom(function: Idiom) -> Idiom:
+    """Add a function to :data:`IDIOMS`, under the first line of its docstring."""
+    assert function.__doc__ is not None
+    IDIOMS[function.__doc__.strip().removesuffix(".")] = function
+    return function
+
+
+def with_options(said: str, **options: dict[str, Any]) -> Callable[[Idiom], Idiom]:
+    """Add an idiom once more, with `options` of strategies (``all_reduce={...}``) that allow it; `said` names them."""
+
+    def add(function: Idiom) -> Idiom:
+        assert function.__doc__ is not None
+        name = f"{function.__doc__.strip().removesuffix('.')}, with {said}"
+        IDIOMS[name] = function
+        OPTIONS[name] = {strategy.replace("_", "-"): each for strategy, each in options.items()}
+        return function
+
+    return add
+
+
+without_overlap = with_options("`overlap=False`", parameter_server={"overlap": False})
+with_unused = with_options(
+    "`find_unused_parameters=True` or `unused='skip'`",
+    all_reduce={"find_unused_parameters": True},
+    parameter_server={"unused": "skip"},
+)
