@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from paceline.protocol.chains import ChainGroup
@@ -332,6 +334,38 @@ def test_a_server_is_filled_and_reported() -> None:
     assert first.next_fill(B) is None
     assert handle(first, Confirmed(B, last[0])) == [Report(1, B, 0b11)]
     assert handle(first, Confirmed(B, last[0])) == []
+
+
+def test_with_a_bucket_comes_what_was_applied_to_it() -> None:
+    first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
+    for sequence in (0, 2):
+        handle(first, Push(sequence, 9, sequence, 1, 0b11))
+    handle(first, LinkUp(B))
+    _, bucket, state = first.next_fill(B) or (0, 0, ())
+    handle(new, StateReceived("state", A, 1, bucket, state))
+    assert new.applied_to(bucket) == first.applied_to(bucket) == ((9, 2),)
+    assert handle(new, Forwarded("again", A, 9, 2, 1, 1 << bucket)) == [Acknowledge("again")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_reported_of_a_fill_was_confirmed(seed: int) -> None:
+    random, buckets = Random(seed), (1 << 200) - 1
+    first = server(A, ((A,), B, buckets))
+    handle(first, LinkUp(B))
+    sent: list[tuple[int, int]] = []
+    reports: list[int] = []
+    confirmed = 0
+    while confirmed != buckets:
+        if random.random() < 0.6 and (found := first.next_fill(B)) is not None:
+            sent.append(found[:2])
+        elif sent:
+            number, bucket = sent.pop(random.randrange(len(sent)))
+            confirmed |= 1 << bucket
+            for report in handle(first, Confirmed(B, number)):
+                assert report == Report(1, B, confirmed)
+                reports.append(confirmed)
+    assert reports[-1] == buckets
+    assert len(reports) > 1, "not only at the end"
 
 
 def test_a_server_is_filled_by_the_one_before_it_only() -> None:
