@@ -1,0 +1,253 @@
+"""Compare source trees by the time of a push and a pull: clusters of all side by side, measured in turns.
+
+    python benchmarks/compare.py old=../paceline-before new=. [--keys 1 1000] [--dims 1 16] [--replicas 0 1]
+                                 [--work push pull] [--blocks 40] [--seconds 0.05] [--json]
+
+A tree is a checkout (or its `src`); two names for one tree show the noise. The clusters of all trees run at once, and
+one of them works at a time: a block of requests on each in turn, then the same in the other order. So what else the
+machine does slows all of them alike, and the ratios hold where times do not. Told are the median time of each tree, and
+for every tree but the first the median of its ratios to the first, block by block, once of the blocks' medians and once
+of their fastest tenths. Beside these stand counts per request: milliseconds on a core, and how often somebody slept,
+of the client and of all servers. Who waits may look for an answer instead of sleeping, which takes time on a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROWS = 200_000
+MOST_KEPT = 100_000
+"""Keys that are drawn before: so that requests are for other ones each, where they are small."""
+WARM = 3
+"""Requests of each block that do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one block took, per request; times in microseconds."""
+
+    median: float
+    fastest_tenth: float
+    client_cpu: float
+    client_sleeps: float
+    servers_cpu: float
+    servers_sleeps: float
+
+
+class Tree:
+    """A source tree at work: a process of its own, with a cluster and a client."""
+
+    def __init__(self, name: str, path: Path, replicas: int, dims: list[int]) -> None:
+        self.name = name
+        source = path / "src" if (path / "src").is_dir() else path
+        command = [sys.executable, __file__, "--child", str(replicas), *map(str, dims)]
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(source.resolve())},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        used = Path(self._read())
+        if source.resolve() not in used.parents:
+            sys.exit(f"compare.py: {name} is to be {source}, but Python has found paceline in {used}")
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"compare.py: {self.name} has failed; what it said is above")
+        return json.loads(line)
+
+    def measure(self, work: str, keys: int, dim: int, seconds: float) -> Block:
+        """Do one block."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([work, keys, dim, seconds]) + "\n")
+        self._process.stdin.flush()
+        return Block(**self._read())
+
+    def close(self) -> None:
+        """End the processes."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+
+def compare(trees: list[Tree], told: argparse.Namespace, replicas: int) -> list[dict[str, Any]]:
+    """Measure all, in turns; print a line for each kind of request."""
+    results = []
+    for dim in told.dims:
+        for keys in told.keys:
+            for work in told.work:
+                blocks: dict[str, list[Block]] = {tree.name: [] for tree in trees}
+                for number in range(told.blocks):
+                    for tree in trees if number % 2 else trees[::-1]:
+                        blocks[tree.name].append(tree.measure(work, keys, dim, told.seconds))
+                what = {"work": work, "keys": keys, "dim": dim, "replicas": replicas}
+                results.append(summarize(what, blocks))
+                if not told.json:
+                    print(line_of(results[-1]), flush=True)
+    return results
+
+
+def summarize(what: dict[str, Any], blocks: dict[str, list[Block]]) -> dict[str, Any]:
+    """Return the medians of every tree, and its ratios to the first."""
+    first = next(iter(blocks.values()))
+    trees = {}
+    for name, own in blocks.items():
+        rows = [asdict(block) for block in own]
+        medians = {field: statistics.median(row[field] for row in rows) for field in rows[0]}
+        pairs = list(zip(own, first, strict=True))
+        medians["ratio"] = statistics.median(block.median / base.median for block, base in pairs)
+        medians["fastest_ratio"] = statistics.median(block.fastest_tenth / base.fastest_tenth for block, base in pairs)
+        trees[name] = {field: round(value, 3) for field, value in medians.items()}
+    return {**what, "trees": trees}
+
+
+def line_of(result: dict[str, Any]) -> str:
+    """Return a result as the lines of a table."""
+    what = f"{result['work']:5} {result['keys']:>7,} {result['dim']:>4} {result['replicas']:>8}"
+    lines = []
+    for name, tree in result["trees"].items():
+        lines.append(
+            f"{what}  {name:8} {tree['median']:>9,.1f} {tree['ratio']:>6.2f} {tree['fastest_ratio']:>8.2f} "
+            f"{tree['client_cpu']:>11,.0f} {tree['client_sleeps']:>7.2f} {tree['servers_cpu']:>11,.0f} "
+            f"{tree['servers_sleeps']:>7.2f}"
+        )
+        what = " " * len(what)
+    return "\n".join(lines)
+
+
+HEADING = (
+    f"{'work':5} {'keys':>7} {'dim':>4} {'replicas':>8}  {'tree':8} {'median µs':>9} {'ratio':>6} {'fastest':>8} "
+    f"{'client µs':>11} {'sleeps':>7} {'servers µs':>11} {'sleeps':>7}"
+)
+
+
+# A tree's own process.
+
+
+def serve(replicas: int, dims: list[int]) -> None:
+    """Be a tree: start its cluster, and measure what is asked for, until standard input ends."""
+    import numpy as np
+    import psutil
+
+    import paceline
+
+    print(json.dumps(paceline.__file__), flush=True)
+    random = np.random.default_rng(0)
+    all_keys = np.arange(ROWS, dtype=np.uint64) * np.uint64(7919)
+    with (
+        paceline.local_cluster(servers=1 + replicas, replicas=replicas) as cluster,
+        cluster.connect(observer=True) as client,
+    ):
+        tables = {dim: client.sparse_table(f"of{dim}", dim=dim, update=paceline.SGD(lr=0.01)) for dim in dims}
+        for dim, table in tables.items():
+            table.push(all_keys, np.ones((ROWS, dim), np.float32)).wait()
+        me, servers = psutil.Process(), [psutil.Process(pid) for pid in cluster.pids("server")]
+        batches: dict[int, list[Any]] = {}
+        for line in sys.stdin:
+            work, count, dim, seconds = json.loads(line)
+            if count not in batches:
+                num_batches = min(max(8, MOST_KEPT // count), 1_000)
+                batches[count] = [all_keys[random.choice(ROWS, count, replace=False)] for _ in range(num_batches)]
+            request = requests(tables[dim], work, np.ones((count, dim), np.float32))
+            print(json.dumps(asdict(measure_block(request, batches[count], seconds, me, servers))), flush=True)
+
+
+def requests(table: Any, work: str, grads: Any) -> Callable[[Any], Any]:
+    """Return what does one request and waits for it."""
+    if work == "pull":
+        return lambda keys: table.pull(keys)
+    if work == "push":
+        return lambda keys: table.push(keys, grads).wait()
+    return lambda keys: table.push_pull(keys, grads)
+
+
+def measure_block(
+    request: Callable[[Any], Any], batches: list[Any], seconds: float, me: Any, servers: list[Any]
+) -> Block:
+    """Do requests for so long."""
+    for number in range(WARM):
+        request(batches[number % len(batches)])
+    before = usage([me]), usage(servers)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < WARM or time.perf_counter() < end:
+        keys = batches[len(times) % len(batches)]
+        start = time.perf_counter()
+        request(keys)
+        times.append(time.perf_counter() - start)
+    after = usage([me]), usage(servers)
+    counts = [(now - then) / len(times) for then_of, now_of in zip(before, after, strict=True)
+              for then, now in zip(then_of, now_of, strict=True)]  # fmt: skip
+    times.sort()
+    return Block(
+        median=times[len(times) // 2] * 1e6,
+        fastest_tenth=times[len(times) // 10] * 1e6,
+        client_cpu=counts[0] * 1e6,
+        client_sleeps=counts[1],
+        servers_cpu=counts[2] * 1e6,
+        servers_sleeps=counts[3],
+    )
+
+
+def usage(processes: list[Any]) -> tuple[float, int]:
+    """Return the seconds on a core, and how often one of these slept."""
+    seconds, sleeps = 0.0, 0
+    for process in processes:
+        times = process.cpu_times()
+        seconds += times.user + times.system
+        sleeps += process.num_ctx_switches().voluntary
+    return seconds, sleeps
+
+
+def main() -> None:
+    """Compare, or be one of the trees."""
+    if sys.argv[1:2] == ["--child"]:
+        serve(int(sys.argv[2]), [int(dim) for dim in sys.argv[3:]])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trees", nargs="+", metavar="NAME=PATH")
+    parser.add_argument("--keys", type=int, nargs="+", default=[1, 1_000, 10_000])
+    parser.add_argument("--dims", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--work", nargs="+", choices=("push", "pull", "push_pull"), default=["push", "pull"])
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=0.05, help="how long a block takes")
+    parser.add_argument("--json", action="store_true")
+    told = parser.parse_args()
+    paths = dict(each.partition("=")[::2] for each in told.trees)
+    if not all(paths.values()) or len(paths) < len(told.trees):
+        parser.error("expected every tree as NAME=PATH, with a name of its own")
+    if not all(0 < keys <= ROWS for keys in told.keys) or told.blocks < 1:
+        parser.error(f"expected 1 to {ROWS} keys, and at least 1 block")
+    if not told.json:
+        print(HEADING)
+    results = []
+    for replicas in told.replicas:
+        trees: list[Tree] = []
+        try:
+            trees += [Tree(name, Path(path), replicas, told.dims) for name, path in paths.items()]
+            results += compare(trees, told, replicas)
+        finally:
+            for tree in trees:
+                tree.close()
+    if told.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
