@@ -33,8 +33,8 @@ OF_PROTOCOL: Final = (
         "filter-fast-path",
         "the short way of the filter takes a repetition for new",
         "protocol/delivery.py",
-        "runs[0][0] < sequence",
-        "runs[0][0] <= sequence",
+        "if held and self._newest(incarnation) < sequence",
+        "if held and self._newest(incarnation) <= sequence",
         unit=_DELIVERY,
     ),
     Defect(
@@ -49,8 +49,8 @@ OF_PROTOCOL: Final = (
         "filter-of-newest-run",
         "only the buckets that have the sender's newest push travel with their filter",
         "protocol/delivery.py",
-        "for last, seen in self._runs[incarnation]\n            if (part",
-        "for last, seen in self._runs[incarnation][:1]\n            if (part",
+        "for last, seen in self._runs(incarnation)\n            if (part",
+        "for last, seen in list(self._runs(incarnation))[:1]\n            if (part",
         unit=_DELIVERY,
     ),
     # The gate and the clocks.

@@ -11,10 +11,14 @@ one per key range) and 4.3 (consistent migration).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 from paceline.errors import StaleEpochError, UsageError
 from paceline.protocol.buckets import ALL, buckets_in
+
+_MANY: Final = 64
+_NOTHING: Final[dict[int, int]] = {}
 
 
 class Delivery:
@@ -30,10 +34,10 @@ class Delivery:
 
     def __init__(self, buckets: int = ALL) -> None:
         self._buckets = buckets
-        # Incarnation → its runs (last sequence, the buckets that have seen it), the highest sequence first. Runs
-        # are disjoint, none is empty, and no list is; a bucket in no run has seen nothing. The sender pushes to
-        # all buckets of a server, or of a chain, in turn: there are as many runs as there are such sets.
-        self._runs: dict[int, list[tuple[int, int]]] = {}
+        # Incarnation → sets of buckets, and the last push that they have seen, in rising order. Of a bucket that is in
+        # several sets the last one counts; one in none has seen nothing. No set is empty, and there is one at least.
+        # Sets are made disjoint when there are many: to do so with every push would take as long as there are sets.
+        self._seen: dict[int, dict[int, int]] = {}
 
     @property
     def buckets(self) -> int:
@@ -44,16 +48,15 @@ class Delivery:
         """The buckets, of those given, for which a push is new; it is remembered as applied. 0: a duplicate.
 
         ``buckets=None`` means all buckets of this server. The push counts as delivered to all buckets given,
-        those included in which it has no key. O(1) if it is to all of them and newer than what any has seen.
+        those included in which it has no key. O(1), on the average, if it is newer than what any has seen.
 
         Raises:
             StaleEpochError: a bucket given is not held here; nothing is remembered.
         """
         held = self._buckets
         if buckets is None or buckets == held:
-            runs = self._runs.get(incarnation)
-            if held and (runs is None or runs[0][0] < sequence):
-                self._runs[incarnation] = [(sequence, held)]
+            if held and self._newest(incarnation) < sequence:
+                self._seen[incarnation] = {held: sequence}
                 return held
             buckets = held
         new = self.missing(incarnation, sequence, buckets)
@@ -76,27 +79,40 @@ class Delivery:
                 "server does not hold; nothing was applied. Fetch the current map and send the push again."
             )
         # Rule 1: a push is new to a bucket if its number exceeds the last one applied there.
-        for last, seen in self._runs.get(incarnation, ()):
+        for seen, last in reversed(self._seen.get(incarnation, _NOTHING).items()):
             if last < sequence:
                 break
             buckets &= ~seen
         return buckets
 
+    def _newest(self, incarnation: int) -> int:
+        """The number of the last push that any bucket has seen; -1 if there was none."""
+        seen = self._seen.get(incarnation)
+        return -1 if seen is None else next(reversed(seen.values()))
+
     def _remember(self, incarnation: int, sequence: int, new: int) -> None:
         """Raise the last push of buckets, all of which have seen less."""
-        runs = [(last, left) for last, seen in self._runs.get(incarnation, ()) if (left := seen & ~new)]
-        at = 0
-        while at < len(runs) and runs[at][0] > sequence:
-            at += 1
-        if at < len(runs) and runs[at][0] == sequence:
-            runs[at] = sequence, runs[at][1] | new
-        else:
-            runs.insert(at, (sequence, new))
-        self._runs[incarnation] = runs
+        if self._newest(incarnation) > sequence:
+            runs = [(last, left) for last, part in self._runs(incarnation) if (left := part & ~new)]
+            self._seen[incarnation] = {part: last for last, part in sorted([*runs, (sequence, new)])}
+            return
+        seen = self._seen.setdefault(incarnation, {})
+        is_more = seen.pop(new, None) is None
+        seen[new] = sequence
+        if is_more and not len(seen) % _MANY:
+            self._seen[incarnation] = {part: last for last, part in reversed(list(self._runs(incarnation)))}
+
+    def _runs(self, incarnation: int) -> Iterator[tuple[int, int]]:
+        """Yield (last sequence, the buckets that have seen it), disjoint, the highest sequence first."""
+        later = 0
+        for seen, last in reversed(self._seen[incarnation].items()):
+            if left := seen & ~later:
+                yield last, left
+                later |= seen
 
     def last(self, incarnation: int, bucket: int) -> int | None:
         """The number of the last push of this incarnation applied to the bucket; None if there was none."""
-        for last, seen in self._runs.get(incarnation, ()):
+        for seen, last in reversed(self._seen.get(incarnation, _NOTHING).items()):
             if seen >> bucket & 1:
                 return last
         return None
@@ -112,8 +128,8 @@ class Delivery:
         self._check_held(buckets)
         return tuple(
             (incarnation, last, part)
-            for incarnation in sorted(self._runs)
-            for last, seen in self._runs[incarnation]
+            for incarnation in sorted(self._seen)
+            for last, seen in self._runs(incarnation)
             if (part := seen & buckets)
         )
 
@@ -143,12 +159,12 @@ class Delivery:
         """
         self._check_held(buckets)
         self._buckets &= ~buckets
-        for incarnation, runs in list(self._runs.items()):
-            kept = [(last, left) for last, seen in runs if (left := seen & ~buckets)]
+        for incarnation in list(self._seen):
+            kept = [(left, last) for last, seen in self._runs(incarnation) if (left := seen & ~buckets)]
             if kept:
-                self._runs[incarnation] = kept
+                self._seen[incarnation] = dict(reversed(kept))
             else:
-                del self._runs[incarnation]
+                del self._seen[incarnation]
 
     def _check_held(self, buckets: int) -> None:
         alien = buckets & ~self._buckets
@@ -158,13 +174,10 @@ class Delivery:
     def validate(self) -> None:
         """Assert the invariants."""
         assert self._buckets >= 0
-        for runs in self._runs.values():
-            assert runs, "an empty list would break the fast path"
-            lasts = [last for last, _ in runs]
-            assert lasts == sorted(set(lasts), reverse=True), "runs are out of order or not merged"
-            seen_before = 0
-            for _, seen in runs:
-                assert seen > 0, "an empty run"
-                assert not seen & seen_before, "a bucket in two runs"
-                seen_before |= seen
-            assert not seen_before & ~self._buckets, "a run of buckets that are not held"
+        for seen in self._seen.values():
+            assert seen, "an empty dictionary has no newest push"
+            lasts = list(seen.values())
+            assert lasts == sorted(lasts), "sets are out of order"
+            for part in seen:
+                assert part > 0, "an empty set"
+                assert not part & ~self._buckets, "a set of buckets that are not held"
