@@ -57,8 +57,9 @@ class Ours(Peer):
         }
         return calls[op]
 
+    @override
     def close(self) -> None:
-        """See :class:`Peer`; whoever made the group closes it."""
+        """There is nothing to do: whoever made the group closes it."""
 
 
 class Gloo(Peer):
@@ -121,8 +122,9 @@ class MPI(Peer):
         }
         return calls[op]
 
+    @override
     def close(self) -> None:
-        """See :class:`Peer`; mpi4py does it when Python ends."""
+        """There is nothing to do: mpi4py does it when Python ends."""
 
 
 MAKERS: Final[dict[str, Callable[[Group], Peer]]] = {OURS: Ours, "gloo": Gloo, "mpi": MPI}

@@ -101,8 +101,9 @@ class MessageTicket(Ticket):
         self._memory = memory
         self._given_back = False
 
+    @override
     def wait(self, timeout: timedelta | None = None) -> None:
-        """See :meth:`Ticket.wait`. Without ``timeout`` the group's holds, and after it the message is given up."""
+        """Without ``timeout`` the group's holds, and after it the message is given up."""
         if timeout is None:
             self._pending.wait(self._timeout.total_seconds())
         elif not self._pending.wait_for(timeout.total_seconds()):

@@ -97,8 +97,9 @@ class DensePart(TablePart):
         if len(keys) and not start <= int(keys.min()) <= int(keys.max()) < stop:
             raise self._strangers(bucket)
 
+    @override
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.load_bucket`. Elements without a record get their initial values."""
+        """Elements without a record get their initial values."""
         start, stop = bucket_bounds(self._size, bucket)
         whole = len(keys) == stop - start and bool((keys == np.arange(start, stop, dtype=np.uint64)).all())
         self._check_records(keys, records)
@@ -172,8 +173,9 @@ class DensePart(TablePart):
         flags[self._places(selection) // self._width] = True
         return from_flags(flags)
 
+    @override
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """See :meth:`TablePart.restrict`. Of a range it is the same range of fewer buckets."""
+        """Of a range it is the same range of fewer buckets."""
         if selection.keys is not None:
             return self._restrict_keys(selection, grads, buckets)
         if not self.buckets_of(selection) & ~buckets:
@@ -203,8 +205,9 @@ class DensePart(TablePart):
             dense_pull(self._record, start, stop, out, at)
             at += stop - start
 
+    @override
     def reserve(self, selection: Selection) -> None:
-        """See :meth:`TablePart.reserve`. All elements have their place."""
+        """All elements have their place."""
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -220,8 +223,9 @@ class DensePart(TablePart):
             kernels.dense_push(code, self._record, size, start, stop, grads, at, self._parameters)
             at += stop - start
 
+    @override
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
-        """See :meth:`TablePart.push_sum`. A block that stays in the cache is summed, then applied: one pass in all."""
+        """A block that stays in the cache is summed, then applied: one pass in all."""
         if selection.keys is not None or (len(grads) == 1 and factor == 1.0):
             super().push_sum(selection, grads, factor)
             return

@@ -56,8 +56,9 @@ class SparsePart(TablePart):
     def num_bytes(self) -> int:
         return self.store.num_bytes
 
+    @override
     def hold(self, buckets: Buckets) -> None:
-        """See :meth:`TablePart.hold`. Rows are made when they are written."""
+        """Rows are made when they are written."""
         self._forget_rows(buckets & ~self.held)
         self._held |= buckets
 

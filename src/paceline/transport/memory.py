@@ -68,10 +68,11 @@ class MemoryTransport(Transport):
         greet(channel, self._token, hello, timeout_s, listener=_wanted(target))
         return channel
 
+    @override
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """See :meth:`Transport.open`. In direct mode a server's first words may come before the peer is returned."""
+        """In direct mode a server's first words may come before the peer is returned."""
         listener = self._find(target)
         call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
         pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
@@ -91,10 +92,11 @@ class MemoryTransport(Transport):
             raise AddressError(f"cannot reach {address}: nobody listens there")
         return listener
 
+    @override
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
-        """See :meth:`Transport.serve`; the address is ``memory://name``."""
+        """The address is ``memory://name``."""
         chosen = f"memory://{next(self._names)}" if address is None else address
         wanted = Address.parse(chosen) if isinstance(chosen, str) else chosen
         if wanted.host in self.listeners:

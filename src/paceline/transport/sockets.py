@@ -6,6 +6,8 @@ import asyncio
 import secrets
 import ssl
 
+from typing_extensions import override
+
 from paceline.errors import AddressError
 from paceline.transport.accepting import Service
 from paceline.transport.addresses import Address, Endpoint, announced_host, bind_tcp, host_identity
@@ -49,8 +51,9 @@ class SocketTransport(Transport):
         self._send_timeout_s = send_timeout_s
         self._always_sealed = always_sealed
 
+    @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """See :meth:`Transport.connect`. Of an endpoint, the Unix socket is taken if it is on this host."""
+        """Of an endpoint, the Unix socket is taken if it is on this host."""
         first, *others = self._addresses(target)
         try:
             return self._connect(first, _wanted(target), hello, timeout_s)
@@ -82,10 +85,11 @@ class SocketTransport(Transport):
         greet(channel, self._token, hello, timeout_s, listener=listener, always_sealed=self._always_sealed)
         return channel
 
+    @override
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """See :meth:`Transport.open`. The Unix socket is taken as by :meth:`connect`."""
+        """The Unix socket is taken as by :meth:`connect`."""
         first, *others = self._addresses(target)
         try:
             return await self._open(handler, first, _wanted(target), hello, timeout_s)
@@ -109,10 +113,11 @@ class SocketTransport(Transport):
         await run_on(await dial(address, timeout_s), connection, address, context, timeout_s)
         return await connection.wait_greeted(timeout_s)
 
+    @override
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
-        """See :meth:`Transport.serve`. With TLS there is no Unix socket."""
+        """With TLS there is no Unix socket."""
         wanted = Address.parse(address or "127.0.0.1:0") if not isinstance(address, Address) else address
         context = self._tls.server_context() if self._tls is not None else None
         pool = BufferPool.of_running_loop()

@@ -35,8 +35,9 @@ class SocketLink(Link):
         self.rank = rank
         self._socket = connected
 
+    @override
     def fileno(self) -> int:
-        """See :meth:`Link.fileno`; -1 once it is closed."""
+        """Return -1 once the link is closed."""
         return self._socket.fileno()
 
     @override
@@ -64,8 +65,9 @@ class SocketLink(Link):
             raise self._broken(None)
         return received
 
+    @override
     def close(self) -> None:
-        """See :meth:`Link.close`; a thread that polls the link wakes."""
+        """A thread that polls the link wakes."""
         shut(self._socket)
 
     def _broken(self, error: OSError | None) -> RankLostError | GroupClosedError:

@@ -266,8 +266,9 @@ class NetworkStore(Store):
     def delete(self, key: str) -> None:
         self.call(StoreCall.DELETE, StoreRequest(key), b"", self._answer_s)
 
+    @override
     def close(self) -> None:
-        """See :meth:`Store.close`. A call that waits in another thread raises GroupClosedError."""
+        """A call that waits in another thread raises GroupClosedError."""
         with self._lock:
             self._is_closed = True
             channels = [*self._idle, *self._busy]

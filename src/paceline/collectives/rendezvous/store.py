@@ -90,8 +90,9 @@ class MemoryStore(Store):
         with self._changed:
             self._values.pop(key, None)
 
+    @override
     def close(self) -> None:
-        """See :meth:`Store.close`."""
+        """There is nothing to let go of."""
 
 
 class PrefixStore(Store):
@@ -118,8 +119,9 @@ class PrefixStore(Store):
     def delete(self, key: str) -> None:
         self._store.delete(self._prefix + key)
 
+    @override
     def close(self) -> None:
-        """See :meth:`Store.close`."""
+        """The other store stays open."""
 
 
 class SealedStore(Store):
@@ -138,12 +140,13 @@ class SealedStore(Store):
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, self._seal(key, value) + value)
 
+    @override
     def get(self, key: str, deadline: float) -> bytes:
-        """See :meth:`Store.get`. Raises AuthenticationError for what was not sealed with this token."""
+        """Raises AuthenticationError for what was not sealed with this token."""
         return self._opened(key, self._store.get(key, deadline))
 
+    @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """See :meth:`Store.collect`, and :meth:`get`."""
         found = self._store.collect(keys, deadline)
         return [None if value is None else self._opened(key, value) for key, value in zip(keys, found, strict=True)]
 

@@ -54,8 +54,9 @@ class NoChannel(Channel):
     def fileno(self) -> int:
         self._fail()
 
+    @override
     def close(self) -> None:
-        """See :meth:`Channel.close`."""
+        """There is nothing to close."""
 
     @override
     def statistics(self) -> Statistics:

@@ -157,16 +157,18 @@ class Server(Handler):
 
     @override
     @must_succeed
+    @override
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """See :meth:`Handler.disconnected`. A cut is not a death: who is dead, the scheduler says."""
+        """A cut is not a death: who is dead, the scheduler says."""
         self._answers.disconnected(peer)
         self._traffic.disconnected(peer)
         self.pressure.disconnected(peer)
         self.runtime.disconnected(peer)
 
     @override
+    @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """See :meth:`Handler.frame_received`. Raises what refuses a request; of a failure nobody is told anything."""
+        """Raises what refuses a request; of a failure nobody is told anything."""
         core = self.core
         try:
             handle = self._handlers.get(header.kind)

@@ -9,22 +9,16 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, decayed, rule_kernel
+from paceline.tables.rules.base import RuleCase, rule_kernel
 from paceline.tables.rules.growth import TINY_GRADIENT, UNKNOWN, Bounds, error, over, power
-from paceline.tables.rules.moments import Moments, shrink, update_moments
+from paceline.tables.rules.moments import Moments, moment_factors, update_moments
 from paceline.tables.settings import check_flags
 from paceline.tables.types import Doubles, Floats
-
-_F1 = np.float32(1)
 
 
 @rule_kernel
 def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  # type: ignore[no-untyped-def]
-    """State: first moment, second moment, and for AMSGrad the greatest second moment."""
-    decoupled = hyper[6] != 0.0
-    decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
-    shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else _F1
-    rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
+    decay, shrink, epsilon, rest1, beta2, rest2 = moment_factors(hyper, hyper[6] != 0.0)
     size = np.float32(hyper[0] / (1.0 - hyper[3] ** step))
     root = np.float32(np.sqrt(1.0 - hyper[4] ** step))
     first, second, greatest = dim, 2 * dim, 3 * dim
@@ -71,7 +65,7 @@ class Adam(Moments):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """See :func:`_update`."""
+        """State: first moment, second moment, and for AMSGrad the greatest second moment."""
         if hyper[5] != 0.0:
             _update(record, dim, start, stop, grads, at, hyper, sign, step, True)
         else:
@@ -80,11 +74,7 @@ class Adam(Moments):
     @staticmethod
     @override
     def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        if hyper[6]:
-            shrink(w, hyper)
-        else:
-            g = decayed(w, g, hyper)
-        update_moments(states, g, hyper)
+        update_moments(w, states, g, hyper, is_decoupled=hyper[6] != 0.0)
         first, second, *greatest = states
         if greatest:
             greatest[0][:] = second = np.maximum(greatest[0], second)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import UpdateRule
+from paceline.tables.rules.base import UpdateRule, decayed, rule_kernel
 from paceline.tables.settings import check_bounds, check_flags, check_pair
 from paceline.tables.types import Doubles, Floats
 
@@ -43,13 +43,31 @@ class Moments(UpdateRule, is_abstract=True):
         return ("exp_avg", "exp_avg_sq")
 
 
-def shrink(w: Floats, hyper: Doubles) -> None:
-    """Decay the weights by themselves, apart from the gradient (Loshchilov & Hutter, ICLR 2019)."""
-    w *= np.float32(1.0 - hyper[0] * hyper[1])
+@rule_kernel
+def moment_factors(hyper, is_decoupled):  # type: ignore[no-untyped-def]
+    """Return as float32 the gradient's decay, the weights' own, epsilon, 1 - beta1, beta2, 1 - beta2.
+
+    Weights decay by themselves after Loshchilov & Hutter, ICLR 2019.
+    """
+    decay = np.float32(0.0 if is_decoupled else hyper[1])
+    shrink = np.float32(1.0 - hyper[0] * hyper[1] if is_decoupled else 1.0)
+    return (
+        decay,
+        shrink,
+        np.float32(hyper[2]),
+        np.float32(1.0 - hyper[3]),
+        np.float32(hyper[4]),
+        np.float32(1.0 - hyper[4]),
+    )
 
 
-def update_moments(states: list[Floats], g: Floats, hyper: Doubles) -> None:
-    """Move the first and the second moment, in NumPy."""
+def update_moments(w: Floats, states: list[Floats], g: Floats, hyper: Doubles, *, is_decoupled: bool) -> Floats:
+    """Decay the weights, or the gradient, and move both moments, in NumPy; return the gradient."""
+    if is_decoupled:
+        w *= np.float32(1.0 - hyper[0] * hyper[1])
+    else:
+        g = decayed(w, g, hyper)
     first, second = states[:2]
     first += np.float32(1 - hyper[3]) * (g - first)
     second[:] = np.float32(hyper[4]) * second + np.float32(1 - hyper[4]) * g * g
+    return g

@@ -9,8 +9,8 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, decayed, rule_kernel
-from paceline.tables.rules.moments import Moments, shrink, update_moments
+from paceline.tables.rules.base import RuleCase, rule_kernel
+from paceline.tables.rules.moments import Moments, moment_factors, update_moments
 from paceline.tables.settings import check_bounds, check_flags
 from paceline.tables.types import Doubles, Floats
 
@@ -46,10 +46,7 @@ class NAdam(Moments):
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
         """State: first moment, second moment, product of the momenta so far."""
-        decoupled = hyper[6] != 0.0
-        decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
-        shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else _F1
-        rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
+        decay, shrink, epsilon, rest1, beta2, rest2 = moment_factors(hyper, hyper[6] != 0.0)
         correction = np.float32(1.0 - hyper[4] ** step)
         momentum = hyper[3] * (1.0 - 0.5 * 0.96 ** (step * hyper[5]))
         following = hyper[3] * (1.0 - 0.5 * 0.96 ** ((step + 1.0) * hyper[5]))
@@ -70,11 +67,7 @@ class NAdam(Moments):
     @staticmethod
     @override
     def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        if hyper[6]:
-            shrink(w, hyper)
-        else:
-            g = decayed(w, g, hyper)
-        update_moments(states, g, hyper)
+        g = update_moments(w, states, g, hyper, is_decoupled=hyper[6] != 0.0)
         first, second, product = states
         rate, beta1 = hyper[0], hyper[3]
         mu, following = (beta1 * (1 - 0.5 * 0.96 ** (t * hyper[5])) for t in (steps, steps + 1))

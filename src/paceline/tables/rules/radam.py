@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.tables.rules.base import RuleCase, decayed, rule_kernel
-from paceline.tables.rules.moments import Moments, shrink, update_moments
+from paceline.tables.rules.base import RuleCase, rule_kernel
+from paceline.tables.rules.moments import Moments, moment_factors, update_moments
 from paceline.tables.settings import check_flags
 from paceline.tables.types import Doubles, Floats
 
@@ -38,10 +38,7 @@ class RAdam(Moments):
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
         """State: first moment, second moment."""
-        decoupled = hyper[5] != 0.0
-        decay, epsilon = np.float32(0.0 if decoupled else hyper[1]), np.float32(hyper[2])
-        shrink = np.float32(1.0 - hyper[0] * hyper[1]) if decoupled else _F1
-        rest1, beta2, rest2 = np.float32(1.0 - hyper[3]), np.float32(hyper[4]), np.float32(1.0 - hyper[4])
+        decay, shrink, epsilon, rest1, beta2, rest2 = moment_factors(hyper, hyper[5] != 0.0)
         correction1, correction2 = np.float32(1.0 - hyper[3] ** step), 1.0 - hyper[4] ** step
         most = 2.0 / (1.0 - hyper[4]) - 1.0
         length = most - 2.0 * step * hyper[4] ** step / correction2
@@ -65,11 +62,7 @@ class RAdam(Moments):
     @staticmethod
     @override
     def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
-        if hyper[5]:
-            shrink(w, hyper)
-        else:
-            g = decayed(w, g, hyper)
-        update_moments(states, g, hyper)
+        update_moments(w, states, g, hyper, is_decoupled=hyper[5] != 0.0)
         first, second = states
         beta2 = hyper[4]
         correction1, correction2 = 1 - hyper[3] ** steps, 1 - beta2**steps

@@ -59,11 +59,9 @@ class TorchStore(Store):
                 raise _lost(key, error) from error
             raise never_set(key, "of torch.distributed", time.monotonic() - start) from None
 
+    @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """See :meth:`Store.collect`.
-
-        It looks from time to time, since c10d writes two warnings to standard error for every wait that is cut short.
-        """
+        """Look from time to time: c10d writes two warnings to standard error for every wait that is cut short."""
         places = [self._prefix + key for key in keys]
         longest = max(_PAUSE_S, len(keys) * _PAUSE_A_KEY_S)
         backoff = Backoff(_FIRST_PAUSE_S, longest)

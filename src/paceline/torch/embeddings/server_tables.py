@@ -36,16 +36,17 @@ class ServerTable(RowTable):
     def spec(self) -> TableSpec:
         return self._table.spec
 
+    @override
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
-        """See :meth:`RowTable.fetch`; waits for nothing."""
         return self._table.pull_async(keys, assume_unique=True, ahead=int(ahead))
 
     def push(self, keys: Keys, grads: Floats) -> None:
         """Send the gradients of distinct keys; a failure is raised by the client's next tick."""
         self._table.push(keys, grads, assume_unique=True)
 
+    @override
     def set_update(self, rule: UpdateRule) -> None:
-        """See :meth:`RowTable.set_update`: rank 0 speaks for all."""
+        """Rank 0 speaks for all."""
         rule.check_follows(from_fields(RULES, self.spec.update), f"embedding {self.spec.name!r}")
         if self._client.rank == 0:
             self._table.set_update(rule)
@@ -80,15 +81,17 @@ class ServerTables(RowTables):
         self._client = client
         self.lead = 0 if client.consistency.tau == 0 else 1
 
+    @override
     def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> ServerTable:
-        """See :meth:`RowTables.table`. Raises TableMismatchError if another rank has said otherwise."""
+        """Raises TableMismatchError if another rank has said otherwise."""
         declared = self._client.sparse_table(name, dim=dim, update=rule, initializer=initializer, seed=seed)
         table = ServerTable(self._client, declared)
         table.set_update(rule)  # a cluster may have the table from an earlier training, with another rate
         return table
 
+    @override
     def push(self, pushes: Sequence[Push]) -> None:
-        """See :meth:`RowTables.push`; waits for nothing, and averages as the cluster's consistency says."""
+        """Waits for nothing, and averages as the cluster's consistency says."""
         for table, keys, grads in pushes:
             assert isinstance(table, ServerTable)
             table.push(keys, grads)

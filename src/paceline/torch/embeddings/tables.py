@@ -105,8 +105,9 @@ class LocalTable(RowTable):
     def spec(self) -> TableSpec:
         return self._spec
 
+    @override
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
-        """See :meth:`RowTable.fetch`; the rows are here at once."""
+        """The rows are here at once."""
         rows = np.empty((len(keys), self._spec.dim), np.float32)
         with self._lock:
             self._store.pull(keys, rows)

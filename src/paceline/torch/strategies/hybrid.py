@@ -84,8 +84,9 @@ class Hybrid(AllReduce):
             self._client.tick()
 
     @contextmanager
+    @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        """See :meth:`Strategy.epoch`. A rank takes part in the servers' iterations while it has batches.
+        """A rank takes part in the servers' iterations while it has batches.
 
         So nobody waits for one that has run out, evaluates or writes a checkpoint.
         """

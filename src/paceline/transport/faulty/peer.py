@@ -80,8 +80,9 @@ class FaultyPeer(Peer):
         self._inner.send_error(request, error)
 
     @property
+    @override
     def write_backlog_bytes(self) -> int:
-        """See :attr:`Peer.write_backlog_bytes`; what is delayed counts."""
+        """What is delayed counts."""
         return sum(held.size for held in self._held) + self._inner.write_backlog_bytes
 
     @override

@@ -26,14 +26,16 @@ class FaultyTransport(Transport):
         self._inner = inner
         self.plan = plan
 
+    @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """See :meth:`Transport.connect`; the handshake is left alone."""
+        """The handshake is left alone."""
         return FaultyChannel(self._inner.connect(target, hello, timeout_s=timeout_s), self.plan, hello)
 
+    @override
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """See :meth:`Transport.open`; the handshake is left alone."""
+        """The handshake is left alone."""
         faulty = FaultyHandler(handler, self.plan, hello)
         return faulty.wrap(await self._inner.open(faulty, target, hello, timeout_s=timeout_s))
 

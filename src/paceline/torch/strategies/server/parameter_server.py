@@ -256,8 +256,9 @@ class ParameterServer(Strategy):
         """Return a context in which ``backward()`` only adds to this rank's gradients, and nothing is sent."""
         return self._holding()
 
+    @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See :meth:`Strategy.clip_grad_norm_`. Under sequential consistency the norm is that of the whole batch.
+        """Under sequential consistency the norm is that of the whole batch.
 
         Under bounded delay and eventual consistency it is that of this rank's own gradients, which are applied by
         themselves. Raises UsageError where gradients were sent during ``backward()``, since the first steps did not
@@ -446,8 +447,9 @@ class ParameterServer(Strategy):
 
     # The end.
 
+    @override
     def close(self) -> None:
-        """See :meth:`Strategy.close`. Values that are on their way arrive first."""
+        """Values that are on their way arrive first."""
         self._end(at_once=False)
 
     def __exit__(
