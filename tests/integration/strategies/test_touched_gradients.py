@@ -167,8 +167,8 @@ def test_gradients_leave_early_where_they_are_only_looked_at_now_and_then(cluste
         strategy = ParameterServer()
         with strategy:
             found = train(strategy.prepare(*make()), look, rank)
-            assert strategy.hands_on is not None
-            assert strategy.hands_on.is_early
+            assert strategy.dense is not None
+            assert strategy.dense.hands_on.is_early
         return found
 
     for found in run(check):

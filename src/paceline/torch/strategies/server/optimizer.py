@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from paceline.errors import UsageError
+from paceline.torch.strategies.server.dense_parameters import DenseParameters
 
 
 class ServerOptimizer(Optimizer):
@@ -26,13 +27,12 @@ class ServerOptimizer(Optimizer):
         self,
         inner: Optimizer,
         step: Callable[[], None],
-        read: Callable[[], dict[int, dict[str, Any]]],
-        load: Callable[[dict[int, Any]], None],
+        dense: DenseParameters | None,
     ) -> None:
+        """`step` ends the iteration; without `dense` parameters there is no state."""
         self.inner = inner
         self._step = step
-        self._read = read
-        self._load = load
+        self._dense = dense
 
     def __getattr__(self, name: str) -> Any:
         """Return the user's optimizer's."""
@@ -57,12 +57,13 @@ class ServerOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return hyperparameters and state as torch does; one rank may call it by itself."""
-        return {**self.inner.state_dict(), "state": self._read()}
+        return {**self.inner.state_dict(), "state": {} if self._dense is None else self._dense.read_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state that torch's optimizer has saved, to the servers; every rank calls it."""
         self.inner.load_state_dict({**state_dict, "state": {}})
-        self._load(state_dict["state"])
+        if self._dense is not None:
+            self._dense.write_state(state_dict["state"])
 
     @property
     def state(self) -> Any:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar, Literal
@@ -31,18 +29,10 @@ from paceline.protocol import Consistency, Sequential
 from paceline.torch.embeddings import RowTables, ServerTables
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
-from paceline.torch.strategies.replicas.replica import raise_for_replaced
 from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
-from paceline.torch.strategies.server.dense_tables import Bucket, DenseTables, Slot, broadcast_tensors, lay_out
-from paceline.torch.strategies.server.hands_on import HandsOn
+from paceline.torch.strategies.server.dense_parameters import DenseParameters
+from paceline.torch.strategies.server.dense_tables import Slot, broadcast_tensors, lay_out
 from paceline.torch.strategies.server.optimizer import ServerOptimizer
-from paceline.torch.strategies.server.push_pull import PushPull
-from paceline.torch.strategies.server.staging import Staging
-from paceline.torch.strategies.server.watched import arrive, depart, unwatch, watch
-from paceline.torch.strategies.server.writing_back import check_may_write, write_back
-from paceline.torch.strategies.waiting import make_wait
-
-_NAMED = 5
 
 
 class ParameterServer(Strategy):
@@ -109,24 +99,16 @@ class ParameterServer(Strategy):
             ranks.close()
             raise
         self._bucket_bytes = int(bucket_mb * (1 << 20))
+        self._is_sequential = isinstance(self.client.consistency, Sequential)
         self._skips_unused = unused == "skip"
         self._overlaps = overlap
-        self.hands_on: HandsOn | None = None
-        self._holds = False  # within no_sync()
         self._is_uneven: bool | None = None
         self._has_retired = False
         self._num_epochs = 0
-        self._slots: list[Slot] = []
-        self._buckets: list[Bucket] = []  # in the model's order
-        self._of_parameter: dict[nn.Parameter, Slot] = {}
-        self._tables: DenseTables | None = None
-        self._push_pull: PushPull | None = None
-        self._undo: list[Callable[[], None]] = []
+        self.dense: DenseParameters | None = None
+        """What the servers have of the model besides embeddings' rows, if anything; it comes with :meth:`prepare`."""
+        self._trained: set[nn.Parameter] = set()
         atexit.register(self._end, at_once=True)
-
-    @property
-    def _is_sequential(self) -> bool:
-        return isinstance(self.client.consistency, Sequential)
 
     # Getting ready.
 
@@ -135,126 +117,64 @@ class ParameterServer(Strategy):
         if optimizer is not None:
             names = {parameter: name for name, parameter in model.named_parameters()}
             groups = lay_out(optimizer, names, self._bucket_bytes)
-        order = {parameter: position for position, parameter in enumerate(model.parameters())}
-        self._slots = [slot for slots in groups for slot in slots]
-        self._slots.sort(key=lambda slot: order.get(slot.parameter, len(order)))
-        self._buckets = list(dict.fromkeys(bucket for slot in self._slots for bucket in slot.buckets))
-        self._of_parameter = {slot.parameter: slot for slot in self._slots}
-        others = [*(each for each in model.parameters() if each not in self._of_parameter), *model.buffers()]
+        self._trained = {slot.parameter for slots in groups for slot in slots}
+        others = [*(each for each in model.parameters() if each not in self._trained), *model.buffers()]
         broadcast_tensors(self._ranks, others)
         if optimizer is None:
             return model, None
-        self._tables = DenseTables(self.client, self._ranks, optimizer, groups, "dense")
-        if self._slots:
-            self._start(model, optimizer)
-        return model, ServerOptimizer(optimizer, self._step, self._read_optimizer_state, self._scatter_optimizer_state)
-
-    def _start(self, model: nn.Module, optimizer: Optimizer) -> None:
-        assert self._tables is not None
-        self._tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in self._slots})
-        self.hands_on = HandsOn(self._ranks, self._slots, joins=self._is_sequential, overlaps=self._overlaps)
-        for slot in self._slots:
-            optimizer.state.pop(slot.parameter, None)  # it is the servers' now
-            watch(slot)
-            slot.wait_for_values = functools.partial(self._wait_for, slot.parameter)
-            self._undo.append(functools.partial(unwatch, slot))
-            handle = slot.parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
-            self._undo.append(handle.remove)
-        # The sum of the workers' gradients is made their mean, if the servers do not do so already.
-        adds_up = isinstance(self.client.consistency, Sequential) and self.client.consistency.aggregate == "sum"
-        staging = Staging(self.device, 1.0 / self.world_size if adds_up else 1.0)
-        self._push_pull = PushPull(self.client, self._tables, staging, self.rank)
-        self._undo.append(make_wait(model, self._wait_for))
-        self._pull_all()
+        if self._trained:
+            self.dense = DenseParameters(
+                self.client,
+                self._ranks,
+                self.device,
+                model,
+                optimizer,
+                groups,
+                overlaps=self._overlaps,
+                skips_unused=self._skips_unused,
+            )
+            self.dense.start(optimizer)
+        return model, ServerOptimizer(optimizer, self._step, self.dense)
 
     def _row_tables(self) -> RowTables:
         return ServerTables(self.client)
 
     # In the loop.
 
-    def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """Note a gradient that backward has left; if they are sent early, push the buckets that are complete."""
-        assert self._push_pull is not None
-        assert self.hands_on is not None
-        slot = self._of_parameter[parameter]
-        self.hands_on.came(slot, is_held=self._holds)
-        if self._holds or not self.hands_on.is_early:
-            return
-        for bucket in slot.buckets:
-            bucket.num_missing -= 1
-            if not bucket.num_missing:
-                self._push_pull.push(bucket)
-
     def _step(self) -> None:
         """End the iteration: what ``optimizer.step()`` does."""
-        assert self._tables is not None
-        self._check_parameters()
-        if self.hands_on is not None:
-            self.hands_on.end()
-        # Its values read, this worker is at the iteration on every server: all of the one before is applied, and
-        # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
-        # for exactly this iteration; elsewhere for what arrives from now on.
-        self._wait_all()
-        self._write_back()
-        if self.is_main:
-            self._tables.follow_rules()
-        if self.embedder is not None:
-            self.embedder.step()
-        if self._push_pull is None:
-            self.client.tick()
-        else:
-            for bucket in self._buckets:
-                if not bucket.was_pushed:
-                    self._push_pull.push(bucket)
-            self._push_pull.end_iteration(self._buckets)
-            self._depart()
-        if self.embedder is not None:
-            self.embedder.ticked()
-        self._tables.num_steps += 1
-        self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
-        for bucket in self._buckets:
-            bucket.begin()
-        if self.hands_on is not None:
-            self.hands_on.begin()
-
-    def _check_parameters(self) -> None:
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in self._of_parameter and parameter.numel() and parameter.grad is not None:
+                if parameter not in self._trained and parameter.numel() and parameter.grad is not None:
                     raise UsageError(
                         f"rank {self.rank}: a parameter of shape {list(parameter.shape)} has a gradient, and was "
                         "frozen, or not the optimizer's, when prepare() was called: settle what is trained before"
                     )
-        for slot in self._slots:
-            slot.check_unchanged(self.rank)
-        if self._skips_unused:
-            return
-        unused = [slot.name for slot in self._slots if slot.grad is None and slot.parameter.requires_grad]
-        if unused:
-            assert self.module is not None
-            raise_for_replaced(self.module, {slot.name: slot.parameter for slot in self._slots}, self.rank)
-            more = f" and {len(unused) - _NAMED} more" if unused[_NAMED:] else ""
-            named = ", ".join(map(repr, unused[:_NAMED])) + more
-            raise UsageError(
-                f"rank {self.rank}: no gradient for {named}: the loss of this iteration does not depend on them, or "
-                "backward() was not called; if that is meant, make the strategy with ParameterServer(unused='skip'), "
-                "else take them out of the model"
-            )
+        if self.dense is not None:
+            self.dense.begin_step()
+        if self.embedder is not None:
+            self.embedder.step()
+        if self.dense is None:
+            self.client.tick()
+        else:
+            self.dense.end_step()
+        if self.embedder is not None:
+            self.embedder.ticked()
 
     @contextmanager
-    def _holding(self) -> Iterator[None]:
-        before, self._holds = self._holds, True
+    @override
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which ``backward()`` only adds to this rank's gradients, and nothing is sent."""
+        dense = self.dense
+        if dense is None:
+            yield
+            return
+        before, dense.holds = dense.holds, True
         try:
             yield
         finally:
-            self._holds = before
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which ``backward()`` only adds to this rank's gradients, and nothing is sent."""
-        return self._holding()
+            dense.holds = before
 
     @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -264,7 +184,7 @@ class ParameterServer(Strategy):
         themselves. Raises UsageError where gradients were sent during ``backward()``, since the first steps did not
         touch them, and where ranks have unequal numbers of batches.
         """
-        hands_on = self.hands_on
+        hands_on = None if self.dense is None else self.dense.hands_on
         if hands_on is not None and hands_on.is_early:
             raise UsageError(
                 f"rank {self.rank}: clip_grad_norm_() comes when gradients were sent during backward(): call it from "
@@ -280,6 +200,7 @@ class ParameterServer(Strategy):
         return super().clip_grad_norm_(max_norm, norm_type)
 
     @contextmanager
+    @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
         """Return a context for an epoch. Under sequential consistency all begin it together."""
         # Ranks in step lose nothing by meeting here; others do, and so they compare once. One that is back must not
@@ -288,17 +209,18 @@ class ParameterServer(Strategy):
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
             self._meet()
-            hands_on = [] if self.hands_on is None else self.hands_on.state
-            told = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, hands_on])
+            state = [] if self.dense is None else self.dense.hands_on.state
+            told = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, state])
             counts = [count for count, _, _ in told]
             self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
-            if self.hands_on is not None:
-                self.hands_on.begin_epoch([state for _, _, state in told], is_uneven=self._is_uneven)
             any_retired = any(retired for _, retired, _ in told)
-            self._write_back(all_are_here=True)
+            if self.dense is not None:
+                self.dense.hands_on.begin_epoch([state for _, _, state in told], is_uneven=self._is_uneven)
+                self.dense.write_back(all_are_here=True)
         if has_retired:
             self.client.join()
-            self._pull_all()  # the others have trained on
+            if self.dense is not None:
+                self.dense.pull_all()  # the others have trained on
         if any_retired and self._is_sequential:
             self.barrier()
         self._num_epochs = number = self._num_epochs + 1
@@ -311,21 +233,19 @@ class ParameterServer(Strategy):
 
     def _leave_epoch(self) -> None:
         """Leave the iterations before the data have ended; what was pushed without a step is dropped."""
-        push_pull = self._push_pull
-        if self.world_size == 1 or self._has_retired or push_pull is None:
+        dense = self.dense
+        if self.world_size == 1 or self._has_retired or dense is None:
             return
         with contextlib.suppress(PacelineError):  # nobody could catch it here; the next call to the servers raises it
-            if any(slot.num_backward for slot in self._slots) and not self._find_written():
-                push_pull.pull(self._buckets)  # comes after the pushes that are under way
-            self._wait_all()
+            dense.drop_pushes()
             self.client.retire()
             self._has_retired = True
-            self._begin_iteration()
+            dense.begin_iteration()
 
     def _meet(self) -> None:
         """Wait until all ranks are about to do something together: some may be in the loop that this one has left."""
-        if self.hands_on is not None:
-            self.hands_on.meet()
+        if self.dense is not None:
+            self.dense.hands_on.meet()
 
     @override
     def barrier(self) -> None:
@@ -340,69 +260,10 @@ class ParameterServer(Strategy):
     def _ran_out(self) -> None:
         """Leave the iterations until the next epoch, unless all ranks end with the same one."""
         if self._is_uneven and not self._has_retired:
-            self._wait_all()
+            if self.dense is not None:
+                self.dense.wait_all()
             self.client.retire()
             self._has_retired = True
-
-    # Values that are on their way.
-
-    def _wait_for(self, parameter: nn.Parameter) -> None:
-        slot = self._of_parameter.get(parameter)
-        if slot is None:
-            return
-        push_pull = self._push_pull
-        if push_pull is not None and not (push_pull.is_current and self.device.type == "cpu"):
-            for bucket in slot.buckets:
-                push_pull.wait(bucket)
-        arrive(slot)
-
-    def _wait_all(self) -> None:
-        for slot in self._slots:
-            self._wait_for(slot.parameter)
-
-    def _pull_all(self) -> None:
-        """Take the servers' values for the parameters'."""
-        if self._push_pull is not None:
-            self._push_pull.pull(self._buckets)
-            self._wait_all()
-            for slot in self._slots:
-                slot.values.settle()
-                if slot.values.is_exposed:
-                    slot.values.seal()
-
-    def _depart(self) -> None:
-        """Know that new values are on their way to the parameters, which counts as a change of them."""
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([slot.parameter for slot in self._slots])
-        for slot in self._slots:
-            slot.values.settle()
-            depart(slot)
-        if _is_compiling_code():  # it reads parameters without a word
-            self._wait_all()
-        for slot in self._slots:
-            if slot.values.is_exposed:  # nor does whoever reads and writes through an alias of its memory say one
-                self._wait_for(slot.parameter)
-                slot.values.seal()
-
-    # What the program writes.
-
-    def _find_written(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.values.was_written]
-
-    def _write_back(self, *, all_are_here: bool = False) -> None:
-        """Give the servers what the program has written into parameters.
-
-        Under sequential consistency rank 0's values are there before anything of this iteration is applied, for it has
-        not ticked. Elsewhere others' steps come at any time, so that only the first iteration can begin with it.
-        """
-        written = self._find_written()
-        if not written or self._tables is None or self.hands_on is None:
-            return
-        all_take_part = all_are_here or self.hands_on.all_take_part
-        check_may_write(written[0], self._ranks, self._tables, self.client.consistency, all_take_part=all_take_part)
-        write_back(written, self._ranks, self._tables)
-        if all_are_here or not self._is_sequential:
-            self._ranks.barrier()
 
     @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -411,39 +272,27 @@ class ParameterServer(Strategy):
 
     @override
     def gather_values(self) -> None:
-        if self._push_pull is not None:
-            self._wait_all()
+        if self.dense is not None:
+            self.dense.wait_all()
             self._meet()
-            self._write_back(all_are_here=True)
+            self.dense.write_back(all_are_here=True)
             self.barrier()  # every rank's last push is acknowledged, and so is in what is read now
-            self._pull_all()
+            self.dense.pull_all()
 
     def _scatter_values(self) -> None:
-        if self._push_pull is not None:
-            assert self._tables is not None
-            self._tables.write(None)
-            self._pull_all()
-
-    def _read_optimizer_state(self) -> dict[int, dict[str, Any]]:
-        """Return the state on the servers; any rank may call it by itself."""
-        self._wait_all()
-        return {} if self._tables is None else self._tables.read_state()
+        if self.dense is not None:
+            self.dense.write_values()
 
     @override
     def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
-        self._wait_all()
+        if self.dense is not None:
+            self.dense.wait_all()
         self.barrier()
-        return self._read_optimizer_state() if self.is_main else {}
+        return self.dense.read_state() if self.dense is not None and self.is_main else {}
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
-        if self._push_pull is not None:
-            assert self._tables is not None
-            self._wait_all()
-            self._meet()
-            if self.is_main:
-                self._tables.follow_rules()
-            self._tables.write(state)
-            self._pull_all()
+        if self.dense is not None:
+            self.dense.write_state(state)
 
     # The end.
 
@@ -459,21 +308,12 @@ class ParameterServer(Strategy):
 
     def _end(self, *, at_once: bool) -> None:
         atexit.unregister(self._end)
-        push_pull, self._push_pull = self._push_pull, None
+        dense, self.dense = self.dense, None
         try:
-            if push_pull is not None:
-                push_pull.close(at_once=at_once)
-            for undo in self._undo:
-                undo()
+            if dense is not None:
+                dense.close(at_once=at_once)
         finally:
-            self._undo = []
             try:
                 super().close()
             finally:
                 self.client.close()
-
-
-def _is_compiling_code() -> bool:
-    """Whether ``torch.compile`` has compiled anything here."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["frames"])

@@ -1,0 +1,239 @@
+"""A model's dense parameters on servers: gradients go there while backward runs, and values come back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.protocol import Sequential
+from paceline.ps import Client
+from paceline.torch.strategies.ranks import Ranks
+from paceline.torch.strategies.replicas.replica import raise_for_replaced
+from paceline.torch.strategies.server.dense_tables import Bucket, DenseTables, Slot
+from paceline.torch.strategies.server.hands_on import HandsOn
+from paceline.torch.strategies.server.push_pull import PushPull
+from paceline.torch.strategies.server.staging import Staging
+from paceline.torch.strategies.server.watched import arrive, depart, unwatch, watch
+from paceline.torch.strategies.server.writing_back import check_may_write, write_back
+from paceline.torch.strategies.waiting import make_wait
+
+_NAMED = 5
+
+
+class DenseParameters:
+    """The parameters that an optimizer has, in the tables of servers, from one iteration to the next.
+
+    :meth:`start` puts them there, :meth:`close` lets go of them.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        ranks: Ranks,
+        device: torch.device,
+        model: nn.Module,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[Slot]],
+        *,
+        overlaps: bool,
+        skips_unused: bool,
+    ) -> None:
+        """`groups` are the slots of every parameter group, at least one in all."""
+        order = {parameter: position for position, parameter in enumerate(model.parameters())}
+        self._slots = [slot for slots in groups for slot in slots]
+        self._slots.sort(key=lambda slot: order.get(slot.parameter, len(order)))
+        self._of_parameter = {slot.parameter: slot for slot in self._slots}
+        self._buckets: list[Bucket] = list(dict.fromkeys(bucket for slot in self._slots for bucket in slot.buckets))
+        self._model, self._ranks = model, ranks
+        self._consistency = client.consistency
+        self._skips_unused = skips_unused
+        self._is_on_cpu = device.type == "cpu"
+        self._tables = DenseTables(client, ranks, optimizer, groups, "dense")
+        is_sequential = isinstance(self._consistency, Sequential)
+        self.hands_on = HandsOn(ranks, self._slots, joins=is_sequential, overlaps=overlaps)
+        self.holds = False
+        """Whether gradients only add up, and nothing is sent."""
+        # The sum of the workers' gradients is made their mean, if the servers do not do so already.
+        adds_up = isinstance(self._consistency, Sequential) and self._consistency.aggregate == "sum"
+        staging = Staging(device, 1.0 / ranks.size if adds_up else 1.0)
+        self._push_pull = PushPull(client, self._tables, staging, ranks.rank)
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self, optimizer: Optimizer) -> None:
+        """Write rank 0's values, and the state of `optimizer`, to the servers; from here on they are the servers'."""
+        self._tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in self._slots})
+        for slot in self._slots:
+            optimizer.state.pop(slot.parameter, None)  # it is the servers' now
+            watch(slot)
+            slot.wait_for_values = functools.partial(self._wait_for, slot.parameter)
+            self._undo.append(functools.partial(unwatch, slot))
+            handle = slot.parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
+            self._undo.append(handle.remove)
+        self._undo.append(make_wait(self._model, self._wait_for))
+        self.pull_all()
+
+    def close(self, *, at_once: bool) -> None:
+        """Let go of the parameters: `at_once`, or when what is under way is done."""
+        try:
+            self._push_pull.close(at_once=at_once)
+        finally:
+            for undo in self._undo:
+                undo()
+            self._undo = []
+
+    # An iteration.
+
+    def _gradient_came(self, parameter: nn.Parameter) -> None:
+        """Note a gradient that backward has left; if they are sent early, push the buckets that are complete."""
+        slot = self._of_parameter[parameter]
+        self.hands_on.came(slot, is_held=self.holds)
+        if self.holds or not self.hands_on.is_early:
+            return
+        for bucket in slot.buckets:
+            bucket.num_missing -= 1
+            if not bucket.num_missing:
+                self._push_pull.push(bucket)
+
+    def begin_step(self) -> None:
+        """Do what comes before this iteration's last gradients go. Raises UsageError for what cannot be sent."""
+        self._check_slots()
+        self.hands_on.end()
+        # Its values read, this worker is at the iteration on every server: all of the one before is applied, and
+        # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
+        # for exactly this iteration; elsewhere for what arrives from now on.
+        self.wait_all()
+        self.write_back()
+        if self._ranks.rank == 0:
+            self._tables.follow_rules()
+
+    def end_step(self) -> None:
+        """Send the gradients that are left, end the iteration, ask for the new values and begin the next one."""
+        for bucket in self._buckets:
+            if not bucket.was_pushed:
+                self._push_pull.push(bucket)
+        self._push_pull.end_iteration(self._buckets)
+        self._depart()
+        self._tables.num_steps += 1
+        self.begin_iteration()
+
+    def drop_pushes(self) -> None:
+        """Have the servers' values again although gradients were pushed for a step that does not come."""
+        if any(slot.num_backward for slot in self._slots) and not self._find_written():
+            self._push_pull.pull(self._buckets)  # comes after the pushes that are under way
+        self.wait_all()
+
+    def begin_iteration(self) -> None:
+        """Await the gradients of the next iteration."""
+        for bucket in self._buckets:
+            bucket.begin()
+        self.hands_on.begin()
+
+    def _check_slots(self) -> None:
+        rank = self._ranks.rank
+        for slot in self._slots:
+            slot.check_unchanged(rank)
+        if self._skips_unused:
+            return
+        unused = [slot.name for slot in self._slots if slot.grad is None and slot.parameter.requires_grad]
+        if unused:
+            raise_for_replaced(self._model, {slot.name: slot.parameter for slot in self._slots}, rank)
+            more = f" and {len(unused) - _NAMED} more" if unused[_NAMED:] else ""
+            named = ", ".join(map(repr, unused[:_NAMED])) + more
+            raise UsageError(
+                f"rank {rank}: no gradient for {named}: the loss of this iteration does not depend on them, or "
+                "backward() was not called; if that is meant, make the strategy with ParameterServer(unused='skip'), "
+                "else take them out of the model"
+            )
+
+    # Values that are on their way.
+
+    def _wait_for(self, parameter: nn.Parameter) -> None:
+        slot = self._of_parameter.get(parameter)
+        if slot is None:
+            return
+        if not (self._push_pull.is_current and self._is_on_cpu):
+            for bucket in slot.buckets:
+                self._push_pull.wait(bucket)
+        arrive(slot)
+
+    def wait_all(self) -> None:
+        """Wait for the values of all parameters."""
+        for slot in self._slots:
+            self._wait_for(slot.parameter)
+
+    def pull_all(self) -> None:
+        """Take the servers' values for the parameters'."""
+        self._push_pull.pull(self._buckets)
+        self.wait_all()
+        for slot in self._slots:
+            slot.values.settle()
+            if slot.values.is_exposed:
+                slot.values.seal()
+
+    def _depart(self) -> None:
+        """Know that new values are on their way to the parameters, which counts as a change of them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([slot.parameter for slot in self._slots])
+        for slot in self._slots:
+            slot.values.settle()
+            depart(slot)
+        if _is_compiling_code():  # it reads parameters without a word
+            self.wait_all()
+        for slot in self._slots:
+            if slot.values.is_exposed:  # nor does whoever reads and writes through an alias of its memory say one
+                self._wait_for(slot.parameter)
+                slot.values.seal()
+
+    # What the program writes.
+
+    def _find_written(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.values.was_written]
+
+    def write_back(self, *, all_are_here: bool = False) -> None:
+        """Give the servers what the program has written into parameters.
+
+        Under sequential consistency rank 0's values are there before anything of this iteration is applied, for it has
+        not ticked. Elsewhere others' steps come at any time, so that only the first iteration can begin with it.
+        """
+        written = self._find_written()
+        if not written:
+            return
+        all_take_part = all_are_here or self.hands_on.all_take_part
+        check_may_write(written[0], self._ranks, self._tables, self._consistency, all_take_part=all_take_part)
+        write_back(written, self._ranks, self._tables)
+        if all_are_here or not isinstance(self._consistency, Sequential):
+            self._ranks.barrier()
+
+    # Checkpoints.
+
+    def write_values(self) -> None:
+        """Write the module's values, which are the same on every rank, to the servers; every rank calls it."""
+        self._tables.write(None)
+        self.pull_all()
+
+    def read_state(self) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's state on the servers; any rank may call it by itself."""
+        self.wait_all()
+        return self._tables.read_state()
+
+    def write_state(self, state: dict[int, dict[str, Any]]) -> None:
+        """Write an optimizer's state, which is the same on every rank, to the servers; every rank calls it."""
+        self.wait_all()
+        self.hands_on.meet()
+        if self._ranks.rank == 0:
+            self._tables.follow_rules()
+        self._tables.write(state)
+        self.pull_all()
+
+
+def _is_compiling_code() -> bool:
+    """Whether ``torch.compile`` has compiled anything here."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
