@@ -31,9 +31,9 @@ def from_flags(flags: npt.NDArray[np.bool_]) -> Buckets:
 
 def buckets_of_keys(keys: npt.NDArray[np.uint64]) -> Buckets:
     """Return the buckets of a sparse table's keys (uint64 [n])."""
-    words = np.empty(_NUM_WORDS, np.uint64)
+    words = np.empty(_NUM_WORDS, "<u8")
     index.bucket_words(keys, words)
-    return int.from_bytes(words.astype("<u8").tobytes(), "little")
+    return int.from_bytes(words.tobytes(), "little")
 
 
 def dense_buckets(size: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -40,13 +41,17 @@ class NonFinite:
     def __init__(self, policy: str) -> None:
         self._refuses = check_policy(policy) == REFUSE
 
-    def check_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: str) -> None:
+    def check_push(
+        self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: Callable[[], str]
+    ) -> None:
         """Take note of a push that is about to be applied; `top` is the greatest magnitude of its gradients.
+
+        `what` names it, for an error.
 
         Raises NonFiniteError if a record would not be finite.
         """
         if not table.part.magnitudes.take(top):
-            self._try(table, selection, grads, top, what)
+            self._try(table, selection, grads, top, what())
 
     def _try(self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: str) -> None:
         part = table.part

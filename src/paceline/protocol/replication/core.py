@@ -97,7 +97,7 @@ class Replication:
     @property
     def filling(self) -> frozenset[int]:
         """The servers that this one has to fill: see :meth:`next_fill`."""
-        return frozenset(target for target in self._fills.targets if self._fills.unsent(target))
+        return frozenset(filter(self._fills.unsent, self._fills.targets))
 
     @property
     def is_in_chain(self) -> bool:
@@ -239,8 +239,11 @@ class Replication:
             known = self._pending.of(push.incarnation, push.sequence)
             instructions += self._replace([former for former in known if former.is_left], push)
         instructions += self._forward(push)
-        if fresh:
-            instructions.append(Apply(push.token, fresh))
+        applied = [Apply(push.token, fresh)] if fresh else []
+        if not push.waiting and not push.is_ours:
+            # So does the answer to the server before: nothing is taken here before the push is applied.
+            return [*instructions, Acknowledge(push.token), *applied]
+        instructions += applied
         if not push.waiting:
             return [*instructions, *self._end(push)]
         self._pending.add(push)
@@ -278,7 +281,7 @@ class Replication:
 
     def _forward(self, push: PendingPush) -> Iterator[Forward]:
         place = self._place
-        for target in {**place.behind, **place.leaders}:
+        for target in {**place.behind, **place.leaders} if push.is_left else place.behind:
             # Rule 3: of what a server is being filled with it gets a push only once it has the bucket.
             wanted = place.behind.get(target, 0) & ~self._fills.unsent(target)
             if push.is_left:

@@ -22,8 +22,8 @@ class Change:
     groups: tuple[ChainGroup, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+@dataclass(slots=True)
+class Push:  # what every push makes is not frozen: that takes four times as long to make
     """A client's push (or this server's own sum of an iteration) came. Its keys lie in `buckets`."""
 
     token: object
@@ -33,7 +33,7 @@ class Push:
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Forwarded:
     """The server before this one in a chain has sent on a push, as its number `number`."""
 
@@ -45,7 +45,7 @@ class Forwarded:
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Acknowledged:
     """The server `target` and all behind it have the push that was forwarded to it as `number`."""
 
@@ -86,7 +86,7 @@ class StateReceived:
     state: FilterState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Apply:
     """Apply that part of the push that falls into `buckets`; the rest was applied before."""
 
@@ -94,7 +94,7 @@ class Apply:
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Forward:
     """Send that part of the push that falls into `buckets` to `target`, as number `number`."""
 
@@ -104,9 +104,12 @@ class Forward:
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Acknowledge:
-    """Answer whoever sent the push: this server and all behind it have it. The token is done with."""
+    """Answer whoever sent the push: this server and all behind it have it.
+
+    The token is done with, but for an Apply right behind: the last server of a chain answers first.
+    """
 
     token: object
 

@@ -128,7 +128,7 @@ class Tick:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Push:
     """A push of iteration `iteration` came, whose keys lie in `buckets`.
 

@@ -139,6 +139,8 @@ class Progress:
         """Feed an event to the chains."""
         for instruction in self.replication.handle(event):
             match instruction:
+                case replication.Forward() | replication.Apply():  # first, since every push has them
+                    self._out.append(instruction)
                 case replication.Acknowledge(events.SumUp(iteration)):
                     assert self.iterations is not None
                     self.iterations.acknowledged(iteration)

@@ -9,7 +9,7 @@ import numpy as np
 from paceline.errors import DeadlineError, NonFiniteError, PeerError, StaleEpochError, UsageError
 from paceline.protocol import ServerCore
 from paceline.protocol.buckets import Buckets
-from paceline.ps.messages import ACK, VALUES
+from paceline.ps.messages import ACK, FORWARDED, VALUES
 from paceline.ps.server.pushes import ChainPush
 from paceline.ps.server.stale_gradients import StaleGradients
 from paceline.tables.part import Selection
@@ -85,6 +85,10 @@ class Answers:
                 self._clock(header.clock), header.sequence, 0, 0,
             )
         )  # fmt: skip
+
+    def forwarded(self, peer: Peer, header: Header) -> None:
+        """Say that this server, and those behind it, have a push that the server before has sent on."""
+        peer.send(HEADER.pack(MAGIC, PROTOCOL_VERSION, FORWARDED, 0, 0, header.request, 0, 0, 0, 0, 0))
 
     def _clock(self, clock: int) -> int:
         """Return the clock of an answer: under sequential consistency, how many iterations are complete and safe."""

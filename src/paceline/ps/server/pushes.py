@@ -70,8 +70,11 @@ class ChainPush:
     @property
     def num_bytes(self) -> int:
         """How much memory its pieces take."""
-        keys = sum(piece.selection.keys.nbytes for piece in self.pieces if piece.selection.keys is not None)
-        return keys + sum(piece.floats.nbytes for piece in self.pieces)
+        size = 0
+        for piece in self.pieces:
+            keys = piece.selection.keys
+            size += piece.floats.nbytes + (0 if keys is None else keys.nbytes)
+        return size
 
     def part(self, tables: ServerTables, buckets: Buckets) -> Sequence[Piece]:
         """Return the pieces of what falls into buckets."""
@@ -188,7 +191,9 @@ _PAD = np.zeros(1, np.float32)
 
 def unpack(infos: Sequence[PieceInfo], body: memoryview) -> Iterator[Piece]:
     """Yield the pieces of a frame as views of its body. Raises ProtocolError if the body is not as long as they say."""
-    expected = sum(8 * info.num_keys + padded(4 * info.num_floats) for info in infos)
+    expected = 0
+    for info in infos:
+        expected += 8 * info.num_keys + padded(4 * info.num_floats)
     if len(body) != expected:
         raise ProtocolError(f"a frame between servers has a body of {len(body)} bytes, its pieces take {expected}")
     at = 0

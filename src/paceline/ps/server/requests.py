@@ -158,7 +158,7 @@ class Requests:
             if fresh != buckets:
                 new = table.part.restrict(selection, grads, fresh)
                 top = float(largest(new[1]))
-            self._non_finite.check_push(table, *new, top, self._name(peer))
+            self._non_finite.check_push(table, *new, top, lambda: self._name(peer))
         table.pushes += 1
         flags = self._stale.flags_of_duplicate(worker, header)
         pieces = [Piece(header.table, selection, grads)]
@@ -216,7 +216,7 @@ class Requests:
         if worker in self._core.workers.counted:
             dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
         if not dropped:
-            self._non_finite.check_push(table, selection, grads, top, self._name(peer))
+            self._non_finite.check_push(table, selection, grads, top, lambda: self._name(peer))
             table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
         table.pushes += 1
         try:

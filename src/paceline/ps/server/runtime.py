@@ -192,7 +192,7 @@ class Runtime:
         if peer is None or header is None:
             return
         if peer.hello.role == "server":
-            peer.send(*frame_parts(FORWARDED, request=header.request))
+            self.answers.forwarded(peer, header)
         elif header.kind == CALL:
             peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(push.result)))
         else:

@@ -45,12 +45,15 @@ class IterationSums:
 
     def _complete(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> Complete:
         complete = self.buffer.complete(iteration, workers)
+
+        def what() -> str:
+            return f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
+
         for number, pushes in list(complete.tables.items()):
             table = self._tables.by_number[number]
             top = complete.tops[number]
             if top < _SAFE_SUM and table.part.magnitudes.take(top * complete.factor):
                 continue
-            what = f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
             try:
                 for selection, grads in sum_up(table.part, pushes, complete.factor):
                     piece = restrict(self._tables, Piece(number, selection, grads), buckets)
