@@ -22,6 +22,7 @@ from paceline.protocol.client import (
     Session,
     Transmit,
 )
+from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
 from paceline.simulation.messages import (
     Answer,
@@ -55,7 +56,7 @@ class Client(Node):
     """A node that makes requests to servers. Whoever makes them says what comes when they are done."""
 
     def __init__(self, host: str, name: str, cluster: Cluster) -> None:
-        super().__init__(host, name, cluster, is_server=False)
+        super().__init__(host, name, cluster, role=Role.WORKER)
         self.core = ClientCore(is_worker=True, is_sequential=cluster.is_sequential)
         self._links: dict[int, Connection | None] = {}
         self._connecting: set[int] = set()
@@ -176,6 +177,11 @@ class Client(Node):
         """Do something when these requests are done."""
         self._awaited, self._then = requests, then
         self._go_on()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is to be done when requests are."""
+        return self._then is not None
 
     def _go_on(self) -> None:
         then = self._then

@@ -9,6 +9,8 @@ from random import Random
 from typing import Final
 
 from paceline.protocol.consistency import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.protocol.jobs import JobAccount, Key
+from paceline.protocol.membership import Member
 from paceline.protocol.server import ServerCore
 from paceline.simulation.clock import Clock
 from paceline.simulation.defects import Defect, server_core
@@ -16,9 +18,10 @@ from paceline.simulation.faults import KINDS, Faults
 from paceline.simulation.network import Network, Process
 from paceline.simulation.node import SCHEDULER, Node
 from paceline.simulation.oracle import Oracle, Violation
+from paceline.simulation.poster import Poster
 from paceline.simulation.scheduler import Scheduler
 from paceline.simulation.server import Server
-from paceline.simulation.worker import Worker
+from paceline.simulation.worker import Worker, examples_in
 
 _DEEP_CHECK_EVENTS: Final = 250
 _PATIENCE_S: Final = 30.0
@@ -118,10 +121,17 @@ class Cluster:
         """Whether the scheduler's kernel knows of all processes when they have ended."""
         self._number = 0
         self.scheduler: Scheduler | None = self._start_scheduler(replaces=False)
+        self.is_done = False
+        """Whether the job is finished."""
+        self.account: JobAccount | None = None
+        """What the next poster goes on from."""
+        self.has_reports = self.random.random() < 0.5
+        """Whether workers report what they find."""
         for server in range(self.settings.num_servers):
             self.start_server(f"s{server}", is_extra=False)
         for worker in range(self.settings.num_workers):
             self.start_worker(f"w{worker}")
+        self._start_poster()
         self._faults = Faults(self, faults, num_faults, may_lose=may_lose)
 
     # What nodes ask for.
@@ -138,6 +148,16 @@ class Cluster:
         self._tell_end(node)
         if isinstance(node, Worker) and not self.workers and not self.is_done:
             self.clock.after(0.05, self._replace, node.host)
+        if isinstance(node, Poster):
+            self.clock.after(0.05, self._start_poster)
+
+    def removed(self, member: Member, reason: str | None) -> None:
+        """Note that a scheduler has removed a member."""
+        if reason is not None:
+            self.fired["dead"] += 1
+            self.note(f"{member.node} ({member.incarnation}) is removed: {reason}")
+            if "could not reach" in reason:
+                self.fired["expel"] += 1
 
     def lost(self, buckets: int) -> None:
         """Note that buckets are gone."""
@@ -174,6 +194,10 @@ class Cluster:
 
     def _replace(self, host: str) -> None:
         self.start_worker(host)
+
+    def _start_poster(self) -> None:
+        self._number += 1
+        Poster(f"poster.{self._number}", self)
 
     def start_worker(self, host: str) -> Worker:
         """Start a worker."""
@@ -255,9 +279,15 @@ class Cluster:
     # The end.
 
     @property
-    def is_done(self) -> bool:
-        """Whether every shard of every epoch is done."""
-        return len(self.oracle.done) == self.settings.num_shards * self.settings.epochs
+    def expected(self) -> dict[Key, float]:
+        """The shards of the job, and how many examples each has."""
+        shards, epochs = range(self.settings.num_shards), range(self.settings.epochs)
+        return {(epoch, 0, shard): examples_in((epoch, 0, shard)) for epoch in epochs for shard in shards}
+
+    @property
+    def with_reports(self) -> list[Key]:
+        """The shards in which workers find something to report."""
+        return [key for key in self.expected if self.has_reports and key[2] % 3]
 
     @property
     def is_finished(self) -> bool:
@@ -282,7 +312,8 @@ class Cluster:
             server.validate()
         for scheduler in self.schedulers:
             scheduler.core.validate()
-            scheduler.shards.validate()
+            if scheduler.jobs.ledger is not None:
+                scheduler.jobs.ledger.validate()
         of = {server.incarnation: server for server in self.servers if server.incarnation}
         for group in self.oracle.view.groups:
             for member in group.members:
@@ -327,6 +358,13 @@ class Cluster:
             self.oracle.lost,
         )
 
+    def _look_for_lost(self) -> None:
+        """Note the buckets whose servers have all ended, though a scheduler on another host only misses them."""
+        alive = {server.incarnation for server in self.servers}
+        lost = sum(group.buckets for group in self.oracle.view.groups if alive.isdisjoint(group.members))
+        if lost and self.may_lose:
+            self.lost(lost)
+
     def _run(self) -> None:
         clock = self.clock
         check_at = _DEEP_CHECK_EVENTS
@@ -338,5 +376,6 @@ class Cluster:
                 if clock.now_s > self.last_fault_s and self.is_finished:
                     break
                 if clock.now_s > self.last_fault_s + _PATIENCE_S:
+                    self._look_for_lost()
                     raise Violation(f"work is not done {_PATIENCE_S:g} s after the last fault (progress)")
         self.check(at_end=True)

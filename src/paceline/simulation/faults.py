@@ -220,7 +220,6 @@ class Faults:
         for server in cluster.servers:  # each scheduler may do without those that it does not hear
             cluster.unhealthy_until_s[server.name] = max(over_s, cluster.unhealthy_until_s.get(server.name, 0.0))
         cluster.note("a second scheduler")
-        cluster.oracle.shards_may_repeat = True  # each of the two gives them out
         cluster.start_second_scheduler()
         for connection in list(former.connections):
             cluster.clock.after(3.0 * random.random() ** 2, cluster.network.cut, connection)

@@ -7,10 +7,10 @@ bucket from 1 on; it belongs to the simulation, which checks by it that each is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from paceline.protocol.jobs.shards import Granted
-from paceline.protocol.membership import Member
+from paceline.protocol.jobs import JobMemory, JobRecord
+from paceline.protocol.membership import Member, Role
 from paceline.protocol.replication import FilterState
 from paceline.protocol.scheduler import View
 from paceline.protocol.server import Clocks
@@ -18,9 +18,6 @@ from paceline.protocol.server import Clocks
 Value: TypeAlias = tuple[int, int, int]
 Part: TypeAlias = tuple[int, tuple[Value, ...]]
 """A worker's incarnation, and what it pushed."""
-
-Key: TypeAlias = tuple[int, int, int]
-"""Epoch, file and number of a shard."""
 
 
 @dataclass(slots=True)
@@ -37,7 +34,7 @@ class Frame:
 class RegisterNode(Frame):
     """A new process wants to be a member."""
 
-    is_server: bool
+    role: Role
     is_extra: bool
 
 
@@ -83,8 +80,7 @@ class Rejoin(Frame):
     has_committed: bool
     former: tuple[Member, ...]
     is_leaving: bool
-    held: tuple[Granted, ...]
-    done: frozenset[Key]
+    job: JobMemory | None
 
 
 @dataclass(slots=True)
@@ -109,6 +105,8 @@ class Welcomed(Frame):
     member: Member
     cluster: str
     view: View
+    received: int
+    """As in Reply; -1: another scheduler has this member's cluster now."""
 
 
 @dataclass(slots=True)
@@ -126,50 +124,35 @@ class Filled(Frame):
 
 
 @dataclass(slots=True)
-class LeaseRequest(Frame):
-    """A worker wants a shard; it asks again with the same number when it does not know the answer."""
+class Say(Frame):
+    """A member asks or tells something of jobs; see :mod:`paceline.protocol.scheduler.line` for the numbers."""
 
-    worker: int
-    number: int
-
-
-@dataclass(slots=True)
-class LeaseAnswer(Frame):
-    """A lease, nothing yet (`wait`), or nothing ever more."""
-
-    number: int
-    granted: Granted | None
-    wait: bool
+    request: int
+    sequence: int
+    lowest: int
+    content: Any
 
 
 @dataclass(slots=True)
-class ShardDone(Frame):
-    """A worker is through with a lease; it says so until it is confirmed."""
+class Reply(Frame):
+    """The scheduler's answer, and the number of the last message that it has."""
 
-    worker: int
-    lease: int
-
-
-@dataclass(slots=True)
-class ShardDoneOk(Frame):
-    """The scheduler and all servers know that the lease is over."""
-
-    lease: int
+    request: int
+    received: int
+    content: Any
 
 
 @dataclass(slots=True)
-class KnowDone(Frame):
-    """The scheduler tells servers which shards are done, lest it be forgotten."""
+class News(Frame):
+    """What is new of the job, for members to keep."""
 
-    keys: tuple[Key, ...]
+    received: int
+    record: JobRecord
 
 
 @dataclass(slots=True)
-class KnownDone(Frame):
-    """A server knows it."""
-
-    incarnation: int
-    keys: tuple[Key, ...]
+class EndWork:
+    """Ask that workers go: there is no more work."""
 
 
 # Between a worker and a server.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.protocol.jobs.shards import Granted
-from paceline.protocol.membership import Member
+from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View
+from paceline.simulation.line import Line
 from paceline.simulation.messages import (
     Beat,
-    Key,
     Map,
     PreparedView,
     PrepareView,
@@ -33,17 +32,18 @@ HEARTBEAT_S: Final = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
 class Node(Process):
     """A process that registers at the scheduler, sends heartbeats and takes views."""
 
-    def __init__(self, host: str, name: str, cluster: Cluster, *, is_server: bool, is_extra: bool = False) -> None:
+    def __init__(self, host: str, name: str, cluster: Cluster, *, role: Role, is_extra: bool = False) -> None:
         super().__init__(name, cluster.network)
         self.host = host
         self.cluster = cluster
-        self.is_server = is_server
+        self.role = role
         self.is_extra = is_extra
         self.member: Member | None = None
         self.cluster_name = ""
         self.views: KnownViews[View] = KnownViews()
         self.scheduler: Connection | None = None
         self.is_leaving = False
+        self.line = Line(self)
         self.later(0.0, self._connect)
         self.later(HEARTBEAT_S * (0.5 + cluster.random.random()), self._beat)
 
@@ -69,10 +69,6 @@ class Node(Process):
 
     def attached(self) -> None:
         """Say to the scheduler (again) what it may not know."""
-        raise NotImplementedError
-
-    def held(self) -> tuple[tuple[Granted, ...], frozenset[Key]]:
-        """The leases held, and the shards known to be done."""
         raise NotImplementedError
 
     def unreachable(self) -> tuple[int, ...]:
@@ -104,9 +100,8 @@ class Node(Process):
         """Register, or say who this is."""
         self.scheduler = connection
         if self.member is None:
-            connection.send(self, RegisterNode(self.is_server, self.is_extra))
+            connection.send(self, RegisterNode(self.role, self.is_extra))
             return
-        held, done = self.held()
         newest = self.views.newest
         assert newest is not None
         connection.send(
@@ -119,8 +114,7 @@ class Node(Process):
                 self.views.is_committed,
                 () if self.views.former is None else self.views.former.members,
                 self.is_leaving,
-                held,
-                done,
+                self.line.rejoins(),
             ),
         )
         self.attached()
@@ -144,6 +138,7 @@ class Node(Process):
         if self.member is None:
             self.member, self.cluster_name = frame.member, frame.cluster
             self.welcomed()
+        self.line.welcomed(self.incarnation, frame.received)
         self.take(frame.view)
 
     def on_thrown(self, _: Connection, __: Thrown) -> None:
@@ -171,7 +166,7 @@ class Node(Process):
             return
         if view.version:
             self.cluster.oracle.mapped(view.version, view.groups, self.name)
-        if self.member is not None and self.is_gone(self.incarnation):
+        if self.member is not None and self.role is not Role.OBSERVER and self.is_gone(self.incarnation):
             self.cluster.ended(self)
             return
         if self.member is not None:

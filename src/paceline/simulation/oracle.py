@@ -6,11 +6,14 @@ member, and which map every version stands for; the processes tell it what they 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from paceline.protocol.chains import ChainGroup
+from paceline.protocol.jobs import DoneShards, JobState, Key, shards_in
 from paceline.protocol.scheduler import View
-from paceline.simulation.messages import Key, Value
+from paceline.simulation.messages import Value
 
 
 class Violation(AssertionError):  # noqa: N818 - it is what the command line calls it
@@ -65,8 +68,8 @@ class Oracle:
         self.workers: list[Pushing] = []
         self.num_reads = 0
         self.num_pushes = 0
-        self.done: set[Key] = set()
-        self.shards_may_repeat = False
+        self._before: set[Key] = set()
+        self._reported: Counter[Key] = Counter()
         self.lost = 0
         # (bucket, worker) → iteration and sum of the first n pushes, n = 0, 1, …
         self._pushes: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -196,10 +199,26 @@ class Oracle:
             if buckets & group.buckets and (not group.members or group.members[0] != server):
                 raise Violation(f"{where}: server {server} leads what is not its own in {version} (one primary)")
 
-    # Shards.
+    # The job.
 
-    def shard_done(self, key: Key) -> None:
-        """Note that a shard is done for good."""
-        if key in self.done and not self.shards_may_repeat:
-            raise Violation(f"shard {key} is done a second time (each example once)")
-        self.done.add(key)
+    def posted(self, done: Iterable[DoneShards]) -> None:
+        """Note that a job is posted of which this is done already."""
+        self._before, self._reported = set(shards_in(done)), Counter()
+
+    def reported(self, key: Key) -> None:
+        """Note that the poster has taken what was found in a shard."""
+        self._reported[key] += 1
+
+    def finished(self, state: JobState, expected: Mapping[Key, float], with_reports: Collection[Key]) -> None:
+        """Check the end of a job: `expected` are the shards, and what each counts."""
+        if state.done != len(expected) or state.progress.get("examples", 0) != sum(expected.values()):
+            raise Violation(
+                f"{state.done} shards of {len(expected)} are done, and {state.progress} of {sum(expected.values())} "
+                "examples are counted (each example once)"
+            )
+        reports = Counter({key: 1 for key in with_reports if key not in self._before})
+        if self._reported != reports:
+            raise Violation(
+                f"of shards {sorted((self._reported - reports) + (reports - self._reported))} the poster has too many "
+                "reports or too few (each example once)"
+            )

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from paceline.protocol import replication
 from paceline.protocol.buckets import buckets_in
-from paceline.protocol.jobs.shards import Granted
 from paceline.protocol.membership import Role
 from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
@@ -27,9 +26,6 @@ from paceline.simulation.messages import (
     Going,
     JoinedGate,
     JoinGate,
-    Key,
-    KnowDone,
-    KnownDone,
     Map,
     Part,
     Ping,
@@ -99,10 +95,9 @@ class Server(Node):
     """The core, its links, and a table of sums."""
 
     def __init__(self, host: str, name: str, cluster: Cluster, *, is_extra: bool) -> None:
-        super().__init__(host, name, cluster, is_server=True, is_extra=is_extra)
+        super().__init__(host, name, cluster, role=Role.SERVER, is_extra=is_extra)
         self.core = cluster.make_server_core()
         self.data: dict[int, Data] = {}
-        self.done: set[Key] = set()
         self._links: dict[int, Connection | None] = {}
         self._connecting: set[int] = set()
         self._silence = Silence()
@@ -117,7 +112,6 @@ class Server(Node):
             PrepareView: self.on_prepare,
             PromiseTerm: self.on_promise,
             Going: self._on_drained,
-            KnowDone: self._on_know_done,
             JoinGate: self._on_join,
             FinishGate: self._on_finish,
             PushPart: self._on_push,
@@ -232,10 +226,6 @@ class Server(Node):
         for report in self._reports.values():
             self.tell(report)
 
-    @override
-    def held(self) -> tuple[tuple[Granted, ...], frozenset[Key]]:
-        return (), frozenset(self.done)
-
     def leave(self) -> None:
         """Ask to be drained."""
         self.is_leaving = True
@@ -243,10 +233,6 @@ class Server(Node):
 
     def _on_drained(self, _: Connection, __: Going) -> None:
         self.cluster.ended(self)
-
-    def _on_know_done(self, connection: Connection, frame: KnowDone) -> None:
-        self.done.update(frame.keys)
-        connection.send(self, KnownDone(self.incarnation, frame.keys))
 
     @override
     def mapped(self, former: View | None, new: View) -> None:

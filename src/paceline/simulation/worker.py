@@ -9,20 +9,17 @@ from typing_extensions import override
 
 from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
-from paceline.protocol.jobs.shards import Granted
+from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Key, Lease, events
 from paceline.protocol.scheduler import View
 from paceline.simulation.client import Client
 from paceline.simulation.messages import (
     Answer,
     Going,
     JoinedGate,
-    Key,
-    LeaseAnswer,
-    LeaseRequest,
     Map,
+    News,
     PrepareView,
-    ShardDone,
-    ShardDoneOk,
+    Reply,
     Stale,
     Thrown,
     Value,
@@ -49,22 +46,19 @@ class Worker(Client):
     def __init__(self, host: str, name: str, cluster: Cluster) -> None:
         super().__init__(host, name, cluster)
         self.is_through = False
-        self._lease: Granted | None = None
+        self._job = 0
+        self._lease: Lease | None = None
         self._iterations_left = 0
-        self._request = 0
-        self._awaits_lease = False
-        self._over: dict[int, tuple[Granted, int]] = {}  # lease that is through → its grant, the clock behind it
-        self._done: set[Key] = set()
-        self._reported: set[int] = set()
-        self._is_resting = False
+        self._examples = 0.0
+        self._over: list[tuple[Lease, int, float]] = []  # leases that are through, the clock and count behind each
         self._unsafe: list[_Push] = []  # not acknowledged, or under sequential not known to be stable
         self.handlers = {
             Welcomed: self.on_welcomed,
             Thrown: self.on_thrown,
             Map: self.on_map,
             PrepareView: self.on_prepare,
-            LeaseAnswer: self._on_lease,
-            ShardDoneOk: self._on_done_ok,
+            Reply: self.line.on_reply,
+            News: self.line.on_news,
             JoinedGate: self.on_joined,
             Answer: self.on_answer,
             Stale: self.on_stale,
@@ -95,101 +89,101 @@ class Worker(Client):
     def joined(self) -> None:
         if self._lease is not None:
             self._begin()
+        elif self.is_leaving:
+            self._rest(self._seek)
         else:
-            self._ask_for_lease()
+            self._seek()
 
-    # Shards.
+    # The job.
 
     @override
     def attached(self) -> None:
-        if self._awaits_lease:
-            self.tell(LeaseRequest(self.incarnation, self._request))
-        self._reported = set()
-        self._report_done()
-        if self.is_leaving and self.is_through:
+        if self.is_through:
             self.tell(Going(self.incarnation))
 
-    @override
-    def held(self) -> tuple[tuple[Granted, ...], frozenset[Key]]:
-        held = [grant for grant, _ in self._over.values()]
-        return (*held, *([] if self._lease is None else [self._lease])), frozenset(self._done)
+    def _seek(self) -> None:
+        self.line.ask(events.GetJob(after=self._job), self._on_job)
 
-    def _ask_for_lease(self) -> None:
-        self._request += 1
-        self._awaits_lease = True
-        self.tell(LeaseRequest(self.incarnation, self._request))
-
-    def _on_lease(self, _: Connection, frame: LeaseAnswer) -> None:
-        if frame.number != self._request or not self._awaits_lease:
+    def _on_job(self, job: Job | Exception) -> None:
+        if self.is_leaving or not isinstance(job, Job):
             return
-        self._awaits_lease = frame.wait
-        if frame.granted is not None:
-            self._lease = frame.granted
+        if job.number < 0:
+            self.leave()
+            return
+        self._job, self._examples, self._over = job.number, 0.0, []
+        self._ask_for_lease(wait=False)
+
+    def _ask_for_lease(self, *, wait: bool) -> None:
+        self.line.ask(events.TakeLease(job=self._job, wait=wait), self._on_lease)
+
+    def _on_lease(self, lease: Lease | Exception) -> None:
+        if self.is_leaving or not isinstance(lease, Lease):  # a lease goes back when its worker goes
+            return
+        if lease.lease == ALL_DONE:
+            self._rest(self._seek)
+        elif lease.lease == NOTHING_NOW:
+            self._rest(lambda: self._ask_for_lease(wait=True))
+        else:
+            self._lease = lease
             self._iterations_left = self.cluster.random.choice(self.cluster.settings.iterations_per_shard)
+            if lease.shard >= self.cluster.settings.num_shards:
+                self._iterations_left = 0
+                self.line.tell(events.FileEnded(job=self._job, file=0, num_shards=self.cluster.settings.num_shards))
             self._wake()
-            return
-        self.is_leaving |= not frame.wait
-        self._rest()
-        if self.is_leaving:
-            self._go()
 
     def _wake(self) -> None:
-        """Begin with a lease, unless this worker is about to rest: then behind that."""
-        if self._is_resting or self.core.is_joining:
-            return
-        if self.is_counted:
+        """Begin with a lease."""
+        if self._iterations_left == 0:
+            self._end_shard()
+        elif self.is_counted:
             self._begin()
         else:
             self.execute(self.core.join())
 
-    def _rest(self) -> None:
-        """Find out when all it pushed is safe, and let nobody wait for this worker."""
-        if self.is_counted and not self._is_resting:
-            self._is_resting = True
-            self.until([request for push in self._unsafe for request in push.requests], self._read_before_rest)
+    def _rest(self, then: Callable[[], None]) -> None:
+        """Find out when all it pushed is safe, let nobody wait for this worker, and then go on."""
+        self.until(
+            [request for push in self._unsafe for request in push.requests], lambda: self._read_before_rest(then)
+        )
 
-    def _read_before_rest(self) -> None:
+    def _read_before_rest(self, then: Callable[[], None]) -> None:
         clock = self.core.clock
         if self.cluster.is_sequential and (self._unsafe or self.core.unstable()):
             self.until(
-                self.pull(self.cluster.settings.all_buckets), lambda: self._have_read(clock, self._read_before_rest)
+                self.pull(self.cluster.settings.all_buckets),
+                lambda: self._have_read(clock, lambda: self._read_before_rest(then)),
             )
+        elif self.is_counted:
+            self.until(self.retire(), lambda: self._rested(then))
         else:
-            self.until(self.retire(), self._rested)
+            self._rested(then)
 
-    def _rested(self) -> None:
-        self._is_resting = False
-        if self._lease is not None:
-            self._wake()
-        elif self.is_leaving:
-            self._go()
+    def _rested(self, then: Callable[[], None]) -> None:
+        self._report_done()
+        if self.is_leaving:
+            self.line.ask(events.JobStatus(job=self._job), lambda _: self._go())  # what was said before has come then
+        else:
+            then()
 
     def _report_done(self) -> None:
         first = self._unsafe[0].iteration if self._unsafe else self.finished_clock
-        for lease, (_, clock) in self._over.items():
-            if first >= clock and lease not in self._reported:
-                self._reported.add(lease)
-                self.tell(ShardDone(self.incarnation, lease))
+        while self._over and first >= self._over[0][1]:
+            lease, _, examples = self._over.pop(0)
+            self.line.tell(events.LeaseDone(job=self._job, lease=lease.lease, progress=self._counters(examples)))
 
-    def _on_done_ok(self, _: Connection, frame: ShardDoneOk) -> None:
-        over = self._over.pop(frame.lease, None)
-        if over is not None:
-            self._done.add((over[0].epoch, over[0].file, over[0].shard))
-        if self.is_leaving:
-            self._go()
+    def _counters(self, examples: float) -> dict[str, float]:
+        return {"job": self._job, "examples": examples}
 
     def leave(self) -> None:
         """Go after the current shard."""
-        self.is_leaving = True
-        if self._lease is None and self.member is not None:
-            self._rest()
-            self._go()
+        if not self.is_leaving:
+            self.is_leaving = True
+            if self._lease is None and self.member is not None and not self.is_busy and not self.core.is_joining:
+                self._rest(self._seek)
 
     def _go(self) -> None:
-        """Leave the cluster, if nothing is left to do or to say."""
-        if self._lease is None and not self._over and not self.is_counted and not self._is_resting:
-            self.is_leaving = self.is_through = True
-            self.tell(Going(self.incarnation))
+        self.is_through = True
+        self.tell(Going(self.incarnation))
 
     # Iterations.
 
@@ -235,13 +229,26 @@ class Worker(Client):
             self._unsafe.append(_Push(iteration, tuple(values), self.push(tuple(values))))
         self.tick()
         self._iterations_left -= 1
+        self.line.tell(events.Progress(counters=self._counters(self._examples + 0.5)))  # some of the shard
         if self._iterations_left:
             self._begin()
-            return
-        assert self._lease is not None
-        self._over[self._lease.lease] = self._lease, self.core.clock
-        self._lease = None
-        if self.is_leaving:
-            self._rest()
         else:
-            self._ask_for_lease()
+            self._end_shard()
+
+    def _end_shard(self) -> None:
+        lease, self._lease = self._lease, None
+        assert lease is not None
+        self._examples += self.cluster.expected.get(lease.key, 0)
+        if lease.key in self.cluster.with_reports:
+            self.line.ask(events.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key))
+        self._over.append((lease, self.core.clock, self._examples))
+        self._report_done()
+        if self.is_leaving:
+            self._rest(self._seek)
+        else:
+            self._ask_for_lease(wait=False)
+
+
+def examples_in(key: Key) -> float:
+    """How many examples a shard has."""
+    return 1.0 + (5 * key[0] + key[2]) % 4

@@ -1,0 +1,78 @@
+"""A simulated member's line to the scheduler: its end, and its ledger of the job. It has no rule of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from paceline.protocol.jobs import JobMemory, MemberLedger, events
+from paceline.protocol.scheduler.line import MemberEnd, SentMessage
+from paceline.simulation.messages import EndWork, News, Reply, Say
+from paceline.simulation.network import Connection
+
+
+class Speaker(Protocol):
+    """A node, as its line sees it."""
+
+    @property
+    def own_now_s(self) -> float:
+        """What it takes for the time."""
+
+    def tell(self, frame: Any) -> None:
+        """Send a frame to the scheduler."""
+
+
+class Line:
+    """What a node asks of jobs; whoever asks says what comes with the answer."""
+
+    def __init__(self, node: Speaker) -> None:
+        self._node = node
+        self._end = MemberEnd()
+        self._ledger = MemberLedger()
+        self._then: dict[int, Callable[[Any], None]] = {}
+        self._is_connected = False
+
+    def ask(self, request: events.Request | EndWork, then: Callable[[Any], None] = lambda answer: None) -> None:
+        """Ask the scheduler, and do something with the answer, which is an error where the request was refused."""
+        content = request if isinstance(request, EndWork) else self._ledger.sent(request)
+        message = self._end.add(content, is_call=True)
+        self._then[message.number] = then
+        self._send(message)
+
+    def tell(self, request: events.Request) -> None:
+        """Tell the scheduler something that wants no answer."""
+        supersedes = events.Progress if isinstance(request, events.Progress) else None
+        self._send(self._end.add(self._ledger.sent(request), supersedes=supersedes))
+
+    def rejoins(self) -> JobMemory | None:
+        """Return what to tell a scheduler that knows nothing."""
+        self._is_connected = False
+        self._end.rejoins()
+        return self._ledger.memory(self._node.own_now_s)
+
+    def welcomed(self, incarnation: int, received: int) -> None:
+        """Say again what the scheduler may lack."""
+        self._ledger.incarnation, self._is_connected = incarnation, True
+        for report in self._ledger.reports() if received < 0 else ():
+            self._node.tell(Say(0, 0, self._end.lowest, report))
+        for message in self._end.welcomed(received):
+            self._send(message)
+
+    def _send(self, message: SentMessage) -> None:
+        if self._is_connected:
+            number = message.number if message.is_call else 0
+            self._node.tell(Say(number, message.number, self._end.lowest, message.content))
+
+    def on_reply(self, _: Connection, frame: Reply) -> None:
+        """Take an answer."""
+        self._end.received(frame.received)
+        message = self._end.take(frame.request)
+        if message is not None:
+            if not isinstance(message.content, EndWork) and not isinstance(frame.content, Exception):
+                self._ledger.answered(message.content, frame.content, self._node.own_now_s)
+            self._then.pop(frame.request)(frame.content)
+
+    def on_news(self, _: Connection, frame: News) -> None:
+        """Take the scheduler's news."""
+        self._end.received(frame.received)
+        self._ledger.told(frame.record)
