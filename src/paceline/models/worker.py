@@ -63,6 +63,7 @@ def run_worker(
         number = 0
         while True:
             try:
+                worker.rest()  # others may be at the end of a job, and would wait for this worker's ticks
                 job: Job = client.link.call(messages.GetJob(after=number), Job, timeout_s=_FOREVER_S)
                 if job.number < 0:
                     return
@@ -106,11 +107,14 @@ class Worker:
         self._expelled = expelled
         self._retired = False
         self._preparation = Preparation()
+        self._counters = _Counters(0)
 
     def work(self, number: int, job: jobs.Job) -> None:
         """Do this worker's share of a job; a failure of the data is the job's, not this process's."""
         client = self._client
-        counters = _Counters(number, start_bytes=client.byte_counts())
+        if number != self._counters.job:  # else shards of it have come back
+            self._counters = _Counters(number, start_bytes=client.byte_counts())
+        counters = self._counters
         try:
             update = from_fields(RULES, job.update)
             table = client.sparse_table(jobs.TABLE, dim=1, update=update)
@@ -119,10 +123,10 @@ class Worker:
                     self._train(job, dataset, table, counters)
                 else:
                     self._evaluate(job, dataset, table, counters)
-                self._rest()
+                self.rest()
                 self._report_data(number, dataset, counters)
         except (DataError, UsageError) as error:
-            self._rest()
+            self.rest()
             self._call(messages.JobFailed(job=number, error=type(error).__name__, message=str(error)))
 
     # Training.
@@ -136,7 +140,7 @@ class Worker:
             lease = leases.next_nowait()
             if lease is None:
                 pipeline.drain()
-                self._rest()
+                self.rest()
                 lease = leases.wait_next()
             if lease.lease == ALL_DONE:
                 pipeline.drain()
@@ -152,7 +156,7 @@ class Worker:
     # Evaluation.
 
     def _evaluate(self, job: jobs.Job, dataset: Dataset, table: SparseTable, counters: _Counters) -> None:
-        self._rest()
+        self.rest()
         leases = _Leases(self._client.link, counters)
         while True:
             lease = leases.next_nowait() or leases.wait_next()
@@ -193,7 +197,8 @@ class Worker:
     def _call(self, message: msgspec.Struct, body: tuple[Any, ...] = ()) -> Any:
         return self._client.link.call(message, body=body)
 
-    def _rest(self) -> None:
+    def rest(self) -> None:
+        """Have no other worker wait for this one."""
         if not self._retired:
             self._client.retire()
             self._retired = True
@@ -205,7 +210,7 @@ class Worker:
 
     def _report_data(self, number: int, dataset: Dataset, counters: _Counters) -> None:
         bad = dataset.bad_lines
-        counters.bad_lines = bad.count
+        counters.bad_lines += bad.count
         self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
         if bad.count or dataset.cache_error:
             lines = [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]

@@ -168,6 +168,11 @@ class Client(Node):
             self._start(session, Kind.TICK)
         self.core.tick()
 
+    def join(self, then: Callable[[], None]) -> None:
+        """Take part in iterations, and then do something."""
+        self.execute(self.core.join())
+        self.until([], then)
+
     def retire(self) -> list[Request]:
         """Take part in iterations no longer."""
         self.execute(self.core.retire())
@@ -185,7 +190,7 @@ class Client(Node):
 
     def _go_on(self) -> None:
         then = self._then
-        if then is not None and all(request.is_done for request in self._awaited):
+        if then is not None and not self.core.is_joining and all(request.is_done for request in self._awaited):
             self._then = None
             then()
 
@@ -250,7 +255,7 @@ class Client(Node):
         was_joining, self._has_joined = self.core.is_joining, True
         self.execute(self.core.joined(server, join.round, frame.clock))
         if was_joining and not self.core.is_joining:
-            self.joined()
+            self._go_on()
 
     def on_stale(self, connection: Connection, frame: Stale) -> None:
         """Take a refusal, and the newer view."""
@@ -259,10 +264,6 @@ class Client(Node):
         if session is not None and request is not None:
             session.refused(request)
         self.take(frame.view)
-
-    def joined(self) -> None:
-        """Begin: this worker takes part in iterations."""
-        raise NotImplementedError
 
 
 def _restrict(values: Iterable[Value], buckets: int) -> _Payload:

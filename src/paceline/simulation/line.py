@@ -47,7 +47,6 @@ class Line:
     def rejoins(self) -> JobMemory | None:
         """Return what to tell a scheduler that knows nothing."""
         self._is_connected = False
-        self._end.rejoins()
         return self._ledger.memory(self._node.own_now_s)
 
     def welcomed(self, incarnation: int, received: int) -> None:
@@ -55,7 +54,7 @@ class Line:
         self._ledger.incarnation, self._is_connected = incarnation, True
         for report in self._ledger.reports() if received < 0 else ():
             self._node.tell(Say(0, 0, self._end.lowest, report))
-        for message in self._end.welcomed(received):
+        for message in self._end.since(received):
             self._send(message)
 
     def _send(self, message: SentMessage) -> None:

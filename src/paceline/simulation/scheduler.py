@@ -145,7 +145,7 @@ class Scheduler(Process):
         match instruction:
             case events.Welcome(peer, member):
                 self._welcome(peer, member.incarnation, Welcomed(member, self.core.cluster, self._view_for(peer), 0))
-            case events.Expel(peer):
+            case events.Expel(peer) | events.Refuse(peer):
                 self._send([peer], Thrown())
             case events.Foreign(peer):
                 self.network.close(peer)  # type: ignore[arg-type]  # it comes again
@@ -178,8 +178,6 @@ class Scheduler(Process):
             case events.Superseded():
                 self.cluster.fired["superseded"] += 1
                 self.cluster.crash(self)
-            case events.Refuse(_, reason):
-                raise AssertionError(reason)
 
     def _send(self, peers: Iterable[Any], frame: Any) -> None:
         for peer in peers:

@@ -83,15 +83,6 @@ class Worker(Client):
         is_first = not self.core.version and bool(new.version)
         super().mapped(former, new)
         if is_first:
-            self.execute(self.core.join())
-
-    @override
-    def joined(self) -> None:
-        if self._lease is not None:
-            self._begin()
-        elif self.is_leaving:
-            self._rest(self._seek)
-        else:
             self._seek()
 
     # The job.
@@ -110,8 +101,15 @@ class Worker(Client):
         if job.number < 0:
             self.leave()
             return
-        self._job, self._examples, self._over = job.number, 0.0, []
-        self._ask_for_lease(wait=False)
+        if job.number != self._job:
+            self._job, self._examples, self._over = job.number, 0.0, []
+        self.join(self._go_on_with_job)
+
+    def _go_on_with_job(self) -> None:
+        if self.is_leaving:
+            self._rest(self._seek)
+        else:
+            self._ask_for_lease(wait=False)
 
     def _ask_for_lease(self, *, wait: bool) -> None:
         self.line.ask(events.TakeLease(job=self._job, wait=wait), self._on_lease)
@@ -138,7 +136,7 @@ class Worker(Client):
         elif self.is_counted:
             self._begin()
         else:
-            self.execute(self.core.join())
+            self.join(self._begin)
 
     def _rest(self, then: Callable[[], None]) -> None:
         """Find out when all it pushed is safe, let nobody wait for this worker, and then go on."""
@@ -178,7 +176,7 @@ class Worker(Client):
         """Go after the current shard."""
         if not self.is_leaving:
             self.is_leaving = True
-            if self._lease is None and self.member is not None and not self.is_busy and not self.core.is_joining:
+            if self._lease is None and self.member is not None and not self.is_busy:
                 self._rest(self._seek)
 
     def _go(self) -> None:
@@ -243,10 +241,7 @@ class Worker(Client):
             self.line.ask(events.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key))
         self._over.append((lease, self.core.clock, self._examples))
         self._report_done()
-        if self.is_leaving:
-            self._rest(self._seek)
-        else:
-            self._ask_for_lease(wait=False)
+        self._go_on_with_job()
 
 
 def examples_in(key: Key) -> float:

@@ -26,7 +26,8 @@ class JobCore:
         self.last_number = 0
         """The latest job's, also where its ledger died with a former scheduler."""
         self._poster: object = None
-        self._seekers: dict[object, tuple[object, int]] = {}  # peer → the call, after which job
+        self._seekers: dict[object, tuple[Asked, int]] = {}  # peer → what it asked, after which job
+        self._busy: dict[int, int] = {}  # worker → the job that it was given, until it asks for the next
         self._has_ended = False
 
     def handle(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
@@ -34,7 +35,23 @@ class JobCore:
         return [*self._answer(asked, membership, now_s), *self._answers()]
 
     def _answers(self) -> list[Answer]:
-        return [] if self.ledger is None else self.ledger.take_answers()
+        return [] if self.ledger is None else [*self.ledger.take_answers(), *self._give(self.ledger)]
+
+    def _give(self, job: JobLedger) -> list[Answer]:
+        """Give the job to the workers that seek one: also to those that are through, if shards came back since.
+
+        A worker that is still at a job before may wait, for its last pushes, for iterations of all others. They would
+        wait for it at the beginning of this job.
+        """
+        if not self._seekers or any(number != job.number for number in self._busy.values()):
+            return []
+        answers = []
+        for peer, (asked, after) in list(self._seekers.items()):
+            if after < job.number or job.has_free:
+                del self._seekers[peer]
+                self._busy[asked.incarnation] = job.number
+                answers.append(Answer(asked.call, Job(number=job.number, description=job.spec.description)))
+        return answers
 
     def _answer(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
         call = asked.call
@@ -90,21 +107,15 @@ class JobCore:
         # Strided work is dealt by rank: whoever is expected has a place in it, here or not.
         self.ledger = JobLedger(number, request.spec, max(self._num_workers, max(ranks, default=-1) + 1), ranks)
         self._poster = asked.peer
-        for peer, (call, after) in list(self._seekers.items()):
-            if after < number:
-                del self._seekers[peer]
-                answers.append(Answer(call, Job(number=number, description=request.spec.description)))
         return answers
 
     def _get(self, asked: Asked, after: int, membership: Membership, now_s: float) -> list[Answer]:
-        job = self.ledger
         if self._has_ended:
             return [Answer(asked.call, Job(number=-1))]
-        if job is not None and job.number > after:
-            return [Answer(asked.call, Job(number=job.number, description=job.spec.description))]
-        if job is not None:
-            job.rests(_worker(asked, membership).rank, now_s)
-        self._seekers[asked.peer] = asked.call, after
+        if self.ledger is not None and self.ledger.number <= after:
+            self.ledger.rests(_worker(asked, membership).rank, now_s)
+        self._busy.pop(asked.incarnation, None)
+        self._seekers[asked.peer] = asked, after
         return []
 
     def _current(self, number: int) -> JobLedger:
@@ -121,9 +132,10 @@ class JobCore:
 
     def removed(self, member: Member, peer: object, *, is_lost: bool, now_s: float) -> list[Answer]:
         """Take note that a member is gone, dead or by its own wish; return what to answer others."""
+        self._busy.pop(member.incarnation, None)
         if self.ledger is not None and member.role is Role.WORKER:
             self.ledger.removed(member, is_lost=is_lost, now_s=now_s)
-        return [*self._answers(), *self.forget(peer)]
+        return self.forget(peer)
 
     def forget(self, peer: object) -> list[Answer]:
         """Take note that a process does not come back; return what to answer others."""
@@ -155,6 +167,9 @@ class JobCore:
                 facts.merge(memory.record)
         self.last_number = facts.number
         workers = [each for each in remembered if each.member.role is Role.WORKER]
+        for each in workers:
+            if each.memory is not None and each.memory.is_busy:
+                self._busy[each.member.incarnation] = each.memory.number if each.memory.working else 0
         lost = [member for member in dead if member.role is Role.WORKER]
         num_workers = max([self._num_workers, *(each.member.rank + 1 for each in workers), *(m.rank + 1 for m in lost)])
         for each in remembered:
@@ -167,7 +182,7 @@ class JobCore:
     def end(self) -> list[Answer]:
         """Return what to answer all workers: there is no more work."""
         self._has_ended = True
-        answers = [Answer(call, Job(number=-1)) for call, _ in self._seekers.values()]
+        answers = [Answer(asked.call, Job(number=-1)) for asked, _ in self._seekers.values()]
         self._seekers.clear()
         if self.ledger is not None:
             self.ledger.close()

@@ -77,6 +77,11 @@ class Leases:
         self.rests(rank, now_s)
         return held
 
+    @property
+    def has_free(self) -> bool:
+        """Whether there is a shard for somebody to take."""
+        return not self._is_closed and self.pool.has_free
+
     def give_away(self, rank: int) -> None:
         """Give the stride of a worker that is not there to the others, until it comes."""
         self._handle(shards.Lost(rank))

@@ -176,6 +176,11 @@ class JobLedger:
         """Note that a worker has asked for the next job: it is through with this one."""
         self._leases.rests(rank, now_s)
 
+    @property
+    def has_free(self) -> bool:
+        """Whether there is a shard for somebody to take."""
+        return self._leases.has_free
+
     def close(self) -> None:
         """Tell workers that there are no shards (any more)."""
         self._leases.close()

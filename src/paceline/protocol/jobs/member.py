@@ -30,6 +30,7 @@ class MemberLedger:
         self.incarnation = 0
         self._facts = JobFacts(0)
         self._working = 0  # the number of the job that this worker was given last
+        self._is_busy = False  # and has not asked for the next
         self._leases: dict[int, Lease] = {}
         self._last_lease = -1
         self._progress: Counters = {}
@@ -57,6 +58,8 @@ class MemberLedger:
                 facts.ended[file] = num_shards
             case events.Progress(counters=counters):
                 self._progress = counters
+            case events.GetJob():
+                self._is_busy = False
             case events.JobFailed(job=job, error=error, message=message) if job == facts.number:
                 facts.failed = facts.failed or (error, message)
             case _:
@@ -81,7 +84,10 @@ class MemberLedger:
             case events.TakeLease(job=job), Lease(lease=number) if job == self._working and number >= 0:
                 self._leases[number] = answer
                 self._last_lease = max(self._last_lease, number)
-            case events.GetJob(), Job(number=number) if number > self._working:
+            case events.GetJob(), Job(number=number) if number <= self._working:
+                self._is_busy = number > 0  # shards of it came back
+            case events.GetJob(), Job(number=number):
+                self._is_busy = True
                 self._begin(number)
                 self._working, self._leases, self._last_lease = number, {}, -1
                 self._progress, self._reports, self._undone = {}, {}, {}
@@ -114,6 +120,7 @@ class MemberLedger:
         return JobMemory(
             record=self._facts.export(),
             working=is_mine,
+            is_busy=self._is_busy,
             leases=tuple(self._leases.values()) if is_mine else (),
             last_lease=self._last_lease if is_mine else -1,
             progress=self._progress if is_mine else {},

@@ -194,6 +194,8 @@ class JobMemory:
     record: JobRecord
     working: bool = False
     """Whether this member is a worker that was given the job."""
+    is_busy: bool = False
+    """Whether this member is a worker that was given a job, this or one before, and has not asked for the next."""
     leases: tuple[Lease, ...] = ()
     """Those that this worker holds."""
     last_lease: int = -1

@@ -261,7 +261,7 @@ class Shards:
     def _answer(self, worker: int) -> Granted | Exhausted | None:
         key = self._next(worker)
         if key is None:
-            return Exhausted(worker) if self._is_all_done() else None
+            return Exhausted(worker) if not (self._open or self.has_free) else None
         lease = self._next_lease
         self._next_lease += 1
         self._open[lease] = worker, key
@@ -308,10 +308,10 @@ class Shards:
         """The first shard of a file that belongs to a position."""
         return (position - self._offsets[file]) % self._stride
 
-    def _is_all_done(self) -> bool:
-        if self._open or self._returned:
-            return False
-        return all(self._peek(position) is None for position in range(self._stride))
+    @property
+    def has_free(self) -> bool:
+        """Whether there is a shard that is neither leased nor done."""
+        return bool(self._returned) or any(self._peek(position) is not None for position in range(self._stride))
 
     def _serve(self) -> list[Instruction]:
         # Rule 3: whoever waits is answered by the event that makes an answer possible, the first first.
@@ -375,7 +375,7 @@ class Shards:
         assert not any(self._states.is_past(key) for key in [*keys, *self._returned])
         if self._waiting:
             assert not self._returned, "a worker waits while shards lie there"
-            assert not self._is_all_done(), "a worker waits for nothing"
+            assert self._open or self.has_free, "a worker waits for nothing"
             assert all(self._peek(p) is None for p in self._orphans), (
                 "a worker waits while an orphan's shards lie there"
             )
