@@ -239,7 +239,7 @@ class SchedulerEpisode(Episode):
                 ),
                 lambda: messages.Report(
                     job=number, fields={"kind": "x", "v": [1, 2.5]}, shard=random.choice((None, (0, 0, 1))),
-                    number=random.randrange(9), settled=random.random() < 0.5,
+                    number=random.randrange(9),
                 ),
             )
         )()  # fmt: skip

@@ -52,7 +52,7 @@ class Line:
     def welcomed(self, incarnation: int, received: int) -> None:
         """Say again what the scheduler may lack."""
         self._ledger.incarnation, self._is_connected = incarnation, True
-        for report in self._ledger.reports() if received < 0 else ():
+        for report in self._ledger.again() if received < 0 else ():
             self._node.tell(Say(0, 0, self._end.lowest, report))
         for message in self._end.since(received):
             self._send(message)

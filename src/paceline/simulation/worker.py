@@ -115,9 +115,11 @@ class Worker(Client):
         self.line.ask(events.TakeLease(job=self._job, wait=wait), self._on_lease)
 
     def _on_lease(self, lease: Lease | Exception) -> None:
-        if self.is_leaving or not isinstance(lease, Lease):  # a lease goes back when its worker goes
+        if self.is_leaving:  # a lease goes back when its worker goes
             return
-        if lease.lease == ALL_DONE:
+        if not isinstance(lease, Lease):  # it has come to a scheduler that knows nothing of its job
+            self.cluster.ended(self)
+        elif lease.lease == ALL_DONE:
             self._rest(self._seek)
         elif lease.lease == NOTHING_NOW:
             self._rest(lambda: self._ask_for_lease(wait=True))

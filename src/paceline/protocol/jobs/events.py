@@ -62,8 +62,6 @@ class Report:
     """By which one that comes twice is known: a worker counts its reports from 1."""
     shard: Key | None = None
     """The shard that it is of: it counts once that is done by this worker. None: it counts at once."""
-    settled: bool = False
-    """Whether the worker has done that shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

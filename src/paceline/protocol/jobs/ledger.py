@@ -159,10 +159,7 @@ class JobLedger:
 
     def take_report(self) -> tuple[TakenReport, object] | None:
         """Return the next report, and its body."""
-        taken = self._results.take_report()
-        if taken is not None and taken[0].done:
-            self._note_done(taken[0].done, taken[0].incarnation, taken[0].settled)
-        return taken
+        return self._results.take_report()
 
     def removed(self, worker: Member, *, is_lost: bool, now_s: float) -> None:
         """Lease again what a worker held that is gone; what it did of that counts once, when it is done again."""

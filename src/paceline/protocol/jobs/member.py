@@ -23,7 +23,9 @@ from paceline.protocol.jobs.records import (
 class MemberLedger:
     """What one process remembers of the latest job: it looks at each request that goes out, and at each answer.
 
-    Reports are kept until the next job: the scheduler may die with those that nobody has taken.
+    Reports are kept until the next job: the scheduler may die with those that nobody has taken. A shard with reports,
+    and those that this worker has done after it, are done for another scheduler when it has heard of them again, behind
+    the reports: if the worker dies before, they are read again.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,8 @@ class MemberLedger:
         self._last_lease = -1
         self._progress: Counters = {}
         self._reports: dict[int, events.Report] = {}
-        self._undone: dict[Key, list[int]] = {}  # shard → the numbers of its reports
+        self._reported: set[Key] = set()  # the shards of reports
+        self._unknown: dict[int, events.LeaseDone] = {}  # lease → that it is done, and its poster may not know
         self._num_reports = 0
         self._posted: JobSpec | None = None
         self._seconds = 0.0
@@ -51,7 +54,7 @@ class MemberLedger:
                 request = replace(request, number=self._num_reports)
                 self._reports[request.number] = request
                 if shard is not None:
-                    self._undone.setdefault(shard, []).append(request.number)
+                    self._reported.add(shard)
             case events.LeaseDone(job=job) if job == self._working:
                 self._done(request)
             case events.FileEnded(job=job, file=file, num_shards=num_shards) if job == facts.number:
@@ -68,11 +71,13 @@ class MemberLedger:
 
     def _done(self, request: events.LeaseDone) -> None:
         self._progress = request.progress or self._progress
-        lease = self._leases.pop(request.lease, None)
+        lease = self._leases.get(request.lease)
         if lease is None:
             return
-        for number in self._undone.pop(lease.key, ()):
-            self._reports[number] = replace(self._reports[number], settled=True)
+        if self._unknown or lease.key in self._reported:
+            self._unknown[request.lease] = request
+            return
+        del self._leases[request.lease]
         if request.job == self._facts.number:
             self._facts.add_done(lease.key)
             self._facts.settle(self.incarnation, request.progress)
@@ -90,7 +95,7 @@ class MemberLedger:
                 self._is_busy = True
                 self._begin(number)
                 self._working, self._leases, self._last_lease = number, {}, -1
-                self._progress, self._reports, self._undone = {}, {}, {}
+                self._progress, self._reports, self._reported, self._unknown = {}, {}, set(), {}
             case events.PostJob(spec=spec), int():
                 self._begin(answer)
                 self._posted, self._taken = spec, set()
@@ -129,9 +134,9 @@ class MemberLedger:
             taken=tuple(sorted(self._taken)),
         )
 
-    def reports(self) -> list[events.Report]:
-        """What this worker has reported of its job."""
-        return list(self._reports.values())
+    def again(self) -> list[events.Request]:
+        """What to say to another scheduler: what this worker has reported, and then of what it is done."""
+        return [*self._reports.values(), *self._unknown.values()]
 
     def _begin(self, number: int) -> None:
         """Turn to a later job."""

@@ -25,8 +25,8 @@ class Results:
     """The counters and reports of one job. Workers are known by their incarnations.
 
     Should a worker and the scheduler die before the poster has what was found in a shard, the shard has to be read
-    again. So that a shard is done becomes known to members when its report is taken, and so do the shards that its
-    worker has done after it: counters say how much a worker has done, not of which shards.
+    again. So that a shard is done becomes known to its poster with its report, and so do the shards that its worker has
+    done after it: counters say how much a worker has done, not of which shards.
     """
 
     def __init__(self, number: int, progress: Counters) -> None:
@@ -52,7 +52,8 @@ class Results:
     def note_progress(self, incarnation: int, counters: Counters) -> None:
         """Note a worker's counters now."""
         if counters.get("job") == self._number:
-            self._now[incarnation] = counters
+            known = self._now.get(incarnation, {})  # some is said again, and late
+            self._now[incarnation] = {**known, **{n: max(value, known.get(n, value)) for n, value in counters.items()}}
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
         """Note that a worker has done a shard; return whether that may be known at once, or with its report."""
@@ -75,7 +76,7 @@ class Results:
                 return  # its worker could not know that it had come
             self._seen.add((incarnation, report.number))
         finding = _Finding(incarnation, report)
-        if report.shard is None or report.settled:
+        if report.shard is None:
             self._reports.append(finding)
         else:
             self._held.setdefault((incarnation, report.shard), []).append(finding)

@@ -56,8 +56,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """By which one that comes twice is known; the link counts them from 1."""
     shard: Key | None = None
     """The shard that it is of: it counts when that is done, and once. None: it counts at once."""
-    settled: bool = False
-    """Whether the worker has done that shard."""
 
 
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -105,10 +105,10 @@ class CallLine:
 
     def _send_again(self, received: int) -> None:
         if received < 0:
-            for report, parts in self._memory.reports():
-                self.channel.send(*frame_parts(NOTICE, meta=messages.encode(report), body=parts))
-        for message in self._end.since(received):
-            send(self._end, self.channel, message)
+            for message, parts in self._memory.again():
+                self.channel.send(*frame_parts(NOTICE, meta=messages.encode(message), body=parts))
+        for sent in self._end.since(received):
+            send(self._end, self.channel, sent)
         self.is_connected = True
 
     # The end.

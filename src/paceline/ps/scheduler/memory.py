@@ -91,14 +91,14 @@ class Memory:
         with self._lock:
             return self._ledger.memory(time.monotonic())
 
-    def reports(self) -> list[tuple[messages.Report, tuple[Any, ...]]]:
-        """What this worker has reported of its job."""
+    def again(self) -> list[tuple[msgspec.Struct, tuple[Any, ...]]]:
+        """What to say to another scheduler of this worker's job, and the bodies."""
         with self._lock:
-            return [(_message(report), report.body) for report in self._ledger.reports()]
+            return [(_message(each), getattr(each, "body", ())) for each in self._ledger.again()]
 
 
-def _message(report: events.Request) -> messages.Report:
-    assert isinstance(report, events.Report)
-    return messages.Report(
-        job=report.job, fields=report.fields, number=report.number, shard=report.shard, settled=report.settled
-    )
+def _message(request: events.Request) -> messages.Report | messages.LeaseDone:
+    if isinstance(request, events.LeaseDone):
+        return messages.LeaseDone(job=request.job, lease=request.lease, progress=request.progress)
+    assert isinstance(request, events.Report)
+    return messages.Report(job=request.job, fields=request.fields, number=request.number, shard=request.shard)

@@ -50,8 +50,8 @@ class Worker:
         progress = {"job": 1.0, "examples": examples}
         ledger.lease_done(self.member, events.LeaseDone(job=1, lease=lease.lease, progress=progress))
 
-    def predict(self, ledger: JobLedger, number: int, lease: Lease, *, settled: bool = False) -> None:
-        report = events.Report(job=1, fields={}, body=b"scores", number=number, shard=lease.key, settled=settled)
+    def predict(self, ledger: JobLedger, number: int, lease: Lease) -> None:
+        report = events.Report(job=1, fields={}, body=b"scores", number=number, shard=lease.key)
         ledger.add_report(self.member.incarnation, report)
 
     def remembers(self, memory: JobMemory | None) -> Remembered:
@@ -130,10 +130,8 @@ def test_a_report_counts_when_its_shard_is_done_and_that_is_known_when_the_repor
     assert taken_report is not None
     report, body = taken_report
     assert (report.incarnation, report.number, report.done, body) == (10, 1, ((0, 0, 0),), b"scores")
-    news = ledger.take_news()
-    assert news is not None
-    assert list(shards_in(news.done)) == [(0, 0, 0)]
-    assert news.settled == {10: {"job": 1.0, "examples": 5.0}}
+    assert report.settled == {"job": 1.0, "examples": 5.0}
+    assert ledger.take_news() is None
 
 
 def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() -> None:
@@ -151,7 +149,7 @@ def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() 
     taken_report = ledger.take_report()
     assert taken_report is not None
     assert (taken_report[0].done, taken_report[0].settled["examples"]) == ((first.key, second.key), 7.0)
-    assert news_of(ledger) == [first.key, second.key]
+    assert ledger.take_news() is None
     worker.done(ledger, taken(worker, ledger), 8.0)
     assert news_of(ledger) == [(0, 0, 3)]
 

@@ -53,7 +53,7 @@ def test_a_worker_remembers_what_it_holds_and_what_it_has_done() -> None:
     assert memory.record.ended == {4: 2}
     assert memory.progress == {"job": 3, "examples": 9.0}
     give_job(ledger, 4)
-    assert memory_of(ledger) == JobMemory(record=JobRecord(number=4), working=True)
+    assert memory_of(ledger) == JobMemory(record=JobRecord(number=4), working=True, is_busy=True)
 
 
 def test_reports_are_counted_and_kept_until_the_next_job() -> None:
@@ -62,12 +62,24 @@ def test_reports_are_counted_and_kept_until_the_next_job() -> None:
     for shard in (0, 1):
         give_lease(ledger, 1, shard, shard)
         ledger.sent(events.Report(job=1, fields={}, body=(b"body",), shard=(0, 0, shard)))
-    ledger.sent(events.LeaseDone(job=1, lease=1))
+    done = events.LeaseDone(job=1, lease=1)
+    ledger.sent(done)
     ledger.sent(events.Report(job=1, fields={}))
-    assert [(each.number, each.settled) for each in ledger.reports()] == [(1, False), (2, True), (3, False)]
-    assert ledger.reports()[0].body == (b"body",)
+    *reports, last = ledger.again()
+    assert [each.number for each in reports if isinstance(each, events.Report)] == [1, 2, 3]
+    assert (last, [lease.lease for lease in memory_of(ledger).leases]) == (done, [0, 1])
     give_job(ledger, 2)
-    assert ledger.reports() == []
+    assert ledger.again() == []
+
+
+def test_a_worker_is_at_work_until_it_asks_for_the_next_job() -> None:
+    ledger = MemberLedger()
+    give_job(ledger, 1)
+    assert memory_of(ledger).is_busy
+    ledger.sent(events.GetJob(after=1))
+    assert not memory_of(ledger).is_busy
+    give_job(ledger, 1)  # shards of it came back
+    assert memory_of(ledger).is_busy
 
 
 def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:

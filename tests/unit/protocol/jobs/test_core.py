@@ -1,0 +1,74 @@
+"""Which workers are given a job, and when."""
+
+from __future__ import annotations
+
+from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, Remembered, events
+from paceline.protocol.jobs.events import Asked
+from paceline.protocol.membership import Member, Membership, Role
+
+SPEC = JobSpec(description=b"", files=(2,), epochs=1, assignment="first-come")
+
+
+class Cluster:
+    """A core and its members: a poster, of incarnation 9, and workers."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.core = JobCore(num_workers)
+        self.membership = Membership(0)
+        self.workers = [self.membership.register(f"w{rank}", Role.WORKER, 0.0) for rank in range(num_workers)]
+
+    def ask(self, incarnation: int, request: events.Request) -> list[tuple[object, object]]:
+        """Return who is answered what."""
+        asked = Asked(incarnation, incarnation, incarnation, request)
+        return [(each.call, each.content) for each in self.core.handle(asked, self.membership, 1.0)]
+
+    def post(self) -> list[tuple[object, object]]:
+        return self.ask(9, events.PostJob(spec=SPEC))
+
+
+def test_the_next_job_waits_for_workers_that_are_at_the_one_before() -> None:
+    """They may wait for iterations of all others, which would wait for them at the beginning of the next."""
+    cluster = Cluster(2)
+    first, second = (each.incarnation for each in cluster.workers)
+    cluster.post()
+    assert cluster.ask(first, events.GetJob(after=0)) == [(first, Job(number=1))]
+    assert cluster.ask(second, events.GetJob(after=0)) == [(second, Job(number=1))]
+    assert cluster.post() == [(9, 2)]
+    assert cluster.ask(first, events.GetJob(after=1)) == []
+    assert cluster.ask(second, events.GetJob(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
+
+
+def test_nobody_waits_for_a_worker_that_is_gone() -> None:
+    cluster = Cluster(2)
+    first, second = cluster.workers
+    cluster.post()
+    for each in cluster.workers:
+        cluster.ask(each.incarnation, events.GetJob(after=0))
+    cluster.post()
+    cluster.ask(first.incarnation, events.GetJob(after=1))
+    answers = cluster.core.removed(second, second.incarnation, is_lost=True, now_s=1.0)
+    assert [(each.call, each.content) for each in answers] == [(first.incarnation, Job(number=2))]
+
+
+def remembered(member: Member, **memory: object) -> Remembered:
+    known = JobMemory(record=JobRecord(number=1), **memory)  # type: ignore[arg-type]
+    return Remembered(member.incarnation, member, known)
+
+
+def test_a_worker_that_is_through_is_given_a_job_again_when_shards_came_back() -> None:
+    """The one that did them has died with the scheduler, and with what it had found."""
+    cluster = Cluster(1)
+    worker = cluster.workers[0]
+    poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
+    cluster.core.restore([remembered(poster, posted=SPEC), remembered(worker, working=True)], [], 1.0)
+    me = worker.incarnation
+    assert cluster.ask(me, events.GetJob(after=1)) == [(me, Job(number=1))]
+
+
+def test_the_next_scheduler_knows_who_is_at_work() -> None:
+    cluster = Cluster(2)
+    busy, idle = cluster.workers
+    cluster.core.restore([remembered(busy, working=True, is_busy=True), remembered(idle)], [], 1.0)
+    assert cluster.post() == [(9, 2)]
+    assert cluster.ask(idle.incarnation, events.GetJob(after=1)) == []
+    assert len(cluster.ask(busy.incarnation, events.GetJob(after=1))) == 2
