@@ -141,7 +141,9 @@ class JobLedger:
         key = self._leases.done(worker.rank, request.lease)
         self._results.note_progress(worker.incarnation, request.progress)
         if key is not None and self._results.shard_done(worker.incarnation, key, request.progress):
-            self._note_done([key], worker.incarnation, request.progress)
+            self._news.add_done(key)
+            self._news.settle(worker.incarnation, request.progress)
+            self._has_news = True
 
     def file_ended(self, file: int, num_shards: int) -> None:
         """Note the number of shards of a file whose end has been read."""
@@ -187,13 +189,6 @@ class JobLedger:
         self.failed = self.failed or (error, message)
         self._has_news = True
         self.close()
-
-    def _note_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
-        """Have members know that a worker has done shards, and its counters then."""
-        for key in keys:
-            self._news.add_done(key)
-        self._news.settle(incarnation, counters)
-        self._has_news = True
 
     def take_news(self) -> JobRecord | None:
         """Return what is new since the last call, for members to keep; None if nothing is."""
