@@ -146,6 +146,10 @@ class Iterations:
         self._unkept: int | None = None  # when all have: iterations below this may be in nobody's memory but this one
         self._bequeathed = 0  # iterations below this may have pushes in memory of workers that ticked them and are gone
 
+    def follow(self, former: Iterations) -> None:
+        """Begin where another server is: the sums of `former` that are on their way are acknowledged here."""
+        self._unsafe = former._unsafe
+
     @property
     def awaited(self) -> frozenset[int]:
         """The workers that a takeover waits for; empty if there is none."""

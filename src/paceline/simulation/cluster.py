@@ -186,6 +186,7 @@ class Cluster:
     def waits_for(self, scheduler: Scheduler, servers: Collection[str]) -> None:
         """Note that a scheduler needs servers to take over; the operator sees whether they are dead."""
         if scheduler is self.scheduler and not any(name in self.network.processes for name in servers):
+            self._look_for_lost()
             self.note("the operator starts the scheduler again")
             self.fired["operator"] += 1
             self.crash(scheduler)

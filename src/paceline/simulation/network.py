@@ -85,6 +85,7 @@ class Connection:
         "delivered",
         "ends",
         "hello",
+        "is_ending",
         "is_forgotten",
         "is_open",
         "latency_s",
@@ -110,6 +111,8 @@ class Connection:
         self.delivered = [0, 0]
         self.limit: list[int] | None = None
         self.tail_s = [0.0, 0.0]
+        self.is_ending = [False, False]
+        """By direction: whether it is broken, and what still arrives is on its way."""
 
     def peer(self, process: Process) -> Process:
         """The process at the other end."""
@@ -234,6 +237,8 @@ class Network:
         if self.trace is not None:
             self.trace(f"{sender.name} -> {receiver.name}: {frame}")
         receiver.receive(connection, frame)
+        if connection.is_ending[direction] and connection.limit is not None and index == connection.limit[direction]:
+            self.clock.after(0.0, receiver.run, self._closed, (receiver, connection))
 
     # Faults.
 
@@ -255,11 +260,11 @@ class Network:
             return  # nobody hears of it
         for direction in (0, 1):
             end = connection.ends[1 - direction]
-            notice_s = self.clock.now_s + connection.latency_s * self.random.random()
+            delay_s = connection.latency_s * self.random.random()
             if connection.limit[direction] > connection.delivered[direction]:
-                notice_s = max(notice_s, connection.tail_s[direction])
-            if end.is_alive:
-                self.clock.at(notice_s, end.run, self._closed, (end, connection))
+                connection.is_ending[direction] = True  # the end hears of it behind the last frame that arrives
+            elif end.is_alive:
+                self.clock.after(delay_s, end.run, self._closed, (end, connection))
 
     def _closed(self, end: Process, connection: Connection) -> None:
         if connection.is_forgotten and end is connection.ends[1]:

@@ -105,7 +105,7 @@ class ClientCore:
         """
         if version <= self.version:
             return []
-        is_first, follows = not self.version, version == self.version + 1
+        follows = version == self.version + 1
         self.version = version
         self._has_followers = has_followers(groups)
         before = self.sessions
@@ -114,8 +114,7 @@ class ClientCore:
         out: list[Instruction] = list(replace(given_up, before.values(), self.sessions, follows))
         self._fail_lost(given_up, loss)
         out += self._retain(before)
-        if not is_first:
-            out += self._resync_all()
+        out += self._resync_all()
         out += [Disconnect(session) for server, session in before.items() if server not in self.sessions]
         out += [Connect(server) for server in self.sessions if server not in before]
         if self._joined is not None:

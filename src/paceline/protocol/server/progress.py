@@ -44,13 +44,15 @@ class Progress:
     def become(self, chains: Replication) -> None:
         """Begin with these chains."""
         self.replication = chains
+        self.iterations: Iterations | None = None
         self._begin_updates(0)
 
     def _begin_updates(self, first_clock: int) -> None:
-        self.iterations: Iterations | None = None
         if isinstance(self._consistency, Sequential):
-            self.updates: Iterations | OnArrival = self._iterations_type(self.replication, first_clock)
-            self.iterations = self.updates
+            former, self.iterations = self.iterations, self._iterations_type(self.replication, first_clock)
+            if former is not None:
+                self.iterations.follow(former)
+            self.updates: Iterations | OnArrival = self.iterations
         else:
             self.updates = OnArrival(self.replication, self._consistency.tau is None)
 
