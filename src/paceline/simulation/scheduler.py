@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from paceline.errors import PeerError
-from paceline.protocol.jobs import JobCore, JobRecord, Remembered
+from paceline.protocol.jobs import JobCore, JobMemory, JobRecord, Remembered
 from paceline.protocol.jobs.events import Answer, Asked
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
@@ -81,11 +81,11 @@ class Scheduler(Process):
                 return events.Register(connection, name, role, address=name, is_extra=is_extra)
             case Rejoin(member, cluster, view, promised, has_committed, former, is_leaving, job):
                 self._foreign.add(connection)
-                number, has_posted = (0, False) if job is None else (job.number, job.posted is not None)
+                known = JobMemory(record=JobRecord(number=0)) if job is None else job
                 return events.Rejoin(
                     Returned(
-                        connection, member, cluster, view, promised, has_committed, is_leaving, number, has_posted,
-                        former, knowledge=job,
+                        connection, member, cluster, view, promised, has_committed, is_leaving, known.number,
+                        known.posted is not None, known.has_worked, former, knowledge=job,
                     )
                 )  # fmt: skip
             case messages.Beat(_, unreachable):

@@ -216,6 +216,11 @@ class JobMemory:
         """The job's."""
         return self.record.number
 
+    @property
+    def has_worked(self) -> bool:
+        """Whether this member is a worker that was given shards of the job."""
+        return self.working and self.last_lease >= 0
+
 
 # Answers of the scheduler.
 

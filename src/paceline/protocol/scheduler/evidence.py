@@ -34,6 +34,8 @@ class Returned:
     """The number of the latest job that it knows of."""
     has_posted: bool = False
     """Whether it has posted that job."""
+    has_worked: bool = False
+    """Whether it is a worker that was given shards of that job."""
     former: tuple[Member, ...] = ()
     """The servers of the view that it acts on, if it does not know that the newest is committed."""
     knowledge: object = None

@@ -162,8 +162,10 @@ class Leader:
         incarnation = returned.member.incarnation
         member = self.membership.find(incarnation)
         if member is None:
-            # One that is in no view joined just before the scheduler died, or is an observer.
-            if self.membership.is_unknown(incarnation) or returned.member.role is Role.OBSERVER:
+            # One that is in no view joined just before the scheduler died, or is an observer. What a worker had begun
+            # when others took over its job is theirs: it would be done, and counted, twice.
+            is_new = self.membership.is_unknown(incarnation) and not returned.has_worked
+            if is_new or returned.member.role is Role.OBSERVER:
                 member = self.membership.readmit(returned.member, self._now_s)
             if member is None:
                 self._out.append(_send_away(returned))

@@ -19,7 +19,7 @@ MEMBER: Final = StateTable(
         Transition(OUTSIDE, "Register", "live"),
         Transition(OUTSIDE, "form", "live", when="it has registered before"),
         Transition(OUTSIDE, "publish", "live", when="it has registered while members were awaited"),
-        Transition(OUTSIDE, "Rejoin", "live", when="no view tells of it"),
+        Transition(OUTSIDE, "Rejoin", "live", when="no view tells of it, and it has not worked"),
         Transition(OUTSIDE, "take over", "live", when="it is back"),
         Transition(OUTSIDE, "take over", "silent", when="an absent server"),
         Transition(OUTSIDE, "take over", "gone", when="absent"),

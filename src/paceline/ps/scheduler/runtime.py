@@ -252,6 +252,7 @@ class Scheduler(Handler):
             is_leaving=request.is_leaving,
             job=0 if job is None else job.number,
             has_posted=job is not None and job.posted is not None,
+            has_worked=job is not None and job.has_worked,
             former=tuple([member_of(info) for info in request.former]),
             knowledge=request,
         )

@@ -366,6 +366,28 @@ def lose_with_a_worker_that_no_view_names() -> tuple[Node, Node]:
     return a, new
 
 
+def test_a_worker_of_whom_no_view_tells_is_sent_away_if_others_have_what_it_was_given() -> None:
+    """Else its shards are done, and counted, by it and by others."""
+    a, new = lose_with_a_worker_that_no_view_names()
+    new.has_worked = True
+    scheduler = successor()
+    scheduler.rejoin(a)
+    scheduler.rejoin(new)
+    scheduler.tell(events.Flush())
+    assert isinstance(new.fate, events.Expel)
+
+
+def test_a_worker_of_whom_no_view_tells_goes_on_with_what_it_was_given_if_it_comes_in_time() -> None:
+    a, new = lose_with_a_worker_that_no_view_names()
+    new.has_worked = True
+    scheduler = successor()
+    scheduler.rejoin(new)
+    scheduler.rejoin(a)
+    scheduler.tell(events.Flush())
+    assert new.fate is None
+    assert scheduler.member(new) == new.member
+
+
 def test_a_worker_of_whom_no_view_tells_is_gone_by_none_until_it_has_had_time_to_come() -> None:
     """Else servers refuse it for good, and it is taken in a moment later."""
     a, new = lose_with_a_worker_that_no_view_names()

@@ -67,6 +67,8 @@ class Node:
         self.is_alive = True
         self.is_silent = False
         """Whether it is stopped: it gives no sign of life and takes nothing, though it lives and is connected."""
+        self.has_worked = False
+        """Whether it was given shards of a job."""
         self.prepares = True
         """Whether it keeps what it is asked to prepare, and answers."""
         self.has_prepared: set[tuple[int, int]] = set()
@@ -99,6 +101,7 @@ class Node:
             self.views.promised,
             self.views.is_committed,
             is_leaving=self.is_leaving,
+            has_worked=self.has_worked,
             former=() if self.views.former is None else self.views.former.members,
         )
 

@@ -379,6 +379,19 @@ def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
     assert driver.feed(StateReceived("state", OTHER, 2, 0, ())) != []
 
 
+def test_a_sum_that_is_on_its_way_is_acknowledged_though_the_server_begins_where_another_is() -> None:
+    driver = first_of_two(Sequential())
+    driver.feed(Tick(FIRST, 1), Tick(SECOND, 1))
+    out = driver.feed(view(2, (OTHER, ME, THIRD), workers=()), LinkUp(THIRD))
+    forwards = [each for each in out if isinstance(each, Forward)]
+    driver.feed(ClocksReceived(Clocks((), 0, 1)))
+    iterations = driver.core.progress.iterations
+    assert iterations is not None
+    assert iterations.durable == 0
+    driver.feed(*(Acknowledged(each.target, each.number) for each in forwards))
+    assert iterations.durable == 1
+
+
 def test_a_fill_is_reported_when_all_that_is_here_alone_is_in_the_chain() -> None:
     driver = alone(Sequential())
     driver.push("push", FIRST, 0, 0)
