@@ -246,7 +246,8 @@ def test_what_waits_for_an_answer_is_asked_again(cluster: Restartable, poster: S
     finish(works, job, lease, 1)
     assert waiting().lease == ALL_DONE
     assert post(poster, 1) == job + 1
-    assert idle().number == job + 1
+    next_of = [worker.start(messages.GetJob(after=job), Job) for worker in (works, waits)]  # it begins with all
+    assert [each().number for each in (idle, *next_of)] == [job + 1] * 3
 
 
 def test_a_lease_of_which_nobody_heard_is_given_again(cluster: Restartable, poster: SchedulerLink) -> None:
