@@ -418,8 +418,8 @@ def test_a_server_in_no_chain_forgets_the_workers() -> None:
     assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
 
 
-def test_a_replica_applies_what_is_forwarded() -> None:
+def test_the_last_of_a_chain_answers_and_applies_what_is_forwarded() -> None:
     driver = Driver(Eventual(), replicas=1)
     driver.feed(view(1, (OTHER, ME)))
     out = driver.feed(Forwarded("push", OTHER, FIRST, 0, 1, BUCKETS))
-    assert out == [Apply("push", BUCKETS), Acknowledge("push")]
+    assert out == [Acknowledge("push"), Apply("push", BUCKETS)]
