@@ -57,10 +57,12 @@ class FakeServer(Handler):
         self.seen: list[Seen] = []
         self.calls: list[msgspec.Struct] = []
         self.served: Served
+        self.peers: set[Peer] = set()
         self._held: list[tuple[Peer, Header]] = []
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """See :meth:`Handler.frame_received`."""
+        self.peers.add(peer)
         if header.kind == CALL:
             message = messages.decode_to_server(bytes(meta))
             self.calls.append(message)
@@ -109,6 +111,10 @@ class FakeServer(Handler):
             self._held = []
 
         self.served.call(refuse)
+
+    def cut(self) -> None:
+        """End the connections."""
+        self.served.call(lambda: [peer.close() for peer in self.peers])
 
     def data(self, epoch: int) -> list[Seen]:
         """What came by the map of a version, ticks aside."""
@@ -317,6 +323,28 @@ def test_values_find_their_rows_however_often_the_view_changes(stack: ExitStack,
         world.publish(client, version, divided())
     for ticket, values in zip(tickets, expected, strict=True):
         assert (ticket.result() == values).all()
+
+
+def test_a_client_that_waits_for_one_server_says_synced_to_another_though_the_connection_is_cut(
+    stack: ExitStack,
+) -> None:
+    """Found by the simulation: what it waits for may wait for a worker that waits for what the cut has lost."""
+    world = World(stack, {11: LOW, 12: HIGH})
+    client = world.connect()
+    table = client.sparse_table("w", update=SGD(lr=1.0))
+    busy, other = world.servers[11], world.servers[12]
+    until_synced(other, 1)
+    busy.is_silent = True
+    in_thread(stack, table.pull_async(keys_in(LOW)).wait)
+    until(lambda: any(each.kind == PULL for each in busy.data(1)))
+    other.cut()
+    until(client.servers.connections[1].has_answer)
+    for server in (busy, other):
+        server.change(2, is_silent=server is busy)
+    world.publish(client, 2, {11: LOW, 12: HIGH})
+    until_synced(other, 2)
+    busy.change(3)
+    world.publish(client, 3, {11: LOW, 12: HIGH})
 
 
 def test_an_idle_client_says_synced_by_itself(stack: ExitStack) -> None:

@@ -133,6 +133,8 @@ class Servers:
                         patience_s = min(self._reconnect_s, self.timeout_s) if self.is_closed else self.timeout_s
                         self.watch.wait_newer(self.core.version, patience_s)
                     else:
+                        for connection in self.connections:  # others may wait for what was to be sent again on it
+                            connection.reconnect_once()
                         return
                 except BaseException:
                     self.watch.is_unsettled = True
