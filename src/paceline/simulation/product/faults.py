@@ -15,11 +15,11 @@ from paceline.simulation.product.world import Process
 KINDS: Final = (
     "reset", "half-open", "refuse", "slow", "hiccup", "cut", "pause", "crash-server", "vanish-server", "crash-worker",
     "vanish-worker", "pause-worker", "crash-scheduler", "join-server", "drain-server", "join-worker",
-    "refuse-memory", "out-of-memory", "snapshot", "disk",
+    "refuse-memory", "out-of-memory", "snapshot", "disk", "lose-answers",
 )  # fmt: skip
 _MAY_SEVER: Final = ("refuse", "slow", "hiccup", "cut")
 _SPAN_S: Final = 3.0
-"""In which the faults of a phase begin."""
+"""In which the faults of some phases begin, and most of them after the work is done."""
 
 
 class Faults:
@@ -37,11 +37,12 @@ class Faults:
         self._calls: dict[str, Callable[[], bool]] = {
             "reset": self._reset, "half-open": self._half_open, "refuse": self._refuse, "slow": self._slow,
             "hiccup": self._hiccup, "cut": self._cut, "pause": self._pause, "crash-server": self._crash_server,
-            "vanish-server": self._vanish_server, "crash-worker": self._crash_worker,
-            "vanish-worker": self._vanish_worker, "pause-worker": self._pause_worker,
+            "vanish-server": partial(self._crash_server, is_silent=True), "crash-worker": self._crash_worker,
+            "vanish-worker": partial(self._crash_worker, is_silent=True), "pause-worker": self._pause_worker,
             "crash-scheduler": self._crash_scheduler, "join-server": self._join_server,
             "drain-server": self._drain_server, "join-worker": self._join_worker, "refuse-memory": self._refuse_memory,
             "out-of-memory": self._out_of_memory, "snapshot": self._snapshot, "disk": self._fail_disk,
+            "lose-answers": self._lose_answers,
         }  # fmt: skip
 
     @property
@@ -50,12 +51,14 @@ class Faults:
         return bool(self._under_way or self._num_planned)
 
     def plan(self) -> None:
-        """Draw the faults of a phase."""
+        """Draw the faults of a phase: while it works, or later too."""
         world = self._cluster.world
+        work_s = self._cluster.settings.work_s
+        span_s = world.random.choice((work_s, 2 * work_s, _SPAN_S))
         count = world.random.choice((0, 1, 2, 4, 8)) if self._num_faults is None else self._num_faults
         for _ in range(count if self._kinds else 0):
             self._num_planned += 1
-            world.after(0.05 + world.random.random() * _SPAN_S, self._begin, world.random.choice(self._kinds))
+            world.after(0.05 + world.random.random() * span_s, self._begin, world.random.choice(self._kinds))
 
     def end(self) -> None:
         """End what is under way."""
@@ -151,6 +154,12 @@ class Faults:
         self._cluster.world.after(KEEPALIVE_S, other.reset)
         return True
 
+    def _lose_answers(self) -> bool:
+        """Reset each connection of a server at what the server sends next: what it has done is asked for again."""
+        servers, network = self._servers(), self._cluster.network
+        network.breaking.update(end for end in network.ends if end.process in servers)
+        return bool(servers)
+
     def _refuse(self) -> bool:
         network = self._cluster.network
         name = self._cluster.world.random.choice(sorted(network.listeners)) if network.listeners else None
@@ -230,9 +239,6 @@ class Faults:
             self._cluster.start_server(extra=True)
         return True
 
-    def _vanish_server(self) -> bool:
-        return self._crash_server(is_silent=True)
-
     def _crash_worker(self, *, is_silent: bool = False) -> bool:
         process = self._one(self._workers())
         if process is None or not self._cluster.workers[process.name].is_joined:
@@ -241,9 +247,6 @@ class Faults:
         if self._cluster.world.random.random() < 0.5:
             self._cluster.start_worker()
         return True
-
-    def _vanish_worker(self) -> bool:
-        return self._crash_worker(is_silent=True)
 
     def _crash_scheduler(self) -> bool:
         cluster = self._cluster

@@ -49,7 +49,10 @@ class End:
     def write(self, data: memoryview) -> int:
         """Send what there is room for; return how much that was."""
         taken = min(len(data), self.room)
-        if taken and not self.is_closed:
+        if taken and self in self.network.breaking:
+            self.network.world.after(0.0, self.reset)
+            self.network.world.after(0.0, self.other.reset)
+        elif taken and not self.is_closed:
             self._num_sent += taken
             random = self.network.world.random
             at = 0
@@ -173,6 +176,8 @@ class Network:
         self.cut: set[frozenset[str]] = set()
         self.slow: dict[str, float] = {}
         """Host → how long what it sends and receives takes."""
+        self.breaking: set[End] = set()
+        """Ends whose connection is reset at what they send next, which is lost."""
         self.refusing: set[str] = set()
         """Names of listeners that refuse connections."""
         self.powerless: set[str] = set()
@@ -224,6 +229,7 @@ class Network:
     def forget(self, end: End) -> None:
         """Note that an end is no more."""
         self.ends.pop(end, None)
+        self.breaking.discard(end)
 
     def ended(self, process: Process, *, is_silent: bool = False) -> None:
         """End the connections and listeners of a process that is dead."""

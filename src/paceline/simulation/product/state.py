@@ -33,6 +33,11 @@ class Settings:
     is_one_host: bool
     """Whether the scheduler hears at once of processes that have ended."""
 
+    @property
+    def work_s(self) -> float:
+        """About how long a phase takes without faults."""
+        return self.iterations * (self.think_s / 2 + 0.02)
+
     @classmethod
     def draw(cls, random: Random) -> Settings:
         """Choose a small cluster."""
