@@ -10,8 +10,8 @@ import msgspec
 
 from paceline.collectives.calls import Call
 from paceline.collectives.network.faults import unpack_abort
-from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, Kind, Scanner
-from paceline.collectives.network.verdicts import Place, received, to_error, unexpected
+from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, MessageKind, Scanner
+from paceline.collectives.network.verdicts import CurrentCall, received, to_error, unexpected
 from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack
 from paceline.collectives.p2p.progress import READ
@@ -65,7 +65,7 @@ class StoreEpisode(Episode):
 
 
 CALL = Call("all_reduce", "float32", (4, 5), "sum")
-PLACE = Place("world", 0, CALL, 3)
+PLACE = CurrentCall("world", 0, CALL, 3)
 
 
 class HeadsEpisode(Episode):
@@ -95,7 +95,7 @@ class HeadsEpisode(Episode):
         return 1
 
     def _take(self, frame: Any) -> None:
-        abort = unpack_abort(frame) if frame.header.kind == Kind.ABORT else unexpected(PLACE, 1, frame)
+        abort = unpack_abort(frame) if frame.header.kind == MessageKind.ABORT else unexpected(PLACE, 1, frame)
         to_error(received(PLACE, abort), "world")
 
     def _stream(self) -> bytes:
@@ -103,14 +103,14 @@ class HeadsEpisode(Episode):
         if random.random() < 0.1:
             return self._node_info()
         if random.random() < 0.5:
-            kind, sequence, nbytes = Kind.DATA, 3, 8
+            kind, sequence, nbytes = MessageKind.DATA, 3, 8
             text = msgspec.msgpack.encode(CALL)
             body = bytes(8)
             if random.random() < 0.3:
                 return Heads(CALL, 3).head(8) + body
         else:
             abort = Abort(random.choice(("mismatch", "lost", "error")), "why", (1,), {0: CALL, 1: CALL}, 3)
-            kind, sequence, nbytes, text, body = Kind.ABORT, 3, 0, msgspec.msgpack.encode(abort), b""
+            kind, sequence, nbytes, text, body = MessageKind.ABORT, 3, 0, msgspec.msgpack.encode(abort), b""
         tree = msgspec.msgpack.decode(text)
         if random.random() < 0.7:
             frame = Frame(0, tree)

@@ -21,8 +21,8 @@ from paceline.bench.plan import (
     OPS,
     OURS,
     PEERS,
+    BenchPlan,
     Measurement,
-    Plan,
     format_size,
     parse_sizes,
     plan_sizes,
@@ -43,7 +43,7 @@ __all__ = [
     "BenchProgress",
     "Measurement",
     "Others",
-    "Plan",
+    "BenchPlan",
     "bench_collectives",
     "choose_peers",
     "format_absent",
@@ -80,7 +80,10 @@ def choose_peers(wanted: list[str] | None) -> tuple[tuple[str, ...], Absent]:
 
 
 def bench_collectives(
-    plan: Plan, *, say: Callable[[str], None] = lambda text: None, on_absent: Callable[[str, str], None] | None = None
+    plan: BenchPlan,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    on_absent: Callable[[str, str], None] | None = None,
 ) -> Iterator[list[Measurement]]:
     """Measure; yield the figures of all peers for each size, ours first, as they come.
 
@@ -103,7 +106,7 @@ def bench_collectives(
                 yield [Measurement(**each) for each in message["measured"]]
 
 
-def _check_memory(plan: Plan) -> None:
+def _check_memory(plan: BenchPlan) -> None:
     needed = plan.ranks * (_COPIES * max(plan.sizes) + _PROCESS_BYTES)
     free = psutil.virtual_memory().available
     if needed > free:

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from paceline.bench.buffers import Buffers
-from paceline.bench.peers import MAKERS, TIMEOUT, Ours, Peer
-from paceline.bench.plan import OURS, ROUNDS, Measurement, Plan
+from paceline.bench.peers import MAKERS, TIMEOUT, Library, Ours
+from paceline.bench.plan import OURS, ROUNDS, BenchPlan, Measurement
 from paceline.collectives import Group, init
 from paceline.environment import environment
 from paceline.errors import PacelineError, PeerError, UsageError
@@ -43,7 +43,7 @@ def main() -> int:
     The third is the folder of temporary files: whoever made it removes it, or is gone.
     """
     told = environment()
-    plan = msgspec.json.decode(sys.argv[1], type=known(Plan))
+    plan = msgspec.json.decode(sys.argv[1], type=known(BenchPlan))
     # mpirun hands its standard input to rank 0 only, and ends the others when that one ends.
     if "mpi" not in plan.peers or told.rank == 0:
         watch_parent(_end_orphaned)
@@ -63,7 +63,7 @@ def _end_orphaned() -> None:
     os._exit(1)
 
 
-def _measure_all(plan: Plan, group: Group) -> None:
+def _measure_all(plan: BenchPlan, group: Group) -> None:
     peers = _join_peers(plan, group)
     for size in plan.sizes:
         if group.rank == 0:
@@ -79,9 +79,9 @@ def _measure_all(plan: Plan, group: Group) -> None:
     group.barrier()
 
 
-def _join_peers(plan: Plan, group: Group) -> list[Peer]:
+def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
     """Connect to all peers; one that fails on some rank is left out on all."""
-    peers: list[Peer] = [Ours(group)]
+    peers: list[Library] = [Ours(group)]
     for name in plan.peers:
         if name == OURS:
             continue
@@ -98,7 +98,7 @@ def _join_peers(plan: Plan, group: Group) -> list[Peer]:
     return peers
 
 
-def _measure(plan: Plan, size: int, peers: list[Peer], group: Group) -> list[Measurement]:
+def _measure(plan: BenchPlan, size: int, peers: list[Library], group: Group) -> list[Measurement]:
     buffers = Buffers(plan.op, size, plan.dtype, group.rank, group.size)
     calls = [peer.prepare(plan.op, buffers) for peer in peers]
     for peer, call in zip(peers, calls, strict=True):
@@ -118,7 +118,9 @@ def _measure(plan: Plan, size: int, peers: list[Peer], group: Group) -> list[Mea
     ]
 
 
-def _check(plan: Plan, size: int, peer: Peer, call: Callable[[], object], buffers: Buffers, group: Group) -> None:
+def _check(
+    plan: BenchPlan, size: int, peer: Library, call: Callable[[], object], buffers: Buffers, group: Group
+) -> None:
     """Do the operation on known values. Raises PeerError if the result is wrong on this rank."""
     buffers.fill()
     group.barrier()
@@ -156,7 +158,7 @@ def _algorithm(op: str, size: int, group: Group) -> str:
     return found.group(1) if found else ""
 
 
-def _summarize(plan: Plan, size: int, peer: str, algorithm: str, times: list[float]) -> Measurement:
+def _summarize(plan: BenchPlan, size: int, peer: str, algorithm: str, times: list[float]) -> Measurement:
     low, median, high = (round(float(each) * 1e6, 2) for each in np.percentile(times, (25, 50, 75)))
     return Measurement(
         op=plan.op,

@@ -22,7 +22,7 @@ TIMEOUT: Final = timedelta(seconds=60)
 _INSTALL_MPI: Final = "pip install mpi4py, and Open MPI itself (Debian: apt install openmpi-bin)"
 
 
-class Peer(ABC):
+class Library(ABC):
     """One library, connected on this rank."""
 
     name: str
@@ -36,7 +36,7 @@ class Peer(ABC):
         """Let go of the connections."""
 
 
-class Ours(Peer):
+class Ours(Library):
     """Paceline."""
 
     name = OURS
@@ -62,7 +62,7 @@ class Ours(Peer):
         """There is nothing to do: whoever made the group closes it."""
 
 
-class Gloo(Peer):
+class Gloo(Library):
     """PyTorch's, over its own sockets; one thread of computation per rank."""
 
     name = "gloo"
@@ -98,7 +98,7 @@ class Gloo(Peer):
         self._distributed.destroy_process_group()
 
 
-class MPI(Peer):
+class MPI(Library):
     """What mpirun started these ranks under."""
 
     name = "mpi"
@@ -127,7 +127,7 @@ class MPI(Peer):
         """There is nothing to do: mpi4py does it when Python ends."""
 
 
-MAKERS: Final[dict[str, Callable[[Group], Peer]]] = {OURS: Ours, "gloo": Gloo, "mpi": MPI}
+MAKERS: Final[dict[str, Callable[[Group], Library]]] = {OURS: Ours, "gloo": Gloo, "mpi": MPI}
 
 
 def find_absent() -> dict[str, str]:

@@ -20,7 +20,7 @@ _CUT: Final = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BenchPlan:
     """One run. Raises UsageError if it cannot be."""
 
     op: str = "all_reduce"

@@ -15,10 +15,10 @@ from functools import partial
 from types import TracebackType
 from typing import IO, Any, Final
 
-from paceline.bench.plan import Plan
+from paceline.bench.plan import BenchPlan
 from paceline.errors import PeerError, UsageError
 from paceline.launch.fork_server import module_command
-from paceline.launch.supervisor import Process, Supervisor, describe_status, spawn
+from paceline.launch.supervisor import ChildProcess, Supervisor, describe_status, spawn
 from paceline.transport import make_token
 
 _END_S: Final = 5.0
@@ -43,7 +43,7 @@ class BenchRanks:
         self._line, self._stdin = os.pipe()
         self._out, self._stdout = os.pipe()
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: BenchPlan) -> None:
         """Start the processes."""
         address = f"127.0.0.1:{_free_port()}"
         described = json.dumps(dataclasses.asdict(plan))
@@ -51,7 +51,7 @@ class BenchRanks:
         environment = {name: value for name, value in os.environ.items() if name not in _TOLD_BY_LAUNCHERS}
         environment |= {"PACELINE_TOKEN": make_token(), "TMPDIR": self._scratch}
 
-        def launch(command: list[str], told: dict[str, str]) -> Process:
+        def launch(command: list[str], told: dict[str, str]) -> ChildProcess:
             environ = {**environment, **told}
             return spawn(command, stdin=self._line, stdout=self._stdout, stderr=self._err, env=environ)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.bench.plan import OURS, ROUNDS, Measurement, Plan, format_size
+from paceline.bench.plan import OURS, ROUNDS, BenchPlan, Measurement, format_size
 from paceline.environment import num_cores
 
 _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
@@ -31,7 +31,7 @@ def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
     return line.rstrip()
 
 
-def format_footer(plan: Plan, others: float) -> str:
+def format_footer(plan: BenchPlan, others: float) -> str:
     """Return what was measured, and how; `others`: the part of the cores' time that went to other processes."""
     what = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
     if plan.op == "all_reduce":

@@ -74,7 +74,7 @@ def bench_collectives(
     from paceline.bench import collectives as bench
 
     peers, absent = bench.choose_peers(peer)
-    plan = bench.Plan(
+    plan = bench.BenchPlan(
         op=op,
         ranks=ranks,
         sizes=bench.plan_sizes(sizes, op=op, ranks=ranks, dtype=dtype),

@@ -23,7 +23,7 @@ _NAMES = {f"torch.{name}": name for name in DTYPES} | {name: name for name in DT
 _NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
 
-class Memory:
+class ArrayMemory:
     """An array's memory, contiguous."""
 
     __slots__ = ("_original", "address", "array", "count", "dtype", "item_bytes", "num_bytes", "shape")

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.collectives import objects as _objects
-from paceline.collectives.arrays import Memory, as_array
+from paceline.collectives.arrays import ArrayMemory, as_array
 from paceline.collectives.group_names import EndedError
 from paceline.collectives.operations import Operations, Work
 from paceline.collectives.ticket import MessageTicket, Ticket, no_waiting_in_callbacks
@@ -216,7 +216,7 @@ class Group:
     def send_async(self, array: Any, to: int, *, tag: int = 0) -> Ticket:
         """See :meth:`send`."""
         self._check_alive()
-        memory = Memory(array)
+        memory = ArrayMemory(array)
         what = f"{memory.dtype}[{memory.count}]"
         pending = self._connections.point_to_point().send(memory.view(), to, tag, what)
         return MessageTicket(pending, self.timeout, memory)
@@ -228,7 +228,7 @@ class Group:
     def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> Ticket:
         """See :meth:`recv`."""
         self._check_alive()
-        memory = Memory(out, target=True)
+        memory = ArrayMemory(out, target=True)
         what = f"{memory.dtype}[{memory.count}]"
         pending = self._connections.point_to_point().receive(memory.view(), source, tag, what)
         return MessageTicket(pending, self.timeout, memory)

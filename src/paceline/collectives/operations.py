@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from paceline.collectives.arrays import Memory, as_array, empty_like
+from paceline.collectives.arrays import ArrayMemory, as_array, empty_like
 from paceline.collectives.calls import Call, shortened
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.tuner import SHARED, Tuner
@@ -59,10 +59,10 @@ class Operations:
     def all_reduce(self, array: Any, op: str, out: Any) -> Work:
         """See :meth:`Group.all_reduce`."""
         if out is array:
-            source = target = Memory(array, target=True)
+            source = target = ArrayMemory(array, target=True)
         else:
             array = as_array(array)
-            source = Memory(array)
+            source = ArrayMemory(array)
             out = empty_like(array, source.shape) if out is None else out
             target = _matching(out, source, source.shape)
         call = self._call("all_reduce", source.dtype, source.shape, op)
@@ -85,10 +85,10 @@ class Operations:
         """See :meth:`Group.reduce`."""
         self._check_root(root)
         array = as_array(array)
-        source = Memory(array)
+        source = ArrayMemory(array)
         call = self._call("reduce", source.dtype, source.shape, op, root)
         reduction = self._reduction(source, op)
-        target: Memory | None = None
+        target: ArrayMemory | None = None
         if self.rank == root:
             out = empty_like(array, source.shape) if out is None else out
             target = _matching(out, source, source.shape)
@@ -108,7 +108,7 @@ class Operations:
     def reduce_scatter(self, array: Any, op: str, sizes: Sequence[int] | None, out: Any) -> Work:
         """See :meth:`Group.reduce_scatter`."""
         array = as_array(array)
-        source = Memory(array)
+        source = ArrayMemory(array)
         rows = self._rows(source.shape, sizes, "reduce_scatter")
         told = source.shape if sizes is None else (*source.shape[1:], *rows)
         call = self._call(_named("reduce_scatter", sizes), source.dtype, told, op)
@@ -130,7 +130,7 @@ class Operations:
     def broadcast(self, array: Any, root: int) -> Work:
         """See :meth:`Group.broadcast`."""
         self._check_root(root)
-        memory = Memory(array, target=self.rank != root)
+        memory = ArrayMemory(array, target=self.rank != root)
         call = self._call("broadcast", memory.dtype, memory.shape, "", root)
 
         def work(sequence: int) -> Any:
@@ -144,7 +144,7 @@ class Operations:
     def all_gather(self, array: Any, sizes: Sequence[int] | None, out: Any) -> Work:
         """See :meth:`Group.all_gather`."""
         array = as_array(array)
-        source = Memory(array)
+        source = ArrayMemory(array)
         rows, shape, told = self._gathered(source, sizes)
         call = self._call(_named("all_gather", sizes), source.dtype, told)
         out = empty_like(array, shape) if out is None else out
@@ -164,10 +164,10 @@ class Operations:
         """See :meth:`Group.gather`."""
         self._check_root(root)
         array = as_array(array)
-        source = Memory(array)
+        source = ArrayMemory(array)
         rows, shape, told = self._gathered(source, sizes)
         call = self._call(_named("gather", sizes), source.dtype, told, "", root)
-        target: Memory | None = None
+        target: ArrayMemory | None = None
         if self.rank == root:
             out = empty_like(array, shape) if out is None else out
             target = _matching(out, source, shape)
@@ -186,11 +186,11 @@ class Operations:
     def scatter(self, array: Any, out: Any, root: int, sizes: Sequence[int] | None) -> Work:
         """See :meth:`Group.scatter`."""
         self._check_root(root)
-        target = Memory(out, target=True)
-        source: Memory | None = None
+        target = ArrayMemory(out, target=True)
+        source: ArrayMemory | None = None
         rows: list[int] = []
         if self.rank == root:
-            source = Memory(as_array(array))
+            source = ArrayMemory(as_array(array))
             rows = self._rows(source.shape, sizes, "scatter")
             part = (rows[root], *source.shape[1:])
             if source.dtype != target.dtype or part != target.shape:
@@ -217,17 +217,17 @@ class Operations:
     def all_to_all(self, array: Any, sends: Sequence[int] | None, receives: Sequence[int] | None, out: Any) -> Work:
         """See :meth:`Group.all_to_all`."""
         array = as_array(array)
-        source = Memory(array)
+        source = ArrayMemory(array)
         equal = sends is None and receives is None
         send_rows = self._rows(source.shape, sends, "all_to_all")
         expected = send_rows if equal else self._expected(receives, send_rows[self.rank])
-        target: Memory | None = None  # as long as it is not known how many rows come
+        target: ArrayMemory | None = None  # as long as it is not known how many rows come
         if expected is not None:
             shape = (sum(expected), *source.shape[1:])
             out = empty_like(array, shape) if out is None else out
             target = _matching(out, source, shape)
         elif out is not None:
-            target = _matching(out, source, (*(Memory(out).shape[:1] or (0,)), *source.shape[1:]))
+            target = _matching(out, source, (*(ArrayMemory(out).shape[:1] or (0,)), *source.shape[1:]))
         call = self._call(
             "all_to_all" if equal else "all_to_all (uneven)", source.dtype, source.shape if equal else source.shape[1:]
         )
@@ -237,7 +237,7 @@ class Operations:
             result, filled = out, target
             if filled is None:
                 result = empty_like(array, (sum(rows), *source.shape[1:]))
-                filled = Memory(result, target=True)
+                filled = ArrayMemory(result, target=True)
             elif sum(rows) != filled.shape[0]:
                 raise MismatchError(
                     f"rank {self.rank} expects {filled.shape[0]} rows in all_to_all, those of out, but the ranks send "
@@ -272,7 +272,7 @@ class Operations:
         """
         numbers = np.array([sends, sends], np.int64)  # to give, and what comes
         if self.size > 1:
-            given, taken = (_parts(Memory(row), [1] * self.size) for row in numbers)
+            given, taken = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
             engine, order = self._begin("all_to_all", numbers[0].nbytes, call, sequence)
             engine.all_to_all(order, given, taken, equal=True)
         told: list[int] = numbers[1].tolist()
@@ -296,13 +296,13 @@ class Operations:
             found = self._calls[key] = (call, call.signature)
         return found
 
-    def _reduction(self, memory: Memory, op: str) -> Reduction:
+    def _reduction(self, memory: ArrayMemory, op: str) -> Reduction:
         found = self._reductions.get((memory.dtype, op))
         if found is None:
             found = self._reductions[memory.dtype, op] = self._make_reduction(memory, op)
         return found
 
-    def _make_reduction(self, memory: Memory, op: str) -> Reduction:
+    def _make_reduction(self, memory: ArrayMemory, op: str) -> Reduction:
         dtype = memory.dtype
         if op not in _OPS:
             raise UsageError(f"got op {op!r}, expected one of {', '.join(_OPS)}")
@@ -335,7 +335,7 @@ class Operations:
         return rows
 
     def _gathered(
-        self, source: Memory, sizes: Sequence[int] | None
+        self, source: ArrayMemory, sizes: Sequence[int] | None
     ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
         """Return the rows of every rank, the shape of the whole, and what must be the same on all ranks."""
         own = source.shape or (1,)
@@ -368,11 +368,11 @@ def _named(operation: str, sizes: Sequence[int] | None) -> str:
     return operation if sizes is None else f"{operation} (uneven)"
 
 
-def _area(memory: Memory) -> Area:
+def _area(memory: ArrayMemory) -> Area:
     return Area(memory.address, memory.num_bytes)
 
 
-def _parts(memory: Memory, rows: Sequence[int]) -> list[Area]:
+def _parts(memory: ArrayMemory, rows: Sequence[int]) -> list[Area]:
     total = sum(rows)
     row_bytes = memory.num_bytes // total if total else 0
     areas, address = [], memory.address
@@ -382,8 +382,8 @@ def _parts(memory: Memory, rows: Sequence[int]) -> list[Area]:
     return areas
 
 
-def _matching(out: Any, source: Memory, shape: tuple[int, ...]) -> Memory:
-    target = Memory(out, target=True)
+def _matching(out: Any, source: ArrayMemory, shape: tuple[int, ...]) -> ArrayMemory:
+    target = ArrayMemory(out, target=True)
     if target.dtype != source.dtype or target.shape != tuple(shape):
         raise UsageError(
             f"got out of {target.dtype}{list(target.shape)}, expected {source.dtype}{list(shape)}; leave it out to get "
@@ -392,7 +392,7 @@ def _matching(out: Any, source: Memory, shape: tuple[int, ...]) -> Memory:
     return target
 
 
-def _given_back(target: Memory | None, out: Any) -> Any:
+def _given_back(target: ArrayMemory | None, out: Any) -> Any:
     if target is None:
         return None
     target.give_back()

@@ -13,7 +13,7 @@ from typing_extensions import override
 from paceline.errors import DeadlineError, UsageError
 
 if TYPE_CHECKING:
-    from paceline.collectives.arrays import Memory
+    from paceline.collectives.arrays import ArrayMemory
     from paceline.collectives.p2p.pending import Pending
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class MessageTicket(Ticket):
 
     __slots__ = ("_given_back", "_memory", "_pending", "_timeout")
 
-    def __init__(self, pending: Pending, timeout: timedelta, memory: Memory) -> None:
+    def __init__(self, pending: Pending, timeout: timedelta, memory: ArrayMemory) -> None:
         super().__init__()
         self._pending = pending
         self._timeout = timeout

@@ -19,10 +19,10 @@ import numpy as np
 
 from paceline.collectives.calls import Call
 from paceline.collectives.engine import Area, Engine, Order, Reduction
-from paceline.collectives.network.engine import Network, num_pieces
+from paceline.collectives.network.engine import NetworkEngine, num_pieces
 from paceline.collectives.network.executing import COMBINER
 from paceline.collectives.network.executor import Blocks
-from paceline.collectives.schedules import ALGORITHMS, Link, Receive, Schedule, Send, predict
+from paceline.collectives.schedules import ALGORITHMS, LinkCost, Receive, Schedule, Send, predict
 from paceline.collectives.shared.engine import DIRECT_BYTES, SharedMemory
 from paceline.errors import UsageError
 from paceline.kernels import combine
@@ -158,7 +158,7 @@ class Tuner:
         if operation == "all_to_all":
             num_blocks = size
         block = num_bytes // max(num_blocks, 1)
-        link = Link(self.model.alpha_s, self.model.beta_s_per_byte)
+        link = LinkCost(self.model.alpha_s, self.model.beta_s_per_byte)
         gamma = self.model.gamma_s_per_byte
         return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.hosts)
 
@@ -258,7 +258,7 @@ class Tuner:
         self._agree(network, gamma)
         return Model(alpha, max(seconds - alpha, 1e-9) / num_bytes, float(gamma[0]))
 
-    def _time_shift(self, network: Network, num_bytes: int, repeats: int) -> float:
+    def _time_shift(self, network: NetworkEngine, num_bytes: int, repeats: int) -> float:
         size, rank = self._connections.size, self._connections.rank
         memory = memoryview(bytearray(2 * num_bytes))
         blocks = Blocks([(memory, [num_bytes, num_bytes])])

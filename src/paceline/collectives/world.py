@@ -18,8 +18,8 @@ from paceline.collectives.calls import Call, name_ranks
 from paceline.collectives.engine import Order
 from paceline.collectives.group_names import EndedError, GroupNames, absent
 from paceline.collectives.network import verdicts as _verdicts
-from paceline.collectives.network.engine import Choose, Network
-from paceline.collectives.network.executor import Executor, Status
+from paceline.collectives.network.engine import Choose, NetworkEngine
+from paceline.collectives.network.executor import ScheduleExecutor, Status
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.layered import Layered
 from paceline.collectives.network.mesh import Mesh
@@ -47,7 +47,7 @@ _ASK_S = 1.0
 _MAX_LOOKED_AT = 16
 
 
-class Member(Protocol):
+class JoinedGroup(Protocol):
     """A group, as the world knows it."""
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class World:
             raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
         self.store, self.rank, self.size, self.name = store, rank, size, name
         self.group_names = GroupNames(store, rank, name, self.look_after)
-        self._groups: set[Member] = set()
+        self._groups: set[JoinedGroup] = set()
         self.is_closed = False
         self.node = Node(token, host=host, tls=tls)
         try:
@@ -135,11 +135,11 @@ class World:
                 f"rank {server} died, left or stopped before {what} was made: it serves the store ({error})", (server,)
             ) from error
 
-    def enter(self, group: Member) -> None:
+    def enter(self, group: JoinedGroup) -> None:
         """Take note of a group, which is closed with the world."""
         self._groups.add(group)
 
-    def leave(self, group: Member) -> None:
+    def leave(self, group: JoinedGroup) -> None:
         """Forget a group, which is closed."""
         self._groups.discard(group)
 
@@ -222,8 +222,8 @@ class Connections:
         self._store = PrefixStore(world.store, f"group {name}")
         self.at: tuple[int, Call | None] = (-1, None)
         """The number of the call that is under way and what it is; between calls, that of the last one and None."""
-        self._executor: Executor | None = None
-        self._network: Network | None = None
+        self._executor: ScheduleExecutor | None = None
+        self._network: NetworkEngine | None = None
         self._point_to_point: PointToPoint | None = None
         self._making = threading.Lock()
         self._is_over = False
@@ -247,17 +247,17 @@ class Connections:
         """Whether all ranks can share memory."""
         return len(self.local_ranks) == self.size
 
-    def network(self, choose: Choose) -> Network:
+    def network(self, choose: Choose) -> NetworkEngine:
         """Return the engine that runs schedules, made when it is first asked for."""
         if self._network is None:
             with self._making:
                 self._check_open()
                 mesh = Mesh(self.world.node, self._identity, self.rank, self.infos)
-                self._executor = Executor(mesh, group=self.name, ask=self._ask)
+                self._executor = ScheduleExecutor(mesh, group=self.name, ask=self._ask)
                 layered = None
                 if self._has_layers:
                     layered = Layered(self._executor, self.shared, self.hosts, self.rank)
-                self._network = Network(mesh, self._executor, self.hosts, choose, layered)
+                self._network = NetworkEngine(mesh, self._executor, self.hosts, choose, layered)
         return self._network
 
     def point_to_point(self) -> PointToPoint:
@@ -305,7 +305,7 @@ class Connections:
         """Return an error as the ranks hear of it that await or send messages."""
         if isinstance(error, CollectiveError):
             return error
-        place = _verdicts.Place(self.name, self.rank, self.at[1] or _GIVEN_UP, self.at[0])
+        place = _verdicts.CurrentCall(self.name, self.rank, self.at[1] or _GIVEN_UP, self.at[0])
         return CollectiveError(_verdicts.failed(place, error).message)
 
     def cut(self) -> None:

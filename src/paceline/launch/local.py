@@ -29,7 +29,7 @@ from paceline.transport.security.authentication import check_token
 from .fork_server import CHILD, MALLOC, ForkError, ForkServer, module_command
 from .kernels import prepare_kernels
 from .roles import check_replicas, reach
-from .supervisor import Child, Process, Supervisor, describe_status, spawn
+from .supervisor import Child, ChildProcess, Supervisor, describe_status, spawn
 
 _logger = logging.getLogger(__name__)
 _START_S = 60.0
@@ -81,7 +81,7 @@ class LocalCluster:
         """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
         self._tls = tls
         self._supervisor = Supervisor()
-        self._nodes: dict[str, tuple[str, Process]] = {}  # the servers, by the name they register with
+        self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # the servers, by the name they register with
         self._counting = threading.Lock()
         self._fork_server: ForkServer | None = None
         self._closing = contextlib.ExitStack()
@@ -257,7 +257,7 @@ class LocalCluster:
     def _start_child(self, name: str, options: dict[str, Any]) -> Child:
         return self._supervisor.start(name, partial(self._launch, name, options))
 
-    def _launch(self, name: str, options: dict[str, Any]) -> Process:
+    def _launch(self, name: str, options: dict[str, Any]) -> ChildProcess:
         if self._tls is not None:
             options = {**options, "tls": asdict(self._tls)}
         if options["role"] == "server":
@@ -267,7 +267,7 @@ class LocalCluster:
             self._nodes[options["node"]] = (name, process)
         return process
 
-    def _fork_or_spawn(self, argument: str, *, captured: bool) -> Process:
+    def _fork_or_spawn(self, argument: str, *, captured: bool) -> ChildProcess:
         environment = {**MALLOC, **os.environ, "PACELINE_TOKEN": self.token, "TMPDIR": str(self.scratch)}
         try:
             if self._fork_server is not None:
@@ -281,7 +281,7 @@ class LocalCluster:
     def _keep_scheduler(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
         """Start another scheduler, at the same address, whenever one dies."""
 
-        def replaced(scheduler: Process, status: int) -> None:
+        def replaced(scheduler: ChildProcess, status: int) -> None:
             on_replaced(child.name, status)
             assert scheduler.stdout is not None
             with contextlib.suppress(ValueError):  # closed meanwhile, as the cluster is
@@ -294,7 +294,7 @@ class LocalCluster:
     def _keep_server(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
         """Start another server whenever one dies, to be filled by those that live."""
 
-        def replaced(server: Process, status: int) -> None:
+        def replaced(server: ChildProcess, status: int) -> None:
             on_replaced(child.name, status)
             with self._counting:
                 self.server_restarts += 1
@@ -310,7 +310,7 @@ class LocalCluster:
             raise PeerError("the scheduler did not start; what it said is above")
         return line
 
-    def _tell_address(self, process: Process) -> None:
+    def _tell_address(self, process: ChildProcess) -> None:
         assert process.stdin is not None
         try:
             process.stdin.write(self.scheduler.encode() + b"\n")

@@ -27,7 +27,7 @@ SHORT_LIFE_S = 5.0  # of a process that took another's place: the next one waits
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
-class Process(Protocol):
+class ChildProcess(Protocol):
     """What a supervisor needs of a process; ``subprocess.Popen`` has it."""
 
     pid: int
@@ -44,7 +44,7 @@ class Process(Protocol):
         """Send it a signal, unless it has ended."""
 
 
-Launch = Callable[[], Process]
+Launch = Callable[[], ChildProcess]
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -55,7 +55,7 @@ def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 class Child:
     """A process that a supervisor has started, or the one that took its place."""
 
-    def __init__(self, name: str, process: Process, *, is_foreign: bool) -> None:
+    def __init__(self, name: str, process: ChildProcess, *, is_foreign: bool) -> None:
         self.name = name
         self.process = process
         self.is_foreign = is_foreign
@@ -98,7 +98,9 @@ class Supervisor:
         self.children.append(child)
         return child
 
-    def keep(self, child: Child, launch: Launch, *, most: int, on_replaced: Callable[[Process, int], None]) -> None:
+    def keep(
+        self, child: Child, launch: Launch, *, most: int, on_replaced: Callable[[ChildProcess, int], None]
+    ) -> None:
         """Start another process, by `launch`, in the place of a child's that dies; so often at most, in a thread.
 
         `on_replaced` is called in that thread with the new process and the status of the old one. A status of 0 is no

@@ -1,16 +1,16 @@
 """What a person sees while training runs and when it ends: the progress line, rates, tables of results.
 
 The only package that knows rich. It imports nothing of Paceline's machinery: whoever trains makes a
-:class:`Snapshot` now and then and hands it over.
+:class:`ProgressSnapshot` now and then and hands it over.
 """
 
-from paceline.observe.progress import RateMeter, Snapshot, TrainingProgress
+from paceline.observe.progress import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.observe.table import ResultRow, format_bytes, format_rate, results_table, strategies_table
 
 __all__ = [
+    "ProgressSnapshot",
     "RateMeter",
     "ResultRow",
-    "Snapshot",
     "TrainingProgress",
     "format_bytes",
     "format_rate",

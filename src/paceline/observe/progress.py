@@ -25,7 +25,7 @@ _SAMPLES_A_WINDOW = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class ProgressSnapshot:
     """How far training is and how it goes, at one moment."""
 
     examples: int
@@ -103,8 +103,8 @@ class TrainingProgress:
         self._plain_every_s = plain_every.total_seconds()
         self._clock = clock
         self._lock = threading.Lock()
-        self._snapshot: Snapshot | None = None
-        self._shown: Snapshot | None = None
+        self._snapshot: ProgressSnapshot | None = None
+        self._shown: ProgressSnapshot | None = None
         self._shown_s = self._start_s = 0.0
         self._live: Live | None = None
 
@@ -131,7 +131,7 @@ class TrainingProgress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: ProgressSnapshot) -> None:
         """Show this from now on; costs next to nothing, so call it as often as there is news."""
         with self._lock:
             self._snapshot = snapshot
@@ -147,7 +147,7 @@ class TrainingProgress:
         self._shown, self._shown_s = self._snapshot, self._clock()
         self._console.out(_GAP.join(part for _, part in self._parts(self._snapshot)).strip(), highlight=False)
 
-    def _parts(self, snapshot: Snapshot | None) -> list[tuple[int, str]]:
+    def _parts(self, snapshot: ProgressSnapshot | None) -> list[tuple[int, str]]:
         """What the line says, in order, each with its rank; where there is no room, high ranks go first."""
         elapsed = format_duration(self._clock() - self._start_s)
         if snapshot is None:
@@ -174,7 +174,7 @@ class TrainingProgress:
         parts.append((3, elapsed))
         return parts
 
-    def _fraction(self, snapshot: Snapshot) -> float | None:
+    def _fraction(self, snapshot: ProgressSnapshot) -> float | None:
         fraction = snapshot.done_fraction
         if fraction is None and self._total:
             fraction = snapshot.examples / self._total

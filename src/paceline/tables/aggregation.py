@@ -20,7 +20,7 @@ Push = tuple[Selection, Floats]
 _LARGE_BYTES = 1 << 16
 
 
-class Complete(NamedTuple):
+class IterationPushes(NamedTuple):
     """What was pushed in an iteration that is complete."""
 
     tables: dict[int, list[Push]]
@@ -89,10 +89,10 @@ class IterationBuffer:
             if iteration >= from_iteration:
                 pushes.pop(worker, None)
 
-    def complete(self, iteration: int, workers: Collection[int]) -> Complete:
+    def complete(self, iteration: int, workers: Collection[int]) -> IterationPushes:
         """Take an iteration's pushes: those of `workers`, by rank."""
         pushes = self._pushes.pop(iteration, {})
-        found = Complete({}, {}, 1.0 / len(workers) if self._mean and workers else 1.0)
+        found = IterationPushes({}, {}, 1.0 / len(workers) if self._mean and workers else 1.0)
         for worker in sorted(pushes.keys() & workers, key=lambda worker: (pushes[worker][0], worker)):
             for table, push, top in pushes[worker][1]:
                 found.tables.setdefault(table, []).append(push)

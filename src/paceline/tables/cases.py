@@ -44,10 +44,10 @@ class SparseCase:
         """Return an empty store."""
         return SparseStore(dim=self.dim, rule=self.rule, initializer=self.initializer, seed=7)
 
-    def twin(self) -> reference.SparseTable:
+    def twin(self) -> reference.ReferenceTable:
         """Return an empty reference table."""
         store = self.store()
-        return reference.SparseTable(
+        return reference.ReferenceTable(
             self.dim, store.row_words, self.rule.code, store.parameters, self.initializer.code, seed=7
         )
 

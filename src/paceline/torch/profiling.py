@@ -12,7 +12,7 @@ from torch import Tensor
 is_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-class Event:
+class TracedOperation:
     """One operation, from here to :meth:`end`, which may come in another thread."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:

@@ -17,7 +17,7 @@ import paceline  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.launch.local import LocalCluster  # noqa: E402
 from paceline.protocol import BoundedDelay, Eventual, Sequential  # noqa: E402
-from paceline.torch.embeddings import Embedder, Embedding, ServerTables, find_embeddings  # noqa: E402
+from paceline.torch.embeddings import ClusterTables, Embedder, Embedding, find_embeddings  # noqa: E402
 from paceline.torch.strategies.hybrid import Hybrid  # noqa: E402
 
 _HERE = Path(__file__).parent
@@ -106,7 +106,7 @@ def test_rows_are_asked_for_an_iteration_ahead() -> None:
     ):
         embedding = Embedding(1, initializer=paceline.Zeros())
         optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
-        embedder = Embedder(find_embeddings(embedding), ServerTables(client), optimizer)
+        embedder = Embedder(find_embeddings(embedding), ClusterTables(client), optimizer)
         embedder.step_with(optimizer, tick=client.tick)
         batches = [torch.tensor([7, 8, 20 + number]) for number in range(5)]
         seen = []

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from paceline.collectives.network.links import Link, Links
+from paceline.collectives.network.links import Link, LinkSet
 from paceline.errors import RankLostError
 
 _T = TypeVar("_T")
@@ -48,7 +48,7 @@ class PairLink(Link):
         self.socket.close()
 
 
-class PairLinks(Links):
+class PairLinks(LinkSet):
     """The links of one rank; if they are lazy, both ranks must ask for one."""
 
     def __init__(self, rank: int, size: int, board: _Board) -> None:

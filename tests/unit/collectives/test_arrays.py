@@ -5,26 +5,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.collectives.arrays import Memory, as_array, empty_like, view_bytes
+from paceline.collectives.arrays import ArrayMemory, as_array, empty_like, view_bytes
 from paceline.errors import UsageError
 from paceline.kernels.combine import DTYPES
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bfloat16"])
 def test_every_dtype_is_known_by_its_name(dtype: str) -> None:
-    memory = Memory(np.zeros((2, 3), dtype))
+    memory = ArrayMemory(np.zeros((2, 3), dtype))
     assert (memory.dtype, memory.shape, memory.count) == (dtype, (2, 3), 6)
     assert memory.num_bytes == 6 * memory.item_bytes == 6 * np.dtype(dtype).itemsize
 
 
 @pytest.mark.parametrize("character", "bBhHiIlLqQpefd?")
 def test_every_spelling_of_a_dtype_is_known(character: str) -> None:
-    assert Memory(np.zeros(2, character)).dtype == np.dtype(character).name
+    assert ArrayMemory(np.zeros(2, character)).dtype == np.dtype(character).name
 
 
 def test_contiguous_arrays_are_taken_where_they_lie() -> None:
     array = np.arange(6.0)
-    memory = Memory(array, target=True)
+    memory = ArrayMemory(array, target=True)
     assert memory.address == array.ctypes.data
     view_bytes(memory.address, memory.num_bytes)[:8] = np.array([7.0]).tobytes()
     memory.give_back()
@@ -36,7 +36,7 @@ def test_what_has_gaps_is_copied_and_given_back(way: object) -> None:
     assert callable(way)
     whole = np.zeros((4, 3), np.float32)
     array = way(whole)
-    memory = Memory(array, target=True)
+    memory = ArrayMemory(array, target=True)
     view_bytes(memory.address, memory.num_bytes)[:] = np.arange(array.size, dtype=np.float32).tobytes()
     assert not whole.any()
     memory.give_back()
@@ -45,7 +45,7 @@ def test_what_has_gaps_is_copied_and_given_back(way: object) -> None:
 
 def test_a_source_is_never_written() -> None:
     array = np.arange(6)[::2]
-    memory = Memory(array)
+    memory = ArrayMemory(array)
     view_bytes(memory.address, memory.num_bytes)[:] = bytes(memory.num_bytes)
     memory.give_back()
     assert array.tolist() == [0, 2, 4]
@@ -53,7 +53,7 @@ def test_a_source_is_never_written() -> None:
 
 def test_files_in_memory_are_arrays_too(tmp_path: Path) -> None:
     mapped = np.memmap(tmp_path / "numbers", np.float32, "w+", shape=4)
-    memory = Memory(mapped, target=True)
+    memory = ArrayMemory(mapped, target=True)
     view_bytes(memory.address, memory.num_bytes)[:] = np.ones(4, np.float32).tobytes()
     assert mapped.tolist() == [1, 1, 1, 1]
 
@@ -73,15 +73,15 @@ def test_files_in_memory_are_arrays_too(tmp_path: Path) -> None:
 )
 def test_what_is_no_array_of_numbers_is_refused(array: object, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        Memory(array)
+        ArrayMemory(array)
 
 
 def test_a_read_only_target_is_refused() -> None:
     array = np.zeros(3)
     array.flags.writeable = False
-    Memory(array)
+    ArrayMemory(array)
     with pytest.raises(UsageError, match="read-only"):
-        Memory(array, target=True)
+        ArrayMemory(array, target=True)
 
 
 def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> object:
@@ -92,9 +92,9 @@ def _strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> object:
     ("shape", "strides"), [((2, 3), (0, 4)), ((3, 2), (4, 4)), ((4,), (2,)), ((3, 3), (16, 8)), ((2, 1, 5), (12, 0, 4))]
 )
 def test_a_target_whose_items_share_memory_is_refused(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    Memory(_strided(shape, strides))
+    ArrayMemory(_strided(shape, strides))
     with pytest.raises(UsageError, match="items share memory"):
-        Memory(_strided(shape, strides), target=True)
+        ArrayMemory(_strided(shape, strides), target=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_target_whose_items_share_memory_is_refused(shape: tuple[int, ...], st
 )
 def test_a_target_may_have_gaps_and_items_between_one_another(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     array = _strided(shape, strides)
-    memory = Memory(array, target=True)
+    memory = ArrayMemory(array, target=True)
     values = np.arange(memory.count, dtype=np.float32)
     view_bytes(memory.address, memory.num_bytes)[:] = values.tobytes()
     memory.give_back()

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.collectives.calls import Call
-from paceline.collectives.network.executor import Blocks, Combine, Executor
+from paceline.collectives.network.executor import Blocks, Combine, ScheduleExecutor
 from paceline.collectives.schedules.base import Copy, Receive, Schedule, Send
 from paceline.collectives.schedules.pairwise import all_to_all
 from paceline.collectives.schedules.recursive_doubling import all_reduce as recursive_doubling
@@ -41,10 +41,10 @@ def run_ranks(
     num_calls: int = 1,
     buffer_bytes: int | None = None,
     lazy: bool = False,
-) -> list[Executor]:
+) -> list[ScheduleExecutor]:
     size = len(schedules)
     with open_meshes(size, buffer_bytes=buffer_bytes, lazy=lazy) as meshes:
-        executors = [Executor(links, group="world") for links in meshes]
+        executors = [ScheduleExecutor(links, group="world") for links in meshes]
         item_bytes = np.dtype(dtype).itemsize
 
         def run(rank: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.collectives.calls import Call
-from paceline.collectives.network.executor import Blocks, Combine, Executor, Status
+from paceline.collectives.network.executor import Blocks, Combine, ScheduleExecutor, Status
 from paceline.collectives.schedules.base import Receive, Schedule, Send
 from paceline.collectives.schedules.registry import ALGORITHMS
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError, RankLostError
@@ -37,7 +37,7 @@ def add(target: memoryview, incoming: memoryview, _: bool) -> None:
 
 
 def run(
-    executor: Executor,
+    executor: ScheduleExecutor,
     schedule: Schedule,
     nbytes: int,
     *,
@@ -51,8 +51,10 @@ def run(
     executor.run(schedule, blocks, call=call, sequence=sequence, combine=combine, item_bytes=4, timeout_s=timeout_s)
 
 
-def executors_of(meshes: Sequence[PairLinks], ask: Callable[[int], Status | None] | None = None) -> list[Executor]:
-    return [Executor(mesh, group="world", ask=ask) for mesh in meshes]
+def executors_of(
+    meshes: Sequence[PairLinks], ask: Callable[[int], Status | None] | None = None
+) -> list[ScheduleExecutor]:
+    return [ScheduleExecutor(mesh, group="world", ask=ask) for mesh in meshes]
 
 
 def all_reduces(name: str, size: int) -> list[Schedule]:
@@ -158,7 +160,7 @@ def test_a_rank_that_dies_within_a_message_is_named_by_all(name: str, after_byte
             )
 
 
-def asker(executors: list[Executor], answers: dict[int, Status | None]) -> Callable[[int], Status | None]:
+def asker(executors: list[ScheduleExecutor], answers: dict[int, Status | None]) -> Callable[[int], Status | None]:
     return lambda rank: answers[rank] if rank in answers else executors[rank].status()
 
 
@@ -168,7 +170,7 @@ def asker(executors: list[Executor], answers: dict[int, Status | None]) -> Calla
 def test_a_rank_that_does_not_come_is_named_and_not_its_neighbour(name: str, lazy: bool, silent: bool) -> None:
     size, absent, timeout_s = 5, 2, 0.6
     schedules = all_reduces(name, size)
-    executors: list[Executor] = []
+    executors: list[ScheduleExecutor] = []
     with open_meshes(size, lazy=lazy) as meshes:
         ask = asker(executors, {absent: None if silent else Status(16, None, ())})
         executors += executors_of(meshes, ask)
@@ -188,7 +190,7 @@ def test_a_rank_that_does_not_come_is_named_and_not_its_neighbour(name: str, laz
 def test_without_anybody_to_ask_the_awaited_rank_is_named() -> None:
     schedules = all_reduces("ring", 2)
     with open_meshes(2) as meshes:
-        executor = Executor(meshes[0], group="world")
+        executor = ScheduleExecutor(meshes[0], group="world")
         with pytest.raises(RankLostError, match="rank 1 was waited for in vain") as caught:
             run(executor, schedules[0], 4000, timeout_s=0.3)
         assert caught.value.ranks == (1,)
@@ -298,7 +300,7 @@ def test_the_status_tells_who_is_waited_for() -> None:
     schedules = all_reduces("ring", 2)
     seen: list[Status] = []
     with open_meshes(2) as meshes:
-        executors: list[Executor] = []
+        executors: list[ScheduleExecutor] = []
 
         def ask(_: int) -> Status | None:
             seen.append(executors[0].status())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.collectives.calls import Call
 from paceline.collectives.network.blocks import collide, rest_touches
 from paceline.collectives.network.culprits import Status, find_culprits
-from paceline.collectives.network.frames import Abort, Heads, Kind, Scanner, pack_abort
+from paceline.collectives.network.frames import Abort, Heads, MessageKind, Scanner, pack_abort
 from paceline.errors import ProtocolError
 
 CALL = Call("barrier")
@@ -57,7 +57,7 @@ def test_messages_are_found_however_they_are_cut(bodies: list[int], cuts: list[i
         at += cuts[index % len(cuts)]
         index += 1
     assert [frame.header.nbytes for frame in scanner.frames] == [*bodies, 0]
-    assert scanner.frames[-1].header.kind == Kind.ABORT
+    assert scanner.frames[-1].header.kind == MessageKind.ABORT
 
 
 def test_a_scanner_may_begin_within_a_body() -> None:

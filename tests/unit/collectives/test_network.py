@@ -9,9 +9,9 @@ import pytest
 
 from paceline.collectives.calls import Call
 from paceline.collectives.engine import Area, Order, Reduction
-from paceline.collectives.network.engine import Network
-from paceline.collectives.network.executor import Executor
-from paceline.collectives.network.links import Links
+from paceline.collectives.network.engine import NetworkEngine
+from paceline.collectives.network.executor import ScheduleExecutor
+from paceline.collectives.network.links import LinkSet
 from paceline.collectives.schedules import ALGORITHMS
 from paceline.kernels import combine
 
@@ -29,9 +29,9 @@ def test_every_schedule_reduces_and_scales(algorithm: str, size: int) -> None:
     sources = [np.full(1001, rank, np.float16) for rank in range(size)]
     targets = [np.zeros(1001, np.float16) for _ in range(size)]
 
-    def reduce(meshes: Sequence[Links], rank: int) -> None:
-        executor = Executor(meshes[rank], group="g")
-        network = Network(meshes[rank], executor, [0] * size, lambda collective, num_bytes: "ring")
+    def reduce(meshes: Sequence[LinkSet], rank: int) -> None:
+        executor = ScheduleExecutor(meshes[rank], group="g")
+        network = NetworkEngine(meshes[rank], executor, [0] * size, lambda collective, num_bytes: "ring")
         reduction = Reduction(combine.combiner("float16"), combine.SUM, 1.0 / size, 2)
         given, taken = (Area(each[rank].ctypes.data, each[rank].nbytes) for each in (sources, targets))
         network.all_reduce(order(algorithm), given, taken, reduction)

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.collectives.calls import Call
 from paceline.collectives.network.faults import unpack_abort
-from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Frame, Kind, unpack_header
-from paceline.collectives.network.verdicts import Place, unexpected
+from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Head, MessageKind, unpack_header
+from paceline.collectives.network.verdicts import CurrentCall, unexpected
 from paceline.collectives.p2p.pending import ABORT, pack
 from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Outgoing
@@ -24,14 +24,14 @@ DEEP = b"\x91" * 100_000
 
 @pytest.mark.parametrize("data", [NO_TEXT, DEEP, b"\xdd\xff\xff\xff\xff"], ids=["no text", "deep", "huge count"])
 def test_text_that_is_none(data: bytes) -> None:
-    header = unpack_header(HEADER.pack(MAGIC, WIRE_VERSION, Kind.ABORT, len(data), 3, 0, 0))
+    header = unpack_header(HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(data), 3, 0, 0))
     with pytest.raises(ProtocolError, match="cannot be read"):
-        unpack_abort(Frame(header, data))
+        unpack_abort(Head(header, data))
     with pytest.raises(ProtocolError, match="cannot be read"):
         NodeInfo.decode(data)
     with pytest.raises(ProtocolError, match="cannot be read"):
         decode_request(data)
-    abort = unexpected(Place("g", 0, Call("barrier"), 3), 1, Frame(header, data))
+    abort = unexpected(CurrentCall("g", 0, Call("barrier"), 3), 1, Head(header, data))
     assert "what rank 1 sent during barrier(), call 3 of group 'g' cannot be read" in abort.message
 
 

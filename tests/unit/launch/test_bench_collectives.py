@@ -10,9 +10,9 @@ from paceline.bench.buffers import Buffers
 from paceline.bench.collectives import (
     DEFAULT_SIZES,
     OPS,
+    BenchPlan,
     Measurement,
     Others,
-    Plan,
     bench_collectives,
     choose_peers,
     format_absent,
@@ -71,17 +71,17 @@ def test_sizes_fit_the_operation() -> None:
 
 def test_wrong_plans_are_refused() -> None:
     with pytest.raises(UsageError, match="--op all_redcue: expected one of all_reduce, "):
-        Plan(op="all_redcue", sizes=(4,))
+        BenchPlan(op="all_redcue", sizes=(4,))
     with pytest.raises(UsageError, match="--dtype float8: expected one of float32, "):
-        Plan(dtype="float8", sizes=(4,))
+        BenchPlan(dtype="float8", sizes=(4,))
     with pytest.raises(UsageError, match="--ranks 1: expected at least 2"):
-        Plan(ranks=1, sizes=(4,))
+        BenchPlan(ranks=1, sizes=(4,))
     with pytest.raises(UsageError, match="--peer nccl: expected one of paceline, gloo, mpi"):
         choose_peers(["nccl"])
     with pytest.raises(UsageError, match="of memory for 1048576G, of which"):
-        next(bench_collectives(Plan(sizes=(1 << 50,), peers=("paceline",))))
+        next(bench_collectives(BenchPlan(sizes=(1 << 50,), peers=("paceline",))))
     with pytest.raises(UsageError, match=r"^1000000 ranks need about 62500\.0 GiB of memory for 4, of which"):
-        next(bench_collectives(Plan(ranks=1_000_000, sizes=(4,), peers=("paceline",))))
+        next(bench_collectives(BenchPlan(ranks=1_000_000, sizes=(4,), peers=("paceline",))))
 
 
 def test_ours_is_always_among_the_peers() -> None:
@@ -112,7 +112,7 @@ def test_json_has_these_keys() -> None:
 
 
 def test_what_was_measured_is_said() -> None:
-    text = format_footer(Plan(ranks=4, sizes=(4,)), 0.125)
+    text = format_footer(BenchPlan(ranks=4, sizes=(4,)), 0.125)
     assert text.startswith("all_reduce of float32, in place; 4 ranks on ")
     assert "Medians over 9 interleaved rounds" in text
     assert "Others took 12% of the cores' time" in text

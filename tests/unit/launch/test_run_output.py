@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.run.blame import (
-    Failure,
+    RankFailure,
     Recent,
     Tracebacks,
     choose_culprit,
@@ -75,11 +75,11 @@ class TestLines:
 
 class TestBlame:
     def test_the_first_that_failed_by_itself(self) -> None:
-        lost, own = Failure(0, 1, tuple(LOST)), Failure(1, 1, tuple(OWN))
+        lost, own = RankFailure(0, 1, tuple(LOST)), RankFailure(1, 1, tuple(OWN))
         assert choose_culprit([lost, own]) is own
         assert choose_culprit([lost]) is None
-        assert choose_culprit([Failure(2, -9, tuple(LOST)), own]).rank == 2  # type: ignore[union-attr]
-        assert choose_culprit([Failure(2, 3, ()), own]).rank == 2  # type: ignore[union-attr]
+        assert choose_culprit([RankFailure(2, -9, tuple(LOST)), own]).rank == 2  # type: ignore[union-attr]
+        assert choose_culprit([RankFailure(2, 3, ()), own]).rank == 2  # type: ignore[union-attr]
 
     def test_consequences(self) -> None:
         for text in (
@@ -88,25 +88,25 @@ class TestBlame:
             b"paceline.errors.ConnectionLostError: x",
             b"RuntimeError: [/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
         ):
-            assert is_consequence(Failure(0, 1, tuple(traceback(text)))), text
+            assert is_consequence(RankFailure(0, 1, tuple(traceback(text)))), text
         for text in (b"paceline.errors.MismatchError: x", b"KeyError: 'RankLostError'", b"MyRankLostError: x"):
-            assert not is_consequence(Failure(0, 1, tuple(traceback(text)))), text
+            assert not is_consequence(RankFailure(0, 1, tuple(traceback(text)))), text
 
     def test_of_a_chain_the_first_counts(self) -> None:
         chain = [b"", b"During handling of the above exception, another exception occurred:", b""]
-        assert is_consequence(Failure(0, 1, tuple(LOST + chain + OWN)))
-        assert not is_consequence(Failure(0, 1, tuple(OWN + chain + LOST)))
-        assert not is_consequence(Failure(0, 1, (*LOST, b"went on", *OWN)))
+        assert is_consequence(RankFailure(0, 1, tuple(LOST + chain + OWN)))
+        assert not is_consequence(RankFailure(0, 1, tuple(OWN + chain + LOST)))
+        assert not is_consequence(RankFailure(0, 1, (*LOST, b"went on", *OWN)))
         assert last_words([b"before", *OWN, *chain, *LOST, b"after"]) == [*OWN, *chain, *LOST, b"after"]
         assert last_words([*LOST, b"went on", *OWN]) == OWN
 
     def test_what_is_said_in_the_end(self) -> None:
-        told = describe_failure(Failure(1, 1, tuple(OWN)), world_size=4, seconds=12.3, num_held=7, log_dir=None)
+        told = describe_failure(RankFailure(1, 1, tuple(OWN)), world_size=4, seconds=12.3, num_held=7, log_dir=None)
         assert told.startswith(
             b"paceline run: rank 1 of 4 failed with exit status 1 after 12 s; the others were ended; 7"
         )
         assert told.endswith(b"What it said last:\n" + b"\n".join(OWN) + b"\n")
-        told = describe_failure(Failure(1, -11, ()), world_size=2, seconds=1.0, num_held=0, log_dir=None)
+        told = describe_failure(RankFailure(1, -11, ()), world_size=2, seconds=1.0, num_held=0, log_dir=None)
         assert b"was killed by SIGSEGV after 1.0 s" in told
         assert (exit_status(-9), exit_status(3)) == (137, 3)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from paceline.launch.supervisor import Process, Supervisor, spawn
+from paceline.launch.supervisor import ChildProcess, Supervisor, spawn
 
 PATIENCE_S = 20.0
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
@@ -33,11 +33,11 @@ def supervisor() -> Iterator[Supervisor]:
     supervisor.close(0.1)
 
 
-def python(text: str) -> Process:
+def python(text: str) -> ChildProcess:
     return spawn([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def hear(process: Process) -> bytes:
+def hear(process: ChildProcess) -> bytes:
     assert process.stdout is not None
     return process.stdout.readline()
 

@@ -10,11 +10,11 @@ from datetime import timedelta
 import pytest
 from rich.console import Console
 
-from paceline.observe import RateMeter, Snapshot, TrainingProgress
+from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
-SNAPSHOT = Snapshot(
+SNAPSHOT = ProgressSnapshot(
     done_fraction=0.5,
     examples=500_000,
     examples_per_s=312345.0,
@@ -41,7 +41,7 @@ def console_for(terminal: bool, width: int = 140) -> tuple[Console, io.StringIO]
     return Console(file=file, force_terminal=terminal, width=width, _environ=environ), file
 
 
-def on_terminal(snapshot: Snapshot, width: int = 140, total: int | None = None) -> str:
+def on_terminal(snapshot: ProgressSnapshot, width: int = 140, total: int | None = None) -> str:
     """The line that stays on a terminal of this width."""
     console, file = console_for(True, width)
     with TrainingProgress(console, total, clock=Clock()) as progress:
@@ -72,7 +72,7 @@ def test_on_a_narrow_terminal_the_log_loss_stays_longest() -> None:
 
 
 def test_progress_is_counted_in_examples_where_no_fraction_is_given() -> None:
-    snapshot = Snapshot(examples=250, examples_per_s=10.0)
+    snapshot = ProgressSnapshot(examples=250, examples_per_s=10.0)
     assert " 25%" in on_terminal(snapshot, total=1000)
     assert "100%" in on_terminal(snapshot, total=10)
     unknown = on_terminal(snapshot)
@@ -122,7 +122,7 @@ def test_elsewhere_a_plain_line_comes_every_few_seconds() -> None:
     clock = Clock()
     with TrainingProgress(console, clock=clock, plain_every=timedelta(seconds=5)) as progress:
         for examples in range(1000, 1121, 10):  # 13 updates, a second apart
-            progress.update(Snapshot(examples=examples, examples_per_s=10.0, log_loss=0.5))
+            progress.update(ProgressSnapshot(examples=examples, examples_per_s=10.0, log_loss=0.5))
             clock.now_s += 1
     lines = file.getvalue().splitlines()
     assert [line.rpartition("  ")[2] for line in lines] == ["0:00", "0:05", "0:10", "0:13"]

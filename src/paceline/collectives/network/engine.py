@@ -11,9 +11,9 @@ from typing_extensions import override
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.network.executing import execute, scale
-from paceline.collectives.network.executor import Blocks, Executor
+from paceline.collectives.network.executor import Blocks, ScheduleExecutor
 from paceline.collectives.network.layered import Layered
-from paceline.collectives.network.links import Links
+from paceline.collectives.network.links import LinkSet
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 
 _PIECE_BYTES: Final = 1 << 18
@@ -23,11 +23,16 @@ Choose = Callable[[str, int], str]
 """From a collective and a number of bytes to the name of an algorithm."""
 
 
-class Network(Engine):
+class NetworkEngine(Engine):
     """Ranks that are connected by links."""
 
     def __init__(
-        self, links: Links, executor: Executor, hosts: Sequence[int], choose: Choose, layered: Layered | None = None
+        self,
+        links: LinkSet,
+        executor: ScheduleExecutor,
+        hosts: Sequence[int],
+        choose: Choose,
+        layered: Layered | None = None,
     ) -> None:
         """`hosts`: the number of the host of every rank; `layered`: does hierarchical all-reduces, if it is given."""
         self.rank, self.size = links.rank, links.size

@@ -6,7 +6,7 @@ import ctypes
 from typing import Final
 
 from paceline.collectives.engine import Area, Order, Reduction
-from paceline.collectives.network.executor import Blocks, Combine, Executor
+from paceline.collectives.network.executor import Blocks, Combine, ScheduleExecutor
 from paceline.collectives.schedules import Schedule
 
 COMBINER: Final = ctypes.CFUNCTYPE(
@@ -15,7 +15,9 @@ COMBINER: Final = ctypes.CFUNCTYPE(
 """The functions of `kernels.combine`."""
 
 
-def execute(executor: Executor, order: Order, schedule: Schedule, blocks: Blocks, reduction: Reduction | None) -> None:
+def execute(
+    executor: ScheduleExecutor, order: Order, schedule: Schedule, blocks: Blocks, reduction: Reduction | None
+) -> None:
     """Run this rank's part of a schedule. The result of a mean is yet to be scaled."""
     executor.run(
         schedule,

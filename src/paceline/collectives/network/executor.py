@@ -1,7 +1,7 @@
 """Runs one rank's part of a collective schedule on non-blocking links, and gives up together with the others.
 
-One thread runs calls, one at a time; :meth:`Executor.status` may be called from any. The loop is in ``_round_loop``,
-messages in ``_sending`` and ``_receiving``, the fault case in ``_faults``, ``_verdicts`` and ``_culprits``.
+One thread runs calls, one at a time; :meth:`ScheduleExecutor.status` may be called from any. The loop is in
+``round_loop``, messages in ``sending`` and ``receiving``, the fault case in ``faults``, ``verdicts`` and ``culprits``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.blocks import Blocks
 from paceline.collectives.network.culprits import Ask, Status
 from paceline.collectives.network.faults import find_abort, read_frame, spread, unpack_abort
-from paceline.collectives.network.frames import Abort, Heads, Kind
-from paceline.collectives.network.links import Links
+from paceline.collectives.network.frames import Abort, Heads, MessageKind
+from paceline.collectives.network.links import LinkSet
 from paceline.collectives.network.patience import GIVE_UP_S, Disagreement, GivenUp, Patience, TooLate
-from paceline.collectives.network.peers import LinkBroken, Peer, UnexpectedMessage
+from paceline.collectives.network.peers import LinkBroken, PeerMessages, UnexpectedMessage
 from paceline.collectives.network.receiving import Combine, Scratch
 from paceline.collectives.network.round_loop import RoundLoop
-from paceline.collectives.network.rounds import Planner
-from paceline.collectives.network.verdicts import Place
+from paceline.collectives.network.rounds import RoundPlanner
+from paceline.collectives.network.verdicts import CurrentCall
 from paceline.collectives.schedules.base import Copy, Schedule
 from paceline.errors import CollectiveError, GroupClosedError, ProtocolError, RankLostError
 
-__all__ = ["Ask", "Blocks", "Combine", "Executor", "Status"]
+__all__ = ["Ask", "Blocks", "Combine", "ScheduleExecutor", "Status"]
 
 _LAST_WORDS_S: Final = 0.2
 """How long an ABORT is looked for on a link that has broken, and sent when the time of the call is over."""
@@ -35,15 +35,15 @@ _CONNECT_S: Final = 2.5
 """How long a connection is awaited before the other links are looked at."""
 
 
-class Executor:
+class ScheduleExecutor:
     """Runs the calls of one rank of a group, until one fails: then the group is over."""
 
-    def __init__(self, links: Links, *, group: str, ask: Ask | None = None) -> None:
+    def __init__(self, links: LinkSet, *, group: str, ask: Ask | None = None) -> None:
         """``ask`` asks a rank where it is, for the case that a call does not finish in time."""
         self._links = links
         self._group = group
         self._ask = ask
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, PeerMessages] = {}
         self._linked: dict[int, Schedule] = {}
         """By ``id``, the schedules whose links are made; they are kept, so that an ``id`` stays theirs."""
         self._loop = RoundLoop()
@@ -78,7 +78,7 @@ class Executor:
         if self._failure:
             raise GroupClosedError(f"group {self._group!r} refuses further work since a call failed: {self._failure}")
         self._status = Status(sequence, call, ())
-        place = Place(self._group, self._links.rank, call, sequence)
+        place = CurrentCall(self._group, self._links.rank, call, sequence)
         patience = Patience(timeout_s, self._ask, self._links, self._wait_for, call, sequence, self._interrupted)
         try:
             self._run(schedule, blocks, Heads(call, sequence), combine, item_bytes, patience)
@@ -96,7 +96,7 @@ class Executor:
     def abort(self, call: Call, sequence: int, error: BaseException) -> None:
         """Give up a call outside :meth:`run`: the ranks linked to this one raise, as if it had failed in it."""
         if not self._failure:
-            place = Place(self._group, self._links.rank, call, sequence)
+            place = CurrentCall(self._group, self._links.rank, call, sequence)
             self._give_up(_verdicts.of_error(place, error), (), time.monotonic() + GIVE_UP_S)
 
     def _run(
@@ -116,10 +116,10 @@ class Executor:
                 self._linked.clear()
             self._linked[id(schedule)] = schedule
 
-        def peer(rank: int) -> Peer:
+        def peer(rank: int) -> PeerMessages:
             return self._peers[rank]
 
-        planner = Planner(self._links.rank, heads, blocks, combine, item_bytes, self._scratch, peer)
+        planner = RoundPlanner(self._links.rank, heads, blocks, combine, item_bytes, self._scratch, peer)
         for actions in schedule.rounds:
             self._loop.finish(planner.begin(actions), patience.wake)
 
@@ -135,7 +135,7 @@ class Executor:
             while rank not in self._peers:
                 until = min(patience.wait_for((rank,)), time.monotonic() + _CONNECT_S)
                 try:
-                    self._peers[rank] = Peer(self._links.link(rank, until))
+                    self._peers[rank] = PeerMessages(self._links.link(rank, until))
                 except RankLostError as error:
                     if time.monotonic() < until - 0.05:
                         raise _LostError(error.ranks or (rank,)) from error
@@ -150,7 +150,7 @@ class Executor:
 
     def _fail(
         self,
-        place: Place,
+        place: CurrentCall,
         signal: UnexpectedMessage | LinkBroken | _LostError | TooLate | Disagreement | GivenUp,
         patience: Patience,
     ) -> NoReturn:
@@ -175,13 +175,13 @@ class Executor:
         self._give_up(abort, heard, min(now + GIVE_UP_S, max(patience.deadline, now + _LAST_WORDS_S)))
         raise _verdicts.to_error(abort, self._group) from signal.__cause__
 
-    def _explain(self, place: Place, peer: Peer) -> tuple[Abort, Sequence[int]]:
+    def _explain(self, place: CurrentCall, peer: PeerMessages) -> tuple[Abort, Sequence[int]]:
         """Read what came instead of what was awaited."""
         try:
             frame = read_frame(peer, time.monotonic() + GIVE_UP_S)
             if frame is None:
                 return _verdicts.lost(place, (peer.rank,)), (peer.rank,)
-            if frame.header.kind == Kind.ABORT:
+            if frame.header.kind == MessageKind.ABORT:
                 return _verdicts.received(place, unpack_abort(frame)), (peer.rank,)
             return _verdicts.unexpected(place, peer.rank, frame), ()
         except ProtocolError as error:
@@ -190,7 +190,7 @@ class Executor:
     def _give_up(self, abort: Abort, heard: Collection[int], deadline: float) -> None:
         self._failure = str(_verdicts.to_error(abort, self._group))
         try:
-            peers = [self._peers.get(link.rank) or Peer(link) for link in self._links.connected()]
+            peers = [self._peers.get(link.rank) or PeerMessages(link) for link in self._links.connected()]
             spread(abort, peers, has_come=heard, deadline=deadline)
         finally:
             self._links.close()

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from paceline.collectives.network.frames import Abort, Frame, Kind, pack_abort
-from paceline.collectives.network.peers import Peer
+from paceline.collectives.network.frames import Abort, Head, MessageKind, pack_abort
+from paceline.collectives.network.peers import PeerMessages
 from paceline.errors import PacelineError, ProtocolError
 from paceline.transport.decoding import UNREADABLE, known
 
@@ -25,7 +25,7 @@ _CHUNK_BYTES = 1 << 17
 _NUM_CHUNKS = 16  # from one link, before others get their turn
 
 
-def read_frame(peer: Peer, deadline: float) -> Frame | None:
+def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
     """Return the next message of a link without its body, or None if it ends or does not come.
 
     Raises ProtocolError on bytes that are no message.
@@ -46,18 +46,18 @@ def read_frame(peer: Peer, deadline: float) -> Frame | None:
     return scanner.frames.popleft()
 
 
-def find_abort(peer: Peer, deadline: float) -> Abort | None:
+def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
     """Return the ABORT that a link whose other end has gone may still hold."""
     try:
         while (frame := read_frame(peer, deadline)) is not None:
-            if frame.header.kind == Kind.ABORT:
+            if frame.header.kind == MessageKind.ABORT:
                 return unpack_abort(frame)
     except ProtocolError:
         pass
     return None
 
 
-def unpack_abort(frame: Frame) -> Abort:
+def unpack_abort(frame: Head) -> Abort:
     """Return the ABORT of a message; raise ProtocolError if it is none."""
     try:
         return msgspec.msgpack.decode(frame.text, type=known(Abort))
@@ -65,7 +65,7 @@ def unpack_abort(frame: Frame) -> Abort:
         raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
 
 
-def spread(abort: Abort, peers: Iterable[Peer], *, has_come: Iterable[int], deadline: float) -> None:
+def spread(abort: Abort, peers: Iterable[PeerMessages], *, has_come: Iterable[int], deadline: float) -> None:
     """Send an ABORT on all links, and read them until theirs come back.
 
     From the ranks in ``has_come`` nothing more is awaited: theirs is here, or they are lost.
@@ -94,7 +94,7 @@ def spread(abort: Abort, peers: Iterable[Peer], *, has_come: Iterable[int], dead
 class _Leaving:
     """One link in its last moments."""
 
-    def __init__(self, peer: Peer, frame: bytes, awaits: bool) -> None:
+    def __init__(self, peer: PeerMessages, frame: bytes, awaits: bool) -> None:
         self._peer = peer
         self._awaits = awaits
         self._is_readable = True
@@ -141,7 +141,7 @@ class _Leaving:
             return
         for _ in range(_NUM_CHUNKS):
             while self._scanner.frames:
-                if self._scanner.frames.popleft().header.kind == Kind.ABORT:
+                if self._scanner.frames.popleft().header.kind == MessageKind.ABORT:
                     self._awaits = self._is_readable = False
                     return
             count = self._peer.link.receive_some(self._chunk)

@@ -34,7 +34,7 @@ MAX_HEAD_BYTES: Final = 1 << 12
 _ALIGNMENT: Final = 16
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is."""
 
     DATA = 1
@@ -54,7 +54,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
     sequence: int
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """The header of a message."""
 
     magic: int
@@ -66,10 +66,10 @@ class Header(NamedTuple):
     nbytes: int
 
 
-class Frame(NamedTuple):
+class Head(NamedTuple):
     """A message without its body."""
 
-    header: Header
+    header: MessageHeader
     text: bytes
 
 
@@ -100,7 +100,7 @@ class Scanner:
     """Reads a link in the fault case: whole heads out, bodies skipped."""
 
     def __init__(self, skip: int = 0) -> None:
-        self.frames: deque[Frame] = deque()
+        self.frames: deque[Head] = deque()
         self._skip = skip
         self._held = bytearray()
 
@@ -115,16 +115,20 @@ class Scanner:
             size = HEADER_BYTES + header.text_bytes + _num_pads(header.text_bytes)
             if len(held) < size:
                 return
-            self.frames.append(Frame(header, bytes(held[HEADER_BYTES : HEADER_BYTES + header.text_bytes])))
+            self.frames.append(Head(header, bytes(held[HEADER_BYTES : HEADER_BYTES + header.text_bytes])))
             used = min(header.nbytes, len(held) - size)
             self._skip = header.nbytes - used
             del held[: size + used]
 
 
-def unpack_header(buffer: bytes | bytearray | memoryview) -> Header:
+def unpack_header(buffer: bytes | bytearray | memoryview) -> MessageHeader:
     """Read a header; raise ProtocolError on one that is not ours."""
-    header = Header._make(HEADER.unpack_from(buffer))
-    if header.magic != MAGIC or header.version != WIRE_VERSION or header.kind not in (Kind.DATA, Kind.ABORT):
+    header = MessageHeader._make(HEADER.unpack_from(buffer))
+    if (
+        header.magic != MAGIC
+        or header.version != WIRE_VERSION
+        or header.kind not in (MessageKind.DATA, MessageKind.ABORT)
+    ):
         raise ProtocolError(
             f"got magic {header.magic:#06x}, version {header.version} and kind {header.kind} where a message of a "
             f"collective (magic {MAGIC:#06x}, version {WIRE_VERSION}) should begin"
@@ -137,7 +141,7 @@ def unpack_header(buffer: bytes | bytearray | memoryview) -> Header:
 def pack_abort(abort: Abort) -> bytes:
     """Return the message."""
     text = msgspec.msgpack.encode(abort)
-    return HEADER.pack(MAGIC, WIRE_VERSION, Kind.ABORT, len(text), abort.sequence, 0, 0) + _pad(text)
+    return HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(text), abort.sequence, 0, 0) + _pad(text)
 
 
 @functools.lru_cache(maxsize=1024)

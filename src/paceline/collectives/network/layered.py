@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from paceline.collectives.arrays import view_bytes
 from paceline.collectives.engine import Area, Order, Reduction, copy
 from paceline.collectives.network.executing import execute, scale
-from paceline.collectives.network.executor import Blocks, Executor
+from paceline.collectives.network.executor import Blocks, ScheduleExecutor
 from paceline.collectives.schedules import ALGORITHMS, Schedule
 from paceline.collectives.schedules.base import renamed
 from paceline.collectives.shared.engine import SharedMemory
@@ -20,7 +20,9 @@ from paceline.collectives.shared.engine import SharedMemory
 class Layered:
     """All-reduce for ranks on several hosts; other collectives are the network's."""
 
-    def __init__(self, executor: Executor, shared: SharedMemory | None, hosts: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, executor: ScheduleExecutor, shared: SharedMemory | None, hosts: Sequence[int], rank: int
+    ) -> None:
         """`shared`: with the ranks of this host; None where there are none."""
         self._executor, self._shared = executor, shared
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]

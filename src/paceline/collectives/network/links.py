@@ -35,7 +35,7 @@ class Link(ABC):
         """Close the connection; the other end then finds its end. Idempotent."""
 
 
-class Links(ABC):
+class LinkSet(ABC):
     """The links of one rank to the others of its group, each made when it is first asked for."""
 
     rank: int

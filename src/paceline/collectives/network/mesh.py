@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from paceline.collectives.network.links import Link, Links
+from paceline.collectives.network.links import Link, LinkSet
 from paceline.collectives.rendezvous.node import Node, NodeInfo, Purpose
 from paceline.errors import (
     AddressError,
@@ -84,7 +84,7 @@ def connection_closed(rank: int, error: OSError | None) -> RankLostError:
     )
 
 
-class Mesh(Links):
+class Mesh(LinkSet):
     """The links of one rank. Of two ranks the lower connects and the higher accepts, when both first need to."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Final
 from paceline.collectives.calls import Call
 from paceline.collectives.network.culprits import Ask, Search, find_culprits, given_up
 from paceline.collectives.network.frames import Abort
-from paceline.collectives.network.links import Links
+from paceline.collectives.network.links import LinkSet
 from paceline.collectives.network.rounds import Round
 
 GIVE_UP_S: Final = 1.0
@@ -58,7 +58,7 @@ class Patience:
         self,
         timeout_s: float,
         ask: Ask | None,
-        links: Links,
+        links: LinkSet,
         tell: Callable[[tuple[int, ...]], None],
         call: Call,
         sequence: int,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from paceline.collectives.network.frames import HEADER_BYTES, MAX_HEAD_BYTES, Kind, Scanner, unpack_header
+from paceline.collectives.network.frames import HEADER_BYTES, MAX_HEAD_BYTES, MessageKind, Scanner, unpack_header
 from paceline.collectives.network.links import Link
 from paceline.errors import ProtocolError, RankLostError
 
 if TYPE_CHECKING:
-    from paceline.collectives.network.receiving import Incoming
-    from paceline.collectives.network.sending import Outgoing
+    from paceline.collectives.network.receiving import IncomingMessage
+    from paceline.collectives.network.sending import OutgoingMessage
 
 SMALL_BYTES: Final = 1 << 13
 """A body up to this size is received together with its head, by one system call."""
@@ -22,7 +22,7 @@ SMALL_BYTES: Final = 1 << 13
 class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
     """A peer sent another head than the one awaited."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
         self.peer = peer
 
@@ -30,12 +30,12 @@ class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, wh
 class LinkBroken(Exception):  # noqa: N818
     """A link has ended or broken."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
         self.peer = peer
 
 
-class Peer:
+class PeerMessages:
     """One link: the messages that are to go and to come on it, and the head that has come so far."""
 
     __slots__ = ("got", "link", "rank", "receives", "scanner", "sends", "stage")
@@ -43,8 +43,8 @@ class Peer:
     def __init__(self, link: Link) -> None:
         self.rank = link.rank
         self.link = link
-        self.sends: deque[Outgoing] = deque()
-        self.receives: deque[Incoming] = deque()
+        self.sends: deque[OutgoingMessage] = deque()
+        self.receives: deque[IncomingMessage] = deque()
         self.stage = np.empty(MAX_HEAD_BYTES + SMALL_BYTES, np.uint8).data
         self.got = 0
         self.scanner: Scanner | None = None
@@ -121,6 +121,6 @@ class Peer:
 
     def _is_data(self) -> bool:
         try:
-            return unpack_header(self.stage).kind == Kind.DATA
+            return unpack_header(self.stage).kind == MessageKind.DATA
         except ProtocolError:
             return False

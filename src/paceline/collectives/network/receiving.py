@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.collectives.network.blocks import Ranges, rest_touches
 from paceline.collectives.network.frames import HEADER_BYTES
-from paceline.collectives.network.peers import SMALL_BYTES, Peer, UnexpectedMessage
+from paceline.collectives.network.peers import SMALL_BYTES, PeerMessages, UnexpectedMessage
 from paceline.collectives.network.sending import Blocker
 
 Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
@@ -50,7 +50,7 @@ class Scratch:
             self._pieces.append(piece)
 
 
-class Incoming:
+class IncomingMessage:
     """One message that is awaited."""
 
     __slots__ = (
@@ -79,7 +79,7 @@ class Incoming:
 
     def __init__(
         self,
-        peer: Peer,
+        peer: PeerMessages,
         head: bytes,
         views: list[memoryview],
         ranges: Ranges,

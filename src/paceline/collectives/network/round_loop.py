@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.collectives.network.peers import Peer
+from paceline.collectives.network.peers import PeerMessages
 from paceline.collectives.network.rounds import Round
 from paceline.errors import GroupClosedError
 from paceline.transport.spinning import Spinner
@@ -32,8 +32,8 @@ class RoundLoop:
         Before each sleep ``wake`` is told what is open; it returns by when (``time.monotonic``) it wants to be asked
         again, or raises.
         """
-        sending: Sequence[Peer] = round_.sending
-        receiving: Sequence[Peer] = round_.receiving
+        sending: Sequence[PeerMessages] = round_.sending
+        receiving: Sequence[PeerMessages] = round_.receiving
         while True:
             if _advance(round_, sending, receiving):
                 round_.prune()
@@ -45,7 +45,9 @@ class RoundLoop:
             else:
                 sending, receiving = self._wait(round_, wake)
 
-    def _wait(self, round_: Round, wake: Callable[[Round], float]) -> tuple[Sequence[Peer], Sequence[Peer]]:
+    def _wait(
+        self, round_: Round, wake: Callable[[Round], float]
+    ) -> tuple[Sequence[PeerMessages], Sequence[PeerMessages]]:
         everything = round_.sending, round_.receiving
         look: Callable[[int], list[tuple[int, int]]]
         if len(round_.sending) + len(round_.receiving) <= _MAX_TRIED:
@@ -87,7 +89,7 @@ class RoundLoop:
                 watched[fd] = events
 
 
-def _advance(round_: Round, sending: Sequence[Peer], receiving: Sequence[Peer]) -> bool:
+def _advance(round_: Round, sending: Sequence[PeerMessages], receiving: Sequence[PeerMessages]) -> bool:
     moved = False
     for peer in sending:
         if peer.push():
@@ -101,7 +103,7 @@ def _advance(round_: Round, sending: Sequence[Peer], receiving: Sequence[Peer]) 
     return moved
 
 
-def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[Peer], Sequence[Peer]]:
+def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[PeerMessages], Sequence[PeerMessages]]:
     """Return the peers to be tried."""
     happened = dict(events)
     sending = [peer for peer in round_.sending if happened.get(peer.link.fileno(), 0) & ~_IN]

@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 from paceline.collectives.network.blocks import Blocks, Ranges, collide, scatter
 from paceline.collectives.network.frames import Heads
-from paceline.collectives.network.peers import Peer
-from paceline.collectives.network.receiving import Combine, Incoming, Scratch
-from paceline.collectives.network.sending import Blocker, LateCopy, Outgoing
+from paceline.collectives.network.peers import PeerMessages
+from paceline.collectives.network.receiving import Combine, IncomingMessage, Scratch
+from paceline.collectives.network.sending import Blocker, LateCopy, OutgoingMessage
 from paceline.collectives.schedules.base import Action, Copy, Receive, Send
 
-_Written: TypeAlias = list[tuple[LateCopy | Incoming, Ranges]]
+_Written: TypeAlias = list[tuple[LateCopy | IncomingMessage, Ranges]]
 _Read: TypeAlias = list[tuple[Blocker, Ranges]]
 
 
@@ -22,8 +22,8 @@ class Round:
     __slots__ = ("copies", "receiving", "sending")
 
     def __init__(self) -> None:
-        self.sending: list[Peer] = []
-        self.receiving: list[Peer] = []
+        self.sending: list[PeerMessages] = []
+        self.receiving: list[PeerMessages] = []
         self.copies: list[LateCopy] = []
 
     @property
@@ -39,7 +39,7 @@ class Round:
             self.copies = [copy for copy in self.copies if not copy.is_done]
 
 
-class Planner:
+class RoundPlanner:
     """Makes the rounds of one call."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Planner:
         combine: Combine | None,
         item_bytes: int,
         scratch: Scratch,
-        peer: Callable[[int], Peer],
+        peer: Callable[[int], PeerMessages],
     ) -> None:
         self._rank = rank
         self._heads = heads
@@ -86,11 +86,11 @@ class Planner:
         peer = self._peer(send.peer)
         if not peer.sends:
             begun.sending.append(peer)
-        outgoing = Outgoing(self._heads.head(nbytes), views, ranges, nbytes)
+        outgoing = OutgoingMessage(self._heads.head(nbytes), views, ranges, nbytes)
         peer.sends.append(outgoing)
         return outgoing, ranges
 
-    def _begin_receive(self, begun: Round, receive: Receive) -> tuple[Incoming, Ranges]:
+    def _begin_receive(self, begun: Round, receive: Receive) -> tuple[IncomingMessage, Ranges]:
         views, ranges = self._blocks.locate(receive.spans) if receive.spans else ([], [])
         nbytes = sum(map(len, views))
         combine = None
@@ -102,7 +102,7 @@ class Planner:
             begun.receiving.append(peer)
         head = self._heads.head(nbytes)
         is_first = receive.peer < self._rank
-        incoming = Incoming(
+        incoming = IncomingMessage(
             peer, head, views, ranges, nbytes, combine, self._item_bytes, self._scratch, is_first=is_first
         )
         peer.receives.append(incoming)

@@ -18,7 +18,7 @@ class Blocker(Protocol):
         """Tell whether the addresses low:high are still needed as they are."""
 
 
-class Outgoing:
+class OutgoingMessage:
     """One message that is sent."""
 
     __slots__ = ("_buffers", "_head_bytes", "_num_left", "_ranges", "_total", "is_done")

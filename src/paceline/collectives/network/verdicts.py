@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from paceline.collectives.calls import Call, describe_mismatch, name_ranks
-from paceline.collectives.network.frames import Abort, Frame
+from paceline.collectives.network.frames import Abort, Head
 from paceline.errors import CollectiveError, MismatchError, RankLostError
 from paceline.transport.decoding import UNREADABLE, known
 
@@ -21,7 +21,7 @@ _MAX_TEXT: Final = 100_000
 _SAME: Final = f"every rank must make the same calls in the same order with the same shapes and dtypes, and {_REFUSES}"
 
 
-class Place(NamedTuple):
+class CurrentCall(NamedTuple):
     """A call as one rank is in it."""
 
     group: str
@@ -33,27 +33,27 @@ class Place(NamedTuple):
         return f"{self.call}, call {self.sequence} of group {self.group!r}"
 
 
-def lost(place: Place, ranks: tuple[int, ...]) -> Abort:
+def lost(place: CurrentCall, ranks: tuple[int, ...]) -> Abort:
     """Some ranks died or left."""
     text = f"{name_ranks(ranks)} died or left during {place}; {_REFUSES}"
     return Abort("lost", text, ranks, {}, place.sequence)
 
 
-def late(place: Place, culprits: Mapping[int, str], timeout_s: float) -> Abort:
+def late(place: CurrentCall, culprits: Mapping[int, str], timeout_s: float) -> Abort:
     """Some ranks kept a call from coming to its end in time."""
     told = "; ".join(f"rank {rank} {what}" for rank, what in culprits.items())
     text = f"{place} did not finish within {timeout_s:.3g} s: {told}; {_REFUSES}"
     return Abort("lost", text, tuple(culprits), {}, place.sequence)
 
 
-def failed(place: Place, error: BaseException) -> Abort:
+def failed(place: CurrentCall, error: BaseException) -> Abort:
     """This rank itself failed."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     text = f"rank {place.rank} failed during {place}, with {what}; {_REFUSES}"
     return Abort("error", text[:_MAX_TEXT], (place.rank,), {}, place.sequence)
 
 
-def of_error(place: Place, error: BaseException) -> Abort:
+def of_error(place: CurrentCall, error: BaseException) -> Abort:
     """This rank gives up because of an error that others should hear of as it is, if it is one of a group's."""
     if isinstance(error, CollectiveError):
         return msgspec.structs.replace(abort_of(error), sequence=place.sequence)
@@ -68,19 +68,19 @@ def abort_of(error: CollectiveError) -> Abort:
     return Abort("mismatch" if isinstance(error, MismatchError) else "error", text, (), {}, -1)
 
 
-def garbled(place: Place, rank: int, error: Exception) -> Abort:
+def garbled(place: CurrentCall, rank: int, error: Exception) -> Abort:
     """A rank sent bytes that are no message."""
     text = f"what rank {rank} sent during {place} cannot be read ({error}); {_REFUSES}"
     return Abort("error", text, (rank,), {}, place.sequence)
 
 
-def disagreement(place: Place, calls: Mapping[int, Call]) -> Abort:
+def disagreement(place: CurrentCall, calls: Mapping[int, Call]) -> Abort:
     """Ranks are in different calls of one number."""
     told = {place.rank: place.call, **calls}
     return Abort("mismatch", str(describe_mismatch(told, place.group, place.sequence)), (), told, place.sequence)
 
 
-def unexpected(place: Place, rank: int, frame: Frame) -> Abort:
+def unexpected(place: CurrentCall, rank: int, frame: Head) -> Abort:
     """A rank sent a message of another call, or one of another length."""
     header = frame.header
     try:
@@ -104,7 +104,7 @@ def unexpected(place: Place, rank: int, frame: Frame) -> Abort:
     return Abort("mismatch", text, (), {}, place.sequence)
 
 
-def received(place: Place, abort: Abort) -> Abort:
+def received(place: CurrentCall, abort: Abort) -> Abort:
     """Another rank told us; for a mismatch, our own call belongs to the picture."""
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != place.sequence:
         return abort

@@ -26,7 +26,7 @@ from paceline.collectives.network.verdicts import abort_of, to_error
 from paceline.collectives.p2p.leaving import Leaving, say_last_words
 from paceline.collectives.p2p.matching import MAX_KEPT_BYTES, Matching, Message
 from paceline.collectives.p2p.pending import Pending, Receiving, Sending, check, describe, mismatch, pack_last, total
-from paceline.collectives.p2p.progress import READ, Progress
+from paceline.collectives.p2p.progress import READ, ProgressLoop
 from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing, deliver, lost_connection
 from paceline.collectives.rendezvous.node import Node, NodeInfo, Taker
 from paceline.errors import CollectiveError, GroupClosedError, PacelineError, PeerError, RankLostError, UsageError
@@ -69,7 +69,7 @@ class PointToPoint(Taker, Ends):
         self._infos = infos
         self._connect_timeout_s = connect_timeout_s
         self._matching = Matching(max_kept_bytes)
-        self._progress = Progress(self._is_busy)
+        self._progress = ProgressLoop(self._is_busy)
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
         self._num_coming: dict[int, int] = {}

@@ -44,7 +44,7 @@ class Waitable:
     finished = False
 
 
-class Progress:
+class ProgressLoop:
     """One selector loop, led by one thread at a time. ``lock`` protects it and all that its users keep."""
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """The two ends of a connection that carries messages one way, from sender to receiver.
 
-Both are called with the lock of their :class:`Progress` held, by whichever thread leads.
+Both are called with the lock of their :class:`ProgressLoop` held, by whichever thread leads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.mesh import connection_closed
 from paceline.collectives.p2p.matching import Matching, Message
 from paceline.collectives.p2p.pending import ABORT, HEADER, Receiving, Sending, mismatch, unpack, unpack_last
-from paceline.collectives.p2p.progress import READ, WRITE, Progress, Watched
+from paceline.collectives.p2p.progress import READ, WRITE, ProgressLoop, Watched
 from paceline.errors import CollectiveError, PeerError, ProtocolError, RankLostError
 from paceline.transport.client import shut
 from paceline.transport.receiving import allocate
@@ -44,7 +44,7 @@ class Incoming(Watched):
     """The receiver's end: each message into the buffer of the receive that takes it, without a copy in between."""
 
     def __init__(
-        self, source: int, rank: int, connected: socket.socket, matching: Matching, progress: Progress, ends: Ends
+        self, source: int, rank: int, connected: socket.socket, matching: Matching, progress: ProgressLoop, ends: Ends
     ) -> None:
         self.source = source
         self.connected = connected
@@ -186,7 +186,7 @@ def refuse(message: Message, rank: int, ends: Ends) -> None:
 class Outgoing(Watched):
     """The sender's end: messages in the order sent. It may be given messages before it is connected."""
 
-    def __init__(self, to: int, progress: Progress, ends: Ends) -> None:
+    def __init__(self, to: int, progress: ProgressLoop, ends: Ends) -> None:
         self.to = to
         self.connected: socket.socket
         self.is_connected = False

@@ -5,7 +5,7 @@ them. Pure: the standard library and ``paceline.errors`` only, no I/O, no clock,
 
 >>> schedules = ALGORITHMS["all_reduce"]["ring"].schedules(4)
 >>> check("all_reduce", schedules)
->>> round(predict(schedules, block_bytes=1000, link=Link(1e-5, 1e-9)) * 1e6, 3)
+>>> round(predict(schedules, block_bytes=1000, link=LinkCost(1e-5, 1e-9)) * 1e6, 3)
 66.0
 """
 
@@ -37,7 +37,7 @@ from paceline.collectives.schedules.base import (
     count_blocks,
 )
 from paceline.collectives.schedules.checker import check
-from paceline.collectives.schedules.evaluator import Link, predict
+from paceline.collectives.schedules.evaluator import LinkCost, predict
 from paceline.collectives.schedules.registry import ALGORITHMS, Algorithm
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
     "Action",
     "Algorithm",
     "Copy",
-    "Link",
+    "LinkCost",
     "Receive",
     "Round",
     "Schedule",

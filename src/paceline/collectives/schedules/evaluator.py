@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from paceline.collectives.schedules.base import Receive, Schedule, ScheduleError, Send, Spans
 
 
-class Link(NamedTuple):
+class LinkCost(NamedTuple):
     """What it costs to get from one rank to another."""
 
     alpha_s: float
@@ -32,7 +32,7 @@ class Link(NamedTuple):
 def predict(
     schedules: Sequence[Schedule],
     block_bytes: Sequence[int] | int,
-    link: Callable[[int, int], Link] | Link,
+    link: Callable[[int, int], LinkCost] | LinkCost,
     *,
     gamma_s_per_byte: float = 0.0,
     hosts: Sequence[int] | None = None,
@@ -59,7 +59,7 @@ class _Run:
         self,
         schedules: Sequence[Schedule],
         block_bytes: Sequence[int] | int,
-        link: Callable[[int, int], Link] | Link,
+        link: Callable[[int, int], LinkCost] | LinkCost,
         gamma_s_per_byte: float,
         hosts: Sequence[int] | None,
     ) -> None:
@@ -120,7 +120,7 @@ class _Run:
             self._at(self._round_end_s[rank], lambda now_s: self._begin_round(rank, now_s))
 
     def _send(self, rank: int, send: Send, now_s: float) -> None:
-        link = self._link if isinstance(self._link, Link) else self._link(rank, send.peer)
+        link = self._link if isinstance(self._link, LinkCost) else self._link(rank, send.peer)
         busy_s = link.beta_s_per_byte * self._num_bytes(send.spans)
         port, peer_port = ("rank", rank), ("rank", send.peer)
         if self._hosts[rank] != self._hosts[send.peer]:

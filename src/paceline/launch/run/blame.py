@@ -29,7 +29,7 @@ _CONSEQUENCE_HOLD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """A rank that has ended with another status than 0."""
 
     rank: int
@@ -54,7 +54,7 @@ class Recent:
         return tuple(self._lines)
 
 
-def is_consequence(failure: Failure) -> bool:
+def is_consequence(failure: RankFailure) -> bool:
     """Whether a rank's last traceback began with an exception that says that another rank or a server is gone.
 
     Of chained exceptions the first counts: what a program makes of a lost rank is still a consequence, and a program
@@ -67,7 +67,7 @@ def is_consequence(failure: Failure) -> bool:
     return bool(_CONSEQUENCE.search(root))
 
 
-def choose_culprit(failures: Sequence[Failure]) -> Failure | None:
+def choose_culprit(failures: Sequence[RankFailure]) -> RankFailure | None:
     """Return the first, in the order of their ends, that has failed by itself; None if all are consequences."""
     return next((failure for failure in failures if not is_consequence(failure)), None)
 
@@ -88,7 +88,9 @@ def exit_status(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
-def describe_failure(failure: Failure, *, world_size: int, seconds: float, num_held: int, log_dir: str | None) -> bytes:
+def describe_failure(
+    failure: RankFailure, *, world_size: int, seconds: float, num_held: int, log_dir: str | None
+) -> bytes:
     """Return the last thing that is said of a run that failed, its rank's last words in the end."""
     told = describe_status(failure.status)
     told = told.replace("ended with status", "failed with exit status")
@@ -126,7 +128,7 @@ def _is_chained(lines: Iterable[bytes]) -> bool:
     return any(line in _CHAINED for line in lines)
 
 
-class _Held:
+class _HeldTraceback:
     """What one rank wrote from the beginning of a traceback on, and is not shown yet."""
 
     def __init__(self) -> None:
@@ -144,7 +146,7 @@ class Tracebacks:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldTraceback] = {}
         self._shown: tuple[int, float] | None = None
         """The rank whose traceback was shown last, and when."""
         self._culprit: int | None = None
@@ -158,7 +160,7 @@ class Tracebacks:
         if held is None:
             if rank == self._culprit or not line.startswith(_HEADER) or self._continues(rank, now):
                 return [line]
-            held = self._held[rank] = _Held()
+            held = self._held[rank] = _HeldTraceback()
         held.lines.append(line)
         if not held.complete and len(held.lines) > 1 and line[:1].strip():
             held.complete = True

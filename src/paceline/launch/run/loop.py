@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from paceline.launch.run.blame import (
-    Failure,
+    RankFailure,
     Tracebacks,
     choose_culprit,
     describe_failure,
@@ -94,9 +94,9 @@ class RunLoop:
         self._processes, self._screen, self._tracebacks = processes, screen, tracebacks
         self._world_size, self._log_dir, self._find_lost_server = world_size, log_dir, find_lost_server
         self._started = time.monotonic()
-        self._failures: list[Failure] = []
+        self._failures: list[RankFailure] = []
         self._settles_at: float | None = None
-        self._culprit: Failure | None = None
+        self._culprit: RankFailure | None = None
         self._lost_server: str | None = None
         self._kills_at: float | None = None
         self._has_said = False
@@ -154,7 +154,7 @@ class RunLoop:
             self._processes.take_leave(rank)
             assert rank.status is not None
             if rank.status and signals.first is None:
-                self._failures.append(Failure(rank.rank, rank.status, rank.said()))
+                self._failures.append(RankFailure(rank.rank, rank.status, rank.said()))
         if self._lost_server is None and signals.first is None:
             self._lost_server = self._find_lost_server()
 
@@ -216,7 +216,7 @@ class RunLoop:
         self._tell_culprit(self._culprit)
         return exit_status(self._culprit.status)
 
-    def _tell_culprit(self, culprit: Failure) -> None:
+    def _tell_culprit(self, culprit: RankFailure) -> None:
         is_captured = any(rank.streams for rank in self._processes.ranks)
         if not is_captured and culprit.status > 0:
             return  # what it had to say stands there already, and last

@@ -18,7 +18,7 @@ from paceline.tables.staleness import HISTOGRAM_SIZE
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingState:
     """How far a training is."""
 
     task: str

@@ -29,7 +29,7 @@ from paceline.launch.supervisor import describe_status
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.data_files import check_files, open_training_data, total_size
 from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.results import ObservedStaleness, Progress, TrainResult
+from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
 from paceline.models import jobs
 from paceline.models.metrics import Evaluation, evaluate
@@ -55,7 +55,7 @@ class Training:
         *,
         num_workers: int,
         processes: LocalCluster | None = None,
-        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_progress: Callable[[TrainingState], None] = lambda progress: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         if options.epochs < 1 or options.batch_size < 1:
@@ -283,7 +283,7 @@ class Training:
     def _report(self, task: str, state: JobState) -> None:
         done = state.done / state.total if state.total else None
         self._on_progress(
-            Progress(
+            TrainingState(
                 task=task,
                 fraction=None if done is None else self._span[0] + done * (self._span[1] - self._span[0]),
                 epoch=None if done is None else min(int(done * self._options.epochs) + 1, self._options.epochs),
@@ -361,7 +361,7 @@ def train_locally(
     servers: int = 1,
     workers: int = 1,
     consistency: Consistency | None = None,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[TrainingState], None] = lambda progress: None,
     warn: Callable[[str], None] = lambda text: None,
     on_compile: Callable[[str], None] | None = None,
     **cluster_options: Any,

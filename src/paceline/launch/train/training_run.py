@@ -15,9 +15,9 @@ from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.data_files import check_files
 from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.results import ObservedStaleness, Progress, TrainResult
+from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.train import Training
-from paceline.observe import RateMeter, Snapshot, TrainingProgress
+from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import Client, messages
 from paceline.transport import TLS, SocketTransport
@@ -108,7 +108,7 @@ class _Display:
         self._staleness: dict[str, Any] = {}
         self._looked = time.monotonic()
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: TrainingState) -> None:
         """Show this from now on."""
         now = time.monotonic()
         self._examples.add(now, progress.examples)
@@ -120,7 +120,7 @@ class _Display:
         if not progress.examples:
             return
         self._line.update(
-            Snapshot(
+            ProgressSnapshot(
                 examples=progress.examples,
                 examples_per_s=self._examples.per_s,
                 done_fraction=progress.fraction,

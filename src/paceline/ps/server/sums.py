@@ -9,7 +9,7 @@ from paceline.errors import NonFiniteError
 from paceline.kernels.sparse import largest
 from paceline.protocol.buckets import Buckets
 from paceline.ps.server.pushes import Piece, restrict
-from paceline.tables.aggregation import Complete, IterationBuffer, Push, apply_sum, sum_up
+from paceline.tables.aggregation import IterationBuffer, IterationPushes, Push, apply_sum, sum_up
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.server_tables import ServerTables
 
@@ -43,7 +43,7 @@ class IterationSums:
         complete = self._complete(iteration, workers, buckets)
         return self._sum_up(complete.tables, complete.factor, buckets)
 
-    def _complete(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> Complete:
+    def _complete(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> IterationPushes:
         complete = self.buffer.complete(iteration, workers)
 
         def what() -> str:

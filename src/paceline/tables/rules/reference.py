@@ -1,7 +1,7 @@
 """The twins of the kernels that apply update rules, in NumPy: what they must compute, readable and slow.
 
 A twin takes its kernel's arguments. The kernels of a sparse table work on raw memory; their twin is
-:class:`SparseTable`, a dictionary. What a rule does is in the rule's own file.
+:class:`ReferenceTable`, a dictionary. What a rule does is in the rule's own file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def start_state(rule: int, record: Floats, words: int, dim: int, start: int, sto
         initialize(w, states, hyper)
 
 
-class SparseTable:
+class ReferenceTable:
     """The twin of a sparse table: a dictionary of records (float32 [row_words])."""
 
     def __init__(

@@ -66,7 +66,7 @@ class Calls:
         try:
             group = self.group()
             if (is_async or is_profiled) and group is self._group:
-                recorded = _profiling.Event(event, shown) if is_profiled else None
+                recorded = _profiling.TracedOperation(event, shown) if is_profiled else None
                 tickets = [
                     getattr(group, f"{method}_async")(*arguments, **options) for method, arguments, options in steps
                 ]

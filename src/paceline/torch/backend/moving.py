@@ -168,7 +168,7 @@ class Moving(BaseProcessGroup):
         other: int | None,
         tag: int,
     ) -> Work:
-        recorded = _profiling.Event(event, tensors) if _profiling.is_enabled() else None
+        recorded = _profiling.TracedOperation(event, tensors) if _profiling.is_enabled() else None
         try:
             ticket = getattr(self._group, method)(look_at(only(tensors)), other, tag=tag)
         except PacelineError as error:

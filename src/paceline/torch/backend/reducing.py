@@ -108,7 +108,7 @@ class Reducing(BaseProcessGroup):
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
         """What is sent depends on what the others have, so it is done at once, asynchronous or not."""
         name, factor = op_and_factor(opts.reduceOp)
-        event = _profiling.Event("sparse_all_reduce", [tensor]) if _profiling.is_enabled() else None
+        event = _profiling.TracedOperation("sparse_all_reduce", [tensor]) if _profiling.is_enabled() else None
         try:
             if factor is not None:
                 tensor.detach().mul_(factor)

@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.future import CallFuture
 from paceline.torch.backend.tensors import After
-from paceline.torch.profiling import Event
+from paceline.torch.profiling import TracedOperation
 
 Value: TypeAlias = Sequence[Tensor]
 """The tensors that a call has filled."""
@@ -72,7 +72,7 @@ class TicketWork(Work):
         terms: Terms,
         *,
         after: After | None = None,
-        event: Event | None = None,
+        event: TracedOperation | None = None,
     ) -> None:
         """`tickets` are done in this order; `after` is done then, before anybody hears of it."""
         super().__init__()
@@ -159,7 +159,7 @@ class TicketWork(Work):
 class MessageWork(Work):
     """A send or receive under way."""
 
-    def __init__(self, ticket: Ticket, value: Value, terms: Terms, event: Event | None = None) -> None:
+    def __init__(self, ticket: Ticket, value: Value, terms: Terms, event: TracedOperation | None = None) -> None:
         super().__init__()
         self._ticket, self._value, self._terms, self._event = ticket, value, terms, event
         self._lock = threading.Lock()

@@ -2,10 +2,11 @@
 
 from paceline.torch.embeddings.embedder import Embedder
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag, find_embeddings
-from paceline.torch.embeddings.server_tables import ServerTables
+from paceline.torch.embeddings.server_tables import ClusterTables
 from paceline.torch.embeddings.tables import LocalTables, ReplicatedTables, RowTable, RowTables
 
 __all__ = [
+    "ClusterTables",
     "Embedder",
     "Embedding",
     "EmbeddingBag",
@@ -13,6 +14,5 @@ __all__ = [
     "ReplicatedTables",
     "RowTable",
     "RowTables",
-    "ServerTables",
     "find_embeddings",
 ]

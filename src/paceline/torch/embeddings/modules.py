@@ -44,7 +44,7 @@ class SparseRows(nn.Module):
         self.anchor = nn.Parameter(torch.empty(0))
         """Holds nothing: it is the module's place in the autograd graph, in the optimizer, and on a device."""
         # Shared by shallow copies of the module: all replicas of a model have the same rows.
-        self.link = _Link()
+        self.link = _TableLink()
 
     def _fetch(self, keys: torch.Tensor) -> tuple[DistinctKeys, Floats, OnGradient]:
         if not isinstance(keys, torch.Tensor):
@@ -67,17 +67,17 @@ class SparseRows(nn.Module):
         return f"dim={self.dim}{name}"
 
 
-class _Link:
+class _TableLink:
     """A module's way to its table, made by ``prepare()``. It is not copied: a copy of the module has the same table."""
 
     def __init__(self) -> None:
         self.source: RowSource | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
-        return _Link() if self.source is None else self
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TableLink:
+        return _TableLink() if self.source is None else self
 
-    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
-        return _Link, ()  # rows are saved by strategy.save(), not with the module
+    def __reduce__(self) -> tuple[type[_TableLink], tuple[()]]:
+        return _TableLink, ()  # rows are saved by strategy.save(), not with the module
 
 
 class Embedding(SparseRows):

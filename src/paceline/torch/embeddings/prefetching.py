@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WHOLE = -1
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """Where in a batch keys are: a view of one of its tensors."""
 
     leaf: int
@@ -44,7 +44,7 @@ class _Fetched:
 
     __slots__ = ("asked", "keys", "place", "ticket")
 
-    def __init__(self, place: Place, keys: DistinctKeys, ticket: RowTicket, asked: int) -> None:
+    def __init__(self, place: KeyPlace, keys: DistinctKeys, ticket: RowTicket, asked: int) -> None:
         self.place = place
         self.keys = keys
         self.ticket = ticket
@@ -62,7 +62,7 @@ class Prefetcher:
         self._iteration = 0
         self._leaves: list[torch.Tensor] = []
         self._deferred: Any = None
-        self._places: dict[RowSource, list[Place]] = {}
+        self._places: dict[RowSource, list[KeyPlace]] = {}
         self._fetched: dict[RowSource, list[_Fetched]] = {}
 
     def begin(self, batch: Any) -> None:
@@ -110,7 +110,7 @@ class Prefetcher:
 
     def _ask(self, batch: Any) -> None:
         leaves = list(_leaves(batch))
-        distinct: dict[Place, DistinctKeys | None] = {}
+        distinct: dict[KeyPlace, DistinctKeys | None] = {}
         for source, places in self._places.items():
             waiting = self._fetched.setdefault(source, [])
             for fetched in [fetched for fetched in waiting if self._is_late(fetched)]:
@@ -125,7 +125,7 @@ class Prefetcher:
                     ticket = source.table.fetch(keys.unique, ahead=bool(self._lead))
                     waiting.append(_Fetched(place, keys, ticket, self._iteration))
 
-    def _place_of(self, keys: torch.Tensor) -> Place | None:
+    def _place_of(self, keys: torch.Tensor) -> KeyPlace | None:
         storage = keys.untyped_storage().data_ptr()
         for number, leaf in enumerate(self._leaves):
             same_size = leaf.element_size() == keys.element_size()
@@ -134,11 +134,11 @@ class Prefetcher:
                 if leaf.dim() and size and size[0] == leaf.shape[0]:
                     size = (_WHOLE, *size[1:])
                 offset = int(keys.storage_offset()) - int(leaf.storage_offset())
-                return Place(number, keys.dtype, size, keys.stride(), offset)
+                return KeyPlace(number, keys.dtype, size, keys.stride(), offset)
         return None
 
 
-def _keys_at(place: Place, leaves: list[torch.Tensor]) -> DistinctKeys | None:
+def _keys_at(place: KeyPlace, leaves: list[torch.Tensor]) -> DistinctKeys | None:
     if place.leaf >= len(leaves):
         return None
     try:

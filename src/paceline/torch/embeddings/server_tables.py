@@ -22,7 +22,7 @@ from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.tables import Push, RowTable, RowTables, RowTicket
 
 
-class ServerTable(RowTable):
+class ClusterTable(RowTable):
     """A sparse table of a cluster."""
 
     is_shared = True
@@ -70,7 +70,7 @@ class ServerTable(RowTable):
         return len(self._table)
 
 
-class ServerTables(RowTables):
+class ClusterTables(RowTables):
     """Every row on the servers of a cluster. Who ends the iterations (``client.tick()``) is the strategy's business.
 
     Where the cluster's consistency lets a worker be an iteration behind itself (τ ≥ 1), rows are asked for one
@@ -82,10 +82,10 @@ class ServerTables(RowTables):
         self.lead = 0 if client.consistency.tau == 0 else 1
 
     @override
-    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> ServerTable:
+    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> ClusterTable:
         """Raises TableMismatchError if another rank has said otherwise."""
         declared = self._client.sparse_table(name, dim=dim, update=rule, initializer=initializer, seed=seed)
-        table = ServerTable(self._client, declared)
+        table = ClusterTable(self._client, declared)
         table.set_update(rule)  # a cluster may have the table from an earlier training, with another rate
         return table
 
@@ -93,5 +93,5 @@ class ServerTables(RowTables):
     def push(self, pushes: Sequence[Push]) -> None:
         """Waits for nothing, and averages as the cluster's consistency says."""
         for table, keys, grads in pushes:
-            assert isinstance(table, ServerTable)
+            assert isinstance(table, ClusterTable)
             table.push(keys, grads)

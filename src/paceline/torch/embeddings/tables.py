@@ -111,7 +111,7 @@ class LocalTable(RowTable):
         rows = np.empty((len(keys), self._spec.dim), np.float32)
         with self._lock:
             self._store.pull(keys, rows)
-        return _Here(rows)
+        return _RowsHere(rows)
 
     def apply(self, keys: Keys, grads: Floats) -> None:
         """Update the rows of distinct keys, with gradients that are finite."""
@@ -144,7 +144,7 @@ class LocalTable(RowTable):
         return len(self._store)
 
 
-class _Here:
+class _RowsHere:
     """Rows that are here."""
 
     __slots__ = ("_rows",)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from paceline.protocol import Consistency
 from paceline.ps import Client
-from paceline.torch.embeddings import RowTables, ServerTables
+from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import warn
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT
@@ -77,7 +77,7 @@ class Hybrid(AllReduce):
 
     def _row_tables(self) -> RowTables:
         assert self._client is not None, "prepare() comes before close()"
-        return ServerTables(self._client)
+        return ClusterTables(self._client)
 
     def _tick(self) -> None:
         if self._client is not None and self._takes_part:

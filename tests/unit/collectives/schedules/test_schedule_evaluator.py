@@ -13,7 +13,7 @@ from paceline.collectives.schedules import (
     ALGORITHMS,
     Algorithm,
     Copy,
-    Link,
+    LinkCost,
     Receive,
     Round,
     Schedule,
@@ -26,7 +26,7 @@ A: Final = 1e-5
 B: Final = 2e-10
 G: Final = 1e-10
 N: Final = 64 * 63 * 10_000
-LINK: Final = Link(A, B)
+LINK: Final = LinkCost(A, B)
 
 EVERY = [
     pytest.param(algorithm, id=f"{collective}-{name}")
@@ -134,9 +134,9 @@ def test_short_vectors_want_few_rounds_and_long_ones_few_bytes() -> None:
 def test_links_within_a_host_make_the_hierarchy_worth_it() -> None:
     hosts = [rank // 8 for rank in range(32)]
 
-    def link(source: int, target: int) -> Link:
+    def link(source: int, target: int) -> LinkCost:
         same = hosts[source] == hosts[target]
-        return Link(1e-7, 1e-12) if same else Link(1e-4, 1e-9)
+        return LinkCost(1e-7, 1e-12) if same else LinkCost(1e-4, 1e-9)
 
     times = {}
     for name in ("hierarchical", "ring", "recursive-doubling"):

@@ -14,7 +14,7 @@ _MISSING = object()
 _NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 
 
-class TakenOver:
+class ReplacedForward:
     """A module whose forward is `forward` from now on, until :meth:`release`; in all else it is what it was.
 
     Its class becomes a subclass of the one that it had, under the same name. Copies and pickles of it are of the class
@@ -71,7 +71,7 @@ class ReplicaModule:
     """
 
     def __init__(
-        self, taken: TakenOver, values: Mapping[int, torch.Tensor], device: torch.device, *, shares_buffers: bool
+        self, taken: ReplacedForward, values: Mapping[int, torch.Tensor], device: torch.device, *, shares_buffers: bool
     ) -> None:
         module = taken.module
         copies: dict[int, nn.Module] = {}

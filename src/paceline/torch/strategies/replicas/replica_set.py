@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.replicas.modules import ReplicaModule, TakenOver
+from paceline.torch.strategies.replicas.modules import ReplacedForward, ReplicaModule
 from paceline.torch.strategies.replicas.threads import ReplicaThreads
 from paceline.torch.strategies.splitting import check_outputs, gather, num_rows, scatter, split
 
@@ -63,7 +63,7 @@ class Replicas:
         self.devices = tuple(devices)
         self._values = values
         self._threads = ReplicaThreads(self.devices)
-        self._taken = TakenOver(module, self.forward)
+        self._taken = ReplacedForward(module, self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module for the whole batch.

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol import Consistency, Sequential
-from paceline.torch.embeddings import RowTables, ServerTables
+from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
@@ -137,7 +137,7 @@ class ParameterServer(Strategy):
         return model, ServerOptimizer(optimizer, self._step, self.dense)
 
     def _row_tables(self) -> RowTables:
-        return ServerTables(self.client)
+        return ClusterTables(self.client)
 
     # In the loop.
 
