@@ -136,10 +136,12 @@ class ServerCore:
             ProtocolError: a worker, or another server, says what cannot be; nothing has changed.
         """
         match event:
+            case events.Push():  # first what every push goes by
+                self._push(event)
+            case replication.Forwarded() | replication.Acknowledged():
+                self.progress.replicate(event)
             case events.Tick(worker, clock):
                 return self.tick(worker, clock)
-            case events.Push():
-                self._push(event)
             case events.Read():
                 self._read(event)
             case events.Join() | events.Synced() | events.Retire():

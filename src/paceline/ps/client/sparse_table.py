@@ -204,17 +204,23 @@ class SparseTable(Table):
         order = np.empty(len(keys), np.int64)
         starts = np.empty(len(connections) + 1, np.int64)
         split(keys, self._servers.routes.owners, starts, order)
+        bounds = starts.tolist()
+        parts: list[Any]
         sent: list[Request] = []
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
         for i, connection in enumerate(connections):
-            chosen = order[starts[i] : starts[i + 1]]
+            chosen = order[bounds[i] : bounds[i + 1]]
             if not len(chosen):
                 if flags:
                     sent.append(connection.send(TICK, 0, 0, clock, 0, ()))
                 continue
+            if len(chosen) == len(keys):  # this server has them all
+                parts = [keys] if grads is None else [keys, grads]
+                sent.append(connection.send(kind, self._number, flags, clock, sequence, parts, out))
+                continue
             own_keys = np.empty(len(chosen), np.uint64)
             take_keys(keys, chosen, own_keys)
-            parts: list[Any] = [own_keys]
+            parts = [own_keys]
             if grads is not None:
                 own_grads = np.empty(len(chosen) * dim, np.float32)
                 take_rows(grads, chosen, dim, own_grads)
