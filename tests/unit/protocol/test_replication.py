@@ -68,7 +68,7 @@ def test_the_first_map_makes_members_of_servers_that_have_nothing() -> None:
 def test_a_push_is_acknowledged_when_all_behind_have_it() -> None:
     first, last = server(A, ((A, B), None, 0b11)), server(B, ((A, B), None, 0b11))
     assert handle(first, Push("push", 9, 0, 1, 0b11)) == [Forward("push", B, 1, 0b11), Apply("push", 0b11)]
-    assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b11)) == [Apply("copy", 0b11), Acknowledge("copy")]
+    assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b11)) == [Acknowledge("copy"), Apply("copy", 0b11)]
     assert handle(first, Acknowledged(B, 7)) == []
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("push")]
     assert first.num_pending == 0
@@ -256,7 +256,7 @@ def test_what_is_handed_up_goes_down_by_the_primary_only() -> None:
     assert first.checkable(B) == 0, "the server behind has not what this one has"
     handle(tail, turned)
     assert handle(first, Forwarded("down", C, AGGREGATE, 1, 3, 0b1)) == [Forward("down", B, 3, 0b1)]
-    assert handle(tail, Forwarded("down", A, AGGREGATE, 1, 3, 0b1)) == [Apply("down", 0b1), Acknowledge("down")]
+    assert handle(tail, Forwarded("down", A, AGGREGATE, 1, 3, 0b1)) == [Acknowledge("down"), Apply("down", 0b1)]
     assert handle(first, Acknowledged(B, 3)) == [Acknowledge("down")]
     assert handle(first, Acknowledged(C, 2)) == [Acknowledge("sum")]
     assert first.checkable(B) == 0b1
@@ -326,7 +326,7 @@ def test_a_server_is_filled_and_reported() -> None:
     assert handle(new, StateReceived("state", A, 1, bucket, state)) == [Load("state", 0)]
     # What it has got it gets pushes of from then on, and they wait for it.
     assert handle(first, Push("push", 9, 1, 1, 0b11)) == [Forward("push", B, 2, 0b01), Apply("push", 0b11)]
-    assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Apply("copy", 0b01), Acknowledge("copy")]
+    assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]
     assert handle(new, Forwarded("too much", A, 9, 2, 1, 0b11)) == [Forget("too much")]
     assert handle(first, Confirmed(B, number)) == []  # more is to come
     last = first.next_fill(B)
@@ -471,5 +471,5 @@ def test_who_sent_a_withheld_push_asks_the_server_that_leads_its_bucket_now() ->
 def test_a_server_behind_and_a_sum_are_answered_however_short_the_chain() -> None:
     last = Replication(B, min_replicas=2)
     handle(last, change(1, ((A, B), None, 0b01), ((B,), None, 0b10)))
-    assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b01)) == [Apply("copy", 0b01), Acknowledge("copy")]
+    assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]
     assert handle(last, Push("sum", AGGREGATE, 1, 1, 0b10)) == [Apply("sum", 0b10), Acknowledge("sum")]
