@@ -34,7 +34,6 @@ LARGE_CLASSES = {
     "collectives/p2p/progress.py:ProgressLoop": (12, 19),
     "collectives/rendezvous/node.py:Node": (16, 16),
     "collectives/shared/engine.py:SharedMemory": (33, 18),
-    "collectives/world.py:Connections": (21, 20),
     "environment.py:Environment": (1, 19),
     "launch/local.py:LocalCluster": (22, 12),
     "launch/run/run.py:RunOptions": (0, 22),
