@@ -324,13 +324,13 @@ class Cluster:
                 for bucket in range(self.settings.num_buckets):
                     if not group.buckets >> bucket & 1:
                         continue
-                    data = holder.data.get(bucket)
+                    data = holder.table.data.get(bucket)
                     if data is None:
                         raise Violation(f"{holder.name} is a member of the chain of bucket {bucket} and has it not")
                     self.oracle.check_acknowledged(bucket, data, holder.name)
                     first = of.get(group.members[0])
                     if at_end and first is not None:
-                        self.oracle.check_equal(bucket, first.data[bucket], data, holder.name)
+                        self.oracle.check_equal(bucket, first.table.data[bucket], data, holder.name)
 
     def run(self) -> Outcome:
         """Live until all work is done, or something is wrong."""

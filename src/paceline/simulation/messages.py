@@ -13,7 +13,7 @@ from paceline.protocol.jobs import JobMemory, JobRecord
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.replication import FilterState
 from paceline.protocol.scheduler import View
-from paceline.protocol.server import Clocks
+from paceline.protocol.server import Clocks, Kind
 
 Value: TypeAlias = tuple[int, int, int]
 Part: TypeAlias = tuple[int, tuple[Value, ...]]
@@ -22,9 +22,10 @@ Part: TypeAlias = tuple[int, tuple[Value, ...]]
 
 @dataclass(slots=True)
 class Frame:
-    """What is sent; `size` is in bytes."""
+    """What is sent; `size` is in bytes; `kind` is what it is for a server's core, if that says when it is handled."""
 
     size: ClassVar[int] = 200
+    kind: ClassVar[Kind | None] = None
 
 
 # Between a node and the scheduler.
@@ -162,6 +163,7 @@ class EndWork:
 class JoinGate(Frame):
     """A worker wants to count from `clock` on, or from where the server stands."""
 
+    kind: ClassVar[Kind | None] = Kind.CALL
     worker: int
     clock: int
     version: int
@@ -180,6 +182,7 @@ class JoinedGate(Frame):
 class FinishGate(Frame):
     """A worker has no work now."""
 
+    kind: ClassVar[Kind | None] = Kind.CALL
     number: int
     worker: int
     version: int
@@ -189,6 +192,7 @@ class FinishGate(Frame):
 class PushPart(Frame):
     """A part of a push of one iteration."""
 
+    kind: ClassVar[Kind | None] = Kind.DATA
     number: int
     worker: int
     sequence: int
@@ -202,6 +206,7 @@ class PushPart(Frame):
 class TickClock(Frame):
     """A worker has finished `clock` iterations."""
 
+    kind: ClassVar[Kind | None] = Kind.TICK
     number: int
     worker: int
     clock: int
@@ -212,6 +217,7 @@ class TickClock(Frame):
 class PullPart(Frame):
     """A part of a read of iteration `clock`."""
 
+    kind: ClassVar[Kind | None] = Kind.DATA
     number: int
     worker: int
     clock: int
@@ -239,6 +245,7 @@ class Stale(Frame):
 class Synced(Frame):
     """By the map of `version`, all was sent again that had to be; where the worker stands."""
 
+    kind: ClassVar[Kind | None] = Kind.SYNCED
     worker: int
     version: int
     clock: int
@@ -253,6 +260,7 @@ class Synced(Frame):
 class ForwardPush(Frame):
     """A push on its way down a chain."""
 
+    kind: ClassVar[Kind | None] = Kind.CHAIN
     number: int
     incarnation: int
     sequence: int
@@ -282,6 +290,7 @@ class ForwardOk(Frame):
 class Check(Frame):
     """What a bucket is on a server, for the one behind it to compare."""
 
+    kind: ClassVar[Kind | None] = Kind.CHAIN
     version: int
     bucket: int
     applied: tuple[tuple[int, int], ...]
@@ -293,6 +302,7 @@ class Check(Frame):
 class State(Frame):
     """A bucket, whole."""
 
+    kind: ClassVar[Kind | None] = Kind.CHAIN
     size: ClassVar[int] = 20_000
     number: int
     version: int
@@ -313,6 +323,7 @@ class StateOk(Frame):
 class ReadyFrame(Frame):
     """The sender has nothing that the primary may lack, see :class:`paceline.protocol.replication.Ready`."""
 
+    kind: ClassVar[Kind | None] = Kind.CHAIN
     version: int
 
 
@@ -320,5 +331,6 @@ class ReadyFrame(Frame):
 class ClocksFrame(Frame):
     """Where the workers are, by the view of `version`."""
 
+    kind: ClassVar[Kind | None] = Kind.CHAIN
     version: int
     clocks: Clocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -13,7 +13,7 @@ from paceline.protocol.membership import Role
 from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
-from paceline.protocol.server import Kind, Timing, events
+from paceline.protocol.server import Timing, events
 from paceline.protocol.server.waiting import KEPT
 from paceline.simulation.messages import (
     Answer,
@@ -46,24 +46,10 @@ from paceline.simulation.messages import (
 from paceline.simulation.network import Connection
 from paceline.simulation.node import Node
 from paceline.simulation.oracle import Data, Violation
+from paceline.simulation.toy_table import ToyTable
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
-
-_STATES_UNDER_WAY: Final = 2
-_KINDS: Final[dict[type, Kind]] = {
-    PushPart: Kind.DATA,
-    PullPart: Kind.DATA,
-    TickClock: Kind.TICK,
-    Synced: Kind.SYNCED,
-    JoinGate: Kind.CALL,
-    FinishGate: Kind.CALL,
-    ForwardPush: Kind.CHAIN,
-    State: Kind.CHAIN,
-    ReadyFrame: Kind.CHAIN,
-    ClocksFrame: Kind.CHAIN,
-    Check: Kind.CHAIN,
-}
 
 
 class _Request:
@@ -97,14 +83,11 @@ class Server(Node):
     def __init__(self, host: str, name: str, cluster: Cluster, *, is_extra: bool) -> None:
         super().__init__(host, name, cluster, role=Role.SERVER, is_extra=is_extra)
         self.core = cluster.make_server_core()
-        self.data: dict[int, Data] = {}
+        self.table = ToyTable(name)
         self._links: dict[int, Connection | None] = {}
         self._connecting: set[int] = set()
         self._silence = Silence()
-        self._states_under_way: dict[int, int] = {}
         self._reports: dict[int, Filled] = {}
-        # Sequential: bucket → iteration → worker → values
-        self._kept: dict[int, dict[int, dict[int, list[tuple[int, int, int]]]]] = {}
         self._handlers: dict[type, Any] = {
             Welcomed: self.on_welcomed,
             Thrown: self.on_thrown,
@@ -148,7 +131,6 @@ class Server(Node):
             self.network.close(connection)
             return
         self._links[target] = connection
-        self._states_under_way[target] = 0
         self._handle(replication.LinkUp(target))
 
     @override
@@ -181,7 +163,6 @@ class Server(Node):
     def _have_links(self, targets: frozenset[int]) -> None:
         for target in [target for target in self._links if target not in targets]:
             link = self._links.pop(target)
-            self._states_under_way.pop(target, None)
             if link is not None:
                 self.network.close(link)
         for target in sorted(targets):
@@ -204,9 +185,8 @@ class Server(Node):
     def receive(self, connection: Connection, frame: Any) -> None:
         if not self.is_current(connection):
             return
-        kind = _KINDS.get(type(frame))
-        if kind is not None:
-            timing = self.core.time(kind, connection.owner, frame.version)
+        if frame.kind is not None:
+            timing = self.core.time(frame.kind, connection.owner, frame.version)
             if timing in KEPT:
                 self.core.early.keep(timing, connection.owner, _Request(connection, frame))
             elif timing is Timing.STALE:
@@ -238,7 +218,6 @@ class Server(Node):
     def mapped(self, former: View | None, new: View) -> None:
         if new.version > self.core.replication.version:
             self._reports = {}
-            self._states_under_way = dict.fromkeys(self._states_under_way, 0)
         workers = (member.incarnation for member in new.members if member.role is Role.WORKER)
         members = (member.incarnation for member in new.members)
         self._handle(
@@ -261,7 +240,7 @@ class Server(Node):
         for instruction in instructions:
             match instruction:
                 case replication.Apply(token, buckets):
-                    self._apply(_request(token), buckets)
+                    self.table.apply(_request(token).parts, buckets)
                 case replication.Forward(token, target, number, buckets):
                     self._forward(_request(token), target, number, buckets)
                 case replication.Acknowledge(token):
@@ -271,16 +250,15 @@ class Server(Node):
                     request.answer(self, self._stale(request.frame))
                 case replication.Load(token, bucket):
                     request = _request(token)
-                    self.data[bucket] = Data(request.frame.value, dict(request.frame.marks))
+                    self.table.data[bucket] = Data(request.frame.value, dict(request.frame.marks))
                     request.answer(self, StateOk(request.frame.number))
                 case replication.Drop(buckets):
-                    for bucket in buckets_in(buckets):
-                        del self.data[bucket]
+                    self.table.drop(buckets)
                 case replication.Hold(buckets):
-                    self.data.update((bucket, Data()) for bucket in buckets_in(buckets))
+                    self.table.hold(buckets)
                 case replication.Lead(buckets):
                     self.cluster.oracle.leads(self.core.replication.version, buckets, self.incarnation, self.name)
-                    self._kept = {bucket: kept for bucket, kept in self._kept.items() if buckets >> bucket & 1}
+                    self.table.keep_only(buckets)
                 case replication.Ready(target, version):
                     self._send(target, ReadyFrame(version))
                 case replication.Links(targets):
@@ -304,23 +282,17 @@ class Server(Node):
                 case events.Keep(token, buckets):
                     self._keep(_request(token).frame, buckets)
                 case events.DropKept(worker, iteration):
-                    self._drop_kept(worker, iteration)
+                    self.table.drop_kept(worker, iteration)
                 case events.ForgetKept():
-                    self._kept = {}
+                    self.table.keep_only(0)
                 case events.SumUp():
-                    parts = self._sum(instruction.iteration, instruction.workers, instruction.buckets)
+                    parts = self.table.take_sum(instruction.iteration, instruction.workers, instruction.buckets)
                     instruction.payload = _Request(None, None, AGGREGATE, instruction.iteration + 1, parts)
                 case events.ApplySum(iteration, workers, buckets):
-                    self._apply(_Request(None, None, parts=self._sum(iteration, workers, buckets)), buckets)
+                    self.table.apply(self.table.take_sum(iteration, workers, buckets), buckets)
         for request in again:
             assert request.connection is not None
             self.receive(request.connection, request.frame)
-
-    def _apply(self, push: _Request, buckets: int) -> None:
-        for worker, values in push.parts:
-            for bucket, index, value in values:
-                if buckets >> bucket & 1:
-                    self.data[bucket].apply(worker, index, value, self.name)
 
     def _forward(self, push: _Request, target: int, number: int, buckets: int) -> None:
         parts = tuple((worker, tuple(v for v in values if buckets >> v[0] & 1)) for worker, values in push.parts)
@@ -342,44 +314,22 @@ class Server(Node):
         frame: PullPart = read.frame
         version = self.core.replication.version
         for bucket in buckets_in(frame.buckets):
-            data = self.data[bucket]
+            data = self.table.data[bucket]
             self.cluster.oracle.read(bucket, data, frame.worker, frame.clock, version, self.incarnation, self.name)
         read.answer(self, Answer(frame.number, self._durable()))
 
     def _keep(self, frame: PushPart, buckets: int) -> None:
         if frame.buckets & ~buckets:
             self.cluster.fired["duplicate"] += 1
-        for value in frame.values:
-            if buckets >> value[0] & 1:
-                by_worker = self._kept.setdefault(value[0], {}).setdefault(frame.iteration, {})
-                by_worker.setdefault(frame.worker, []).append(value)
-
-    def _drop_kept(self, worker: int, from_iteration: int) -> None:
-        for by_iteration in self._kept.values():
-            for iteration, by_worker in by_iteration.items():
-                if iteration >= from_iteration:
-                    by_worker.pop(worker, None)
-
-    def _sum(self, iteration: int, workers: tuple[int, ...], buckets: int) -> tuple[Part, ...]:
-        parts: dict[int, list[tuple[int, int, int]]] = {}
-        for bucket in buckets_in(buckets):
-            by_worker = self._kept.get(bucket, {}).pop(iteration, {})
-            for worker in workers:
-                parts.setdefault(worker, []).extend(by_worker.get(worker, ()))
-        return tuple((worker, tuple(values)) for worker, values in parts.items())
+        self.table.keep(frame.worker, frame.iteration, frame.values, buckets)
 
     def _fill_all(self) -> None:
         for target in self.core.replication.filling:
-            link = self._links.get(target)
-            while link is not None and self._states_under_way[target] < _STATES_UNDER_WAY:
-                found = self.core.replication.next_fill(target)
-                if found is None:
-                    break
+            found = self.core.replication.next_fill(target)
+            if found is not None:
                 number, bucket, state = found
-                self._states_under_way[target] += 1
-                data = self.data[bucket]
-                version = self.core.replication.version
-                link.send(self, State(number, version, bucket, state, data.value, dict(data.marks)))
+                data, version = self.table.data[bucket], self.core.replication.version
+                self._send(target, State(number, version, bucket, state, data.value, dict(data.marks)))
 
     # Other servers.
 
@@ -396,7 +346,7 @@ class Server(Node):
         """Have the server behind compare the buckets."""
         rules = self.core.replication
         for bucket in buckets_in(rules.checkable(target)):
-            data, applied = self.data[bucket], rules.applied_to(bucket)
+            data, applied = self.table.data[bucket], rules.applied_to(bucket)
             link.send(self, Check(rules.version, bucket, applied, data.value, dict(data.marks)))
 
     def _on_check(self, connection: Connection, frame: Check) -> None:
@@ -404,7 +354,7 @@ class Server(Node):
         if not rules.is_comparable(connection.owner, frame.version, frame.bucket):
             return
         self.cluster.fired["compared"] += 1
-        data = self.data[frame.bucket]
+        data = self.table.data[frame.bucket]
         if rules.applied_to(frame.bucket) != frame.applied:
             raise Violation(
                 f"{self.name} counts {rules.applied_to(frame.bucket)} as applied to bucket {frame.bucket}, the server "
@@ -438,9 +388,7 @@ class Server(Node):
         self._handle(replication.StateReceived(token, connection.owner, frame.version, frame.bucket, frame.filter))
 
     def _on_state_ok(self, connection: Connection, frame: StateOk) -> None:
-        target = connection.hello[2]
-        self._states_under_way[target] = max(0, self._states_under_way.get(target, 0) - 1)
-        self._handle(replication.Confirmed(target, frame.number))
+        self._handle(replication.Confirmed(connection.hello[2], frame.number))
 
     def _on_ready(self, connection: Connection, frame: ReadyFrame) -> None:
         self._handle(events.ReadyReceived(connection.owner, frame.version))
@@ -487,9 +435,9 @@ class Server(Node):
             return
         self.core.validate()
         held = self.core.replication.held
-        if set(self.data) != set(buckets_in(held)):
-            raise Violation(f"{self.name}: holds {sorted(self.data)}, not {list(buckets_in(held))}")
-        for bucket, data in self.data.items():
+        if set(self.table.data) != set(buckets_in(held)):
+            raise Violation(f"{self.name}: holds {sorted(self.table.data)}, not {list(buckets_in(held))}")
+        for bucket, data in self.table.data.items():
             self.cluster.oracle.check_value(bucket, data, self.name)
 
 

@@ -383,12 +383,13 @@ class Replication:
     def next_fill(self, target: int) -> tuple[int, int, FilterState] | None:
         """Return the next bucket to send whole to `target`: number, bucket and filter; None if there is none (now).
 
+        They go one at a time, so that nobody waits long behind them.
         It counts as sent: send it before anything else that goes to this server from now on. Ask again after a Change,
         a LinkUp, a Confirmed and an Acknowledged.
         """
         # Rule 9: nobody is filled with what the primary may lack: it would have it ahead of the primary.
         left = self._fills.unsent(target) & ~self._ahead_of_primary()
-        if not left or target not in self._up:
+        if not left or target not in self._up or self._fills.is_sending(target):
             return None
         number, bucket = self._fills.send(target, left)
         return number, bucket, self._filter.export(1 << bucket)

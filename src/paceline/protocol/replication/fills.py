@@ -42,6 +42,10 @@ class Fills:
         self._sent = dict(self._confirmed)
         self._reported, self._states = {}, {}  # what is on its way is of an older version: it is not taken
 
+    def is_sending(self, target: int) -> bool:
+        """Whether a bucket is on its way to a server."""
+        return any(state[0] == target for state in self._states.values())
+
     def send(self, target: int, left: Buckets) -> tuple[int, int]:
         """Take the first bucket of `left` as sent; return its number and the bucket."""
         bucket = (left & -left).bit_length() - 1

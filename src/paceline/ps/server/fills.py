@@ -40,6 +40,7 @@ class ReceivedBucket:
 class _Sent:
     """A bucket that is on its way to a server that is being filled: since when, its bytes, what to send it took."""
 
+    number: int
     began_s: float
     size: int
     busy_s: float = 0.0
@@ -62,15 +63,7 @@ class Fills:
         self._checks = checks
         self._non_finite = non_finite
         self._soon: set[int] = set()  # servers to which a bucket will be sent soon
-        self._sent: dict[int, _Sent] = {}  # servers to which a bucket is on its way
-
-    def lose_all(self) -> None:
-        """Forget what is on its way: it is of an older map, and is not taken."""
-        self._sent = {}
-
-    def lose(self, target: int) -> None:
-        """Forget what is on its way to a server: its connection broke."""
-        self._sent.pop(target, None)
+        self._sent: dict[int, _Sent] = {}  # server → the bucket that was sent to it last
 
     def send_soon(self) -> None:
         """Have the next bucket sent to each server that is being filled."""
@@ -80,10 +73,10 @@ class Fills:
                 asyncio.get_running_loop().call_soon(self.send_next, target)
 
     def send_next(self, target: int) -> None:
-        """Send the next bucket to a server that is being filled: one at a time, so that nobody waits long."""
+        """Send the next bucket to a server that is being filled."""
         self._soon.discard(target)
         peer = None if self._links is None else self._links.peer(target)
-        if peer is None or target in self._sent:  # it will say that it has it
+        if peer is None:
             return
         rules = self._core.replication
         fill = rules.next_fill(target)
@@ -99,7 +92,7 @@ class Fills:
         infos, body = pack(pieces)
         entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
         info = messages.StateInfo(bucket, self._checks.orders.of(bucket), entries, infos)
-        self._sent[target] = sent = _Sent(began_s, size=sum(part.nbytes for part in body))
+        self._sent[target] = sent = _Sent(number, began_s, size=sum(part.nbytes for part in body))
         peer.send(*frame_parts(STATE, request=number, epoch=rules.version, meta=messages.encode(info), body=body))
         sent.busy_s = time.thread_time() - busy_s
 
@@ -109,11 +102,11 @@ class Fills:
         What it took is processors' time at both ends, and the line's. That it waited, where much else happens, is no
         reason to leave buckets without their replicas for longer.
         """
-        sent = self._sent.pop(target, None)
+        sent = self._sent.get(target)
         if target not in self._soon:
             self._soon.add(target)
             took_s = 0.0
-            if sent is not None:
+            if sent is not None and sent.number == header.request:
                 passed_s = time.monotonic() - sent.began_s
                 took_s = min(sent.busy_s + header.clock / 1e6 + sent.size / _SLOW_LINK, passed_s)
             asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self.send_next, target)

@@ -301,7 +301,6 @@ class Runtime:
             self.sums.restrict(instruction.buckets)
 
     def _have_links(self, instruction: replication.Links) -> None:
-        self._fills.lose_all()
         self.replicator.have_links(instruction.targets)
         self._fills.send_soon()
 
@@ -312,7 +311,6 @@ class Runtime:
 
     @must_succeed
     def _link_up(self, target: int) -> None:
-        self._fills.lose(target)
         self.feed(replication.LinkUp(target))
         self._fills.send_soon()
 
