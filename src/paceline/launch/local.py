@@ -159,7 +159,7 @@ class LocalCluster:
         for rank in range(num_workers):
             self._start_child(f"worker {rank}", {"role": "worker", "rank": rank})
         if scheduler is not None:
-            self.scheduler = self._hear_address(scheduler)
+            self.scheduler = _hear_address(scheduler.process)
             if share is None:
                 scheduling["address"] = self.scheduler.removeprefix("tcp://")
             self._keep_scheduler(scheduler, {**scheduling, "replaces": True}, on_replaced)
@@ -169,7 +169,7 @@ class LocalCluster:
             self.scheduler = share.scheduler
         for child in self._supervisor.children:
             if child is not scheduler:
-                self._tell_address(child.process)
+                _tell_address(child.process, self.scheduler)
         wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
         if scheduling["replicas"]:
             for child, options in serving:
@@ -298,29 +298,31 @@ class LocalCluster:
             on_replaced(child.name, status)
             with self._counting:
                 self.server_restarts += 1
-            self._tell_address(server)
+            _tell_address(server, self.scheduler)
 
         launch = partial(self._launch, child.name, options)
         self._supervisor.keep(child, launch, most=_MAX_SERVERS, on_replaced=replaced)
 
-    def _hear_address(self, scheduler: Child) -> str:
-        assert scheduler.process.stdout is not None
-        line = scheduler.process.stdout.readline().decode().strip()
-        if not line:
-            raise PeerError("the scheduler did not start; what it said is above")
-        return line
-
-    def _tell_address(self, process: ChildProcess) -> None:
-        assert process.stdin is not None
-        try:
-            process.stdin.write(self.scheduler.encode() + b"\n")
-            process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # it has ended, or the cluster is being closed: whoever waits for it sees that
-
     def _check_started(self, role: str) -> None:
         for name, status in self.dead_children(role):
             raise PeerError(f"{name} {describe_status(status)} at its start; what it said is above")
+
+
+def _hear_address(scheduler: ChildProcess) -> str:
+    assert scheduler.stdout is not None
+    line = scheduler.stdout.readline().decode().strip()
+    if not line:
+        raise PeerError("the scheduler did not start; what it said is above")
+    return line
+
+
+def _tell_address(process: ChildProcess, scheduler: str) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(scheduler.encode() + b"\n")
+        process.stdin.flush()
+    except (BrokenPipeError, ValueError):
+        pass  # it has ended, or the cluster is being closed: whoever waits for it sees that
 
 
 def wait_cluster(

@@ -136,8 +136,7 @@ class Node:
         self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
         self._takers: dict[tuple[str, str], Taker] = {}
         self._answers: dict[str, Callable[[], bytes]] = {}
-        self._greeting: set[socket.socket] = set()
-        self._greeters: set[threading.Thread] = set()
+        self._greeters: dict[threading.Thread, socket.socket | None] = {}  # with the connection that each greets
         self._strangers: Strangers[socket.socket] = Strangers(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
         self._thread = threading.Thread(
@@ -234,8 +233,9 @@ class Node:
                 return
             self._is_closed = True
             self._changed.notify_all()
-            for connected in self._greeting:
-                shut(connected)
+            for greeted in self._greeters.values():
+                if greeted is not None:
+                    shut(greeted)
             for parked in self._parked.values():
                 for connected in parked:
                     connected.close()
@@ -305,8 +305,7 @@ class Node:
             if self._is_closed:
                 connected.close()
                 return
-            self._greeting.add(connected)
-            self._greeters.add(greeter)
+            self._greeters[greeter] = connected
             dropped = self._strangers.enter(connected, peer[0] if isinstance(peer, tuple) else "")
             greeter.start()
         if dropped is not None:
@@ -352,7 +351,7 @@ class Node:
             _logger.exception("the answer to a question failed")
         finally:
             with self._changed:
-                self._greeting.discard(connected)
+                self._greeters[threading.current_thread()] = None
                 self._strangers.leave(connected)
                 if handed is not connected:
                     connected.close()
@@ -371,7 +370,7 @@ class Node:
             for taker, rank in expected:
                 taker.arrived(rank, handed)
             with self._changed:
-                self._greeters.discard(threading.current_thread())
+                self._greeters.pop(threading.current_thread(), None)
 
     def _answer(self, connected: socket.socket, group: str) -> None:
         with self._changed:

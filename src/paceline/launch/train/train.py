@@ -19,21 +19,20 @@ from paceline.errors import (
     DeadlineError,
     ModelLostError,
     PacelineError,
-    PeerError,
     TableMismatchError,
     UsageError,
 )
 from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
-from paceline.launch.supervisor import describe_status
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
+from paceline.launch.train.cluster_health import ClusterHealth
 from paceline.launch.train.data_files import check_files, open_training_data, total_size
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
 from paceline.models import jobs
 from paceline.models.metrics import Evaluation, evaluate
-from paceline.protocol import NUM_BUCKETS, Consistency, Sequential
+from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobSpec, JobState, TakenReport
 from paceline.ps import Client, messages, to_fields
 from paceline.storage.manifests import MANIFEST
@@ -68,14 +67,10 @@ class Training:
         self._processes = processes
         self._on_progress = on_progress
         self._warn = warn
-        self._lost = self._lost_before = 0
         self._format = ""
         self._span = (0.0, 1.0)
         self._signals = DeferredSignals()
-        self._alone_since: float | None = None
-        self._reconnections = client.link.reconnections
-        self._first_servers = client.servers.routes.server_ranks
-        self._server_restarts = 0
+        self._health = ClusterHealth(client, processes, warn)
         self._resumption: Resumption | None = None
         self._snapshots = None if options.snapshots is None else TrainingSnapshots(client, options.snapshots, warn)
 
@@ -132,7 +127,7 @@ class Training:
             evaluation=evaluation,
             staleness=found_staleness,
             bad_lines=bad_data,
-            lost_workers=self._lost,
+            lost_workers=self._health.num_lost_workers,
             bytes=int(state.progress.get("bytes", 0)),
         )
 
@@ -166,7 +161,7 @@ class Training:
         try:
             if self._processes is not None:
                 self._processes.end_workers()
-                if self._gone():
+                if self._health.find_gone():
                     return  # and the model with it
             if not any(table.rows for each in self._client.statistics() for table in each.tables.values()):
                 self._warn(f"nothing was trained yet, and nothing is saved in {directory}")
@@ -201,7 +196,7 @@ class Training:
             consistency=str(consistency),
         )
         self._format = dataset.format
-        self._lost_before = self._lost
+        self._health.begin_job()
         strided = task == "train" and isinstance(consistency, Sequential)
         resumed = self._resumption.account if task == "train" and self._resumption is not None else None
         known = [None] * len(dataset.files) if resumed is None else resumed.files
@@ -234,7 +229,7 @@ class Training:
         reported = 0.0
         while True:
             state = self._ask_state(number)
-            self._note_lost(task, state)
+            self._health.note_lost_workers(task, state)
             self._take_reports(number, state.num_reports, reports)
             if state.failed is not None:
                 raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
@@ -243,7 +238,9 @@ class Training:
                 self._take_reports(number, 1 << 30, reports)
                 return state, reports
             self._check_signals(number)
-            self._check_alive(state)
+            self._health.note_replaced()
+            self._check_gone()
+            self._health.check_workers(state)
             if task == "train" and self._snapshots is not None:
                 self._snapshots.look(state)
             if time.monotonic() - reported >= 0.2:
@@ -295,42 +292,8 @@ class Training:
             )
         )
 
-    def _note_lost(self, task: str, state: JobState) -> None:
-        if self._lost_before + state.lost_workers > self._lost:
-            self._lost = self._lost_before + state.lost_workers
-            self._warn(f"a worker died: {state.num_workers} go on, and its unfinished shards are read again ({task})")
-
-    def _gone(self) -> str | None:
-        """Say that a server, and what it had, or the scheduler, is gone."""
-        if self._processes is not None:
-            dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
-            if dead:
-                return f"{dead[0][0]} {describe_status(dead[0][1])}"
-        cluster = self._client.link.cluster
-        if cluster is None or not cluster.num_lost:
-            return None
-        missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role("server")})
-        return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
-
-    def _check_alive(self, state: JobState) -> None:
-        if self._client.link.reconnections > self._reconnections:
-            self._reconnections = self._client.link.reconnections
-            self._warn("the scheduler died: another one has taken its place")
-        if self._processes is not None and self._processes.server_restarts > self._server_restarts:
-            self._server_restarts = self._processes.server_restarts
-            self._warn("a server died: its replicas serve what it had, and another server takes its place")
-        self._check_gone()
-        if self._processes is not None:
-            if not self._processes.pids("worker"):
-                raise PeerError("all workers have died: nobody is left to train")
-        elif state.num_workers:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = time.monotonic()
-            self._warn("the cluster has no worker: this waits until there is one (see 'paceline worker --help')")
-
     def _check_gone(self) -> None:
-        gone = self._gone()
+        gone = self._health.find_gone()
         if gone is not None:
             what = (
                 "as were those that took its place"

@@ -1,0 +1,69 @@
+"""Who of the cluster has died while it trains, and what the user is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.errors import PeerError
+from paceline.launch.local import LocalCluster
+from paceline.launch.supervisor import describe_status
+from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.jobs import JobState
+from paceline.ps import Client
+
+
+class ClusterHealth:
+    """What becomes of workers, servers and scheduler. `processes`, if it is our own cluster, is asked who has died."""
+
+    def __init__(self, client: Client, processes: LocalCluster | None, warn: Callable[[str], None]) -> None:
+        self._client = client
+        self._processes = processes
+        self._warn = warn
+        self.num_lost_workers = self._num_lost_before = 0
+        self._was_alone = False
+        self._reconnections = client.link.reconnections
+        self._first_servers = client.servers.routes.server_ranks
+        self._server_restarts = 0
+
+    def begin_job(self) -> None:
+        """Count the lost workers of another job."""
+        self._num_lost_before = self.num_lost_workers
+
+    def note_lost_workers(self, task: str, state: JobState) -> None:
+        """Say if a job has lost more workers."""
+        num_lost = self._num_lost_before + state.lost_workers
+        if num_lost > self.num_lost_workers:
+            self.num_lost_workers = num_lost
+            self._warn(f"a worker died: {state.num_workers} go on, and its unfinished shards are read again ({task})")
+
+    def note_replaced(self) -> None:
+        """Say if the scheduler or a server was replaced."""
+        if self._client.link.reconnections > self._reconnections:
+            self._reconnections = self._client.link.reconnections
+            self._warn("the scheduler died: another one has taken its place")
+        if self._processes is not None and self._processes.server_restarts > self._server_restarts:
+            self._server_restarts = self._processes.server_restarts
+            self._warn("a server died: its replicas serve what it had, and another server takes its place")
+
+    def find_gone(self) -> str | None:
+        """Say that a server, and what it had, or the scheduler, is gone."""
+        if self._processes is not None:
+            dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
+            if dead:
+                return f"{dead[0][0]} {describe_status(dead[0][1])}"
+        cluster = self._client.link.cluster
+        if cluster is None or not cluster.num_lost:
+            return None
+        missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role("server")})
+        return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
+
+    def check_workers(self, state: JobState) -> None:
+        """Say if a job waits for workers to come. Raises PeerError if those of this machine have all died."""
+        if self._processes is not None:
+            if not self._processes.pids("worker"):
+                raise PeerError("all workers have died: nobody is left to train")
+            return
+        is_alone = not state.num_workers
+        if is_alone and not self._was_alone:
+            self._warn("the cluster has no worker: this waits until there is one (see 'paceline worker --help')")
+        self._was_alone = is_alone
