@@ -1,7 +1,7 @@
 """Compare source trees by the time of a push and a pull: clusters of all side by side, measured in turns.
 
     python benchmarks/compare.py old=../paceline-before new=. [--keys 1 1000] [--dims 1 16] [--replicas 0 1]
-                                 [--work push pull] [--blocks 40] [--seconds 0.05] [--json]
+                                 [--servers 2] [--work push pull] [--blocks 40] [--seconds 0.05] [--json]
 
 A tree is a checkout (or its `src`); two names for one tree show the noise. The clusters of all trees run at once, and
 one of them works at a time: a block of requests on each in turn, then the same in the other order. So what else the
@@ -47,10 +47,10 @@ class Block:
 class Tree:
     """A source tree at work: a process of its own, with a cluster and a client."""
 
-    def __init__(self, name: str, path: Path, replicas: int, dims: list[int]) -> None:
+    def __init__(self, name: str, path: Path, servers: int, replicas: int, dims: list[int]) -> None:
         self.name = name
         source = path / "src" if (path / "src").is_dir() else path
-        command = [sys.executable, __file__, "--child", str(replicas), *map(str, dims)]
+        command = [sys.executable, __file__, "--child", *map(str, (servers, replicas, *dims))]
         self._process = subprocess.Popen(
             command,
             env={**os.environ, "PYTHONPATH": str(source.resolve())},
@@ -139,7 +139,7 @@ HEADING = (
 # A tree's own process.
 
 
-def serve(replicas: int, dims: list[int]) -> None:
+def serve(servers: int, replicas: int, dims: list[int]) -> None:
     """Be a tree: start its cluster, and measure what is asked for, until standard input ends."""
     import numpy as np
     import psutil
@@ -150,13 +150,13 @@ def serve(replicas: int, dims: list[int]) -> None:
     random = np.random.default_rng(0)
     all_keys = np.arange(ROWS, dtype=np.uint64) * np.uint64(7919)
     with (
-        paceline.local_cluster(servers=1 + replicas, replicas=replicas) as cluster,
+        paceline.local_cluster(servers=servers, replicas=replicas) as cluster,
         cluster.connect(observer=True) as client,
     ):
         tables = {dim: client.sparse_table(f"of{dim}", dim=dim, update=paceline.SGD(lr=0.01)) for dim in dims}
         for dim, table in tables.items():
             table.push(all_keys, np.ones((ROWS, dim), np.float32)).wait()
-        me, servers = psutil.Process(), [psutil.Process(pid) for pid in cluster.pids("server")]
+        me, them = psutil.Process(), [psutil.Process(pid) for pid in cluster.pids("server")]
         batches: dict[int, list[Any]] = {}
         for line in sys.stdin:
             work, count, dim, seconds = json.loads(line)
@@ -164,7 +164,7 @@ def serve(replicas: int, dims: list[int]) -> None:
                 num_batches = min(max(8, MOST_KEPT // count), 1_000)
                 batches[count] = [all_keys[random.choice(ROWS, count, replace=False)] for _ in range(num_batches)]
             request = requests(tables[dim], work, np.ones((count, dim), np.float32))
-            print(json.dumps(asdict(measure_block(request, batches[count], seconds, me, servers))), flush=True)
+            print(json.dumps(asdict(measure_block(request, batches[count], seconds, me, them))), flush=True)
 
 
 def requests(table: Any, work: str, grads: Any) -> Callable[[Any], Any]:
@@ -217,13 +217,15 @@ def usage(processes: list[Any]) -> tuple[float, int]:
 def main() -> None:
     """Compare, or be one of the trees."""
     if sys.argv[1:2] == ["--child"]:
-        serve(int(sys.argv[2]), [int(dim) for dim in sys.argv[3:]])
+        servers, replicas, *dims = map(int, sys.argv[2:])
+        serve(servers, replicas, dims)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="+", metavar="NAME=PATH")
     parser.add_argument("--keys", type=int, nargs="+", default=[1, 1_000, 10_000])
     parser.add_argument("--dims", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--replicas", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--servers", type=int, default=1, help="of each cluster, or one more than it has replicas")
     parser.add_argument("--work", nargs="+", choices=("push", "pull", "push_pull"), default=["push", "pull"])
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=0.05, help="how long a block takes")
@@ -240,7 +242,8 @@ def main() -> None:
     for replicas in told.replicas:
         trees: list[Tree] = []
         try:
-            trees += [Tree(name, Path(path), replicas, told.dims) for name, path in paths.items()]
+            servers = max(told.servers, 1 + replicas)
+            trees += [Tree(name, Path(path), servers, replicas, told.dims) for name, path in paths.items()]
             results += compare(trees, told, replicas)
         finally:
             for tree in trees:

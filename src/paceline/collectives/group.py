@@ -13,11 +13,12 @@ import numpy as np
 
 from paceline.collectives import objects as _objects
 from paceline.collectives.arrays import ArrayMemory, as_array
+from paceline.collectives.connections import Connections
 from paceline.collectives.group_names import EndedError
 from paceline.collectives.operations import Operations, Work
 from paceline.collectives.ticket import MessageTicket, Ticket, no_waiting_in_callbacks
 from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
-from paceline.collectives.world import Connections, World
+from paceline.collectives.world import World
 from paceline.errors import CollectiveError, GroupClosedError, RankLostError, UsageError
 
 _ABORTED: Final = "it was aborted on this rank"
@@ -47,10 +48,10 @@ class Group:
         self.name = name
         self._world = world
         self._connections = Connections(world, ranks, name, self._timeout_s, self._message_failed)
-        self.rank = self._connections.rank
+        self.rank = self._connections.layout.rank
         """This process's number in the group."""
-        self.size = self._connections.size
-        self.ranks = self._connections.ranks
+        self.size = self._connections.layout.size
+        self.ranks = self._connections.layout.ranks
         """The number in the world of every rank of the group."""
         self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
         self._operations = Operations(self._connections, self._tuner, self._timeout_s)

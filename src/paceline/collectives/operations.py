@@ -10,9 +10,9 @@ import numpy as np
 
 from paceline.collectives.arrays import ArrayMemory, as_array, empty_like
 from paceline.collectives.calls import Call, shortened
+from paceline.collectives.connections import Connections
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.tuner import SHARED, Tuner
-from paceline.collectives.world import Connections
 from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
 
@@ -37,7 +37,7 @@ class Operations:
     """The operations of one rank of a group."""
 
     def __init__(self, connections: Connections, tuner: Tuner, timeout_s: float) -> None:
-        self.rank, self.size = connections.rank, connections.size
+        self.rank, self.size = connections.layout.rank, connections.layout.size
         self._connections = connections
         self._tuner = tuner
         self._timeout_s = timeout_s

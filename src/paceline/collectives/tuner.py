@@ -28,7 +28,7 @@ from paceline.errors import UsageError
 from paceline.kernels import combine
 
 if TYPE_CHECKING:
-    from paceline.collectives.world import Connections
+    from paceline.collectives.connections import Connections
 
 SHARED, DIRECT = "shared", "direct"
 _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found} | {SHARED, DIRECT})
@@ -126,7 +126,7 @@ class Tuner:
                 predicted = None if timed is None else timed * max(num_bytes, 1) / near
                 found.append(Candidate(name, predicted, self._median(operation, name, num_bytes)))
         for name in ALGORITHMS.get(operation, ()):
-            if ALGORITHMS[operation][name].supports(self._connections.size):
+            if ALGORITHMS[operation][name].supports(self._connections.layout.size):
                 predicted = None if self.model is None else self.predict(operation, name, num_bytes)
                 found.append(Candidate(name, predicted, self._median(operation, name, num_bytes)))
         return found
@@ -141,7 +141,7 @@ class Tuner:
             raise UsageError(f"got operation {operation!r}, expected one of {', '.join(ALGORITHMS)}")
         candidates = self.candidates(operation, num_bytes)
         chosen, why = self._explain_choice(operation, num_bytes)
-        lines = [f"{operation} of {num_bytes:,} bytes on {self._connections.size} ranks: {chosen} ({why})"]
+        lines = [f"{operation} of {num_bytes:,} bytes on {self._connections.layout.size} ranks: {chosen} ({why})"]
         lines.append(f"  {'algorithm':<20}{'predicted':>12}{'measured':>12}")
         for name, predicted, measured in candidates:
             mark = "*" if name == chosen else " "
@@ -151,19 +151,19 @@ class Tuner:
     def predict(self, operation: str, name: str, num_bytes: int) -> float:
         """Return the seconds that an algorithm takes by the model."""
         assert self.model is not None
-        size, algorithm = self._connections.size, ALGORITHMS[operation][name]
+        size, algorithm = self._connections.layout.size, ALGORITHMS[operation][name]
         pieces = num_pieces(operation, name, num_bytes)
-        schedules = algorithm.schedules(size, pieces=pieces, hosts=self._connections.hosts)
+        schedules = algorithm.schedules(size, pieces=pieces, hosts=self._connections.layout.hosts)
         num_blocks = schedules[0].num_blocks
         if operation == "all_to_all":
             num_blocks = size
         block = num_bytes // max(num_blocks, 1)
         link = LinkCost(self.model.alpha_s, self.model.beta_s_per_byte)
         gamma = self.model.gamma_s_per_byte
-        return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.hosts)
+        return predict(schedules, block, link, gamma_s_per_byte=gamma, hosts=self._connections.layout.hosts)
 
     def _explain_choice(self, operation: str, num_bytes: int) -> tuple[str, str]:
-        if self._connections.size == 1:
+        if self._connections.layout.size == 1:
             return "nothing", "there is one rank"
         shared = self._shared()
         forced = self._forced_schedule(operation)
@@ -185,10 +185,10 @@ class Tuner:
 
     def _forced_schedule(self, operation: str) -> str | None:
         known = ALGORITHMS[operation].get(self.forced or "")
-        return known.name if known is not None and known.supports(self._connections.size) else None
+        return known.name if known is not None and known.supports(self._connections.layout.size) else None
 
     def _shared(self) -> SharedMemory | None:
-        return self._connections.shared if self._connections.is_on_one_host else None
+        return self._connections.shared if self._connections.layout.is_on_one_host else None
 
     @staticmethod
     def _may_be_direct(shared: SharedMemory, operation: str, num_bytes: int) -> bool:
@@ -242,7 +242,7 @@ class Tuner:
         return found
 
     def _names(self, operation: str) -> list[str]:
-        return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.size)]
+        return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.layout.size)]
 
     def measure(self) -> Model:
         """Measure the model, together with all ranks: every rank sends to the next and receives from the one before."""
@@ -259,7 +259,7 @@ class Tuner:
         return Model(alpha, max(seconds - alpha, 1e-9) / num_bytes, float(gamma[0]))
 
     def _time_shift(self, network: NetworkEngine, num_bytes: int, repeats: int) -> float:
-        size, rank = self._connections.size, self._connections.rank
+        size, rank = self._connections.layout.size, self._connections.layout.rank
         memory = memoryview(bytearray(2 * num_bytes))
         blocks = Blocks([(memory, [num_bytes, num_bytes])])
         actions = (Send((rank + 1) % size, ((0, 1),)), Receive((rank - 1) % size, ((1, 2),)))

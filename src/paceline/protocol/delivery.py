@@ -18,6 +18,7 @@ from paceline.errors import StaleEpochError, UsageError
 from paceline.protocol.buckets import ALL, buckets_in
 
 _MANY: Final = 64
+"""Whenever there are so many more sets, they are made disjoint."""
 _NOTHING: Final[dict[int, int]] = {}
 
 
@@ -28,8 +29,8 @@ class Delivery:
     order, apart from repeats (a client has the acknowledgement of a bucket before it sends that bucket a
     later push, or sends them on one ordered connection); an incarnation is never reused. Gaps are legal.
 
-    Incarnations that are gone are kept, some 200 bytes for each: what the servers behind have of their pushes may still
-    be on its way along a chain.
+    Incarnations that are gone are kept, some 200 bytes for each set of buckets that they pushed to last: what the
+    servers behind have of their pushes may still be on its way along a chain.
     """
 
     def __init__(self, buckets: int = ALL) -> None:

@@ -442,7 +442,7 @@ class TestJoining:
             assert "shared" not in text
 
     def test_without_compiled_kernels_there_are_sockets(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("paceline.collectives.world.config.DISABLE_JIT", 1)
+        monkeypatch.setattr("paceline.collectives.founding.config.DISABLE_JIT", 1)
         texts = run_ranks(2, lambda group: [group.all_reduce([1.0]).tolist() == [2.0], group.explain(10)])
         assert all(right and "shared" not in text for right, text in texts)
 

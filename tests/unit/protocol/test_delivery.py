@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -110,6 +112,21 @@ def test_moves_that_cannot_be() -> None:
         delivery.export(0b11)
     assert delivery.buckets == 0b1
     assert delivery.last(1, 0) == 5
+
+
+def test_pushes_to_ever_other_buckets_are_remembered() -> None:
+    random, delivery = Random(1), Delivery()
+    last: dict[int, int] = {}
+    for sequence in range(500):
+        pushed = random.sample(range(512), random.choice((1, 1, 2, 400)))
+        assert delivery.admit(7, sequence, bucket_set(pushed)) == bucket_set(pushed)
+        last |= dict.fromkeys(pushed, sequence)
+        delivery.validate()
+        old = random.randrange(sequence + 1)
+        assert delivery.missing(7, old) == bucket_set(bucket for bucket in range(512) if last.get(bucket, -1) < old)
+    state = delivery.export(ALL)
+    assert sum(buckets.bit_count() for _, _, buckets in state) == len(last)
+    assert {bucket: number for _, number, buckets in state for bucket in buckets_in(buckets)} == last
 
 
 NUM_BUCKETS = 5

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from paceline.collectives.network.culprits import Status, find_silent
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.p2p.matching import Message, Posted
 from paceline.collectives.p2p.progress import Waitable
-from paceline.errors import CollectiveError, MismatchError, ProtocolError, UsageError
+from paceline.errors import CollectiveError, MismatchError, ProtocolError, RankLostError, UsageError
 from paceline.transport import read_meta
 
 HEADER: Final = struct.Struct("<2sBB4xqQ40s")
@@ -102,6 +103,16 @@ class Sending(Pending):
             self.parts[0] = self.parts[0][sent:]
         return not self.parts
 
+    def overdue(self, timeout_s: float, rank: int, answers: Mapping[int, Status | None]) -> RankLostError:
+        """Return the error for a message of `rank` that was not taken in time; `answers` say who waits for whom."""
+        gone = self.nbytes - min(total(self.parts), self.nbytes)
+        culprits, told = _blame(rank, (self.to,), answers)
+        return RankLostError(
+            f"rank {self.to} took {gone} of the {describe(self.nbytes, self.what)} with tag {self.tag} in "
+            f"{timeout_s:g} s: {told or 'it is stopped, does not receive or cannot be reached'}",
+            culprits or (self.to,),
+        )
+
 
 class Receiving(Pending):
     """A receive, as it waits for its message."""
@@ -109,6 +120,26 @@ class Receiving(Pending):
     def __init__(self, owner: Waiting, buffer: memoryview, source: int | None, tag: int, what: str) -> None:
         super().__init__(owner)
         self.posted = Posted(buffer, source, tag, what, self)
+
+    def overdue(
+        self, timeout_s: float, rank: int, answers: Mapping[int, Status | None], begun: int | None, size: int
+    ) -> RankLostError:
+        """Return the error for a message to `rank` that did not come in time; `begun`: whose has begun to come."""
+        source = self.posted.source if begun is None else begun
+        culprits, told = _blame(rank, range(size) if source is None else (source,), answers)
+        what = "no message" if begun is None else "not the whole of a message"
+        whom = "any rank" if source is None else f"rank {source}"
+        return RankLostError(
+            f"{what} with tag {self.posted.tag} came from {whom} in {timeout_s:g} s: "
+            f"{told or 'it is stopped, has not sent it or cannot be reached'}",
+            culprits or (() if source is None else (source,)),
+        )
+
+
+def _blame(rank: int, waits_for: Sequence[int], answers: Mapping[int, Status | None]) -> tuple[tuple[int, ...], str]:
+    """Return who keeps a rank waiting, and what is said of them."""
+    culprits = find_silent(answers, rank, waits_for) if answers else {}
+    return tuple(culprits), "; ".join(f"rank {each} {what}" for each, what in culprits.items())
 
 
 def pack(kind: int, tag: int, nbytes: int, what: str) -> bytes:

@@ -11,37 +11,33 @@ over it asks all ranks whom they wait for, to name the one who keeps everybody w
 
 from __future__ import annotations
 
-import functools
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from paceline.collectives.network.culprits import Ask, Search, Status, find_silent, given_up
+from paceline.collectives.network.culprits import Ask, Search, given_up
 from paceline.collectives.network.frames import Abort
-from paceline.collectives.network.mesh import unreachable
 from paceline.collectives.network.verdicts import abort_of, to_error
-from paceline.collectives.p2p.leaving import Leaving, say_last_words
-from paceline.collectives.p2p.matching import MAX_KEPT_BYTES, Matching, Message
-from paceline.collectives.p2p.pending import Pending, Receiving, Sending, check, describe, mismatch, pack_last, total
-from paceline.collectives.p2p.progress import READ, ProgressLoop
-from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing, deliver, lost_connection
-from paceline.collectives.rendezvous.node import Node, NodeInfo, Taker
-from paceline.errors import CollectiveError, GroupClosedError, PacelineError, PeerError, RankLostError, UsageError
+from paceline.collectives.p2p.connecting import Streams
+from paceline.collectives.p2p.matching import MAX_KEPT_BYTES, Matching
+from paceline.collectives.p2p.pending import Pending, Receiving, Sending, check, pack_last
+from paceline.collectives.p2p.progress import ProgressLoop
+from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing, deliver, deliver_here, lost_connection
+from paceline.collectives.rendezvous.node import Node, NodeInfo
+from paceline.errors import CollectiveError, GroupClosedError, PeerError, RankLostError, UsageError
 
 _LOOK_S = 1.0
 """After how long one who waits asks whether the other rank is still there; then after four times as long, and so on."""
 _ANSWER_S = 1.2
 _MIN_ASKING_S = 0.3
 _MAX_ASKING_S = 1.5
-_LINGER_S = 1.0
 
 __all__ = ["Pending", "PointToPoint"]
 
 
-class PointToPoint(Taker, Ends):
+class PointToPoint(Ends):
     """Send and receive of one rank. For several threads at once; what is under way moves on in the background."""
 
     def __init__(
@@ -65,22 +61,15 @@ class PointToPoint(Taker, Ends):
         self.rank = rank
         self.size = len(infos)
         self.group = group
-        self._node = node
-        self._infos = infos
-        self._connect_timeout_s = connect_timeout_s
         self._matching = Matching(max_kept_bytes)
         self._progress = ProgressLoop(self._is_busy)
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
-        self._num_coming: dict[int, int] = {}
+        self._streams = Streams(node, group, rank, infos, connect_timeout_s, self._matching, self._progress, self)
         self._lost: dict[int, RankLostError] = {}
-        self._connectors: set[threading.Thread] = set()
         self._ask = ask
         self._on_failure = on_failure
         self._error: CollectiveError | None = None
-        self._last_words = b""
         self._speaker: threading.Thread | None = None
-        node.take(group, "p2p", self)
+        node.take(group, "p2p", self._streams)
 
     def send(self, buffer: memoryview, to: int, tag: int, what: str = "") -> Pending:
         """Begin to send; the buffer must not be written until the send is done.
@@ -93,9 +82,14 @@ class PointToPoint(Taker, Ends):
         with self._progress.lock:
             self._check_open()
             if to == self.rank:
-                self._send_here(sending)
+                deliver_here(sending, self.rank, self._matching, self)
+                if self._error is None:
+                    sending.finish(self.rank)
+                else:
+                    sending.fail(self._error)
+                self._progress.tell()
                 return sending
-            outgoing = self._reach(to)
+            outgoing = self._streams.reach(to)
             if outgoing.error is not None:
                 self._end(outgoing.error, is_heard=True)
                 raise outgoing.error
@@ -118,7 +112,7 @@ class PointToPoint(Taker, Ends):
             message = self._matching.post(receiving.posted)
             if message is None:
                 self._fail_if_lost(receiving)
-                for incoming in list(self._incoming.values()):
+                for incoming in list(self._streams.incoming.values()):
                     incoming.resume()
             elif message.is_complete:
                 deliver(message, self.rank, self)
@@ -130,8 +124,8 @@ class PointToPoint(Taker, Ends):
             ranks: set[int] = set()
             for posted in self._matching.posted():
                 ranks.update(range(self.size) if posted.source is None else (posted.source,))
-            ranks.update(incoming.source for incoming in self._incoming.values() if _receive_of(incoming) is not None)
-            ranks.update(outgoing.to for outgoing in self._outgoing.values() if outgoing.queue)
+            ranks.update(self._streams.receiving())
+            ranks.update(outgoing.to for outgoing in self._streams.outgoing.values() if outgoing.queue)
         return tuple(sorted(ranks - {self.rank}))
 
     def fail(self, error: CollectiveError) -> None:
@@ -148,36 +142,7 @@ class PointToPoint(Taker, Ends):
         self._progress.close(how)
         with self._progress.lock:
             self._fail_all(GroupClosedError(f"group {self.group!r} was {how} while a message was under way"))
-            for outgoing in self._outgoing.values():
-                outgoing.fail(RankLostError(f"group {self.group!r} is closed"))
-            for incoming in list(self._incoming.values()):
-                self._drop(incoming)
-            connectors = list(self._connectors)
-        deadline = time.monotonic() + _LINGER_S
-        for connector in connectors:  # one that waits for a stopped rank ends by itself, later
-            connector.join(max(deadline - time.monotonic(), 0.0))
-
-    # the node's calls
-
-    @override
-    def coming(self, rank: int) -> None:
-        with self._progress.lock:
-            self._num_coming[rank] = self._num_coming.get(rank, 0) + 1
-
-    @override
-    def arrived(self, rank: int, connected: socket.socket | None) -> None:
-        with self._progress.lock:
-            self._num_coming[rank] -= 1
-            if connected is None:
-                return
-            is_over = self._error is not None or self._progress.is_closed
-            if not is_over and rank not in self._incoming and 0 <= rank < self.size:
-                incoming = Incoming(rank, self.rank, connected, self._matching, self._progress, self)
-                self._incoming[rank] = incoming
-                self._progress.start()
-                self._progress.watch(incoming, READ)
-                return
-        self._dismiss(connected)
+        self._streams.close()
 
     # Pending's calls
 
@@ -195,7 +160,7 @@ class PointToPoint(Taker, Ends):
             look_s *= 4
         else:
             return
-        search = self._search(range(self.size))
+        search = _search(self._ask, range(self.size), self.rank)
         if self._progress.wait(pending, deadline):
             return
         answers = search.answers() if search is not None else {}
@@ -206,9 +171,10 @@ class PointToPoint(Taker, Ends):
             if abort is not None:
                 self.told(abort)
             elif isinstance(pending, Sending):
-                self._end(self._untaken(pending, timeout_s, answers))
+                self._end(pending.overdue(timeout_s, self.rank, answers))
             elif isinstance(pending, Receiving):
-                self._end(self._unsent(pending, timeout_s, answers))
+                begun = next((source for source, each in self._streams.receiving().items() if each is pending), None)
+                self._end(pending.overdue(timeout_s, self.rank, answers, begun, self.size))
 
     def wait_for(self, pending: Pending, timeout_s: float) -> bool:
         """See :meth:`Pending.wait_for`."""
@@ -217,7 +183,7 @@ class PointToPoint(Taker, Ends):
     # with the lock held
 
     def _is_busy(self) -> bool:
-        return self._matching.num_posted > 0 or any(outgoing.queue for outgoing in self._outgoing.values())
+        return self._matching.num_posted > 0 or any(outgoing.queue for outgoing in self._streams.outgoing.values())
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
@@ -228,60 +194,6 @@ class PointToPoint(Taker, Ends):
             raise GroupClosedError(f"group {self.group!r} refuses further work since a message failed: {self._error}")
         if self._progress.is_closed:
             raise GroupClosedError(f"group {self.group!r} is closed")
-
-    def _send_here(self, sending: Sending) -> None:
-        message = Message(self.rank, sending.tag, sending.what, sending.nbytes, is_complete=True)
-        if self._matching.match(message):
-            posted = message.receive
-            assert posted is not None
-            assert isinstance(posted.owner, Receiving)
-            if posted.fits(message):
-                posted.buffer[:] = sending.parts[1]
-                posted.owner.finish(self.rank)
-            else:
-                error = mismatch(message, posted, self.rank)
-                posted.owner.fail(error)
-                sending.fail(error)
-                self._end(error, is_heard=True)
-        else:
-            message.payload = memoryview(bytes(sending.parts[1]))
-            self._matching.keep(message)
-        sending.finish(self.rank)
-        self._progress.tell()
-
-    def _reach(self, to: int) -> Outgoing:
-        """Return the connection to a rank, which may yet have to be made."""
-        outgoing = self._outgoing.get(to)
-        if outgoing is None:
-            outgoing = self._outgoing[to] = Outgoing(to, self._progress, self)
-            self._progress.start()
-            connector = threading.Thread(
-                target=functools.partial(self._connect, outgoing), name="paceline-connector", daemon=True
-            )
-            self._connectors.add(connector)
-            connector.start()
-        return outgoing
-
-    def _connect(self, outgoing: Outgoing) -> None:
-        connected: socket.socket | None = None
-        failure: RankLostError | None = None
-        try:
-            deadline = time.monotonic() + self._connect_timeout_s
-            connected = self._node.connect(self._infos[outgoing.to], self.group, self.rank, "p2p", deadline)
-        except (PacelineError, OSError) as error:
-            failure = unreachable(outgoing.to, error)
-        with self._progress.lock:
-            is_over = self._error is not None or self._progress.is_closed or outgoing.error is not None
-            if failure is not None and not is_over:
-                self._outgoing_failed(outgoing, failure)
-            elif connected is not None and not is_over:
-                outgoing.attach(connected)
-                connected = None
-            self._progress.kick()
-        if connected is not None:
-            self._dismiss(connected)
-        with self._progress.lock:
-            self._connectors.discard(threading.current_thread())
 
     @override
     def told(self, abort: Abort) -> None:
@@ -296,30 +208,23 @@ class PointToPoint(Taker, Ends):
         if self._error is not None:
             return
         failure = lost_connection(incoming.source, error)
-        receive = _receive_of(incoming)
-        if receive is not None:
+        if incoming.receive is not None:
             self._end(failure)
             return
         if incoming.message is not None:
             self._matching.drop(incoming.message)
-        self._drop(incoming)
+        self._streams.drop(incoming)
         self._rank_lost(incoming.source, failure)
-
-    def _drop(self, incoming: Incoming) -> None:
-        self._incoming.pop(incoming.source, None)
-        self._progress.unwatch(incoming)
-        incoming.connected.close()
 
     @override
     def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
-        if self._error is None:
-            self._outgoing_failed(outgoing, lost_connection(outgoing.to, error))
-
-    def _outgoing_failed(self, outgoing: Outgoing, failure: RankLostError) -> None:
+        if self._error is not None:
+            return
+        failure = lost_connection(outgoing.to, error)
         if outgoing.fail(failure):
             self._end(failure, is_heard=True)
         # What the rank sent before it went may yet arrive; the end of that connection then says that it has gone.
-        elif outgoing.to not in self._incoming and not self._num_coming.get(outgoing.to):
+        elif not self._streams.may_bring(outgoing.to):
             self._rank_lost(outgoing.to, failure)
 
     def _rank_lost(self, rank: int, failure: RankLostError) -> None:
@@ -349,10 +254,10 @@ class PointToPoint(Taker, Ends):
         with self._progress.lock:
             if isinstance(pending, Receiving) and not pending.finished and not self._progress.is_closed:
                 awaited = pending.posted.source
-                if awaited not in (None, self.rank) and awaited not in self._incoming:
+                if awaited not in (None, self.rank) and awaited not in self._streams.incoming:
                     assert awaited is not None
-                    self._reach(awaited)
-        search = self._search(range(self.size) if awaited is None else (awaited,))
+                    self._streams.reach(awaited)
+        search = _search(self._ask, range(self.size) if awaited is None else (awaited,), self.rank)
         if search is None:
             return False
         if self._progress.wait(pending, min(time.monotonic() + _ANSWER_S, deadline)):
@@ -363,37 +268,6 @@ class PointToPoint(Taker, Ends):
                 self.told(abort)
         return abort is not None
 
-    def _search(self, ranks: Sequence[int]) -> Search | None:
-        return None if self._ask is None else Search(self._ask, [rank for rank in ranks if rank != self.rank])
-
-    def _untaken(self, sending: Sending, timeout_s: float, answers: dict[int, Status | None]) -> RankLostError:
-        """Return the error for a message that was not taken in time."""
-        gone = sending.nbytes - min(total(sending.parts), sending.nbytes)
-        culprits = find_silent(answers, self.rank, (sending.to,)) if answers else {}
-        told = "; ".join(f"rank {rank} {what}" for rank, what in culprits.items())
-        return RankLostError(
-            f"rank {sending.to} took {gone} of the {describe(sending.nbytes, sending.what)} with tag {sending.tag} in "
-            f"{timeout_s:g} s: {told or 'it is stopped, does not receive or cannot be reached'}",
-            tuple(culprits) or (sending.to,),
-        )
-
-    def _unsent(self, receiving: Receiving, timeout_s: float, answers: dict[int, Status | None]) -> RankLostError:
-        """Return the error for a message that did not come in time."""
-        source = receiving.posted.source
-        begun = next((each for each in self._incoming.values() if _receive_of(each) is receiving), None)
-        if begun is not None:
-            source = begun.source
-        waits_for = range(self.size) if source is None else (source,)
-        culprits = find_silent(answers, self.rank, waits_for) if answers else {}
-        told = "; ".join(f"rank {rank} {what}" for rank, what in culprits.items())
-        what = "no message" if begun is None else "not the whole of a message"
-        whom = "any rank" if source is None else f"rank {source}"
-        return RankLostError(
-            f"{what} with tag {receiving.posted.tag} came from {whom} in {timeout_s:g} s: "
-            f"{told or 'it is stopped, has not sent it or cannot be reached'}",
-            tuple(culprits) or (() if source is None else (source,)),
-        )
-
     # giving up
 
     def _end(self, error: CollectiveError, *, is_heard: bool = False) -> None:
@@ -401,52 +275,25 @@ class PointToPoint(Taker, Ends):
         if self._error is not None or self._progress.is_closed:
             return
         self._error = error
-        self._last_words = pack_last(abort_of(error))
+        self._streams.last_words = pack_last(abort_of(error))
         is_heard = self._fail_all(error) or is_heard
         if self._on_failure is not None:
             self._on_failure(error, is_heard)
-        self._speaker = threading.Thread(target=self._say_why, name="paceline-giving-up", daemon=True)
+        self._speaker = threading.Thread(target=self._streams.leave, name="paceline-giving-up", daemon=True)
         self._speaker.start()
 
     def _fail_all(self, error: CollectiveError) -> bool:
         """Fail all that is under way; return whether there was anything."""
-        under_way: list[Pending | None] = [each for out in self._outgoing.values() for each in out.queue]
+        under_way: list[Pending] = [each for out in self._streams.outgoing.values() for each in out.queue]
         for posted in self._matching.posted():
             assert isinstance(posted.owner, Receiving)
             under_way.append(posted.owner)
-        under_way += [_receive_of(incoming) for incoming in self._incoming.values()]
+        under_way += self._streams.receiving().values()
         for pending in under_way:
-            if pending is not None:
-                pending.fail(error)
+            pending.fail(error)
         self._progress.tell()
-        return any(pending is not None for pending in under_way)
-
-    def _say_why(self) -> None:
-        """Say on all connections why, and close them; whoever hears it does so too."""
-        self._progress.close("given up")  # from here on nobody else uses them
-        words = memoryview(self._last_words)
-        leaving = []
-        with self._progress.lock:
-            for outgoing in self._outgoing.values():
-                if outgoing.is_connected:
-                    outgoing.is_connected = False
-                    begun = [part for each in list(outgoing.queue)[:1] if each.has_begun for part in each.parts]
-                    leaving.append(Leaving(outgoing.connected, [*begun, words]))
-                outgoing.queue.clear()
-            leaving += [Leaving(incoming.connected, [words]) for incoming in self._incoming.values()]
-            self._incoming.clear()
-        say_last_words(leaving, time.monotonic() + _LINGER_S)
-
-    def _dismiss(self, connected: socket.socket) -> None:
-        """Close a connection for which it is too late, and say why (without the lock)."""
-        words = [memoryview(self._last_words)] if self._last_words else []
-        say_last_words([Leaving(connected, words)], time.monotonic() + (_LINGER_S if words else 0.0))
+        return bool(under_way)
 
 
-def _receive_of(incoming: Incoming) -> Receiving | None:
-    """Return the receive that takes the message that is arriving, if there is one."""
-    message = incoming.message
-    if message is None or message.receive is None:
-        return None
-    assert isinstance(message.receive.owner, Receiving)
-    return message.receive.owner
+def _search(ask: Ask | None, ranks: Sequence[int], own: int) -> Search | None:
+    return None if ask is None else Search(ask, [rank for rank in ranks if rank != own])

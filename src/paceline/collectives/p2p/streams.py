@@ -37,7 +37,7 @@ class Ends(Protocol):
         """Take note that the connection has ended."""
 
     def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
-        """Take note that the connection has ended."""
+        """Take note that the connection has ended, or could not be made (RankLostError)."""
 
 
 class Incoming(Watched):
@@ -62,6 +62,14 @@ class Incoming(Watched):
     def message(self) -> Message | None:
         """The message that is arriving, or waits for room."""
         return self._message
+
+    @property
+    def receive(self) -> Receiving | None:
+        """The receive that takes the message that is arriving, if there is one."""
+        if self._message is None or self._message.receive is None:
+            return None
+        assert isinstance(self._message.receive.owner, Receiving)
+        return self._message.receive.owner
 
     @override
     def ready(self, events: int) -> None:
@@ -174,6 +182,16 @@ def deliver(message: Message, rank: int, ends: Ends) -> None:
     posted.owner.finish(message.source)
 
 
+def deliver_here(sending: Sending, rank: int, matching: Matching, ends: Ends) -> None:
+    """Give a rank's message to itself to the receive that takes it, or keep a copy."""
+    message = Message(rank, sending.tag, sending.what, sending.nbytes, sending.parts[1], is_complete=True)
+    if matching.match(message):
+        deliver(message, rank, ends)
+    else:
+        message.payload = memoryview(bytes(message.payload))
+        matching.keep(message)
+
+
 def refuse(message: Message, rank: int, ends: Ends) -> None:
     """Fail a receive with a message that is not what it expects."""
     assert message.receive is not None
@@ -274,6 +292,8 @@ class Outgoing(Watched):
 
 def lost_connection(rank: int, error: OSError | PeerError | None) -> RankLostError:
     """Return the error for a connection that ended."""
+    if isinstance(error, RankLostError):
+        return error
     if isinstance(error, PeerError):
         return RankLostError(f"the connection to rank {rank} was given up: {error}", (rank,))
     return connection_closed(rank, error)

@@ -1,0 +1,164 @@
+"""How the ranks of one group get hold of one another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from paceline.collectives.calls import Call
+from paceline.collectives.founding import Founding
+from paceline.collectives.layout import GroupLayout
+from paceline.collectives.network import verdicts as _verdicts
+from paceline.collectives.network.engine import Choose, NetworkEngine
+from paceline.collectives.network.executor import ScheduleExecutor, Status
+from paceline.collectives.network.frames import Abort
+from paceline.collectives.network.layered import Layered
+from paceline.collectives.network.mesh import Mesh
+from paceline.collectives.p2p.point_to_point import PointToPoint
+from paceline.collectives.world import World
+from paceline.errors import CollectiveError, GroupClosedError, RankLostError
+from paceline.transport import read_meta
+
+_ASK_S = 1.0
+_GIVEN_UP = Call("a call")
+
+
+class Connections:
+    """How the ranks of one group reach one another; what is not needed is not made."""
+
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        name: str,
+        timeout_s: float,
+        on_failure: Callable[[CollectiveError, bool], None] | None = None,
+    ) -> None:
+        """`ranks`: their numbers in the world, in the order of the group; this process's is among them.
+
+        `on_failure`: see :class:`PointToPoint`.
+        """
+        self._world, self._timeout_s, self._on_failure = world, timeout_s, on_failure
+        self.layout = GroupLayout(name, ranks, world.rank, world.infos)
+        self.at: tuple[int, Call | None] = (-1, None)
+        """The number of the call that is under way and what it is; between calls, that of the last one and None."""
+        self._executor: ScheduleExecutor | None = None
+        self._network: NetworkEngine | None = None
+        self._point_to_point: PointToPoint | None = None
+        self._making = threading.Lock()
+        self._is_over = False
+        self._given_up: Abort | None = None
+        deadline = time.monotonic() + timeout_s
+        founding = Founding(world, self.layout)
+        self.shared = founding.share(deadline)
+        try:
+            self._has_layers = founding.agree_on_layers(self.shared, deadline)
+        except BaseException:
+            if self.shared is not None:
+                self.shared.close()
+            raise
+        self._world.node.answer(self._identity, self._status)
+
+    @property
+    def _identity(self) -> str:
+        return f"{self._world.name}/{self.layout.name}"
+
+    def network(self, choose: Choose) -> NetworkEngine:
+        """Return the engine that runs schedules, made when it is first asked for."""
+        if self._network is None:
+            with self._making:
+                self._check_open()
+                mesh = Mesh(self._world.node, self._identity, self.layout.rank, self.layout.infos)
+                self._executor = ScheduleExecutor(mesh, group=self.layout.name, ask=self._ask)
+                layered = None
+                if self._has_layers:
+                    layered = Layered(self._executor, self.shared, self.layout.hosts, self.layout.rank)
+                self._network = NetworkEngine(mesh, self._executor, self.layout.hosts, choose, layered)
+        return self._network
+
+    def point_to_point(self) -> PointToPoint:
+        """Return send and receive, made when first asked for."""
+        if self._point_to_point is None:
+            with self._making:
+                self._check_open()
+                if self._point_to_point is None:
+                    self._point_to_point = PointToPoint(
+                        self._world.node,
+                        self._identity,
+                        self.layout.rank,
+                        self.layout.infos,
+                        connect_timeout_s=self._timeout_s,
+                        ask=self._ask,
+                        on_failure=self._on_failure,
+                    )
+        return self._point_to_point
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise GroupClosedError(f"group {self.layout.name!r} was closed or aborted")
+
+    def abort(self, error: BaseException, sequence: int) -> None:
+        """Make the other ranks, in this call or their next one, raise what this one raises; in the thread of calls."""
+        if not isinstance(error, GroupClosedError):
+            told = self._told(error)
+            self._given_up = self._given_up or _verdicts.abort_of(told)
+            if self._point_to_point is not None:
+                self._point_to_point.fail(told)
+        if self.shared is not None:
+            self.shared.abort(error)
+        if self._executor is not None:
+            self._executor.abort(_GIVEN_UP, sequence, error)
+
+    def interrupt(self, error: CollectiveError) -> None:
+        """End the call that is under way in another thread, here and on the other ranks; :meth:`abort` follows."""
+        self._given_up = self._given_up or _verdicts.abort_of(error)
+        if self.shared is not None:
+            self.shared.abort(error)
+        if self._executor is not None:
+            self._executor.interrupt(error)
+
+    def _told(self, error: BaseException) -> CollectiveError:
+        """Return an error as the ranks hear of it that await or send messages."""
+        if isinstance(error, CollectiveError):
+            return error
+        place = _verdicts.CurrentCall(self.layout.name, self.layout.rank, self.at[1] or _GIVEN_UP, self.at[0])
+        return CollectiveError(_verdicts.failed(place, error).message)
+
+    def cut(self) -> None:
+        """End what is under way in other threads, here and on the other ranks, which are told that this one aborted."""
+        with self._making:
+            self._is_over = True
+        if self.shared is not None:
+            self.shared.abort(
+                RankLostError(f"rank {self.layout.rank} aborted group {self.layout.name!r}", (self.layout.rank,))
+            )
+        if self._network is not None:
+            self._network.close()
+        if self._point_to_point is not None:
+            self._point_to_point.close("aborted")
+
+    def close(self) -> None:
+        """Let go of everything; the others notice. Idempotent."""
+        with self._making:
+            self._is_over = True
+        for part in (self.shared, self._network, self._point_to_point):
+            if part is not None:
+                part.close()
+        self._world.node.forget(self._identity)
+
+    # who is where
+
+    def _status(self) -> bytes:
+        waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for
+        if self.at[1] is None and self._point_to_point is not None:
+            waiting_for = self._point_to_point.awaited()
+        return msgspec.msgpack.encode(Status(*self.at, waiting_for, self._given_up))
+
+    def _ask(self, rank: int) -> Status | None:
+        answer = self._world.node.ask(self.layout.infos[rank], self._identity, _ASK_S)
+        if answer is None:
+            return None
+        return read_meta(answer, Status, f"an answer of rank {rank}") if answer else Status(-1, None, ())

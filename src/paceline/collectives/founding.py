@@ -1,0 +1,138 @@
+"""How the ranks of a group agree, before its first call, on the memory that those of one host share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from numba import config
+
+from paceline.collectives.calls import Call
+from paceline.collectives.engine import Order
+from paceline.collectives.group_names import EndedError, absent
+from paceline.collectives.layout import GroupLayout
+from paceline.collectives.rendezvous.store import PrefixStore, await_all, exchange
+from paceline.collectives.shared.engine import SharedMemory
+from paceline.collectives.shared.segment import Segment, SegmentError
+from paceline.collectives.world import World
+from paceline.environment import usable_cores
+from paceline.errors import RankLostError
+from paceline.kernels import steps
+from paceline.transport import read_meta
+
+_MEET = Call("meet")
+
+
+class _Attached(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says once it has opened the segment."""
+
+    failure: str
+    cores: tuple[int, ...]
+
+
+class Founding:
+    """The ranks of a group, as they exchange values through the store. Raises RankLostError for who does not come."""
+
+    def __init__(self, world: World, layout: GroupLayout) -> None:
+        self._world, self._layout = world, layout
+        self._store = PrefixStore(world.store, f"group {layout.name}")
+
+    def share(self, deadline: float) -> SharedMemory | None:
+        """Share memory with the ranks of this host; None if that is not possible, or there are none."""
+        local = self._layout.local_ranks
+        if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
+            return None
+        segment, failure = self._open_segment(deadline)
+        try:
+            return self._attach(segment, failure, deadline)
+        except BaseException:
+            if segment is not None:
+                segment.close()
+            raise
+
+    def _attach(self, segment: Segment | None, failure: str, deadline: float) -> SharedMemory | None:
+        """Go on together if every rank of this host has opened the segment."""
+        local = self._layout.local_ranks
+        own = _Attached(failure, tuple(usable_cores()))
+        values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")
+        attached = [read_meta(value, _Attached, "what a rank says of its memory") for value in values]
+        if segment is None or any(other.failure for other in attached):
+            if segment is not None:
+                segment.close()
+            return None
+        segment.hide()
+        engine = SharedMemory(
+            segment,
+            local.index(self._layout.rank),
+            [self._layout.infos[rank].pid for rank in local],
+            name=self._layout.name,
+            num_cores=len({core for other in attached for core in other.cores}),
+            members=local,
+        )
+        try:
+            engine.find_out_about_peers(Order(_MEET, _MEET.signature, 0, max(deadline - time.monotonic(), 1.0)))
+        except BaseException as error:
+            engine.close()
+            if isinstance(error, RankLostError):
+                raise EndedError(str(error), tuple(self._layout.ranks[rank] for rank in error.ranks)) from None
+            raise
+        return engine
+
+    def agree_on_layers(self, shared: SharedMemory | None, deadline: float) -> bool:
+        """Return whether there are several hosts, some of several ranks, and memory is shared on all of these."""
+        if len(set(self._layout.hosts)) in (1, self._layout.size):
+            return False
+        alone = len(self._layout.local_ranks) == 1
+        own = b"yes" if alone or shared is not None else b"no"
+        return b"no" not in self._exchange(range(self._layout.size), own, deadline, "agree on layers")
+
+    def _exchange(self, members: Sequence[int], value: bytes, deadline: float, what: str) -> list[bytes]:
+        """Leave a value for these ranks of the group and return all of theirs."""
+        store = PrefixStore(self._store, f"from rank {members[0]}")
+        own = members.index(self._layout.rank)
+        try:
+            return exchange(
+                store,
+                own,
+                len(members),
+                value,
+                deadline,
+                what=what,
+                look=lambda missing: self._look_after([members[other] for other in missing]),
+            )
+        except EndedError:
+            raise
+        except RankLostError as error:
+            raise self._absent([members[number] for number in error.ranks]) from None
+
+    def _look_after(self, members: Sequence[int]) -> None:
+        self._world.look_after([self._layout.ranks[rank] for rank in members])
+
+    def _absent(self, members: Sequence[int]) -> RankLostError:
+        """Return the error for ranks of the group, which are called by their numbers in the world."""
+        return absent(tuple(self._layout.ranks[rank] for rank in members), self._layout.name)
+
+    def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:
+        leader = self._layout.local_ranks[0]
+        num_bytes = steps.segment_bytes(len(self._layout.local_ranks))
+        key = f"segment of rank {leader}"
+        try:
+            if self._layout.rank == leader:
+                segment = Segment.create(num_bytes)
+                self._store.set(key, segment.path.encode())
+                return segment, ""
+            path = self._path_of(key, leader, deadline)
+            if not path:
+                return None, "the leader has no shared memory"
+            return Segment.open(path, num_bytes, pid=self._layout.infos[leader].pid), ""
+        except SegmentError as error:
+            if self._layout.rank == leader:
+                self._store.set(key, b"")
+            return None, str(error)
+
+    def _path_of(self, key: str, leader: int, deadline: float) -> str:
+        found, missing = await_all(self._store, {leader: key}, deadline, self._look_after)
+        if missing:
+            raise self._absent(missing)
+        return found[leader].decode()
