@@ -2,7 +2,7 @@
 
 Each is looked for by the unit tests that it names, and by one of the simulations, which play seeds until one fails: of
 the protocol (after the first few in storms of faults), or of the product. If neither finds it, by the integration tests
-that it names. All of that has to pass in a copy without a defect first. The exit status is 1 if one is found by nobody.
+that it names. All of that has to pass in a copy without a defect. The exit status is 1 if one is found by nobody.
 """
 
 from __future__ import annotations
@@ -114,12 +114,22 @@ def seeds_until_found(source: Path, simulation: Simulation, limit: int) -> int |
     return None
 
 
-def tests_fail(source: Path, paths: Sequence[str], *, compiles: bool) -> bool | None:
-    """Whether any of these tests fails; None if there are none. `compiles`: whether kernels are compiled."""
+def fails(source: Path, paths: Sequence[str], *, compiles: bool, again: bool = False) -> bool | None:
+    """Whether any of these tests fails; None if there are none. `compiles`: whether kernels are compiled.
+
+    `again`: one fails only if it does so twice; machines stall.
+    """
     if not paths:
         return None
     # A random test has to find it as it is run in CI, and remembers nothing of other runs.
-    options = ("-q", "-x", "-n0", "-p", "no:cacheprovider", "-p", "no:rerunfailures")
+    options = [
+        "-q",
+        "-x",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        *(("--reruns", "1") if again else ("-p", "no:rerunfailures")),
+    ]
     try:
         status = _run(source, "-m", "pytest", *options, *paths, compiles=compiles).returncode
     except subprocess.TimeoutExpired:
@@ -140,9 +150,9 @@ def look_for(defect: Defect, limits: Limits) -> Finding:
     """Return who finds a defect."""
     limit = limits.of(defect.simulation)
     with planted(defect) as source:
-        unit = tests_fail(source, defect.unit, compiles=not defect.alters_kernels)
+        unit = fails(source, defect.unit, compiles=not defect.alters_kernels)
         seeds = seeds_until_found(source, defect.simulation, limit)
-        integration = None if unit or seeds is not None else tests_fail(source, defect.integration, compiles=True)
+        integration = None if unit or seeds is not None else fails(source, defect.integration, compiles=True)
     return Finding(defect, seeds, limit, unit, integration)
 
 
@@ -155,7 +165,7 @@ def false_alarms(defects: Sequence[Defect], limits: Limits) -> list[str]:
         }
         interpreted = {path for each in defects if each.alters_kernels for path in each.unit}
         for paths, compiles in ((compiled, True), (interpreted, False)):
-            if tests_fail(source, sorted(paths), compiles=compiles):
+            if fails(source, sorted(paths), compiles=compiles, again=True):
                 alarms.append(f"one of the tests in {', '.join(sorted(paths))}")
         for simulation in sorted({each.simulation for each in defects}, key=lambda each: each.value):
             seeds = seeds_until_found(source, simulation, limits.of(simulation))
@@ -192,12 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
     commit = _git("log", "-1", "--format=%h (%cs)") if options.write else ""
     began_s = time.monotonic()
     _run(_ROOT / "src", "-c", "from paceline.launch import prepare_kernels; prepare_kernels()")  # else every copy would
-    if alarms := false_alarms(chosen, limits):
-        print(f"without a defect too fails {' and '.join(alarms)}")
-        return 1
     print(_HEAD, flush=True)
     findings = []
     with ThreadPoolExecutor(options.jobs) as pool:
+        alarms = pool.submit(false_alarms, chosen, limits)
         for finding in pool.map(lambda defect: look_for(defect, limits), chosen):
             print(finding.row, flush=True)
             findings.append(finding)
@@ -205,6 +213,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{len(chosen) - len(missed)} of {len(chosen)} found, in {time.monotonic() - began_s:.0f} s")
     if missed:
         print(f"nobody finds {', '.join(missed)}")
+    if alarms.result():
+        print(f"but without a defect too fails {' and '.join(alarms.result())}")
+        return 1
     if options.write:
         text = _MARKED.sub(lambda _: f"\n{report(findings, limits, commit)}\n\n", _PAGE.read_text(encoding="utf-8"))
         _PAGE.write_text(text, encoding="utf-8", newline="\n")

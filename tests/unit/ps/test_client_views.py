@@ -369,8 +369,9 @@ def test_a_worker_that_joins_says_synced(stack: ExitStack) -> None:
     client = world.connect()
     for incarnation in (11, 12):
         server = world.servers[incarnation]
-        until(lambda server=server: server.data(1))  # type: ignore[misc]
-        assert [each[:5] for each in server.data(1)] == [(SYNCED, 1, 1, 0, 3)]
+        until(lambda server=server: len(server.data(1)) == 2)  # type: ignore[misc]
+        # By its first view, and when it has joined.
+        assert [each[:5] for each in server.data(1)] == [(SYNCED, 0, 1, 0, 3), (SYNCED, 1, 1, 0, 3)]
     assert client.clock == 0
 
 

@@ -98,6 +98,10 @@ def test_a_worker_that_waits_gets_the_next_job() -> None:
     number = cluster.post()
     assert [each["number"] for each in worker.answers()] == [number]
     assert worker.get_job() == [number]
+    assert worker.get_job(after=number) == [number]  # there are shards of it that nobody has
+    for _ in range(2):
+        (lease,) = worker.take_lease(number)
+        worker.done(number, lease)
     assert worker.get_job(after=number) == []
 
 
