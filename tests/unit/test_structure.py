@@ -21,7 +21,7 @@ NOT_OURS = ("_exit", "_replace", "_version", "_parameters", "_coalescing_manager
             "_get_default_store")  # fmt: skip
 """Names of other packages, of which some are public in spite of their form."""
 
-LARGE_MODULES = {}
+LARGE_MODULES: dict[str, int] = {}
 LARGE_FOLDERS: dict[str, int] = {}
 # Methods and attributes.
 LARGE_CLASSES = {
