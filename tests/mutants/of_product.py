@@ -132,7 +132,7 @@ OF_PRODUCT: Final = (
         "room-for-one-row-less",
         "room is made for one row less than a push may need",
         "tables/sparse_store.py",
-        "self.resize(bucket, self._next_limit(bucket, int(counts[bucket]) - 1))",
+        "self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))",
         "self.resize(bucket, max(int(counts[bucket]) - 1, 1))",
         unit=_STORE,
         simulation=_NONE,

@@ -31,7 +31,6 @@ LARGE_CLASSES = {
     "collectives/shared/engine.py:SharedMemory": (33, 18),
     "environment.py:Environment": (1, 19),
     "launch/run/run.py:RunOptions": (0, 22),
-    "launch/run/servers.py:RunServers": (19, 16),
     "protocol/replication/core.py:Replication": (38, 10),
     "ps/client/servers.py:Servers": (19, 16),
     "ps/server/replicator.py:Replicator": (24, 9),
@@ -49,7 +48,6 @@ LARGE_CLASSES = {
     "simulation/worker.py:Worker": (26, 9),
     "tables/dense_part.py:DensePart": (29, 8),
     "tables/part.py:TablePart": (29, 7),
-    "tables/sparse_store.py:SparseStore": (23, 14),
     "torch/strategies/base.py:Strategy": (27, 11),
     "transport/channel.py:StreamChannel": (27, 22),
 }

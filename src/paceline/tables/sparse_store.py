@@ -45,6 +45,12 @@ def _new_salt() -> int:
     return secrets.randbits(64) | 1
 
 
+def _bucket_of(key: np.uint64) -> int:
+    out = np.empty(1, np.uint16)
+    index.buckets_of(np.array([key], np.uint64), out)
+    return int(out[0])
+
+
 def _check_size(what: str, rows: Floats, count: int, width: int) -> None:
     """Raise UsageError unless the kernels may go through `rows` as `count` rows of `width` elements."""
     if rows.size != count * width or not rows.flags.c_contiguous:
@@ -90,6 +96,7 @@ class SparseStore:
         self.rule = rule
         self.row_words = dim * (1 + rule.num_states) + rule.has_count
         self._inline = self.row_words <= _INLINE_WORDS
+        self._growth = _GROWTH if self._inline else _WIDE_GROWTH
         entry_words = sparse.entry_words(self.row_words if self._inline else 1)
         slots = index.LINE_BYTES // (4 * entry_words)
         self._slots, self._fill = slots, _FILL[slots] if self._inline else _WIDE_FILL
@@ -168,7 +175,7 @@ class SparseStore:
         """Make room for so many new rows in each bucket (uint64 [512])."""
         counts = self.counts + num_new
         for bucket in np.flatnonzero(counts > self._limits).tolist():
-            self.resize(bucket, self._next_limit(bucket, int(counts[bucket]) - 1))
+            self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))
 
     def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
         """Make the lines of buckets that have grown as small as they were, while memory suffices for that."""
@@ -215,7 +222,10 @@ class SparseStore:
 
     def bucket(self, bucket: int) -> tuple[Keys, Floats]:
         """Return a copy of one bucket: its keys (uint64 [n]) and records (float32 [n, row_words])."""
-        keys, rows = self._bucket_rows(bucket)
+        count = int(self.directory[index.COUNT + bucket])
+        keys, rows = np.empty(count, np.uint64), np.empty(count, np.uint64)
+        if count:
+            index.bucket_keys(self.directory, self.layout, bucket, keys, rows)
         records = np.empty((len(keys), self.row_words), np.float32)
         sparse.copy_records(rows, self.row_words, records.reshape(-1))
         return keys, records
@@ -239,7 +249,7 @@ class SparseStore:
         _check_size("records", records, len(keys), self.row_words)
         self.drop_bucket(bucket)
         if len(keys):
-            self.resize(bucket, self._next_limit(bucket, len(keys)))
+            self.resize(bucket, _next_limit(bucket, len(keys), self._growth))
         self.write_records(keys, records)
 
     def items(self) -> Iterator[tuple[Keys, Floats]]:
@@ -248,35 +258,19 @@ class SparseStore:
             if self.directory[index.COUNT + bucket]:
                 yield self.bucket(bucket)
 
-    def _bucket_rows(self, bucket: int) -> tuple[Keys, npt.NDArray[np.uint64]]:
-        count = int(self.directory[index.COUNT + bucket])
-        keys, rows = np.empty(count, np.uint64), np.empty(count, np.uint64)
-        if count:
-            index.bucket_keys(self.directory, self.layout, bucket, keys, rows)
-        return keys, rows
-
-    @staticmethod
-    def _bucket_of(key: np.uint64) -> int:
-        out = np.empty(1, np.uint16)
-        index.buckets_of(np.array([key], np.uint64), out)
-        return int(out[0])
-
     def _grow(self, key: np.uint64) -> None:
         """Give the bucket of a key room for more rows; or more tail, or another salt, where that is what it needs.
 
         Nothing changes if memory runs out on the way.
         """
-        directory, bucket = self.directory, self._bucket_of(key)
+        directory, bucket = self.directory, _bucket_of(key)
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
         if count >= limit:
-            self.resize(bucket, self._next_limit(bucket, count))
+            self.resize(bucket, _next_limit(bucket, count, self._growth))
         elif index.is_run_too_long(directory, key, self.layout):
             self.resize(bucket, limit, salt=_new_salt())
         else:
             self.resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
-
-    def _next_limit(self, bucket: int, count: int) -> int:
-        return _next_limit(bucket, count, _GROWTH if self._inline else _WIDE_GROWTH)
 
     def resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
         """Move one bucket to lines for `limit` rows, with a tail of `tail` lines and a salt; 0: as they are.

@@ -41,13 +41,11 @@ class RunServers:
         """Make one without processes; :meth:`start` makes one that runs."""
         self._num_workers = workers
         self._share = share
-        self._seen: set[int] = set()
-        self.there: set[int] = set()
-        self._servers: set[str] = set()  # by node
+        self._map: messages.ClusterMap | None = None
+        self._seen: set[int] = set()  # the workers that have come
         self._expelled: dict[str, float] = {}  # servers that were there, and until when they may live
         self._stopped: set[str] = set()  # who was killed for that, by name
         self._news = News()
-        self._epoch = 0
         self._watch = MapWatch()
         self._ended = self._cut_short = False
         self._lost: str | None = None  # why there is no scheduler any more
@@ -166,16 +164,16 @@ class RunServers:
 
     def _take_map(self, cluster: messages.ClusterMap) -> None:
         with self._changed:
-            if cluster.epoch < self._epoch:
+            before = self._map
+            if before is not None and cluster.epoch < before.epoch:
                 return  # what registering was answered, while the next one came
-            self._epoch = cluster.epoch
+            self._map = cluster
             self._watch.take(cluster)
-            self.there = {member.rank for member in cluster.of_role("worker")}
             self._seen |= self.there
             servers = cluster.of_role("server")
-            nodes = {member.node for member in servers}
-            self._expelled.update(dict.fromkeys(self._servers - nodes, time.monotonic() + _LEAVING_S))
-            self._servers = nodes
+            left = set() if before is None else {member.node for member in before.of_role("server")}
+            left -= {member.node for member in servers}
+            self._expelled.update(dict.fromkeys(left, time.monotonic() + _LEAVING_S))
             self._news.take_servers((member.incarnation for member in servers), is_lost=cluster.num_lost > 0)
             self._changed.notify_all()
 
@@ -226,6 +224,11 @@ class RunServers:
     @property
     def _runs_scheduler(self) -> bool:
         return self._share is None or self._share.runs_scheduler
+
+    @property
+    def there(self) -> set[int]:
+        """The workers that are there."""
+        return set() if self._map is None else {member.rank for member in self._map.of_role("worker")}
 
     @property
     def _have_all_come(self) -> bool:
