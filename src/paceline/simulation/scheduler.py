@@ -205,7 +205,7 @@ class Scheduler(Process):
         for each in returned:
             session = self._sessions[each.member.incarnation] = _Session(each.peer, is_foreign=True)
             remembered.append(Remembered(session, each.member, each.knowledge))  # type: ignore[arg-type]
-        self.jobs.restore(remembered, dead, self.own_now_s)
+        self.jobs.restore(remembered, dead, self.own_now_s, term=self.core.term)
         self._answer(())
 
     def _serve(self, connection: Connection, frame: Say) -> None:

@@ -7,6 +7,7 @@ simulated one. Its runtime feeds it what processes ask, and who is gone; it retu
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from paceline.errors import PeerError
 from paceline.protocol.jobs import events
@@ -14,6 +15,8 @@ from paceline.protocol.jobs.events import Answer, Asked
 from paceline.protocol.jobs.ledger import JobLedger, Remembered
 from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
 from paceline.protocol.membership import Member, Membership, Role
+
+_TERM_SHIFT: Final = 20  # fewer jobs are posted in a term than this many bits count
 
 
 class JobCore:
@@ -158,14 +161,18 @@ class JobCore:
 
     # Beginning and end.
 
-    def restore(self, remembered: Collection[Remembered], dead: Collection[Member], now_s: float) -> None:
-        """Take over what members know of the latest job; `dead` are those that did not come back."""
+    def restore(self, remembered: Collection[Remembered], dead: Collection[Member], now_s: float, *, term: int) -> None:
+        """Take over what members know of the latest job; `dead` are those that did not come back.
+
+        `term` is this scheduler's: without the poster of the latest job nobody may know of it, and its number is not
+        to be given again to another one.
+        """
         memories = [each.memory for each in remembered if each.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))
         for memory in memories:
             if memory.number == facts.number:
                 facts.merge(memory.record)
-        self.last_number = facts.number
+        self.last_number = max(facts.number, term << _TERM_SHIFT)
         workers = [each for each in remembered if each.member.role is Role.WORKER]
         for each in workers:
             if each.memory is not None and each.memory.is_busy:
@@ -176,7 +183,7 @@ class JobCore:
             known = each.memory
             if known is not None and known.number == facts.number and known.posted is not None:
                 self.ledger = JobLedger.restore(facts, known, workers, dead=lost, num_workers=num_workers, now_s=now_s)
-                self._poster = each.peer
+                self._poster, self.last_number = each.peer, facts.number
                 return
 
     def end(self) -> list[Answer]:

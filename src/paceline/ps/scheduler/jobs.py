@@ -56,10 +56,12 @@ class Jobs:
         """Whether a process has posted the latest job."""
         return self.core.concerns(session)
 
-    def restore(self, rejoins: Iterable[tuple[Session, Member, messages.Rejoin]], dead: Iterable[Member]) -> None:
-        """Take over what the members know of the latest job; `dead` are those that did not come back."""
+    def restore(
+        self, rejoins: Iterable[tuple[Session, Member, messages.Rejoin]], dead: Iterable[Member], *, term: int
+    ) -> None:
+        """Take over what the members know of the latest job in this term; `dead` are those that did not come back."""
         remembered = [Remembered(session, member, rejoin.job) for session, member, rejoin in rejoins]
-        self.core.restore(remembered, list(dead), time.monotonic())
+        self.core.restore(remembered, list(dead), time.monotonic(), term=term)
 
     def end(self) -> None:
         """Tell all workers that there is no more work."""

@@ -359,7 +359,7 @@ class Scheduler(Handler):
             rejoins.append((session, returned.member, rejoin))
         for _, _, rejoin in sorted(rejoins, key=lambda each: each[2].role != "server"):  # servers know the tables best
             self._tables.restore(rejoin.tables)
-        self.jobs.restore(rejoins, taken.dead)
+        self.jobs.restore(rejoins, taken.dead, term=self.core.term)
         self._tell_news_soon()
         for member in taken.dead:
             self.notes.declared_dead(member, "it has not come to this scheduler, which took over")

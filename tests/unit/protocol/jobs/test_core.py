@@ -60,7 +60,7 @@ def test_a_worker_that_is_through_is_given_a_job_again_when_shards_came_back() -
     cluster = Cluster(1)
     worker = cluster.workers[0]
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
-    cluster.core.restore([remembered(poster, posted=SPEC), remembered(worker, working=True)], [], 1.0)
+    cluster.core.restore([remembered(poster, posted=SPEC), remembered(worker, working=True)], [], 1.0, term=7)
     me = worker.incarnation
     assert cluster.ask(me, events.GetJob(after=1)) == [(me, Job(number=1))]
 
@@ -68,7 +68,19 @@ def test_a_worker_that_is_through_is_given_a_job_again_when_shards_came_back() -
 def test_the_next_scheduler_knows_who_is_at_work() -> None:
     cluster = Cluster(2)
     busy, idle = cluster.workers
-    cluster.core.restore([remembered(busy, working=True, is_busy=True), remembered(idle)], [], 1.0)
-    assert cluster.post() == [(9, 2)]
+    cluster.core.restore([remembered(busy, working=True, is_busy=True), remembered(idle)], [], 1.0, term=7)
+    cluster.post()
     assert cluster.ask(idle.incarnation, events.GetJob(after=1)) == []
     assert len(cluster.ask(busy.incarnation, events.GetJob(after=1))) == 2
+
+
+def test_a_number_is_not_given_again_though_nobody_has_told_of_its_job() -> None:
+    """Its poster may come late, and counts what was done for the one as done for the other."""
+    cluster = Cluster(1)
+    cluster.core.restore([remembered(cluster.workers[0])], [], 1.0, term=7)
+    ((_, number),) = cluster.post()
+    assert number == (7 << 20) + 1
+    poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
+    later = Cluster(1)
+    later.core.restore([remembered(poster, posted=SPEC)], [], 1.0, term=8)
+    assert later.post() == [(9, 2)]
