@@ -12,10 +12,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
-from types import TracebackType
 from typing import IO, Any, Final
 
 from paceline.bench.plan import BenchPlan
+from paceline.closing import Closing
 from paceline.errors import PeerError, UsageError
 from paceline.launch.fork_server import module_command
 from paceline.launch.supervisor import ChildProcess, Supervisor, describe_status, spawn
@@ -28,7 +28,7 @@ _TOLD_BY_LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SI
 """Ours may run under a launcher of its own, whose ranks these are not."""
 
 
-class BenchRanks:
+class BenchRanks(Closing):
     """The ranks of a plan. Use it as a context manager; at its end every process has ended.
 
     If this process is killed they end by themselves, as their standard input does.
@@ -92,14 +92,6 @@ class BenchRanks:
             os.close(self._stdin)
             os.close(self._out)
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def __enter__(self) -> BenchRanks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _close_theirs(self) -> None:
         """Close the ends of the pipes that are the ranks'."""

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
 
+from paceline.closing import Closing
 from paceline.collectives import objects as _objects
 from paceline.collectives.arrays import ArrayMemory, as_array
 from paceline.collectives.connections import Connections
@@ -25,7 +25,7 @@ _ABORTED: Final = "it was aborted on this rank"
 _FORKED: Final = "it belongs to the parent of this forked process, which has to meet the other ranks by itself"
 
 
-class Group:
+class Group(Closing):
     """Ranks 0 to ``size - 1`` that make the same calls in the same order.
 
     Arrays are NumPy arrays or PyTorch tensors on the CPU, of float16, bfloat16, float32, float64, any integer or
@@ -321,14 +321,6 @@ class Group:
     def disown(self) -> None:
         """Leave the group to the parent of this process, which has been forked."""
         self._failure = _FORKED
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"

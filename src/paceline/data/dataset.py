@@ -6,9 +6,9 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
 from paceline.data.cache import CacheWriter, ShardCache
@@ -108,7 +108,7 @@ def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:
     )
 
 
-class Dataset:
+class Dataset(Closing):
     """Shards of several files, each read as a stream of :class:`Batch`; made by :func:`open_dataset`.
 
     Files are named by their place in `files`, shards by their number within the file. Reading is streamed:
@@ -137,14 +137,6 @@ class Dataset:
         self._log = BadLineLog()
         self._num_shards: dict[int, int] = {}
         self._idle: dict[int, ShardReader] = {}
-
-    def __enter__(self) -> Dataset:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; reading again opens them again."""

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_stale_policy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
@@ -54,7 +54,7 @@ class Share:
     """How long the other machines may take."""
 
 
-class LocalCluster:
+class LocalCluster(Closing):
     """A scheduler and servers as processes on this machine; connect as many clients as wanted, from any process.
 
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
@@ -242,15 +242,6 @@ class LocalCluster:
                 link.close()
         except PacelineError:
             pass  # it never came up, or is gone: its servers see that too
-
-    def __enter__(self) -> LocalCluster:
-        """Return itself; the cluster ends with the block."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # The processes.
 

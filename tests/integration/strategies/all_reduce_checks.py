@@ -124,8 +124,8 @@ def check_gradients_are_accumulated(rank: int, size: int) -> None:
 
     with AllReduce() as strategy:
         found = gradients(strategy, _ROWS)
-    with _alone() as strategy:
-        torch.testing.assert_close(found, gradients(strategy, _ROWS * size), rtol=1e-5, atol=1e-6)
+    with _alone() as alone:
+        torch.testing.assert_close(found, gradients(alone, _ROWS * size), rtol=1e-5, atol=1e-6)
 
 
 def check_join(rank: int, size: int) -> None:

@@ -122,8 +122,8 @@ def test_a_single_rank_does_as_one_device(device: str, backend: str | None) -> N
         return losses
 
     data = torch.randn(20, 4, generator=torch.Generator().manual_seed(2))
-    with OneDevice(device=device) as strategy:
-        expected = train(strategy)
+    with OneDevice(device=device) as alone:
+        expected = train(alone)
     with AllReduce(device=device, backend=backend) as strategy:
         assert train(strategy) == pytest.approx(expected, abs=1e-5)
     assert not torch.distributed.is_initialized()

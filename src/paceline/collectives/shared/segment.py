@@ -16,11 +16,11 @@ import os
 import re
 import stat
 import tempfile
-from types import TracebackType
 from typing import Final
 
 import numpy as np
 
+from paceline.closing import Closing
 from paceline.errors import CollectiveError
 
 _NAME: Final = "paceline"
@@ -30,7 +30,7 @@ class SegmentError(CollectiveError):
     """Memory could not be shared; the ranks talk over sockets instead."""
 
 
-class Segment:
+class Segment(Closing):
     """Shared memory, mapped; :attr:`address` is where it begins in this process."""
 
     def __init__(self, descriptor: int, num_bytes: int, path: str) -> None:
@@ -100,14 +100,6 @@ class Segment:
         self.bytes = np.zeros(0, np.uint8)
         with contextlib.suppress(BufferError):  # somebody still has a view: it goes with the last
             self._map.close()
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check(descriptor: int, path: str, num_bytes: int) -> None:

@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import msgspec
 
+from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError
 from paceline.launch.local import LocalCluster, Share
 from paceline.launch.run.news import News
@@ -29,7 +29,7 @@ _LEAVING_S = 2.0
 _LOOK_S = 0.5
 
 
-class RunServers:
+class RunServers(Closing):
     """What this machine runs of a cluster whose workers are the ranks. Use it as a context manager.
 
     Whatever the servers hold is on `replicas` servers more than one, and on `min_replicas` of them when it is
@@ -134,14 +134,6 @@ class RunServers:
             self._link.close()
         self._say_news()
         self.cluster.close()
-
-    def __enter__(self) -> RunServers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # What the cluster's map and its scheduler say, in the link's thread.
 

@@ -8,20 +8,20 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.closing import Closing
 from paceline.errors import UsageError
 from paceline.torch.embeddings import Embedder, RowTables, find_embeddings
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
 
 
-class Strategy(ABC):
+class Strategy(Closing, ABC):
     """How a training loop is spread. The loop itself never changes::
 
         strategy = paceline.torch.strategy()
@@ -157,7 +157,7 @@ class Strategy(ABC):
         """Return a context that the training loader's iteration runs in; `num_batches` is this rank's, if known."""
         return contextlib.nullcontext()
 
-    def _ran_out(self) -> None:  # noqa: B027 (a hook, which most leave empty)
+    def _ran_out(self) -> None:
         """Know that the training loader has ended by itself; :meth:`epoch` is still open."""
 
     # Together.
@@ -221,10 +221,10 @@ class Strategy(ABC):
         assert self.optimizer is not None
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
-    def gather_values(self) -> None:  # noqa: B027
+    def gather_values(self) -> None:
         """See that the module on rank 0 holds the current values; every rank calls it."""
 
-    def _scatter_values(self) -> None:  # noqa: B027
+    def _scatter_values(self) -> None:
         """Take the module's values, which are the same on every rank, for the current ones; every rank calls it."""
 
     # The end.
@@ -234,15 +234,6 @@ class Strategy(ABC):
         if self.embedder is not None:
             self.embedder.close()
         self._ranks.close()
-
-    def __enter__(self) -> Strategy:
-        """Return itself; it is closed at the end of the block."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
