@@ -122,10 +122,10 @@ OF_PROTOCOL: Final = (
     ),
     Defect(
         "report-before-confirmation",
-        "a fill is reported when its buckets were sent, and not when they were confirmed",
+        "a bucket of a fill counts as confirmed when it was sent",
         "protocol/replication/fills.py",
-        "        confirmed = self._confirmed[target]\n        news",
-        "        confirmed = self._sent[target]\n        news",
+        "        self._sent[target] |= 1 << bucket\n",
+        "        self._sent[target] |= 1 << bucket\n        self._confirmed[target] |= 1 << bucket\n",
         unit=_REPLICATION,
     ),
     Defect(
