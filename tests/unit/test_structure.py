@@ -28,7 +28,6 @@ LARGE_CLASSES = {
     "collectives/group.py:Group": (49, 19),
     "collectives/network/receiving.py:IncomingMessage": (12, 21),
     "collectives/p2p/progress.py:ProgressLoop": (12, 19),
-    "collectives/shared/engine.py:SharedMemory": (33, 18),
     "environment.py:Environment": (1, 19),
     "launch/run/run.py:RunOptions": (0, 22),
     "protocol/replication/core.py:Replication": (38, 10),

@@ -12,8 +12,9 @@ import pytest
 
 from paceline.collectives.calls import Call, shortened
 from paceline.collectives.engine import Area, Order, Reduction
-from paceline.collectives.shared import engine as shared_memory
-from paceline.collectives.shared.engine import SharedMemory, Story
+from paceline.collectives.shared import faults
+from paceline.collectives.shared.engine import DIRECT_BYTES, SharedMemory
+from paceline.collectives.shared.faults import Story
 from paceline.collectives.shared.segment import Segment
 from paceline.errors import CollectiveError, MismatchError, RankLostError
 from paceline.kernels import combine, steps
@@ -129,12 +130,12 @@ def test_a_mismatch_of_very_many_sizes_says_how_many(engines: list[SharedMemory]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of others is read on Linux only")
 def test_one_whose_memory_cannot_be_read_is_named(engines: list[SharedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "DYING_S", 0.01)
+    monkeypatch.setattr(faults, "DYING_S", 0.01)
     steps.publish_word(np.uint64(engines[1].control + steps.PROCESS), np.uint64(1 << 30))  # no such process
 
     def reduce(engine: SharedMemory) -> None:
         engine.reads_peers = True
-        array = np.ones(shared_memory.DIRECT_BYTES // 4, np.float32)
+        array = np.ones(DIRECT_BYTES // 4, np.float32)
         engine.all_reduce(order(1, algorithm="direct"), area(array), area(array), _SUM)
 
     for error in both(engines, reduce):

@@ -16,61 +16,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from typing_extensions import override
 
-from paceline.collectives.calls import Call, describe_mismatch, name_ranks
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
+from paceline.collectives.shared.faults import SharedFaults
 from paceline.collectives.shared.segment import Segment
-from paceline.collectives.shared.watching import Watch, is_stopped
-from paceline.errors import CollectiveError, GroupClosedError, MismatchError, RankLostError
+from paceline.errors import GroupClosedError
 from paceline.kernels import peer_memory, shared, steps
-from paceline.transport import known
 
 _SPINS: Final = 300
 """About 5 microseconds; then a waiting rank yields, which is nearly as quick and lets a rank on the same core work."""
 _YIELDS: Final = 300
-_DESCRIBE_S: Final = 2.0
 _CLOSE_S: Final = 2.0
-_EARLY_S: Final = 0.1
-"""A rank gives up so long before the timeout, for the error to come within it."""
-DYING_S: Final = 1.0
-_STORY_BYTES: Final = 3000
-_MAX_BLAMED: Final = 100
 _SCRATCH_BYTES: Final = 1 << 18
 _LINE: Final = 64
 _KNOWN: Final = 0x5041_4345
 _PR_SET_PTRACER: Final = 0x59616D61
 
+_DIRECT_PART_BYTES: Final = 1 << 20
+_NOTHING_PUT: Final = np.zeros((0, 2), np.uint64)
+_NOTHING_TAKEN: Final = np.zeros((0, 4), np.uint64)
+
 DIRECT_BYTES: Final = 1 << 18
 """Below this, reading other processes' memory is never the faster way."""
-
-
-class Story(msgspec.Struct, frozen=True):
-    """Why a group is over."""
-
-    kind: str
-    message: str
-    ranks: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, error: BaseException) -> Story:
-        """Return what others should know of an error."""
-        if isinstance(error, MismatchError):
-            return cls("mismatch", str(error))
-        return cls("lost" if isinstance(error, RankLostError) else "error", str(error), getattr(error, "ranks", ()))
-
-    def cut(self) -> Story:
-        """Return the same, short enough for the segment."""
-        text = self.message.encode()[:_STORY_BYTES].decode(errors="ignore")
-        return Story(self.kind, text, self.ranks[:_MAX_BLAMED])
-
-    def error(self) -> CollectiveError:
-        """Return the error to raise."""
-        if self.kind == "mismatch":
-            return MismatchError(self.message)
-        return RankLostError(self.message, self.ranks) if self.kind == "lost" else CollectiveError(self.message)
 
 
 class SharedMemory(Engine):
@@ -89,16 +58,11 @@ class SharedMemory(Engine):
         """`processes`: the process id of every rank; `members`: what errors call the ranks, if not by their numbers."""
         size = len(processes)
         self.rank, self.size, self.name = rank, size, name
-        self._members = tuple(range(size)) if members is None else tuple(members)
         self._segment = segment
-        self._processes = tuple(processes)
-        self._watch = Watch(dict(enumerate(processes)))
         self._table = np.zeros(size, np.uint64)
         self._scratch = np.zeros(_SCRATCH_BYTES + _LINE, np.uint8)
         self._plan = np.zeros(steps.PLAN_WORDS, np.uint64)
         self._state = np.zeros(steps.STATE_WORDS, np.int64)
-        self._nothing_put = np.zeros((0, 2), np.uint64)
-        self._nothing_taken = np.zeros((0, 4), np.uint64)
         crowded = size > num_cores
         plan = self._plan
         plan[steps.SEGMENT], plan[steps.SIZE], plan[steps.RANK] = segment.address, size, rank
@@ -107,6 +71,7 @@ class SharedMemory(Engine):
         plan[steps.SCRATCH] = self._scratch.ctypes.data + -self._scratch.ctypes.data % _LINE
         plan[steps.SCRATCH_BYTES] = _SCRATCH_BYTES // size // _LINE * _LINE * size
         plan[steps.SPINS], plan[steps.YIELDS] = (20 if crowded else _SPINS), _YIELDS
+        self._faults = SharedFaults(segment, rank, processes, self._state, name, members)
         self.control = segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
         steps.publish_word(np.uint64(self.control + steps.PROCESS), np.uint64(os.getpid()))
         self.reads_peers = False
@@ -127,19 +92,19 @@ class SharedMemory(Engine):
         self.barrier(order)
         can_read = True
         for other in self._others():
-            place = np.uint64(self._word(other, offset))
+            place = np.uint64(self._faults.word(other, offset))
             found = np.uint64(word.ctypes.data + 8)
             can_read = can_read and bool(peer_memory.read_peer(self._plan, other, found, place, 8))
             can_read = can_read and int(word[1]) == _KNOWN + other
         steps.publish_word(np.uint64(self.control + steps.READABLE), np.uint64(can_read))
         self.barrier(order)
-        self.reads_peers = all(self._word(rank, steps.READABLE) for rank in range(self.size))
+        self.reads_peers = all(self._faults.word(rank, steps.READABLE) for rank in range(self.size))
 
     # the calls
 
     @override
     def barrier(self, order: Order) -> None:
-        self._move(order, self._nothing_put, self._nothing_taken, steps.SLOT_BYTES)
+        self._move(order, _NOTHING_PUT, _NOTHING_TAKEN, steps.SLOT_BYTES)
 
     @override
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
@@ -149,15 +114,15 @@ class SharedMemory(Engine):
         item_bytes, combiner, op, scale = (
             reduction.item_bytes, reduction.combiner, reduction.op, reduction.scale,
         )  # fmt: skip
-        if num_bytes <= self._small_bytes():
+        if num_bytes <= _small_bytes(self.size):
             small = (plan, state, signature, given, taken, num_bytes, item_bytes, combiner, op, scale)
             self._run(order, shared.all_reduce_small, small)
         elif order.algorithm == "direct" and self.reads_peers:
-            part = self._direct_part(num_bytes)
+            part = _part(num_bytes, self.size, _DIRECT_PART_BYTES)
             large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
             self._run(order, peer_memory.all_reduce_direct, large)
         else:
-            part = self._part(num_bytes)
+            part = _part(num_bytes, self.size, self._block())
             large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
             self._run(order, shared.all_reduce, large)
 
@@ -166,9 +131,9 @@ class SharedMemory(Engine):
         if self.rank == root:
             assert target is not None
             takes = _table((0, 0, target.address, target.num_bytes))
-            self._move(order, self._nothing_put, takes, steps.SLOT_BYTES, source.address, reduction)
+            self._move(order, _NOTHING_PUT, takes, steps.SLOT_BYTES, source.address, reduction)
         else:
-            self._move(order, _table(source), self._nothing_taken, steps.SLOT_BYTES, source.address, reduction)
+            self._move(order, _table(source), _NOTHING_TAKEN, steps.SLOT_BYTES, source.address, reduction)
 
     @override
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
@@ -180,9 +145,9 @@ class SharedMemory(Engine):
     def broadcast(self, order: Order, area: Area, root: int) -> None:
         block = steps.SLOT_BYTES // 4
         if self.rank == root:
-            self._move(order, _table(area), self._nothing_taken, block)
+            self._move(order, _table(area), _NOTHING_TAKEN, block)
         else:
-            self._move(order, self._nothing_put, _table((root, 0, *area)), block)
+            self._move(order, _NOTHING_PUT, _table((root, 0, *area)), block)
 
     @override
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
@@ -196,17 +161,17 @@ class SharedMemory(Engine):
         if self.rank == root:
             copy(source, targets[root])
             takes = [(rank, 0, *targets[rank]) for rank in self._others()]
-            self._move(order, self._nothing_put, _table(*takes), block)
+            self._move(order, _NOTHING_PUT, _table(*takes), block)
         else:
-            self._move(order, _table(source), self._nothing_taken, block)
+            self._move(order, _table(source), _NOTHING_TAKEN, block)
 
     @override
     def scatter(self, order: Order, sources: Sequence[Area], target: Area, root: int) -> None:
         if self.rank == root:
             copy(sources[root], target)
-            self._move(order, _table(*self._without_own(sources)), self._nothing_taken, self._block())
+            self._move(order, _table(*self._without_own(sources)), _NOTHING_TAKEN, self._block())
         else:
-            self._move(order, self._nothing_put, _table((root, self.rank, *target)), self._block())
+            self._move(order, _NOTHING_PUT, _table((root, self.rank, *target)), self._block())
 
     @override
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
@@ -224,22 +189,10 @@ class SharedMemory(Engine):
         if self._in_use.acquire(timeout=_CLOSE_S):  # a kernel that is still running looks up every few milliseconds
             with self._mapping:
                 self._segment.close()
-            self._watch.close()
+            self._faults.close()
             self._in_use.release()
 
     # how much at once
-
-    def _small_bytes(self) -> int:
-        """Up to here everybody reads everything: fewer waits, but every rank reads from all."""
-        return 1 << 15 if self.size == 2 else (1 << 13 if self.size <= 8 else 1 << 10)
-
-    def _part(self, num_bytes: int) -> int:
-        """Return the bytes of a chunk that one rank reduces: one chunk in all, if a slot can hold it."""
-        most = steps.SLOT_BYTES // self.size // _LINE * _LINE
-        return min(most, -(-num_bytes // self.size // _LINE) * _LINE + _LINE)
-
-    def _direct_part(self, num_bytes: int) -> int:
-        return min(1 << 20, -(-num_bytes // self.size // _LINE) * _LINE + _LINE)
 
     def _block(self) -> int:
         """Return the bytes of a slot's block where it has one for every rank."""
@@ -282,119 +235,38 @@ class SharedMemory(Engine):
         spins = self._plan[steps.SPINS]
         try:
             while code == steps.ATTENTION:
-                self._look_around(order, start)
+                if self._is_closing:
+                    raise GroupClosedError(f"group {self.name!r} was closed while {order.call} was under way")
+                self._faults.look_around(order, start)
                 self._plan[steps.SPINS] = 0
                 code = kernel(*arguments)
             if code == steps.MISMATCH:
-                raise self._describe(order)
+                raise self._faults.describe(order)
             if code == steps.ABORTED:
-                raise self._read_story().error()
+                raise self._faults.told()
             if code == steps.UNREADABLE:
-                raise self._unreadable(order, int(self._state[steps.UNREAD]))
+                raise self._faults.unreadable(order, int(self._state[steps.UNREAD]))
         except BaseException as error:
             self.abort(error)
             raise
         finally:
             self._plan[steps.SPINS] = spins
 
-    def _unreadable(self, order: Order, rank: int) -> RankLostError:
-        """Return the error for a rank whose memory cannot be read. It is gone shortly before its process is dead."""
-        until = time.monotonic() + min(DYING_S, order.timeout_s)
-        while rank not in self._watch.dead() and time.monotonic() < until:
-            time.sleep(0.001)
-        try:
-            self._blame_dead(order, (rank,))
-        except RankLostError as error:
-            return error
-        return RankLostError(
-            f"cannot read the memory of {self._names((rank,))} in {order.call}, call {order.sequence} of group "
-            f"{self.name!r}: its process is protected, or has freed the array; PACELINE_ALGORITHM=shared does without",
-            self._called((rank,)),
-        )
-
-    def _look_around(self, order: Order, start: float) -> None:
-        """Raise if somebody awaited is dead or has left, or if it has taken too long."""
-        if self._is_closing:
-            raise GroupClosedError(f"group {self.name!r} was closed while {order.call} was under way")
-        late = self._late()
-        self._blame_dead(order, late)
-        where = f"{order.call}, call {order.sequence} of group {self.name!r}"
-        left = [rank for rank in late if self._word(rank, steps.LEFT)]
-        if left:
-            raise RankLostError(f"{self._names(left)} left the group before {where}", self._called(left))
-        if time.monotonic() - start > order.timeout_s - min(_EARLY_S, order.timeout_s / 10):
-            stopped = [rank for rank in late if is_stopped(self._processes[rank])]
-            late = stopped or late
-            reason = "is stopped (SIGSTOP)" if stopped else "did not come"
-            raise RankLostError(
-                f"{self._names(late)} {reason}: {where} was not done within {order.timeout_s:g} s", self._called(late)
-            )
-
-    def _blame_dead(self, order: Order, ranks: Sequence[int]) -> None:
-        dead = [rank for rank in self._watch.dead() if rank in ranks]
-        if dead:
-            told = ", ".join(f"process {self._processes[rank]}" for rank in dead)
-            where = f"{order.call}, call {order.sequence} of group {self.name!r}"
-            raise RankLostError(f"{self._names(dead)} ({told}) died before or during {where}", self._called(dead))
-
-    def _called(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._members[rank] for rank in ranks)
-
-    def _names(self, ranks: Sequence[int]) -> str:
-        return name_ranks(self._called(ranks))
-
-    def _late(self) -> list[int]:
-        """Return the ranks that have not published the step that is awaited."""
-        step = int(self._state[steps.STEPS]) + 1
-        return [rank for rank in range(self.size) if self._word(rank, steps.STEP) < step]
-
-    def _word(self, rank: int, offset: int) -> int:
-        control = self._segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
-        return int(steps.read_word(np.uint64(control + offset)))
-
-    # telling the others
-
     def abort(self, error: BaseException) -> None:
         """Make every rank that waits in a call, or makes another one, raise what this one raises."""
-        header = self._segment.address
         with self._mapping:
-            if self._is_closing or not steps.claim(np.uint64(header + steps.CLAIMED)):
-                return
-            story = Story.of(error)
-            if story.kind == "error" and not isinstance(error, CollectiveError):
-                text = f"rank {self._members[self.rank]} of group {self.name!r} failed: {type(error).__name__} {error}"
-                story = Story("error", text.strip(), (self._members[self.rank],))
-            self._write(steps.STORY, msgspec.msgpack.encode(story.cut()))
-            steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
+            if not self._is_closing:
+                self._faults.tell(error)
 
-    def _read_story(self) -> Story:
-        text = self._read(steps.STORY)
-        return msgspec.msgpack.decode(text, type=known(Story))
 
-    def _describe(self, order: Order) -> CollectiveError:
-        """Tell the others what this rank called, and return the error that names all calls."""
-        offset = self.control - self._segment.address
-        text = msgspec.msgpack.encode(order.call)
-        assert len(text) <= steps.CONTROL_BYTES - steps.DESCRIPTION - 8
-        self._write(offset + steps.DESCRIPTION, text)
-        steps.publish_word(np.uint64(self.control + steps.DESCRIBED), np.uint64(order.sequence + 1))
-        until = time.monotonic() + min(_DESCRIBE_S, order.timeout_s)
-        calls: dict[int, Call] = {}
-        while len(calls) < self.size and time.monotonic() < until:
-            for rank in range(self.size):
-                if self._members[rank] not in calls and self._word(rank, steps.DESCRIBED):
-                    text = self._read(steps.HEADER_BYTES + rank * steps.CONTROL_BYTES + steps.DESCRIPTION)
-                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=known(Call))
-            time.sleep(0.0005)
-        return describe_mismatch(calls, self.name, order.sequence)
+def _small_bytes(size: int) -> int:
+    """Up to here everybody reads everything: fewer waits, but every rank reads from all."""
+    return 1 << 15 if size == 2 else (1 << 13 if size <= 8 else 1 << 10)
 
-    def _write(self, offset: int, data: bytes) -> None:
-        self._segment.bytes[offset : offset + 8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
-        self._segment.bytes[offset + 8 : offset + 8 + len(data)] = np.frombuffer(data, np.uint8)
 
-    def _read(self, offset: int) -> bytes:
-        length = int.from_bytes(self._segment.bytes[offset : offset + 8].tobytes(), "little")
-        return self._segment.bytes[offset + 8 : offset + 8 + length].tobytes()
+def _part(num_bytes: int, size: int, most: int) -> int:
+    """Return the bytes, `most` at the most, of a chunk that one rank reduces: one chunk in all, if that is enough."""
+    return min(most, -(-num_bytes // size // _LINE) * _LINE + _LINE)
 
 
 def _table(*rows: tuple[int, ...]) -> Any:

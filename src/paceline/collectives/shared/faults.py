@@ -1,0 +1,172 @@
+"""What goes wrong among the ranks that share a segment: who is to blame, and how the others hear of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.collectives.calls import Call, describe_mismatch, name_ranks
+from paceline.collectives.engine import Order
+from paceline.collectives.shared.segment import Segment
+from paceline.collectives.shared.watching import Watch, is_stopped
+from paceline.errors import CollectiveError, MismatchError, RankLostError
+from paceline.kernels import steps
+from paceline.transport import known
+
+_DESCRIBE_S: Final = 2.0
+_EARLY_S: Final = 0.1
+"""A rank gives up so long before the timeout, for the error to come within it."""
+DYING_S: Final = 1.0
+_STORY_BYTES: Final = 3000
+_MAX_BLAMED: Final = 100
+
+
+class Story(msgspec.Struct, frozen=True):
+    """Why a group is over."""
+
+    kind: str
+    message: str
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException) -> Story:
+        """Return what others should know of an error."""
+        if isinstance(error, MismatchError):
+            return cls("mismatch", str(error))
+        return cls("lost" if isinstance(error, RankLostError) else "error", str(error), getattr(error, "ranks", ()))
+
+    def cut(self) -> Story:
+        """Return the same, short enough for the segment."""
+        text = self.message.encode()[:_STORY_BYTES].decode(errors="ignore")
+        return Story(self.kind, text, self.ranks[:_MAX_BLAMED])
+
+    def error(self) -> CollectiveError:
+        """Return the error to raise."""
+        if self.kind == "mismatch":
+            return MismatchError(self.message)
+        return RankLostError(self.message, self.ranks) if self.kind == "lost" else CollectiveError(self.message)
+
+
+class SharedFaults:
+    """What one rank knows and says of the faults of all; `state` is that of its kernels."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        processes: Sequence[int],
+        state: npt.NDArray[np.int64],
+        name: str,
+        members: Sequence[int] | None,
+    ) -> None:
+        """`processes` and `members` as :class:`SharedMemory` has them."""
+        self._segment, self._rank, self._size, self._name = segment, rank, len(processes), name
+        self._processes = tuple(processes)
+        self._members = tuple(range(len(processes))) if members is None else tuple(members)
+        self._state = state
+        self._watch = Watch(dict(enumerate(processes)))
+
+    def close(self) -> None:
+        """Watch the processes no more."""
+        self._watch.close()
+
+    def unreadable(self, order: Order, rank: int) -> RankLostError:
+        """Return the error for a rank whose memory cannot be read. It is gone shortly before its process is dead."""
+        until = time.monotonic() + min(DYING_S, order.timeout_s)
+        while rank not in self._watch.dead() and time.monotonic() < until:
+            time.sleep(0.001)
+        try:
+            self._blame_dead(order, (rank,))
+        except RankLostError as error:
+            return error
+        return RankLostError(
+            f"cannot read the memory of {self._names((rank,))} in {order.call}, call {order.sequence} of group "
+            f"{self._name!r}: its process is protected, or has freed the array; PACELINE_ALGORITHM=shared does without",
+            self._called((rank,)),
+        )
+
+    def look_around(self, order: Order, start: float) -> None:
+        """Raise if somebody awaited is dead or has left, or if it has taken too long."""
+        late = self._late()
+        self._blame_dead(order, late)
+        where = f"{order.call}, call {order.sequence} of group {self._name!r}"
+        left = [rank for rank in late if self.word(rank, steps.LEFT)]
+        if left:
+            raise RankLostError(f"{self._names(left)} left the group before {where}", self._called(left))
+        if time.monotonic() - start > order.timeout_s - min(_EARLY_S, order.timeout_s / 10):
+            stopped = [rank for rank in late if is_stopped(self._processes[rank])]
+            late = stopped or late
+            reason = "is stopped (SIGSTOP)" if stopped else "did not come"
+            raise RankLostError(
+                f"{self._names(late)} {reason}: {where} was not done within {order.timeout_s:g} s", self._called(late)
+            )
+
+    def _blame_dead(self, order: Order, ranks: Sequence[int]) -> None:
+        dead = [rank for rank in self._watch.dead() if rank in ranks]
+        if dead:
+            told = ", ".join(f"process {self._processes[rank]}" for rank in dead)
+            where = f"{order.call}, call {order.sequence} of group {self._name!r}"
+            raise RankLostError(f"{self._names(dead)} ({told}) died before or during {where}", self._called(dead))
+
+    def _called(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._members[rank] for rank in ranks)
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return name_ranks(self._called(ranks))
+
+    def _late(self) -> list[int]:
+        """Return the ranks that have not published the step that is awaited."""
+        step = int(self._state[steps.STEPS]) + 1
+        return [rank for rank in range(self._size) if self.word(rank, steps.STEP) < step]
+
+    def word(self, rank: int, offset: int) -> int:
+        """Return a word of what a rank has in the segment."""
+        control = self._segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
+        return int(steps.read_word(np.uint64(control + offset)))
+
+    def tell(self, error: BaseException) -> None:
+        """Make every rank that waits in a call, or makes another one, raise what this one raises."""
+        header = self._segment.address
+        if not steps.claim(np.uint64(header + steps.CLAIMED)):
+            return
+        story = Story.of(error)
+        if story.kind == "error" and not isinstance(error, CollectiveError):
+            own = self._members[self._rank]
+            text = f"rank {own} of group {self._name!r} failed: {type(error).__name__} {error}"
+            story = Story("error", text.strip(), (own,))
+        self._write(steps.STORY, msgspec.msgpack.encode(story.cut()))
+        steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
+
+    def told(self) -> CollectiveError:
+        """Return the error that another rank has told of."""
+        return msgspec.msgpack.decode(self._read(steps.STORY), type=known(Story)).error()
+
+    def describe(self, order: Order) -> CollectiveError:
+        """Tell the others what this rank called, and return the error that names all calls."""
+        offset = steps.HEADER_BYTES + self._rank * steps.CONTROL_BYTES
+        text = msgspec.msgpack.encode(order.call)
+        assert len(text) <= steps.CONTROL_BYTES - steps.DESCRIPTION - 8
+        self._write(offset + steps.DESCRIPTION, text)
+        steps.publish_word(np.uint64(self._segment.address + offset + steps.DESCRIBED), np.uint64(order.sequence + 1))
+        until = time.monotonic() + min(_DESCRIBE_S, order.timeout_s)
+        calls: dict[int, Call] = {}
+        while len(calls) < self._size and time.monotonic() < until:
+            for rank in range(self._size):
+                if self._members[rank] not in calls and self.word(rank, steps.DESCRIBED):
+                    text = self._read(steps.HEADER_BYTES + rank * steps.CONTROL_BYTES + steps.DESCRIPTION)
+                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=known(Call))
+            time.sleep(0.0005)
+        return describe_mismatch(calls, self._name, order.sequence)
+
+    def _write(self, offset: int, data: bytes) -> None:
+        self._segment.bytes[offset : offset + 8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
+        self._segment.bytes[offset + 8 : offset + 8 + len(data)] = np.frombuffer(data, np.uint8)
+
+    def _read(self, offset: int) -> bytes:
+        length = int.from_bytes(self._segment.bytes[offset : offset + 8].tobytes(), "little")
+        return self._segment.bytes[offset + 8 : offset + 8 + length].tobytes()
