@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def test_somebody_is_asked_for_each_defect(defect: Defect) -> None:
 
 def test_names_are_distinct() -> None:
     assert len({each.name for each in DEFECTS}) == len(DEFECTS)
+
+
+def test_the_page_has_the_report_of_all() -> None:
+    """``python -m tests.mutants --write`` puts it there."""
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|(.*)\|$", page.partition("## Planted defects")[2], re.MULTILINE)
+    assert [(name, what) for name, what, _ in rows] == [(each.name, each.what) for each in DEFECTS]
+    assert [name for name, _, found in rows if not re.search(r"yes|[1-9]", found)] == []
 
 
 def test_the_simulation_and_the_unit_tests_find_one() -> None:
