@@ -28,8 +28,10 @@ _MAX_NUMBER: Final = 1 << 62
 Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 Word: TypeAlias = Annotated[int, Meta(ge=0)]
 """A hash of 64 bits."""
+Term: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 42)]
+"""There is room below 2⁶² for the numbers of a term's jobs."""
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
-"""An incarnation, or the number of a view, a term, a job or a lease."""
+"""An incarnation, or the number of a view, a job or a lease."""
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]
 Version: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
 Clock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CLOCK)]

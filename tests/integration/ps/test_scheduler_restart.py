@@ -207,7 +207,7 @@ def test_members_leases_and_counters_are_as_they_were(cluster: Restartable, post
     ended = state(poster, job)
     assert (ended.done, ended.total, ended.lost_workers) == (6, 6, 0)
     assert ended.progress == {"examples": 55.0}
-    assert post(poster, 1) == job + 1
+    assert post(poster, 1) > job
 
 
 def test_it_may_happen_again_and_again(cluster: Restartable, poster: SchedulerLink) -> None:
@@ -245,9 +245,10 @@ def test_what_waits_for_an_answer_is_asked_again(cluster: Restartable, poster: S
     cluster.wait_back()
     finish(works, job, lease, 1)
     assert waiting().lease == ALL_DONE
-    assert post(poster, 1) == job + 1
+    number = post(poster, 1)
+    assert number > job
     next_of = [worker.start(messages.GetJob(after=job), Job) for worker in (works, waits)]  # it begins with all
-    assert [each().number for each in (idle, *next_of)] == [job + 1] * 3
+    assert [each().number for each in (idle, *next_of)] == [number] * 3
 
 
 def test_a_lease_of_which_nobody_heard_is_given_again(cluster: Restartable, poster: SchedulerLink) -> None:
@@ -399,8 +400,9 @@ def test_workers_of_a_job_whose_poster_is_gone_are_through_with_it(cluster: Rest
     cluster.wait_back()
     assert take(worker, job).lease == ALL_DONE
     other = cluster.member(role="observer")
-    assert post(other, 1) == job + 1
-    assert begin(worker, job) == job + 1
+    number = post(other, 1)
+    assert number > job
+    assert begin(worker, job) == number
 
 
 def test_a_worker_that_comes_too_late_is_expelled() -> None:

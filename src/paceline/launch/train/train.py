@@ -233,9 +233,8 @@ class Training:
             self._take_reports(number, state.num_reports, reports)
             if state.failed is not None:
                 raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
-            if state.finished:
+            if state.finished and not state.num_reports:  # what a new scheduler hears again, it counts again
                 self._report(task, state)
-                self._take_reports(number, 1 << 30, reports)
                 return state, reports
             self._check_signals(number)
             self._health.note_replaced()

@@ -27,7 +27,7 @@ class JobCore:
         """The latest job's."""
         self._num_workers = num_workers
         self.last_number = 0
-        """The latest job's, also where its ledger died with a former scheduler."""
+        """The highest that may have been given, by this scheduler or a former one."""
         self._poster: object = None
         self._seekers: dict[object, tuple[Asked, int]] = {}  # peer → what it asked, after which job
         self._busy: dict[int, int] = {}  # worker → the job that it was given, until it asks for the next
@@ -48,9 +48,9 @@ class JobCore:
         """
         if not self._seekers or any(number != job.number for number in self._busy.values()):
             return []
-        answers = []
+        answers, has_free = [], job.has_free
         for peer, (asked, after) in list(self._seekers.items()):
-            if after < job.number or job.has_free:
+            if after < job.number or has_free:
                 del self._seekers[peer]
                 self._busy[asked.incarnation] = job.number
                 answers.append(Answer(asked.call, Job(number=job.number, description=job.spec.description)))
@@ -58,6 +58,8 @@ class JobCore:
 
     def _answer(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
         call = asked.call
+        if self.ledger is not None and asked.peer is self._poster:
+            self.ledger.report_came()
         match asked.request:
             case events.PostJob():
                 return self._post(asked, asked.request, membership)
@@ -77,8 +79,8 @@ class JobCore:
                 taken = self._current(number).take_report()
                 return [Answer(call, None) if taken is None else Answer(call, *taken)]
             case events.Progress(counters=counters):
-                if self.ledger is not None:
-                    self.ledger.note_progress(asked.incarnation, counters)
+                if self.ledger is not None and membership.find(asked.incarnation) is not None:
+                    self.ledger.results.note_progress(asked.incarnation, counters)
                 return []
         self._note(asked, membership)
         return [Answer(call, None)]
@@ -96,7 +98,7 @@ class JobCore:
             case events.FileEnded(file=file, num_shards=num_shards):
                 job.file_ended(file, num_shards)
             case events.Report():
-                job.add_report(_worker(asked, membership).incarnation, request)
+                job.results.add_report(_worker(asked, membership).incarnation, request)
             case events.JobFailed(error=error, message=message):
                 job.fail(error, message)
 
@@ -115,8 +117,9 @@ class JobCore:
     def _get(self, asked: Asked, after: int, membership: Membership, now_s: float) -> list[Answer]:
         if self._has_ended:
             return [Answer(asked.call, Job(number=-1))]
+        worker = _worker(asked, membership)  # whom nobody will take for gone: others wait for it
         if self.ledger is not None and self.ledger.number <= after:
-            self.ledger.rests(_worker(asked, membership).rank, now_s)
+            self.ledger.rests(worker.rank, now_s)
         self._busy.pop(asked.incarnation, None)
         self._seekers[asked.peer] = asked, after
         return []
@@ -164,8 +167,8 @@ class JobCore:
     def restore(self, remembered: Collection[Remembered], dead: Collection[Member], now_s: float, *, term: int) -> None:
         """Take over what members know of the latest job; `dead` are those that did not come back.
 
-        `term` is this scheduler's: without the poster of the latest job nobody may know of it, and its number is not
-        to be given again to another one.
+        `term` is this scheduler's: nobody who has come may know of the latest job, and its number is not to be given
+        again to another one.
         """
         memories = [each.memory for each in remembered if each.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))
@@ -183,7 +186,7 @@ class JobCore:
             known = each.memory
             if known is not None and known.number == facts.number and known.posted is not None:
                 self.ledger = JobLedger.restore(facts, known, workers, dead=lost, num_workers=num_workers, now_s=now_s)
-                self._poster, self.last_number = each.peer, facts.number
+                self._poster = each.peer
                 return
 
     def end(self) -> list[Answer]:

@@ -20,7 +20,10 @@ class PostJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetJob:
-    """A worker asks for the first job after number `after`. Answered by Job, when there is one."""
+    """A worker that has done what there was of job `after` asks for the next, or for more of that one.
+
+    Answered by Job, when there is one and no worker is at another job any more.
+    """
 
     after: int
 

@@ -10,10 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from paceline.protocol.jobs import shards
-from paceline.protocol.jobs.events import Answer, LeaseDone, Report
+from paceline.protocol.jobs.events import Answer, LeaseDone
 from paceline.protocol.jobs.leases import Leases
 from paceline.protocol.jobs.records import (
-    Counters,
     JobAccount,
     JobFacts,
     JobMemory,
@@ -52,7 +51,8 @@ class JobLedger:
         self._lost = 0
         self._num_workers = max(num_workers, 1)
         self._leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
-        self._results = Results(number, spec.progress)
+        self.results = Results(number, spec.progress)
+        """What workers have found and counted."""
         self._facts = JobFacts(number)  # what members were told
         self._news = JobFacts(number)
         self._has_news = True  # the job itself
@@ -117,11 +117,11 @@ class JobLedger:
         has_begun = bool(done or held or posters.seconds)
         self._leases.resume(at_work, now_s - posters.seconds if has_begun else None)
         self._lost, self.failed = facts.lost, facts.failed
-        self._results.restore(record, posters.taken)
+        self.results.restore(record, posters.taken)
         self._news.merge(record)
         for each in workers:
             if each.memory is not None and each.memory.number == self.number:
-                self._results.note_progress(each.member.incarnation, each.memory.progress)
+                self.results.note_progress(each.member.incarnation, each.memory.progress)
         for member in dead:
             self.removed(member, is_lost=True, now_s=now_s)
         if self.failed is not None:
@@ -139,8 +139,8 @@ class JobLedger:
     def lease_done(self, worker: Member, request: LeaseDone) -> None:
         """Note that a worker has done a shard."""
         key = self._leases.done(worker.rank, request.lease)
-        self._results.note_progress(worker.incarnation, request.progress)
-        if key is not None and self._results.shard_done(worker.incarnation, key, request.progress):
+        self.results.note_progress(worker.incarnation, request.progress)
+        if key is not None and self.results.shard_done(worker.incarnation, key, request.progress):
             self._news.add_done(key)
             self._news.settle(worker.incarnation, request.progress)
             self._has_news = True
@@ -151,17 +151,18 @@ class JobLedger:
         self._news.ended[file] = num_shards
         self._has_news = True
 
-    def note_progress(self, incarnation: int, counters: Counters) -> None:
-        """Note a worker's counters now."""
-        self._results.note_progress(incarnation, counters)
-
-    def add_report(self, incarnation: int, report: Report) -> None:
-        """Keep a report for the poster; one of a shard, until that is done."""
-        self._results.add_report(incarnation, report)
+    def report_came(self) -> None:
+        """Note that the poster has the report that it took last: it asks for something else."""
+        found = self.results.report_came()
+        if found is not None:
+            for key in found.later:
+                self._news.add_done(key)
+            self._news.settle(found.incarnation, found.settled)
+            self._has_news = True
 
     def take_report(self) -> tuple[TakenReport, object] | None:
         """Return the next report, and its body."""
-        return self._results.take_report()
+        return self.results.take_report()
 
     def removed(self, worker: Member, *, is_lost: bool, now_s: float) -> None:
         """Lease again what a worker held that is gone; what it did of that counts once, when it is done again."""
@@ -169,7 +170,7 @@ class JobLedger:
             self._lost += 1
             self._has_news = True
         if self._leases.left(worker.rank, now_s) or is_lost:
-            self._results.forget_undone(worker.incarnation)
+            self.results.forget_undone(worker.incarnation)
 
     def rests(self, rank: int, now_s: float) -> None:
         """Note that a worker has asked for the next job: it is through with this one."""
@@ -211,7 +212,7 @@ class JobLedger:
     def account(self) -> JobAccount:
         """Return what is done: all that came of these shards is acknowledged by the servers."""
         pool = self._leases.pool
-        return JobAccount(files=pool.sizes, done=done_shards(pool.done()), progress=self._results.progress_of_done())
+        return JobAccount(files=pool.sizes, done=done_shards(pool.done()), progress=self.results.progress_of_done())
 
     def state(self, num_workers: int, now_s: float) -> JobState:
         """Return how far the job is; so many workers live."""
@@ -223,11 +224,11 @@ class JobLedger:
             total=total,
             finished=ended_s is not None,
             failed=self.failed,
-            progress=self._results.progress(),
+            progress=self.results.progress(),
             seconds=0.0 if started_s is None else until_s - started_s,
             num_workers=num_workers,
             lost_workers=self._lost,
-            num_reports=self._results.num_reports,
+            num_reports=self.results.num_reports,
         )
 
     def validate(self) -> None:

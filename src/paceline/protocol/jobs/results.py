@@ -12,13 +12,20 @@ _BEFORE = -1  # in place of an incarnation: what was done before this job, as a 
 
 
 @dataclass(slots=True)
-class _Finding:
+class KeptReport:
     """A report; the shards that are done when its poster has it; its worker's counters then."""
 
     incarnation: int
     report: Report
     done: list[Key] = field(default_factory=list)
     settled: Counters = field(default_factory=dict)
+    num_told: int = 0
+    """How many of the shards the poster was told with the report."""
+
+    @property
+    def later(self) -> list[Key]:
+        """The shards that were done after the report was taken."""
+        return self.done[self.num_told :]
 
 
 class Results:
@@ -33,9 +40,10 @@ class Results:
         self._number = number
         self._now: dict[int, Counters] = {_BEFORE: progress} if progress else {}
         self._of_done: dict[int, Counters] = {_BEFORE: progress}  # of the shards that are done
-        self._reports: deque[_Finding] = deque()
-        self._held: dict[tuple[int, Key], list[_Finding]] = {}  # reports of shards that are not done
-        self._unknown: dict[int, _Finding] = {}  # the last report of each worker that completes a shard
+        self._reports: deque[KeptReport] = deque()
+        self._held: dict[tuple[int, Key], list[KeptReport]] = {}  # reports of shards that are not done
+        self._unknown: dict[int, KeptReport] = {}  # the last report of each worker that completes a shard
+        self._taken: KeptReport | None = None  # the last report that was taken, until the poster is known to have it
         self._seen: set[tuple[int, int]] = set()  # reports: incarnation, number
 
     def restore(self, record: JobRecord, taken: tuple[tuple[int, int], ...]) -> None:
@@ -52,12 +60,11 @@ class Results:
     def note_progress(self, incarnation: int, counters: Counters) -> None:
         """Note a worker's counters now."""
         if counters.get("job") == self._number:
-            known = self._now.get(incarnation, {})  # some is said again, and late
-            self._now[incarnation] = {**known, **{n: max(value, known.get(n, value)) for n, value in counters.items()}}
+            self._now[incarnation] = _later(self._now.get(incarnation, {}), counters)
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
         """Note that a worker has done a shard; return whether that may be known at once, or with its report."""
-        self._of_done[incarnation] = counters
+        self._of_done[incarnation] = _later(self._of_done.get(incarnation, {}), counters)
         findings = self._held.pop((incarnation, key), [])
         self._reports.extend(findings)
         if findings:
@@ -75,7 +82,7 @@ class Results:
             if (incarnation, report.number) in self._seen:
                 return  # its worker could not know that it had come
             self._seen.add((incarnation, report.number))
-        finding = _Finding(incarnation, report)
+        finding = KeptReport(incarnation, report)
         if report.shard is None:
             self._reports.append(finding)
         else:
@@ -85,9 +92,8 @@ class Results:
         """Return the next report, and its body."""
         if not self._reports:
             return None
-        finding = self._reports.popleft()
-        if self._unknown.get(finding.incarnation) is finding:
-            del self._unknown[finding.incarnation]
+        finding = self._taken = self._reports.popleft()
+        finding.num_told = len(finding.done)
         report = TakenReport(
             fields=finding.report.fields,
             incarnation=finding.incarnation,
@@ -96,6 +102,15 @@ class Results:
             settled=finding.settled,
         )
         return report, finding.report.body
+
+    def report_came(self) -> KeptReport | None:
+        """Note that the poster has what it took last; return that if others may know of more that is done now."""
+        finding, self._taken = self._taken, None
+        if finding is None:
+            return None
+        if self._unknown.get(finding.incarnation) is finding:
+            del self._unknown[finding.incarnation]
+        return finding if finding.later else None
 
     def forget_undone(self, incarnation: int) -> None:
         """Forget what a worker has found and counted in shards that it has not done: others will do them."""
@@ -109,6 +124,11 @@ class Results:
     def progress_of_done(self) -> Counters:
         """The sum of all workers' counters over the shards that are done."""
         return _sum(self._of_done)
+
+
+def _later(known: Counters, counters: Counters) -> Counters:
+    """Return the later of two: some is said again, and late."""
+    return {**known, **{name: max(value, known.get(name, value)) for name, value in counters.items()}}
 
 
 def _sum(by_worker: dict[int, Counters]) -> Counters:

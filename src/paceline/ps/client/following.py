@@ -46,8 +46,9 @@ class MapFollower:
             with contextlib.suppress(PacelineError, MemoryError):  # who uses the client next is told
                 if self.watch.is_newer_than(servers.core.version):
                     servers.follow()
-                for connection in list(servers.connections):
-                    connection.reconnect_once()
+                else:
+                    for connection in list(servers.connections):
+                        connection.reconnect_once()
 
     def close(self) -> None:
         """Wait for the thread."""

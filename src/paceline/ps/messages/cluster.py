@@ -22,6 +22,7 @@ from paceline.tables.bounds import (
     Rank,
     Role,
     TableNumber,
+    Term,
     Version,
 )
 from paceline.tables.spec import TableSpec
@@ -84,7 +85,7 @@ class ClusterMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Which servers hold which buckets."""
     last_incarnation: Number = 0
     """Who has none above this one, and is no member, is gone."""
-    term: Number = 0
+    term: Term = 0
     """The scheduler that published it; each that takes over has a higher one."""
     is_partial: bool = False
     """Whether the workers were left out, as they are in what workers get."""
@@ -126,7 +127,7 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     base: Number
     """The epoch of that map."""
     epoch: Number
-    term: Number
+    term: Term
     version: Version
     last_incarnation: Number
     joined: tuple[MemberInfo, ...] = ()
@@ -158,7 +159,7 @@ class MapChange(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Promise(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE to a server: prepare no map of a lower term than this one from now on, and answer with Promised."""
 
-    term: Number
+    term: Term
 
 
 class PrepareMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -170,21 +171,21 @@ class PrepareMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CommitMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE to a server: act on the map that was prepared last on this connection."""
 
-    term: Number
+    term: Term
     epoch: Number
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE from a server: the map of this order is here."""
 
-    term: Number
+    term: Term
     epoch: Number
 
 
 class Promised(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """NOTICE from a server: it prepares no map of a lower term than this one from now on."""
 
-    term: Number
+    term: Term
 
 
 class GetMap(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -267,7 +268,7 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     settings: Settings
     cluster: ClusterMap
     """The newest map that it has seen, committed or prepared."""
-    promised: Number = 0
+    promised: Term = 0
     """The term of which it has promised that it prepares nothing lower."""
     has_committed: bool = True
     """Whether it knows that this map is committed."""

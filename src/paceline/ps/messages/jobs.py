@@ -19,7 +19,10 @@ class PostJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class GetJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A worker asks for the first job after number `after`; answered by Job, held until there is one."""
+    """A worker that has done what there was of job `after` asks for the next, or for more of that one.
+
+    Answered by Job, held until there is one and no worker is at another job any more.
+    """
 
     after: int
 

@@ -157,7 +157,6 @@ class Server(Handler):
 
     @override
     @must_succeed
-    @override
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """A cut is not a death: who is dead, the scheduler says."""
         self._answers.disconnected(peer)
@@ -165,7 +164,6 @@ class Server(Handler):
         self.pressure.disconnected(peer)
         self.runtime.disconnected(peer)
 
-    @override
     @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Raises what refuses a request; of a failure nobody is told anything."""

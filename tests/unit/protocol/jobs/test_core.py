@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, Remembered, events
+import time
+from dataclasses import replace
+
+import pytest
+
+from paceline.errors import PeerError
+from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, JobState, Remembered, events
 from paceline.protocol.jobs.events import Asked
 from paceline.protocol.membership import Member, Membership, Role
 
@@ -83,4 +89,36 @@ def test_a_number_is_not_given_again_though_nobody_has_told_of_its_job() -> None
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
     later = Cluster(1)
     later.core.restore([remembered(poster, posted=SPEC)], [], 1.0, term=8)
-    assert later.post() == [(9, 2)]
+    assert later.post() == [(9, (8 << 20) + 1)], "another poster's may come late"
+
+
+def test_who_is_gone_is_given_no_job_and_counts_nothing() -> None:
+    """Its connection may outlive it; the next job would wait for it, and nobody takes it for gone again."""
+    cluster = Cluster(2)
+    lives, gone = cluster.workers
+    cluster.post()
+    cluster.membership.remove(gone.incarnation)
+    cluster.core.removed(gone, gone.incarnation, is_lost=True, now_s=1.0)
+    with pytest.raises(PeerError, match="no worker of the cluster"):
+        cluster.ask(gone.incarnation, events.GetJob(after=0))
+    cluster.ask(gone.incarnation, events.Progress(counters={"job": 1.0, "examples": 9.0}))
+    ((_, state),) = cluster.ask(9, events.JobStatus(job=1))
+    assert isinstance(state, JobState)
+    assert state.progress == {}
+    cluster.post()
+    assert cluster.ask(lives.incarnation, events.GetJob(after=1)) == [(lives.incarnation, Job(number=2))]
+
+
+def test_many_workers_end_a_strided_job_in_no_time() -> None:
+    """Each of them asked each stride whether there was anything for each of them."""
+    num_workers = 300
+    cluster = Cluster(num_workers)
+    cluster.ask(10**6, events.PostJob(spec=replace(SPEC, files=(num_workers,), assignment="strided")))
+    began_s = time.process_time()
+    for event in (events.GetJob(after=0), events.TakeLease(job=1, wait=False)):
+        for worker in cluster.workers:
+            cluster.ask(worker.incarnation, event)
+    for lease, worker in enumerate(cluster.workers):
+        cluster.ask(worker.incarnation, events.LeaseDone(job=1, lease=lease, progress={}))
+        cluster.ask(worker.incarnation, events.GetJob(after=1))
+    assert time.process_time() - began_s < 1.0  # 0.1 s

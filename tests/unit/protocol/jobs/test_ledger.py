@@ -52,7 +52,7 @@ class Worker:
 
     def predict(self, ledger: JobLedger, number: int, lease: Lease) -> None:
         report = events.Report(job=1, fields={}, body=b"scores", number=number, shard=lease.key)
-        ledger.add_report(self.member.incarnation, report)
+        ledger.results.add_report(self.member.incarnation, report)
 
     def remembers(self, memory: JobMemory | None) -> Remembered:
         return Remembered(self, self.member, memory)
@@ -149,9 +149,19 @@ def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() 
     taken_report = ledger.take_report()
     assert taken_report is not None
     assert (taken_report[0].done, taken_report[0].settled["examples"]) == ((first.key, second.key), 7.0)
-    assert ledger.take_news() is None
     worker.done(ledger, taken(worker, ledger), 8.0)
+    assert ledger.take_news() is None, "the report may be lost on its way to the poster"
+    ledger.report_came()
     assert news_of(ledger) == [(0, 0, 3)]
+
+
+def test_what_is_said_again_takes_nothing_back() -> None:
+    ledger = JobLedger(1, spec((2,)), 1, [0])
+    worker = Worker(0)
+    leases = [taken(worker, ledger) for _ in range(2)]
+    for lease, examples in zip(leases, (7.0, 5.0), strict=True):
+        worker.done(ledger, lease, examples)
+    assert ledger.account().progress == {"examples": 7.0}
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
@@ -160,7 +170,7 @@ def test_what_is_found_and_counted_in_a_shard_that_is_not_done_does_not_count(is
     first, second = Worker(0), Worker(1)
     lease = taken(first, ledger)
     first.predict(ledger, 1, lease)
-    ledger.note_progress(first.member.incarnation, {"job": 1.0, "examples": 3.0})
+    ledger.results.note_progress(first.member.incarnation, {"job": 1.0, "examples": 3.0})
     ledger.removed(first.member, is_lost=is_dead, now_s=1.0)
     state = ledger.state(1, 2.0)
     assert (state.num_reports, state.progress, state.lost_workers) == (0, {}, int(is_dead))
@@ -181,7 +191,7 @@ def test_what_a_dead_worker_counted_since_its_last_shard_does_not_count() -> Non
     worker = Worker(0)
     worker.done(ledger, taken(worker, ledger), 5.0)
     taken(worker, ledger)
-    ledger.note_progress(worker.member.incarnation, {"job": 1.0, "examples": 8.0})
+    ledger.results.note_progress(worker.member.incarnation, {"job": 1.0, "examples": 8.0})
     assert ledger.state(1, 2.0).progress == {"examples": 8.0}
     ledger.removed(worker.member, is_lost=True, now_s=1.0)
     assert ledger.state(1, 2.0).progress == {"examples": 5.0}
@@ -189,7 +199,7 @@ def test_what_a_dead_worker_counted_since_its_last_shard_does_not_count() -> Non
 
 def test_counters_of_another_job_do_not_count() -> None:
     ledger = JobLedger(2, spec((2,)), 1, [0])
-    ledger.note_progress(10, {"job": 1.0, "examples": 8.0})
+    ledger.results.note_progress(10, {"job": 1.0, "examples": 8.0})
     assert ledger.state(1, 2.0).progress == {}
 
 

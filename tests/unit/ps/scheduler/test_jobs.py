@@ -246,7 +246,7 @@ def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
     worker.done(4, lease)
     assert worker.take_lease(4) == [ALL_DONE]
     assert cluster.state(4).done == 3
-    assert cluster.post() == 5
+    assert cluster.post() > 5, "another poster may have posted it"
 
 
 def test_a_job_whose_poster_does_not_come_back_is_over_for_its_workers() -> None:
