@@ -54,7 +54,8 @@ def run_worker(
     def heard(notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.Expelled):
             expelled.set()
-        elif isinstance(notice, messages.Ended):
+            raise PeerError(_EXPELLED)  # ends the line to the scheduler: a call may wait on it for a job
+        if isinstance(notice, messages.Ended):
             ended.set()
 
     with Client.connect(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=heard) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.errors import PeerError
+from paceline.models.worker import run_worker
+from paceline.protocol import Role
 from paceline.ps import SGD, SchedulerLink, make_node_name, messages
 from paceline.tables.settings import to_fields
 from paceline.transport import Hello
@@ -47,6 +50,19 @@ def test_who_is_declared_dead_is_told_of_with_the_reason(tells_ends: bool) -> No
         cluster.served.call(lambda: scheduler.process_ended(incarnation))  # as processes do then
         lasting.close()
     assert notes == expected
+
+
+def test_a_worker_that_waits_for_a_job_ends_when_it_is_declared_dead() -> None:
+    """It is given no job any more, and would wait for as long as the cluster lives."""
+    with Cluster(servers=1, workers=1) as cluster, ThreadPoolExecutor(1) as pool:
+        ready: Future[int] = Future()
+        over = pool.submit(run_worker, cluster.transport, cluster.scheduler_address, on_ready=ready.set_result)
+        ready.result(30)
+        membership = cluster.scheduler.core.membership
+        worker = next(member for member in membership.members if member.role is Role.WORKER)
+        cluster.served.call(lambda: cluster.scheduler.process_ended(worker.incarnation))
+        with pytest.raises(PeerError, match="declared dead"):
+            over.result(30)
 
 
 def test_who_is_declared_dead_changes_nothing_any_more() -> None:
