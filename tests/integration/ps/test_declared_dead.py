@@ -56,7 +56,7 @@ def test_a_worker_that_waits_for_a_job_ends_when_it_is_declared_dead() -> None:
     """It is given no job any more, and would wait for as long as the cluster lives."""
     with Cluster(servers=1, workers=1) as cluster, ThreadPoolExecutor(1) as pool:
         ready: Future[int] = Future()
-        over = pool.submit(run_worker, cluster.transport, cluster.scheduler_address, on_ready=ready.set_result)
+        over = pool.submit(run_worker, cluster.transport, str(cluster.scheduler_address), on_ready=ready.set_result)
         ready.result(30)
         membership = cluster.scheduler.core.membership
         worker = next(member for member in membership.members if member.role is Role.WORKER)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 
 from paceline.errors import PeerError
@@ -13,14 +15,22 @@ from paceline.ps import Client
 
 
 class ClusterHealth:
-    """What becomes of workers, servers and scheduler. `processes`, if it is our own cluster, is asked who has died."""
+    """What becomes of workers, servers and scheduler. `processes`, if it is our own cluster, is asked who has died.
 
-    def __init__(self, client: Client, processes: LocalCluster | None, warn: Callable[[str], None]) -> None:
+    That workers are still at the job before is told after `patience_s`.
+    """
+
+    def __init__(
+        self, client: Client, processes: LocalCluster | None, warn: Callable[[str], None], *, patience_s: float = 5.0
+    ) -> None:
         self._client = client
         self._processes = processes
         self._warn = warn
         self.num_lost_workers = self._num_lost_before = 0
         self._was_alone = False
+        self._patience_s = patience_s
+        self._awaited: tuple[int, ...] = ()
+        self._awaited_since_s = math.inf
         self._reconnections = client.link.reconnections
         self._first_servers = client.servers.routes.server_ranks
         self._server_restarts = 0
@@ -58,7 +68,8 @@ class ClusterHealth:
         return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
 
     def check_workers(self, state: JobState) -> None:
-        """Say if a job waits for workers to come. Raises PeerError if those of this machine have all died."""
+        """Say if a job waits for workers. Raises PeerError if those of this machine have all died."""
+        self._check_awaited(state.awaited)
         if self._processes is not None:
             if not self._processes.pids("worker"):
                 raise PeerError("all workers have died: nobody is left to train")
@@ -67,3 +78,13 @@ class ClusterHealth:
         if is_alone and not self._was_alone:
             self._warn("the cluster has no worker: this waits until there is one (see 'paceline worker --help')")
         self._was_alone = is_alone
+
+    def _check_awaited(self, ranks: tuple[int, ...]) -> None:
+        if not ranks:
+            self._awaited_since_s = math.inf
+            return
+        self._awaited_since_s = min(self._awaited_since_s, time.monotonic())
+        if time.monotonic() - self._awaited_since_s >= self._patience_s and ranks != self._awaited:
+            self._awaited = ranks
+            who = "worker" + "s" * (len(ranks) > 1)
+            self._warn(f"{who} {', '.join(map(str, ranks))} still at the job before: this one waits until that ends")

@@ -7,6 +7,7 @@ simulated one. Its runtime feeds it what processes ask, and who is gone; it retu
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Final
 
 from paceline.errors import PeerError
@@ -46,7 +47,7 @@ class JobCore:
         A worker that is still at a job before may wait, for its last pushes, for iterations of all others. They would
         wait for it at the beginning of this job.
         """
-        if not self._seekers or any(number != job.number for number in self._busy.values()):
+        if not self._seekers or any(at != job.number for at in self._busy.values()):
             return []
         answers, has_free = [], job.has_free
         for peer, (asked, after) in list(self._seekers.items()):
@@ -55,6 +56,11 @@ class JobCore:
                 self._busy[asked.incarnation] = job.number
                 answers.append(Answer(asked.call, Job(number=job.number, description=job.spec.description)))
         return answers
+
+    def _at_another(self, job: JobLedger, membership: Membership) -> tuple[int, ...]:
+        """Return the ranks of the workers that are at another job."""
+        members = (membership.find(worker) for worker, at in self._busy.items() if at != job.number)
+        return tuple(sorted(member.rank for member in members if member is not None))
 
     def _answer(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
         call = asked.call
@@ -72,7 +78,9 @@ class JobCore:
                 job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
                 return []
             case events.JobStatus(job=number):
-                return [Answer(call, self._current(number).state(len(membership.of(Role.WORKER)), now_s))]
+                job = self._current(number)
+                state = job.state(len(membership.of(Role.WORKER)), now_s)
+                return [Answer(call, replace(state, awaited=self._at_another(job, membership)))]
             case events.GetAccount(job=number):
                 return [Answer(call, self._current(number).account())]
             case events.TakeReports(job=number):

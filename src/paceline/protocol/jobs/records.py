@@ -247,6 +247,8 @@ class JobState:
     num_workers: int
     lost_workers: int
     num_reports: int
+    awaited: tuple[int, ...] = ()
+    """The ranks of workers that are at the job before: this one begins when they are through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,9 @@ def test_the_next_job_waits_for_workers_that_are_at_the_one_before() -> None:
     assert cluster.ask(second, events.GetJob(after=0)) == [(second, Job(number=1))]
     assert cluster.post() == [(9, 2)]
     assert cluster.ask(first, events.GetJob(after=1)) == []
+    ((_, state),) = cluster.ask(9, events.JobStatus(job=2))
+    assert isinstance(state, JobState)
+    assert state.awaited == (1,)
     assert cluster.ask(second, events.GetJob(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
 
 

@@ -1,0 +1,32 @@
+"""What a training tells of its workers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from paceline.launch.train.cluster_health import ClusterHealth
+from paceline.protocol.jobs import JobState
+
+
+def state(**fields: Any) -> JobState:
+    return JobState(
+        done=0, total=4, finished=False, failed=None, progress={}, seconds=0.0, lost_workers=0, num_reports=0, **fields
+    )
+
+
+def test_that_a_job_waits_for_workers_is_said_once() -> None:
+    said: list[str] = []
+    client: Any = SimpleNamespace(
+        link=SimpleNamespace(reconnections=0), servers=SimpleNamespace(routes=SimpleNamespace(server_ranks=()))
+    )
+    health = ClusterHealth(client, None, said.append, patience_s=0.0)
+    patient = ClusterHealth(client, None, said.append, patience_s=60.0)
+    for awaited in ((), (1,), (1,), (0, 1)):
+        for each in (health, patient):
+            each.check_workers(state(num_workers=2, awaited=awaited))
+    assert said == [
+        f"{who} still at the job before: this one waits until that ends" for who in ("worker 1", "workers 0, 1")
+    ]
+    health.check_workers(state(num_workers=0))
+    assert "no worker" in said[-1]
