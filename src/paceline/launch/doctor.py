@@ -90,7 +90,7 @@ def _extra(package: str, use: str, install: str) -> Finding:
 def _kernels() -> Finding:
     start = time.perf_counter()
     try:
-        prepare_kernels(lambda text: None)
+        prepare_kernels()
     except Exception as error:  # whatever Numba raises is the finding
         return Finding("fail", "kernels", f"cannot be compiled ({error})", "reinstall numba and llvmlite")
     return Finding("ok", "kernels", f"compiled, ready in {time.perf_counter() - start:.1f} s")

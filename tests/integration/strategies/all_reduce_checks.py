@@ -280,7 +280,7 @@ def check_metrics_and_printing(rank: int, size: int) -> None:
         assert found["one"] == size
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            strategy.print("here", rank)
+            strategy.print("here", rank, flush=True)
         assert printed.getvalue() == ("here 0\n" if rank == 0 else "")
         strategy.barrier()
 

@@ -185,9 +185,9 @@ class Strategy(Closing, ABC):
         self._ranks.barrier()
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print, on rank 0 only."""
+        """Print at once, on rank 0 only; `options` are those of the built-in `print`."""
         if self.is_main:
-            print(*values, **options, flush=True)
+            print(*values, **{"flush": True, **options})
 
     # Keeping.
 
