@@ -93,7 +93,8 @@ class ClientCore:
         session.is_connected = True
         requests = list(session.unanswered())
         out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not Kind.CALL]
-        if session.says_clock:
+        # A server that has answered the call to join counts this worker: it is not told otherwise.
+        if session.says_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
         # Of a worker's words the last counts: a call to join comes behind a resync that says that it takes no part.
         return out + [Transmit(request) for request in requests if request.kind is Kind.CALL]

@@ -224,6 +224,11 @@ def test_a_worker_joins_at_the_latest_iteration_that_a_server_names() -> None:
     runtime.execute(core.joined(1, 1, 0))  # of a round that is over
     runtime.execute(core.joined(1, 2, 7))
     assert core.is_joining
+    runtime.sent = {1: [], 2: []}
+    for server in (1, 2):
+        core.sessions[server].disconnected()
+        runtime.execute(core.connected(server))
+    assert runtime.sent == {1: [], 2: [Resync(2, 1, 0, False)]}, "the first counts this worker"
     runtime.execute(core.joined(2, 2, 7))
     assert (core.is_joining, core.takes_part, core.clock) == (False, True, 7)
     # One that has not seen this view yet would wait for the worker when it does.
