@@ -101,9 +101,15 @@ class Evidence:
         return tuple(known[each] for each in sorted(self.absent_voters(ended)) if each in known)
 
     def is_complete(self, ended: Collection[int]) -> bool:
-        """Whether all members of the newest view are back, and whoever has posted the latest job."""
+        """Whether all members of the newest view are back, and whoever has posted the latest job.
+
+        Where all workers have ended nobody else knows of it: its poster may be on its way.
+        """
         number = max((each.job for each in self.returned), default=0)
-        has_poster = not number or any(each.has_posted and each.job == number for each in self.returned)
+        has_poster = any(each.has_posted and each.job == number for each in self.returned)
+        if not number:
+            workers = {each.incarnation for each in self.latest.members if each.role is Role.WORKER}
+            has_poster = not workers or not workers.isdisjoint(self._back())
         return bool(self.returned) and has_poster and not self.missing(ended)
 
     def _back(self, promised: int = 0) -> set[int]:

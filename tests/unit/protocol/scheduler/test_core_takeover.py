@@ -215,14 +215,14 @@ def test_a_member_that_is_back_and_breaks_its_connection_is_waited_for_again() -
 
 
 def test_a_member_that_leaves_meanwhile_is_not_waited_for() -> None:
-    former, (a, b), (w,) = started(2, 1, replicas=1)
+    former, (a, b), (w, stays) = started(2, 2, replicas=1)
     lose(former)
     scheduler = successor(num_servers=2, replicas=1)
-    scheduler.rejoin(w, a)
+    scheduler.rejoin(w, stays, a)
     scheduler.leave(w)
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
-    assert [each.node for each in scheduler.view.members] == ["s0", "s1"]
+    assert [each.node for each in scheduler.view.members] == ["s0", "s1", stays.name]
 
 
 def test_a_member_whose_process_ended_after_it_had_come_is_no_member() -> None:

@@ -54,11 +54,13 @@ class Coming:
 def test_it_is_complete_when_the_members_of_the_newest_view_are_back() -> None:
     coming = Coming()
     assert not coming.evidence.is_complete(NOBODY)
-    old, new = view(4, "s1", "w2"), view(5, "s1", "w3")
+    old, new = view(4, "s1", "w2", "w4"), view(5, "s1", "w3")
     coming.back("s1", old)
+    w4 = coming.back("w4", old)
     assert not coming.evidence.is_complete(NOBODY)
     assert coming.evidence.missing(NOBODY) == (member("w2"),)
     assert coming.evidence.is_complete({2})  # nobody else is missing, and that one has ended
+    coming.recovery.forget(w4)
     peer = coming.back("w3", new)
     assert coming.evidence.is_complete(NOBODY)
     coming.recovery.forget(peer)  # its connection broke again
@@ -128,6 +130,16 @@ def test_it_waits_for_whoever_has_posted_the_latest_job() -> None:
     assert coming.evidence.is_complete(NOBODY)
     coming.recovery.forget(poster)
     assert not coming.evidence.is_complete(NOBODY)
+
+
+def test_it_waits_for_a_poster_where_all_workers_have_ended() -> None:
+    """Servers know of no job: it was over for its poster, who came a moment later."""
+    coming = Coming()
+    seen = view(1, "s1", "w2")
+    coming.back("s1", seen)
+    assert not coming.evidence.is_complete({2})
+    coming.back("o7", seen, job=1, has_posted=True)
+    assert coming.evidence.is_complete({2})
 
 
 def test_a_quorum_is_of_the_servers_of_the_newest_view_that_have_buckets() -> None:
