@@ -13,6 +13,7 @@ from paceline.protocol.jobs import shards
 from paceline.protocol.jobs.events import Answer, LeaseDone
 from paceline.protocol.jobs.leases import Leases
 from paceline.protocol.jobs.records import (
+    Counters,
     JobAccount,
     JobFacts,
     JobMemory,
@@ -141,9 +142,7 @@ class JobLedger:
         key = self._leases.done(worker.rank, request.lease)
         self.results.note_progress(worker.incarnation, request.progress)
         if key is not None and self.results.shard_done(worker.incarnation, key, request.progress):
-            self._news.add_done(key)
-            self._news.settle(worker.incarnation, request.progress)
-            self._has_news = True
+            self._note_done([key], worker.incarnation, request.progress)
 
     def file_ended(self, file: int, num_shards: int) -> None:
         """Note the number of shards of a file whose end has been read."""
@@ -155,10 +154,14 @@ class JobLedger:
         """Note that the poster has the report that it took last: it asks for something else."""
         found = self.results.report_came()
         if found is not None:
-            for key in found.later:
-                self._news.add_done(key)
-            self._news.settle(found.incarnation, found.settled)
-            self._has_news = True
+            self._note_done(found.later, found.incarnation, found.settled)
+
+    def _note_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
+        """Have members know that a worker has done shards, and its counters then."""
+        for key in keys:
+            self._news.add_done(key)
+        self._news.settle(incarnation, counters)
+        self._has_news = True
 
     def take_report(self) -> tuple[TakenReport, object] | None:
         """Return the next report, and its body."""

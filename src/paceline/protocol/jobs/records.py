@@ -139,6 +139,11 @@ class JobRecord:
             _check("shards of a file:", size, MAX_SHARDS)
 
 
+def later(known: Mapping[str, float], counters: Mapping[str, float]) -> Counters:
+    """Return the later of a worker's counters, which are the greater ones: some is said again, and late."""
+    return {**known, **{name: max(value, known.get(name, value)) for name, value in counters.items()}}
+
+
 class JobFacts:
     """Facts of one job, as somebody collects them."""
 
@@ -158,9 +163,7 @@ class JobFacts:
 
     def settle(self, incarnation: int, counters: Mapping[str, float]) -> None:
         """Note a worker's counters at the end of a shard: of two, the greater are the later ones."""
-        known = self.settled.setdefault(incarnation, {})
-        for name, value in counters.items():
-            known[name] = max(value, known.get(name, value))
+        self.settled[incarnation] = later(self.settled.get(incarnation, {}), counters)
 
     def merge(self, record: JobRecord) -> None:
         """Note what somebody else knows."""

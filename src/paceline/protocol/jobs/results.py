@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.protocol.jobs.events import Report
-from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport
+from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport, later
 
 _BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
 
@@ -60,11 +60,11 @@ class Results:
     def note_progress(self, incarnation: int, counters: Counters) -> None:
         """Note a worker's counters now."""
         if counters.get("job") == self._number:
-            self._now[incarnation] = _later(self._now.get(incarnation, {}), counters)
+            self._now[incarnation] = later(self._now.get(incarnation, {}), counters)
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
         """Note that a worker has done a shard; return whether that may be known at once, or with its report."""
-        self._of_done[incarnation] = _later(self._of_done.get(incarnation, {}), counters)
+        self._of_done[incarnation] = later(self._of_done.get(incarnation, {}), counters)
         findings = self._held.pop((incarnation, key), [])
         self._reports.extend(findings)
         if findings:
@@ -124,11 +124,6 @@ class Results:
     def progress_of_done(self) -> Counters:
         """The sum of all workers' counters over the shards that are done."""
         return _sum(self._of_done)
-
-
-def _later(known: Counters, counters: Counters) -> Counters:
-    """Return the later of two: some is said again, and late."""
-    return {**known, **{name: max(value, known.get(name, value)) for name, value in counters.items()}}
 
 
 def _sum(by_worker: dict[int, Counters]) -> Counters:
