@@ -28,7 +28,7 @@ import numpy as np
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.train import train_locally
-from paceline.models.metrics import evaluate
+from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.protocol import BoundedDelay
 
 TRAIN_SHARE = 0.8
@@ -67,7 +67,7 @@ def main() -> None:
             )
             ours.append(result.examples / result.seconds)
             theirs.append(rows / run_vw(folder, arguments.bits))
-        assert result.evaluation is not None
+        assert isinstance(result.evaluation, ClickEvaluation)
         labels, margins = np.loadtxt(folder / "predictions.txt", unpack=True)
         vw = evaluate((labels > 0).astype(np.float32), 1.0 / (1.0 + np.exp(-margins)))
     report = [

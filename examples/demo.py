@@ -24,6 +24,7 @@ from rich.console import Console
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.training_run import run_training
+from paceline.models.metrics import ClickEvaluation
 from paceline.observe import ResultRow, results_table, strategies_table
 from paceline.protocol import Accept, BoundedDelay, Consistency, Eventual, Sequential
 
@@ -72,7 +73,7 @@ def compare_consistencies(console: Console, rows: int) -> None:
                 consistency=consistency,
                 stale=Accept(),
             )
-            assert result.evaluation is not None
+            assert isinstance(result.evaluation, ClickEvaluation)
             results.append(
                 ResultRow(
                     consistency=str(consistency),

@@ -95,11 +95,10 @@ def train(
     from paceline.errors import UsageError
     from paceline.launch.train.options import TrainOptions
     from paceline.launch.train.training_run import run_training
+    from paceline.models.registry import make_model
     from paceline.models.update import make_update
     from paceline.protocol import parse_consistency, parse_stale_policy
 
-    if model != "lr":
-        raise UsageError(f"--model {model}: there is one model, lr")
     columns = None
     if label or categorical or numeric:
         if not label:
@@ -125,6 +124,7 @@ def train(
     result = run_training(
         TrainOptions(
             data=data,
+            model=make_model(model),
             evaluation=evaluation or (),
             format=format,
             columns=columns,
@@ -176,14 +176,11 @@ def _plan_snapshots(every: str | None, directory: Path | None, keep: int, save: 
 def _print(result: TrainResult, save: Path | None) -> None:
     typer.echo(
         f"trained on {result.examples:,} examples in {result.seconds:.2f} s ({result.examples_per_s:,.0f}/s), "
-        f"{result.num_features:,} features, log loss {result.train_log_loss:.4f}, "
+        f"{result.num_features:,} features, {result.model.loss_name} {result.train_loss:.4f}, "
         f"staleness {result.staleness['mean']:.2f} (at most {result.staleness['max']})"
     )
     found = result.evaluation
     if found is not None:
-        typer.echo(
-            f"evaluated on {found.examples:,} examples: AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
-            f"calibration {found.calibration:.3f}, accuracy {found.accuracy:.4f}"
-        )
+        typer.echo(f"evaluated on {found.examples:,} examples: {found.sentence()}")
     if save is not None:
         typer.echo(f"saved in {save}")

@@ -8,15 +8,16 @@ import msgspec
 
 from paceline.transport import known
 
-TABLE = "lr"
-"""The name of the table that holds the weights."""
-
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A job for the workers of a cluster. `task` is ``train`` or ``evaluate``; `dataset` a :meth:`Dataset.spec`."""
+    """A job for the workers of a cluster. `task` is ``train`` or ``evaluate``.
+
+    `model` is what :meth:`SparseModel.describe` returned, `dataset` a :meth:`Dataset.spec`, `update` the rule of those
+    tables for which the model has none of its own.
+    """
 
     task: str
-    model: str
+    model: dict[str, Any]
     dataset: dict[str, Any]
     batch_size: int
     update: dict[str, Any]

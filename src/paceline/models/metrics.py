@@ -1,4 +1,4 @@
-"""How good predicted click probabilities are: AUC, log loss, calibration, accuracy; exact, in little memory.
+"""How good predictions are: of click probabilities AUC, log loss, calibration, accuracy; exact, in little memory.
 
 All functions take labels that are 0 or 1 (of any dtype, bool included) and as many scores or probabilities,
 both [n]. Sums are in float64, whatever the dtype that comes in, over pieces of 64 Ki examples.
@@ -7,13 +7,15 @@ both [n]. Sums are in float64, whatever the dtype that comes in, over pieces of 
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from paceline.errors import UsageError
 
@@ -24,21 +26,48 @@ _LEAST_PROBABILITY = 1e-15
 """As scikit-learn had it up to 1.2; later versions take the dtype's epsilon."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The metrics of one set of predictions; NaN where one is not defined for these labels."""
+@dataclasses.dataclass(frozen=True)
+class Evaluation(ABC):
+    """The metrics of one set of predictions, a field each; NaN where one is not defined for these labels."""
+
+    examples: int
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of the metrics."""
+        return tuple(field.name for field in dataclasses.fields(cls) if field.name != "examples")
+
+    def as_json(self) -> dict[str, float | None]:
+        """Return the metrics by name; what is not finite, such as the AUC of examples that are all clicks, is None."""
+        found = {name: float(getattr(self, name)) for name in self.names()}
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+    @abstractmethod
+    def sentence(self) -> str:
+        """Return the metrics for people."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickEvaluation(Evaluation):
+    """The metrics of click probabilities."""
 
     auc: float
     log_loss: float
     calibration: float
     accuracy: float
-    examples: int
+
+    @override
+    def sentence(self) -> str:
+        return (
+            f"AUC {self.auc:.4f}, log loss {self.log_loss:.4f}, calibration {self.calibration:.3f}, "
+            f"accuracy {self.accuracy:.4f}"
+        )
 
 
-def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> Evaluation:
-    """All the metrics of this module at once."""
+def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> ClickEvaluation:
+    """All the metrics of click probabilities at once."""
     y, p = _checked_probabilities(labels, probabilities)
-    return Evaluation(_auc(y, p), _log_loss(y, p), _calibration(y, p), _accuracy(y, p, 0.5), len(y))
+    return ClickEvaluation(len(y), _auc(y, p), _log_loss(y, p), _calibration(y, p), _accuracy(y, p, 0.5))
 
 
 def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:

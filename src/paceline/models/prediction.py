@@ -6,41 +6,46 @@ import os
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.data import Columns, Dataset
-from paceline.errors import ModelError
-from paceline.ps import SavedModel, SparseStore, read_model
-
-from .jobs import TABLE
-from .logistic import Preparation
+from paceline.errors import ModelError, UsageError
+from paceline.models.base import KeyScratch
+from paceline.models.registry import MODELS, read_model_settings
+from paceline.ps import SavedModel, read_model
+from paceline.tables.types import Floats
 
 _BATCH = 4096
-Floats = npt.NDArray[np.float32]
 
 
 class Predictor:
-    """A saved logistic regression, loaded. Raises ModelError if the directory holds none."""
+    """A saved model, loaded. Raises ModelError if the directory holds none that predicts."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        model: SavedModel = read_model(directory)
-        described = model.manifest.model
-        if described.get("kind") != "lr":
+        saved: SavedModel = read_model(directory)
+        described = saved.manifest.model
+        if described.get("kind") not in MODELS:
             raise ModelError(
-                f"the model in {directory} is of kind {described.get('kind')!r}: expected 'lr', a logistic regression"
+                f"the model in {directory} is of kind {described.get('kind')!r}: expected one of {', '.join(MODELS)}, "
+                "as 'paceline train' saves them"
             )
+        try:
+            self.model = read_model_settings(described)
+        except (UsageError, TypeError) as error:
+            raise ModelError(f"the model in {directory} is damaged: {error}") from None
         self.format = str(described["format"])
         columns = described.get("columns")
         self.columns = None if columns is None else Columns(
             columns["label"], tuple(columns["categorical"]), tuple(columns["numeric"])
         )  # fmt: skip
-        self._store: SparseStore = model.load_store(TABLE)
-        self._preparation = Preparation()
+        self._stores = [saved.load_store(table.name) for table in self.model.tables]
+        self._scratch = KeyScratch()
 
     def predict(self, dataset: Dataset) -> Iterator[tuple[Floats, Floats]]:
-        """Yield labels and P(click) (float32 [n] each) of a data set, in its order, a batch at a time."""
+        """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]), in order, a batch at a time."""
         for batch in dataset.batches(_BATCH):
-            minibatch = self._preparation.prepare(batch)
-            weights = np.empty(len(minibatch.keys), np.float32)
-            self._store.pull(minibatch.keys, weights)
+            minibatch = self.model.prepare(batch, self._scratch)
+            weights = []
+            for keys, store in zip(minibatch.keys, self._stores, strict=True):
+                weights.append(np.empty((len(keys), store.dim), np.float32))
+                store.pull(keys, weights[-1])
             yield minibatch.labels, minibatch.predict(weights)

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ from paceline.ps import RULES, Client, SchedulerLink, SparseTable, Ticket, from_
 from paceline.transport import Transport
 
 from . import jobs
-from .logistic import Minibatch, Preparation
+from .base import KeyScratch, Minibatch, SparseModel, open_tables
+from .registry import read_model_settings
 
 _PROGRESS_S = 0.2
 _EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
@@ -107,7 +108,7 @@ class Worker:
         self._client = client
         self._expelled = expelled
         self._retired = False
-        self._preparation = Preparation()
+        self._scratch = KeyScratch()
         self._counters = _Counters(0)
 
     def work(self, number: int, job: jobs.Job) -> None:
@@ -117,13 +118,13 @@ class Worker:
             self._counters = _Counters(number, start_bytes=client.byte_counts())
         counters = self._counters
         try:
-            update = from_fields(RULES, job.update)
-            table = client.sparse_table(jobs.TABLE, dim=1, update=update)
+            model = read_model_settings(job.model)
+            tables = open_tables(client, model, from_fields(RULES, job.update))
             with open_spec(job.dataset) as dataset:
                 if job.task == "train":
-                    self._train(job, dataset, table, counters)
+                    self._train(job, model, dataset, tables, counters)
                 else:
-                    self._evaluate(job, dataset, table, counters)
+                    self._evaluate(job, model, dataset, tables, counters)
                 self.rest()
                 self._report_data(number, dataset, counters)
         except (DataError, UsageError) as error:
@@ -132,10 +133,12 @@ class Worker:
 
     # Training.
 
-    def _train(self, job: jobs.Job, dataset: Dataset, table: SparseTable, counters: _Counters) -> None:
+    def _train(
+        self, job: jobs.Job, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable], counters: _Counters
+    ) -> None:
         leases = _Leases(self._client.link, counters)
         tau = self._client.consistency.tau
-        pipeline = _Pipeline(self._client, table, leases, counters, ahead=0 if tau == 0 else 1)
+        pipeline = _Pipeline(self._client, tables, leases, counters, ahead=0 if tau == 0 else 1)
         self._take_part()
         while True:
             lease = leases.next_nowait()
@@ -149,14 +152,16 @@ class Worker:
             self._take_part()
             leases.prefetch()
             for batch in dataset.read(lease.file, lease.shard, job.batch_size):
-                pipeline.feed(self._preparation.prepare(batch))
+                pipeline.feed(model.prepare(batch, self._scratch))
                 self._tell(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
 
     # Evaluation.
 
-    def _evaluate(self, job: jobs.Job, dataset: Dataset, table: SparseTable, counters: _Counters) -> None:
+    def _evaluate(
+        self, job: jobs.Job, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable], counters: _Counters
+    ) -> None:
         self.rest()
         leases = _Leases(self._client.link, counters)
         while True:
@@ -166,8 +171,9 @@ class Worker:
             leases.prefetch()
             found = []
             for batch in dataset.read(lease.file, lease.shard, max(job.batch_size, 4096)):
-                minibatch = self._preparation.prepare(batch)
-                weights = table.pull(minibatch.keys, assume_unique=True).reshape(-1)
+                minibatch = model.prepare(batch, self._scratch)
+                asked = _ask(tables, minibatch)
+                weights = [ticket.result() for ticket in asked]
                 found.append((minibatch.labels.copy(), minibatch.predict(weights)))
                 counters.examples += minibatch.num_examples
                 self._tell(counters)
@@ -180,10 +186,10 @@ class Worker:
     ) -> None:
         if found:
             labels = np.concatenate([labels for labels, _ in found])
-            probabilities = np.concatenate([probabilities for _, probabilities in found])
+            predictions = np.concatenate([predictions for _, predictions in found])
             fields = {"kind": "predictions", "examples": len(labels)}
             report = messages.Report(job=number, fields=fields, shard=lease.key)
-            self._call(report, (labels, probabilities))
+            self._call(report, (labels, predictions.reshape(-1)))
 
     # With the scheduler.
 
@@ -222,6 +228,14 @@ class Worker:
                 "cache_error": dataset.cache_error,
             }
             self._call(messages.Report(job=number, fields=fields))
+
+
+def _ask(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
+    """Ask for the rows that a minibatch needs."""
+    return [
+        table.pull_async(keys, assume_unique=True, ahead=ahead)
+        for table, keys in zip(tables, minibatch.keys, strict=True)
+    ]
 
 
 class _Leases:
@@ -267,25 +281,27 @@ class _Pipeline:
     `ahead` is 1 where the next minibatch's weights may be asked for before this one's gradient is pushed.
     """
 
-    def __init__(self, client: Client, table: SparseTable, leases: _Leases, counters: _Counters, *, ahead: int) -> None:
+    def __init__(
+        self, client: Client, tables: Sequence[SparseTable], leases: _Leases, counters: _Counters, *, ahead: int
+    ) -> None:
         self._client = client
-        self._table = table
+        self._tables = tables
         self._leases = leases
         self._counters = counters
         self._ahead = ahead
-        self._current: tuple[Minibatch, Ticket] | None = None
+        self._current: tuple[Minibatch, list[Ticket]] | None = None
         self._shards: list[Lease] = []  # whose last minibatch is the current one
         self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
 
     def feed(self, minibatch: Minibatch) -> None:
         """Take the next minibatch; finish the one before."""
         if self._ahead and self._current is not None:
-            ticket = self._table.pull_async(minibatch.keys, assume_unique=True, ahead=1)
+            asked = _ask(self._tables, minibatch, ahead=1)
             self._finish_current()
         else:
             self._finish_current()
-            ticket = self._table.pull_async(minibatch.keys, assume_unique=True)
-        self._current = (minibatch, ticket)
+            asked = _ask(self._tables, minibatch)
+        self._current = (minibatch, asked)
         if self._unconfirmed and self._unconfirmed[0][0].done():
             self._confirm()
 
@@ -307,10 +323,12 @@ class _Pipeline:
     def _finish_current(self) -> None:
         if self._current is None:
             return
-        minibatch, ticket = self._current
+        minibatch, asked = self._current
         self._current = None
-        gradient, loss = minibatch.gradients(ticket.result().reshape(-1))
-        pushed = self._table.push(minibatch.keys, gradient, tick=True, assume_unique=True)
+        gradients, loss = minibatch.gradients([ticket.result() for ticket in asked])
+        last = len(self._tables) - 1
+        for number, (table, keys, gradient) in enumerate(zip(self._tables, minibatch.keys, gradients, strict=True)):
+            pushed = table.push(keys, gradient, tick=number == last, assume_unique=True)
         self._counters.examples += minibatch.num_examples
         self._counters.loss += loss
         if self._shards:

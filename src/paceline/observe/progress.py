@@ -33,8 +33,9 @@ class ProgressSnapshot:
     examples_per_s: float
     done_fraction: float | None = None
     """From 0 to 1; None takes `examples` of the total, if there is a total."""
-    log_loss: float | None = None
+    loss: float | None = None
     """A running mean over the last examples, each judged before it was trained on."""
+    loss_name: str = "log loss"
     staleness_mean: float | None = None
     """In pushes, as servers count it."""
     staleness_max: int | None = None
@@ -164,8 +165,8 @@ class TrainingProgress:
         if snapshot.epoch is not None:
             parts.append((5, f"epoch {snapshot.epoch}"))
         parts.append((2, format_rate(snapshot.examples_per_s, " examples")))
-        if snapshot.log_loss is not None:
-            parts.append((1, f"log loss {snapshot.log_loss:.4f}"))
+        if snapshot.loss is not None:
+            parts.append((1, f"{snapshot.loss_name} {snapshot.loss:.4f}"))
         if snapshot.staleness_mean is not None:
             most = "" if snapshot.staleness_max is None else f" (max {snapshot.staleness_max})"
             parts.append((4, f"staleness {snapshot.staleness_mean:.1f}{most}"))

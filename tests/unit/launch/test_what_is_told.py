@@ -11,6 +11,7 @@ from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.results import TrainResult, summarize_staleness
 from paceline.launch.train.training_run import RunningLoss
 from paceline.models.metrics import evaluate
+from paceline.models.registry import make_model
 
 
 def test_a_shard_that_two_workers_read_counts_once(tmp_path: Path) -> None:
@@ -33,10 +34,11 @@ def test_rows_of_a_table_are_named_by_number() -> None:
 
 def test_no_nan_in_json() -> None:
     result = TrainResult(
+        model=make_model(),
         examples=1,
         seconds=1.0,
         examples_per_s=1.0,
-        train_log_loss=math.inf,
+        train_loss=math.inf,
         num_features=1,
         evaluation=evaluate([0.0, 0.0], [0.5, 0.25]),
         staleness=summarize_staleness([[3, 0, 1], [1, 0, 0]]),

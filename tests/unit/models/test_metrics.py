@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.models.metrics import Evaluation, accuracy, auc, calibration, evaluate, log_loss
+from paceline.models.metrics import ClickEvaluation, accuracy, auc, calibration, evaluate, log_loss
 
 Array = npt.NDArray[Any]
 
@@ -74,7 +74,7 @@ def test_agrees_with_scikit_learn(dtype: type) -> None:
 
 def test_evaluate_is_the_single_metrics() -> None:
     labels, p = some_predictions(100)
-    expected = Evaluation(auc(labels, p), log_loss(labels, p), calibration(labels, p), accuracy(labels, p), 100)
+    expected = ClickEvaluation(100, auc(labels, p), log_loss(labels, p), calibration(labels, p), accuracy(labels, p))
     assert evaluate(labels, p) == expected
 
 

@@ -18,7 +18,7 @@ SNAPSHOT = ProgressSnapshot(
     done_fraction=0.5,
     examples=500_000,
     examples_per_s=312345.0,
-    log_loss=0.4721,
+    loss=0.4721,
     staleness_mean=1.25,
     staleness_max=4,
     bytes_per_s=15e6,
@@ -122,7 +122,7 @@ def test_elsewhere_a_plain_line_comes_every_few_seconds() -> None:
     clock = Clock()
     with TrainingProgress(console, clock=clock, plain_every=timedelta(seconds=5)) as progress:
         for examples in range(1000, 1121, 10):  # 13 updates, a second apart
-            progress.update(ProgressSnapshot(examples=examples, examples_per_s=10.0, log_loss=0.5))
+            progress.update(ProgressSnapshot(examples=examples, examples_per_s=10.0, loss=0.5))
             clock.now_s += 1
     lines = file.getvalue().splitlines()
     assert [line.rpartition("  ")[2] for line in lines] == ["0:00", "0:05", "0:10", "0:13"]

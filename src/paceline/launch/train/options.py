@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.data import Columns
+from paceline.models.base import SparseModel
+from paceline.models.registry import make_model
 from paceline.ps import FTRL, UpdateRule
 
 
@@ -27,6 +29,8 @@ class TrainOptions:
 
     data: Sequence[str | Path]
     """Files to train on."""
+    model: SparseModel = field(default_factory=make_model)
+    """What is trained."""
     evaluation: Sequence[str | Path] = ()
     """Files to evaluate on after training."""
     format: str | None = None

@@ -1,4 +1,4 @@
-"""Prediction as a person runs it: a file of probabilities, and how good they are."""
+"""Prediction as a person runs it: a file of predictions, and how good they are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from paceline.data import Dataset, open_dataset
 from paceline.errors import DataError, ModelError
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
-from paceline.models.metrics import Evaluation, evaluate
+from paceline.models.metrics import Evaluation
 from paceline.models.prediction import Predictor
 from paceline.storage.durable_io import replacing
+from paceline.tables.types import Floats
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,7 @@ class PredictionResult:
         """Return the object of ``paceline predict --json``."""
         found = self.evaluation
         return {
-            "auc": None if np.isnan(found.auc) else found.auc,
-            "log_loss": found.log_loss,
-            "calibration": None if np.isnan(found.calibration) else found.calibration,
-            "accuracy": found.accuracy,
+            **found.as_json(),
             "examples": found.examples,
             "seconds": self.seconds,
             "examples_per_s": found.examples / self.seconds,
@@ -46,11 +44,7 @@ class PredictionResult:
     def sentence(self) -> str:
         """Return the result for people."""
         found = self.evaluation
-        text = (
-            f"{found.examples:,} predictions in {self.seconds:.2f} s: "
-            f"AUC {found.auc:.4f}, log loss {found.log_loss:.4f}, "
-            f"calibration {found.calibration:.3f}, accuracy {found.accuracy:.4f}"
-        )
+        text = f"{found.examples:,} predictions in {self.seconds:.2f} s: {found.sentence()}"
         if self.bad_lines.count:
             text += f"\npaceline: no prediction for what was not understood: {self.bad_lines.sentence()}"
         return text
@@ -59,12 +53,12 @@ class PredictionResult:
 def run_prediction(
     model: Path, data: Sequence[str], *, output: Path | None, format: str | None, strict: bool, echo: bool
 ) -> PredictionResult:
-    """Predict every line of the data; write probabilities to `output`, or to standard output if `echo`."""
+    """Predict every line of the data; write predictions to `output`, or to standard output if `echo`."""
     prepare_kernels()
     predictor = Predictor(model)
     with open_dataset(data, format or predictor.format, predictor.columns, strict=strict) as dataset:
         start = time.perf_counter()
-        labels, probabilities = [], []
+        labels, predictions = [], []
         with _opened(output, echo) as out:
             for found, predicted in predictor.predict(dataset):
                 if not np.isfinite(predicted).all():
@@ -73,15 +67,22 @@ def run_prediction(
                         "again with a smaller --lr"
                     )
                 labels.append(found.copy())
-                probabilities.append(predicted)
+                predictions.append(predicted)
                 if out is not None:
-                    out.write("".join([f"{value:.9g}\n" for value in predicted.tolist()]))
+                    out.write(_lines(predicted))
         if not labels:
             raise DataError(f"{data[0]} has no line that can be predicted")
         seconds = time.perf_counter() - start
         return PredictionResult(
-            evaluate(np.concatenate(labels), np.concatenate(probabilities)), seconds, _bad_data(dataset)
+            predictor.model.evaluate(np.concatenate(labels), np.concatenate(predictions)), seconds, _bad_data(dataset)
         )
+
+
+def _lines(predicted: Floats) -> str:
+    """Return a line per example; several numbers are separated by spaces."""
+    if predicted.ndim == 1:
+        return "".join([f"{value:.9g}\n" for value in predicted.tolist()])
+    return "".join([" ".join([f"{value:.9g}" for value in row]) + "\n" for row in predicted.tolist()])
 
 
 def _bad_data(dataset: Dataset) -> BadData:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.launch.train.bad_data import BadData
-from paceline.models import jobs
+from paceline.models.base import SparseModel
 from paceline.models.metrics import Evaluation
 from paceline.ps import Client
 from paceline.tables.staleness import HISTOGRAM_SIZE
@@ -39,10 +39,12 @@ class TrainingState:
 class TrainResult:
     """What came of a training. Seconds run from the first shard leased to the last update applied."""
 
+    model: SparseModel
     examples: int
     seconds: float
     examples_per_s: float
-    train_log_loss: float
+    train_loss: float
+    """The mean of the loss before each update."""
     num_features: int
     evaluation: Evaluation | None
     staleness: dict[str, Any]
@@ -54,12 +56,9 @@ class TrainResult:
         """Return the final object of ``paceline train --json``."""
         found = self.evaluation
         return {
-            "auc": None if found is None else _number(found.auc),
-            "log_loss": None if found is None else _number(found.log_loss),
-            "calibration": None if found is None else _number(found.calibration),
-            "accuracy": None if found is None else found.accuracy,
+            **(dict.fromkeys(self.model.evaluation.names()) if found is None else found.as_json()),
             "eval_examples": None if found is None else found.examples,
-            "train_log_loss": _number(self.train_log_loss),
+            f"train_{self.model.loss_name.replace(' ', '_')}": _number(self.train_loss),
             "examples": self.examples,
             "seconds": self.seconds,
             "examples_per_s": self.examples_per_s,
@@ -72,7 +71,7 @@ class TrainResult:
 
 
 def _number(value: float) -> float | None:
-    """A number as JSON knows it: NaN, such as the AUC of examples that are all clicks, is null there."""
+    """A number as JSON knows it: infinity and NaN are null there."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -90,10 +89,11 @@ def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 class ObservedStaleness:
-    """The staleness that a cluster's servers have counted since this was made."""
+    """The staleness that a cluster's servers have counted in a model's tables since this was made."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, model: SparseModel) -> None:
         self._client = client
+        self._tables = [table.name for table in model.tables]
         self._before = self._counts()
 
     def summary(self) -> dict[str, Any]:
@@ -103,6 +103,7 @@ class ObservedStaleness:
     def _counts(self) -> npt.NDArray[np.int64]:
         counts = np.zeros(HISTOGRAM_SIZE, np.int64)
         for server in self._client.statistics():
-            if jobs.TABLE in server.tables:
-                counts += np.array(server.tables[jobs.TABLE].staleness, np.int64)
+            for name in self._tables:
+                if name in server.tables:
+                    counts += np.array(server.tables[name].staleness, np.int64)
         return counts

@@ -16,7 +16,8 @@ from typing import Any
 from paceline.data import Dataset
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.launch.train.options import SnapshotPlan, TrainOptions
-from paceline.models import jobs
+from paceline.models.base import SparseModel
+from paceline.models.registry import describe_settings
 from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages
 from paceline.ps.client.snapshot_loading import load_snapshot
@@ -97,8 +98,7 @@ class TrainingSnapshots:
 def describe_training(dataset: Dataset, options: TrainOptions, consistency: str) -> dict[str, Any]:
     """Return what a snapshot says of the training that it is of."""
     return {
-        "model": "lr",
-        "table": jobs.TABLE,
+        "model": options.model.describe(),
         "dataset": dataset.spec(),
         "files": _files(dataset.files),
         "epochs": options.epochs,
@@ -135,6 +135,16 @@ class Resumption:
     def shard_bytes(self) -> int:
         """How the data was cut into shards, and must be again."""
         return int(self._training["dataset"]["shard_bytes"])
+
+    def check_model(self, model: SparseModel) -> None:
+        """Raise UsageError unless the snapshot's training is of this model."""
+        trained = self._training["model"]
+        before = {"kind": trained} if isinstance(trained, str) else trained  # a name, as 0.1 wrote it
+        if before != model.describe():
+            raise UsageError(
+                f"{self.snapshot} is of a training of {describe_settings(before)}, and it is "
+                f"{describe_settings(model.describe())} now: resume with the same model"
+            )
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise DataError unless a data set is the one that the snapshot's training has read."""

@@ -1,4 +1,4 @@
-"""Training and evaluation of a click model: the driver's side.
+"""Training and evaluation of a model: the driver's side.
 
 It posts jobs to a cluster (its own, or one that was started by hand), watches how far they are, gathers the findings,
 and saves the model. Workers do the work (:mod:`paceline.models.worker`).
@@ -31,7 +31,8 @@ from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
 from paceline.models import jobs
-from paceline.models.metrics import Evaluation, evaluate
+from paceline.models.base import open_tables
+from paceline.models.metrics import Evaluation
 from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobSpec, JobState, TakenReport
 from paceline.ps import Client, messages, to_fields
@@ -40,7 +41,6 @@ from paceline.storage.manifests import MANIFEST
 _POLL_S = 0.05
 _ANSWER_S = 1.0
 _PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
-_DIVERGED_LOSS = 20.0  # nats; who always says 0.5 has 0.69
 _ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
 
 
@@ -91,7 +91,7 @@ class Training:
                 trained, evaluated = options.epochs * total_size(options.data), total_size(options.evaluation)
                 train_share = trained / (trained + evaluated)
             self._span = (0.0, train_share)
-            staleness = ObservedStaleness(self._client)
+            staleness = ObservedStaleness(self._client, options.model)
             with dataset:
                 if self._resumption is not None:
                     self._resume(self._resumption, dataset)
@@ -104,7 +104,7 @@ class Training:
                     raise
             statistics = self._client.statistics()
             found_staleness = staleness.summary()
-            rows = sum(each.tables[jobs.TABLE].rows for each in statistics)
+            rows = sum(each.tables[options.model.tables[0].name].rows for each in statistics)
             examples = int(state.progress.get("examples", 0))
             bad_data = self._report_bad_data(reports)
             if not examples:
@@ -112,17 +112,20 @@ class Training:
             if self._resumption is not None and examples == before:
                 done = f"{self._resumption.snapshot} has all examples of {options.epochs} epochs"
                 self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
-            if state.progress.get("loss", 0.0) / examples > _DIVERGED_LOSS:
-                self._warn("the training diverged: its mean log loss is beyond all measure; choose a smaller --lr")
+            loss = state.progress.get("loss", 0.0) / examples
+            if not loss <= options.model.diverged_loss:
+                what = f"its mean {options.model.loss_name} is beyond all measure"
+                self._warn(f"the training diverged: {what}; choose a smaller --lr")
             if options.save is not None:
                 self.save(options.save)
             self._span = (train_share, 1.0)
             evaluation = self._evaluate(dataset) if options.evaluation else None
         return TrainResult(
+            model=options.model,
             examples=examples,
             seconds=state.seconds,
             examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
-            train_log_loss=state.progress.get("loss", 0.0) / examples,
+            train_loss=loss,
             num_features=max(rows - 1, 0),  # the bias is no feature
             evaluation=evaluation,
             staleness=found_staleness,
@@ -133,8 +136,9 @@ class Training:
 
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
         """Bring the cluster to where the snapshot was."""
+        resumption.check_model(self._options.model)
         resumption.check_data(dataset)
-        self._client.sparse_table(jobs.TABLE, dim=1, update=self._options.update)
+        open_tables(self._client, self._options.model, self._options.update)
         resumption.load(self._client, self._signals.check)
         self._warn(resumption.describe())
 
@@ -142,7 +146,7 @@ class Training:
         """Save the model."""
         columns = self._options.columns
         model = {
-            "kind": "lr",
+            **self._options.model.describe(),
             "finished": finished,
             "format": self._format,
             "columns": None
@@ -175,12 +179,14 @@ class Training:
         options = self._options
         with open_dataset(options.evaluation, trained_on.format, trained_on.columns, strict=options.strict) as dataset:
             _, reports = self._run_job("evaluate", dataset, 1)
-        found = [body for fields, body in reports if fields["kind"] == "predictions"]
-        halves = [np.frombuffer(body, np.float32).reshape(2, -1) for body in found]
+        found = [np.frombuffer(body, np.float32) for fields, body in reports if fields["kind"] == "predictions"]
         self._report_bad_data(reports)
-        if not halves:
+        if not found:
             raise DataError(f"{options.evaluation[0]} has no line that can be evaluated")
-        return evaluate(np.concatenate([h[0] for h in halves]), np.concatenate([h[1] for h in halves]))
+        width = options.model.num_outputs
+        halves = [np.split(body, [len(body) // (1 + width)]) for body in found]
+        labels, predictions = (np.concatenate([half[i] for half in halves]) for i in range(2))
+        return options.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
 
     # A job, start to end.
 
@@ -189,7 +195,7 @@ class Training:
         consistency: Consistency = self._client.consistency
         job = jobs.Job(
             task=task,
-            model="lr",
+            model=self._options.model.describe(),
             dataset=dataset.spec(),
             batch_size=self._options.batch_size,
             update=to_fields(self._options.update),

@@ -82,7 +82,7 @@ def run_training(
                 stack.enter_context(cluster)
                 client = stack.enter_context(cluster.connect(observer=True))
                 cluster.wait_workers(client, workers)
-            show = _Display(line, client, options.epochs).show
+            show = _Display(line, client, options).show
             training = Training(options, client, num_workers=workers, processes=cluster, on_progress=show, warn=warn)
             return training.run()
 
@@ -99,12 +99,13 @@ def run_training(
 class _Display:
     """Makes progress line after progress line of what the driver tells."""
 
-    def __init__(self, line: TrainingProgress, client: Client, epochs: int) -> None:
+    def __init__(self, line: TrainingProgress, client: Client, options: TrainOptions) -> None:
         self._line = line
-        self._epochs = epochs
+        self._epochs = options.epochs
+        self._loss_name = options.model.loss_name
         self._examples, self._bytes = RateMeter(), RateMeter()
         self._loss = RunningLoss()
-        self._observed = ObservedStaleness(client)
+        self._observed = ObservedStaleness(client, options.model)
         self._staleness: dict[str, Any] = {}
         self._looked = time.monotonic()
 
@@ -124,7 +125,8 @@ class _Display:
                 examples=progress.examples,
                 examples_per_s=self._examples.per_s,
                 done_fraction=progress.fraction,
-                log_loss=self._loss.add(progress.examples, progress.loss) if training else None,
+                loss=self._loss.add(progress.examples, progress.loss) if training else None,
+                loss_name=self._loss_name,
                 staleness_mean=self._staleness.get("mean") if training else None,
                 staleness_max=self._staleness.get("max") if training else None,
                 bytes_per_s=self._bytes.per_s,

@@ -1,0 +1,143 @@
+"""What every model is: settings, the tables that hold its parameters, and the arithmetic of one minibatch.
+
+A model is one file of this package; :mod:`paceline.models.registry` finds it by name. Workers, the driver of a training
+and prediction go by this interface and know no model: where parameters come from and where gradients go is theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch
+from paceline.kernels.dedup import dedup, scratch_size
+from paceline.models.metrics import Evaluation
+from paceline.ps import Client, SparseTable
+from paceline.tables.initializers import Initializer
+from paceline.tables.rules import UpdateRule
+from paceline.tables.types import Floats, Keys
+
+BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
+"""«Paceline» in ASCII: a number that no hashed feature is likely to have."""
+
+_ONES = np.empty(0, np.float32)
+
+
+class ModelTable(NamedTuple):
+    """A sparse table of a model: a row of `dim` float32 for each key."""
+
+    name: str
+    dim: int = 1
+    update: UpdateRule | None = None
+    """None: the rule that the training is given."""
+    initializer: Initializer | None = None
+
+
+class KeyScratch:
+    """Memory that minibatches of one worker are prepared in, one after the other."""
+
+    def __init__(self) -> None:
+        self._slots = np.empty(scratch_size(1 << 14), np.int32)
+
+    def slots(self, num_keys: int) -> npt.NDArray[np.int32]:
+        """Return what :func:`dedup` needs for so many keys."""
+        size = scratch_size(num_keys)
+        if len(self._slots) < size:
+            self._slots = np.empty(size, np.int32)
+        return self._slots[:size]
+
+
+class KeyedMatrix:
+    """The examples of a minibatch as a CSR matrix whose columns are its distinct keys; the bias' key is the last.
+
+    `keys` uint64 [m + 1]; `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 where
+    every value is 1.
+    """
+
+    __slots__ = ("indices", "indptr", "keys", "num_examples", "values")
+
+    def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
+        num_nonzeros = len(batch.keys)
+        unique = np.empty(num_nonzeros + 1, np.uint64)
+        self.indices = np.empty(num_nonzeros, np.int32)
+        count = dedup(batch.keys, scratch.slots(num_nonzeros), unique, self.indices)
+        unique[count] = BIAS_KEY
+        self.keys: Keys = unique[: count + 1]
+        self.indptr = batch.indptr
+        self.values = _ONES if batch.values is None else batch.values
+        self.num_examples = batch.num_examples
+
+
+class Minibatch(ABC):
+    """A minibatch ready for arithmetic. `weights` are float32 [len(keys), dim], a table's after the other's."""
+
+    __slots__ = ()
+
+    num_examples: int
+    labels: Floats
+    """As the model sees them: what metrics compare predictions with."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[Keys, ...]:
+        """The distinct keys whose rows are needed, by table."""
+
+    @abstractmethod
+    def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
+        """Return the gradients summed over the minibatch, by table and of the same sizes, and the summed loss."""
+
+    @abstractmethod
+    def predict(self, weights: Sequence[Floats]) -> Floats:
+        """Return what the model says of each example: float32 [n], or [n, :attr:`SparseModel.num_outputs`]."""
+
+
+class SparseModel(ABC):
+    """A model with its settings. Abstract: subclasses are frozen dataclasses whose fields are fit for JSON."""
+
+    name: ClassVar[str]
+    """What ``--model`` calls it."""
+    title: ClassVar[str]
+    """What it is, for people."""
+    loss_name: ClassVar[str]
+    """What the progress line calls its mean loss."""
+    evaluation: ClassVar[type[Evaluation]]
+    """Its metrics."""
+    diverged_loss: ClassVar[float] = math.inf
+    """A mean loss above this is that of a training that diverged."""
+
+    @property
+    @abstractmethod
+    def tables(self) -> tuple[ModelTable, ...]:
+        """The tables that hold its parameters; the first has a row for each feature and one for the bias."""
+
+    @property
+    def num_outputs(self) -> int:
+        """How many numbers a prediction is."""
+        return 1
+
+    @abstractmethod
+    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+        """Return a batch ready for arithmetic."""
+
+    @abstractmethod
+    def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
+        """Return how good predictions are; arguments as a minibatch has them."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return kind and settings, as they travel and stand in manifests."""
+        settings: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {"kind": self.name, **settings}
+
+
+def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[SparseTable]:
+    """Open a model's tables on a cluster; `update` is the rule of those that have none of their own."""
+    return [
+        client.sparse_table(table.name, dim=table.dim, update=table.update or update, initializer=table.initializer)
+        for table in model.tables
+    ]

@@ -1,0 +1,46 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paceline.errors import UsageError
+from paceline.models.base import SparseModel
+from paceline.models.logistic import LogisticRegression
+
+MODELS: Final[dict[str, type[SparseModel]]] = {kind.name: kind for kind in (LogisticRegression,)}
+"""Every model by its name."""
+
+
+def make_model(name: str = LogisticRegression.name, **settings: Any) -> SparseModel:
+    """Return a model; settings that are None are left out. Raises UsageError for those it does not take."""
+    kind = MODELS.get(name)
+    if kind is None:
+        raise UsageError(f"unknown model {name!r}: expected one of {', '.join(MODELS)}")
+    given = {key: value for key, value in settings.items() if value is not None}
+    for key in given:
+        if key not in _settings_of(kind):
+            takers = ", ".join(each.name for each in MODELS.values() if key in _settings_of(each))
+            raise UsageError(f"--{key.replace('_', '-')} is nothing that --model {name} takes: it is for {takers}")
+    return kind(**given)
+
+
+def read_model_settings(described: Mapping[str, Any]) -> SparseModel:
+    """Return the model that :meth:`SparseModel.describe` described; what else stands there is passed over."""
+    kind = MODELS.get(described.get("kind", ""))
+    if kind is None:
+        raise UsageError(f"model of kind {described.get('kind')!r}: expected one of {', '.join(MODELS)}")
+    known = _settings_of(kind)
+    return kind(**{key: value for key, value in described.items() if key in known})
+
+
+def _settings_of(kind: type[SparseModel]) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+
+
+def describe_settings(described: Mapping[str, Any]) -> str:
+    """Return what :meth:`SparseModel.describe` returned, for people."""
+    settings = ", ".join(f"{key}={value}" for key, value in described.items() if key != "kind")
+    return f"{described.get('kind')}({settings})" if settings else str(described.get("kind"))

@@ -1,0 +1,84 @@
+"""Every model by its name: its settings travel, and its gradients are those of its loss."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import numpy as np
+import pytest
+
+from paceline.cli.train import train
+from paceline.data import Batch
+from paceline.errors import UsageError
+from paceline.models.base import KeyScratch
+from paceline.models.registry import MODELS, describe_settings, make_model, read_model_settings
+
+
+def make_batch(num_examples: int = 7, num_keys: int = 12) -> Batch:
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, 6, num_examples)
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    keys = rng.integers(0, num_keys, indptr[-1]).astype(np.uint64)
+    values = rng.normal(size=indptr[-1]).astype(np.float32)
+    return Batch(rng.integers(0, 2, num_examples).astype(np.float32), indptr, keys, values)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_travel(name: str) -> None:
+    model = make_model(name)
+    assert read_model_settings(json.loads(json.dumps({**model.describe(), "finished": True}))) == model
+    assert describe_settings(model.describe()).startswith(name)
+    assert name in inspect.getsource(train)  # its help text, which must be there without numba
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_loss(name: str) -> None:
+    model, scratch, rng = make_model(name), KeyScratch(), np.random.default_rng(2)
+    minibatch = model.prepare(make_batch(), scratch)
+    weights = [
+        (rng.normal(size=(len(keys), table.dim)) / 2).astype(np.float32)
+        for keys, table in zip(minibatch.keys, model.tables, strict=True)
+    ]
+    gradients, _ = minibatch.gradients(weights)
+    step = np.float32(2**-7)
+    for number, rows in enumerate(weights):
+        gradient = np.asarray(gradients[number]).reshape(rows.shape)
+        found = np.empty_like(gradient)
+        for at in np.ndindex(rows.shape):
+            losses = []
+            for sign in (1, -1):
+                moved = [each.copy() for each in weights]
+                moved[number][at] += sign * step
+                losses.append(minibatch.gradients(moved)[1])
+            found[at] = (losses[0] - losses[1]) / (2 * step)
+        np.testing.assert_allclose(gradient, found, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_key_once_and_empty_batches(name: str) -> None:
+    model = make_model(name)
+    for batch in (make_batch(), make_batch(0), make_batch(1, 1)):
+        minibatch = model.prepare(batch, KeyScratch())
+        for keys in minibatch.keys:
+            assert len(np.unique(keys)) == len(keys)
+        weights = [
+            np.zeros((len(keys), table.dim), np.float32)
+            for keys, table in zip(minibatch.keys, model.tables, strict=True)
+        ]
+        gradients, loss = minibatch.gradients(weights)
+        assert [np.size(each) for each in gradients] == [each.size for each in weights]
+        assert np.isfinite(loss)
+        predictions = minibatch.predict(weights)
+        assert predictions.shape == (
+            (batch.num_examples,) if model.num_outputs == 1 else (batch.num_examples, model.num_outputs)
+        )
+        assert predictions.dtype == np.float32
+
+
+def test_what_a_model_does_not_take() -> None:
+    assert make_model("lr", dim=None) == make_model()
+    with pytest.raises(UsageError, match=r"unknown model 'svm': expected one of lr"):
+        make_model("svm")
+    with pytest.raises(UsageError, match="'svm'"):
+        read_model_settings({"kind": "svm"})
