@@ -154,8 +154,10 @@ def check_closing(setting: Setting) -> None:
     handler = setting.handler
     channel = setting.connect()
     _check_alive(channel)
+    assert not channel.has_ended()
     channel.close()
     channel.close()
+    assert channel.has_ended()
     handler.wait_until(lambda: handler.reasons == [None])
     closed = channel
     _expect(ConnectionLostError, lambda: closed.send(*frame_parts(ECHO)))
@@ -171,6 +173,7 @@ def check_closing(setting: Setting) -> None:
     channel.send(*frame_parts(CLOSE))
     assert channel.poll(TIMEOUT_S)
     _expect(ConnectionLostError, lambda: channel.receive_header(TIMEOUT_S))
+    assert channel.has_ended()
     handler.wait_until(lambda: len(handler.reasons) == 3)
     assert setting.served.listener.num_connections == 0
 

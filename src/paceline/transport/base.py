@@ -174,6 +174,14 @@ class Channel(ABC):
         """Wait until there is something to receive (its end is); return whether there is."""
 
     @abstractmethod
+    def has_ended(self) -> bool:
+        """Return whether either end has closed the connection, as far as is known here; from any thread, at once.
+
+        What the other end sent before it closed may still lie here unread. A TLS connection that the other end closes
+        in good order has not ended before its word for that is read.
+        """
+
+    @abstractmethod
     def fileno(self) -> int:
         """Return the file descriptor, for selectors (ask ``poll(0)`` first: bytes may lie here already)."""
 

@@ -100,6 +100,9 @@ def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressE
     return AddressError(f"cannot reach {address}: {error.strerror or error}")
 
 
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR are told in any case
+
+
 class _ClosedPoll:
     """Stands in for the poll object of a closed channel, whose descriptor may by now be another file's."""
 
@@ -211,6 +214,10 @@ class PlainChannel(StreamChannel):
         return bool(self._returned) or wait_readable(self._socket, timeout_s)
 
     @override
+    def has_ended(self) -> bool:
+        return is_hung_up(self._socket)
+
+    @override
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -233,6 +240,16 @@ def wait_readable(connected: socket.socket, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(number, select.POLLIN)
     return bool(poller.poll(max(timeout_s, 0.0) * 1000))
+
+
+def is_hung_up(connected: socket.socket) -> bool:
+    """Return whether a socket is closed, or its other end has hung up, whatever lies unread before that."""
+    number = connected.fileno()
+    if number < 0:
+        return True
+    poller = select.poll()
+    poller.register(number, _HUNG_UP)
+    return bool(poller.poll(0))
 
 
 def shut(connected: socket.socket) -> None:

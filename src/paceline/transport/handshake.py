@@ -55,6 +55,7 @@ class Greeting:
         """What makes and checks the tags of later frames, from the WELCOME on; None: frames are not sealed."""
         self._token = token
         self._hello = hello
+        self._who = hello.to or "server"
         self._view = View(address=str(address), listener=listener)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._said: tuple[bytes, ...] = ()
@@ -77,11 +78,11 @@ class Greeting:
         error, words = unproved(meta)
         if self.awaited is Kind.WELCOME and error == AuthenticationError.__name__:
             return AuthenticationError(
-                f"the server at {self.address} refused the token; start this process with the token that the "
+                f"the {self._who} at {self.address} refused the token; start this process with the token that the "
                 "cluster was started with (PACELINE_TOKEN). An unproved peer said so: check the address too"
             )
         return ConnectionLostError(
-            f"the server at {self.address} closed the connection in the handshake; an unproved peer said {error}: "
+            f"the {self._who} at {self.address} closed the connection in the handshake; an unproved peer said {error}: "
             f"'{words}'"
         )
 
@@ -110,7 +111,7 @@ class Greeting:
             check_proof(self._token, "server", welcome, *said)
         except AuthenticationError:
             raise AuthenticationError(
-                f"the server at {self.address} could not prove that it holds the token of this cluster; "
+                f"the {self._who} at {self.address} could not prove that it holds the token of this cluster; "
                 "check the address, and that both were started with the same token (PACELINE_TOKEN)"
             ) from None
         hello, view = read_hello("server", welcome.hello), decode(welcome.view, View)

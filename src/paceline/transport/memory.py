@@ -289,6 +289,10 @@ class MemoryChannel(StreamChannel):
                 lambda: bool(self._returned or self._arrived or self._is_ended or self._is_closed), timeout_s
             )
 
+    @override
+    def has_ended(self) -> bool:
+        return self._is_ended or self._is_closed
+
     def fileno(self) -> int:
         """Raise UsageError: there is no file descriptor here."""
         raise UsageError("a channel in memory has no file descriptor; wait with poll()")

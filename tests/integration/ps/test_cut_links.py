@@ -12,13 +12,13 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, Client
-from paceline.ps.messages import FORWARD, PING, PONG
+from paceline.ps.messages import FORWARD, PING, PONG, TICK
 from paceline.ps.server.chain_links import ChainLinks
-from paceline.testing import FaultPlan, serve_in_thread
+from paceline.testing import FaultPlan, FaultyTransport, serve_in_thread
 from paceline.transport import Address, Endpoint, Fault, Handler, Header, Hello, Peer, SocketTransport, frame_parts
 from paceline.transport.faulty.peer import FaultyHandler
 
-from .harness import TOKEN, Cluster, ServerNode, in_threads, wait_until
+from .harness import TOKEN, Cluster, ServerNode, in_threads, key_of, wait_until
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 TIMEOUT_S = 1.0
@@ -184,4 +184,34 @@ def test_a_worker_that_does_not_reach_a_server_is_told_which() -> None:
         began = time.monotonic()
         with pytest.raises(PacelineError, match="server 1 is gone"):
             table.push(KEYS, np.ones((300, 1), np.float32)).wait()
+        assert time.monotonic() < began + 20.0
+
+
+def test_a_cut_is_noticed_by_who_waits_at_another_server() -> None:
+    """Else two workers wait for each other: one for a tick that was lost on the way, the other for that worker."""
+    ticks = [Fault(action="drop", rank=0, step=step, kind=TICK) for step in (0, 2)]  # to server 0, not to server 1
+    plan = FaultPlan(ticks)
+    transport = FaultyTransport(SocketTransport(TOKEN), plan)
+    with Cluster(
+        servers=2, workers=2, consistency=BoundedDelay(tau=0), heartbeat_timeout_s=TIMEOUT_S, transport=transport
+    ) as cluster:
+        clients = cluster.connect_all()
+        tables = [client.sparse_table("counts", update=SGD(lr=1.0)) for client in clients]
+        first, second = (node.server for node in cluster.nodes)
+        keys = [key_of(clients[0], rank) for rank in (0, 1)]
+        for client, num_ticks in zip(clients, (2, 1), strict=True):
+            for _ in range(num_ticks):
+                client.tick()
+
+        def cut() -> None:
+            wait_until(lambda: first.core.progress.num_waiting == second.core.progress.num_waiting == 1)
+            plan.check_all_fired()
+            cluster.nodes[0].call(lambda: [peer.close() for peer in first._traffic._peers if peer.hello.rank == 0])
+
+        def last() -> None:
+            tables[1].pull(keys[0])
+            clients[1].tick()
+
+        began = time.monotonic()
+        in_threads(lambda: tables[0].pull(keys[1]), last, cut)
         assert time.monotonic() < began + 20.0

@@ -338,7 +338,7 @@ def test_a_client_that_waits_for_one_server_says_synced_to_another_though_the_co
     in_thread(stack, table.pull_async(keys_in(LOW)).wait)
     until(lambda: any(each.kind == PULL for each in busy.data(1)))
     other.cut()
-    until(client.servers.connections[1].has_answer)
+    until(client.servers.connections[1].channel.has_ended)
     for server in (busy, other):
         server.change(2, is_silent=server is busy)
     world.publish(client, 2, {11: LOW, 12: HIGH})

@@ -115,7 +115,8 @@ class JobLedger:
         files = [facts.ended.get(file, size) for file, size in enumerate(spec.files)]
         last_lease = max((memory.last_lease for memory in at_work.values()), default=-1)
         self._leases = self._begin([each.member.rank for each in workers], files, done, held, last_lease)
-        has_begun = bool(done or held or posters.seconds)
+        # Where there are no shards, workers that are through with the job do not ask for one again.
+        has_begun = bool(done or held or posters.seconds) or self._leases.pool.progress() == (0, 0)
         self._leases.resume(at_work, now_s - posters.seconds if has_begun else None)
         self._lost, self.failed = facts.lost, facts.failed
         self.results.restore(record, posters.taken)

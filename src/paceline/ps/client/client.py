@@ -85,6 +85,7 @@ class Client:
             on_notice=on_notice,
             on_lost=follower.watch.fail,
             on_map=follower.take,
+            on_beat=follower.look,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)

@@ -59,11 +59,11 @@ class ServerConnection:
     def __init__(
         self,
         transport: Transport,
-        server: messages.MemberInfo,
         hello: Hello,
         core: ClientCore,
         watch: MapWatch,
         copies: Copies,
+        server: messages.MemberInfo,
         *,
         timeout_s: float,
         reconnect_s: float,
@@ -186,10 +186,6 @@ class ServerConnection:
             raise request.error
         return read_meta(exchange.meta, result, f"an answer of server {self.rank}"), exchange.body
 
-    def has_answer(self) -> bool:
-        """Whether anything has arrived."""
-        return self.channel.poll(0.0)
-
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received and sent."""
         statistics = self.channel.statistics()
@@ -205,8 +201,18 @@ class ServerConnection:
         self.lost = self.lost or reason
         self.channel.close()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether something may be lost with the connection, which is no more; from any thread."""
+        session = self.session
+        if self.lost is not None or session.awaits_view or not (session.in_flight or session.says_clock):
+            return False
+        return self._watch.has(session.server) and (not session.is_connected or self.channel.has_ended())
+
     def reconnect_once(self) -> None:
-        """Try once to connect again if the connection is known to be cut."""
+        """Try once to connect again if the connection is cut."""
+        if self.is_cut:
+            self._cut()
         if not self.session.is_connected and self.lost is None and self._watch.has(self.session.server):
             try:
                 self.connect(min(self._reconnect_s, _CONNECT_S))

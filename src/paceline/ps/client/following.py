@@ -1,4 +1,7 @@
-"""Maps that come while a client is idle: it goes by them in a thread of its own, lest servers wait for it."""
+"""Maps that come, and connections that are cut, while a client is idle or waits at another server.
+
+It goes by them in a thread of its own, lest servers wait for it.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,18 @@ class MapFollower:
         for connection in self.servers.connections:
             if not self.watch.has(connection.session.server):
                 connection.interrupt()
-        if self.servers.is_closed:
-            return
         # Who is at work looks before every request; servers are not to wait for one who is busy elsewhere.
+        self._start(self.servers)
+
+    def look(self) -> None:
+        """Have connections made again that are cut: others may wait for what was lost on them."""
+        if self.servers is not None and not self.servers.is_closed and self.servers.cuts.look(self.servers.connections):
+            self._start(self.servers)
+
+    def _start(self, servers: Servers) -> None:
         with self._lock:
-            if self._thread is None:
-                arguments = (self.servers,)
-                self._thread = threading.Thread(target=self._follow, args=arguments, name="paceline-map", daemon=True)
+            if self._thread is None and not servers.is_closed:
+                self._thread = threading.Thread(target=self._follow, args=(servers,), name="paceline-map", daemon=True)
                 self._thread.start()
 
     def _follow(self, servers: Servers) -> None:
@@ -47,8 +55,7 @@ class MapFollower:
                 if self.watch.is_newer_than(servers.core.version):
                     servers.follow()
                 else:
-                    for connection in list(servers.connections):
-                        connection.reconnect_once()
+                    servers.cuts.mend(servers.connections)
 
     def close(self) -> None:
         """Wait for the thread."""

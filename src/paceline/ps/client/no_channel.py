@@ -51,6 +51,10 @@ class NoChannel(Channel):
         return True
 
     @override
+    def has_ended(self) -> bool:
+        return True
+
+    @override
     def fileno(self) -> int:
         self._fail()
 

@@ -136,9 +136,12 @@ class MapWatch:
             known = self.newest
             self._changed.wait_for(lambda: self.newest is not known, seconds)
 
-    def wait_newer(self, version: int, timeout_s: float) -> Routes:
-        """Wait for routes of a higher version; return the newest. Raises DeadlineError, and what `fail` was told."""
-        deadline = time.monotonic() + timeout_s
+    def wait_newer(self, version: int, timeout_s: float, deadline: float | None = None) -> Routes:
+        """Wait for routes of a higher version; return the newest. Raises DeadlineError, and what `fail` was told.
+
+        With a `deadline`, a time of the monotonic clock, `timeout_s` is only what the error says.
+        """
+        deadline = time.monotonic() + timeout_s if deadline is None else deadline
         with self._changed:
             while not self.is_newer_than(version):
                 if self._error is not None:

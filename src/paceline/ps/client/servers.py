@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ from paceline.protocol.client import (
 )
 from paceline.ps.client.buffer_pool import Copies
 from paceline.ps.client.connection import CLOSED, MAX_AWAITED_BYTES, ServerConnection, make_room
+from paceline.ps.client.cuts import CutWatch
 from paceline.ps.client.exchange import exchange_of, fill
 from paceline.ps.client.routes import MapWatch, Routes, no_routes
 from paceline.ps.forked import NoLock, own
@@ -75,11 +77,13 @@ class Servers:
         self.timeout_s = timeout_s
         self.asks: list[AskToJoin] = []
         """The servers that are still to be asked to let this worker join."""
-        self._transport = transport
-        self._hello = hello
+        self.cuts = CutWatch()
         self._reconnect_s = reconnect_s
         self._by_server: dict[int, ServerConnection] = {}
-        self._copies = Copies()
+        self._copies = copies = Copies()
+        self._connection_to = partial(
+            ServerConnection, transport, hello, core, watch, copies, timeout_s=timeout_s, reconnect_s=reconnect_s
+        )
         # Of the core's last instructions; behind them what is sent when answers that are awaited before have come.
         self._to_do: deque[Instruction | Request] = deque()
         self._gone_bytes = (0, 0)
@@ -133,8 +137,7 @@ class Servers:
                         patience_s = min(self._reconnect_s, self.timeout_s) if self.is_closed else self.timeout_s
                         self.watch.wait_newer(self.core.version, patience_s)
                     else:
-                        for connection in self.connections:  # others may wait for what was to be sent again on it
-                            connection.reconnect_once()
+                        self.cuts.mend(self.connections)  # others may wait for what was to be sent again
                         return
                 except BaseException:
                     self.watch.is_unsettled = True
@@ -150,16 +153,7 @@ class Servers:
         instructions = self.core.change(routes.version, routes.groups, routes.loss() if routes.lost else None)
         for server in routes.servers:
             if server.incarnation not in self._by_server:
-                self._by_server[server.incarnation] = ServerConnection(
-                    self._transport,
-                    server,
-                    self._hello,
-                    self.core,
-                    self.watch,
-                    self._copies,
-                    timeout_s=self.timeout_s,
-                    reconnect_s=self._reconnect_s,
-                )
+                self._by_server[server.incarnation] = self._connection_to(server)
         self.connections = [self._by_server[server.incarnation] for server in routes.servers]
         return instructions
 
@@ -211,6 +205,7 @@ class Servers:
         """Wait for an answer; raise what the server reported."""
         while not request.is_done:
             self._progress(request)
+        self.cuts.awaited = None
         if request.error is not None:
             self.core.report(request)
             raise request.error
@@ -224,6 +219,9 @@ class Servers:
         if self._to_do or (awaits_view and not (request.kind is Kind.CALL and self.watch.has(request.server))):
             self.follow()
         else:
+            self.cuts.awaited = connection
+            if self.cuts.has_cuts:
+                self.cuts.mend(self.connections)
             connection.receive_one(request)
 
     def poll(self, request: Request) -> bool:
@@ -241,7 +239,7 @@ class Servers:
                     if not self.watch.is_newer_than(self.core.version):
                         return False
                     self.follow()
-                elif connection.has_answer():
+                elif connection.channel.poll(0.0):
                     connection.receive_one(request)
                 else:
                     return False
@@ -316,7 +314,7 @@ class Servers:
             try:
                 return function()
             except StaleEpochError:
-                self.watch.wait_newer(version, deadline - time.monotonic())
+                self.watch.wait_newer(version, self.timeout_s, deadline)
                 self.follow()
 
     # The end.

@@ -60,6 +60,8 @@ class LinkHooks:
     """Which other servers a server cannot reach."""
     is_well: Callable[[], bool] = lambda: True
     """Whether it may give signs of life."""
+    on_beat: Callable[[], None] = lambda: None
+    """Called at every heartbeat."""
 
 
 class SchedulerLink:
@@ -69,7 +71,7 @@ class SchedulerLink:
     address. What a member has asked is answered once; before it registers, what it has asked is asked again. In the
     link's thread `tables` says what tables a server holds, `unreachable` which other servers it cannot reach, and
     `is_well` whether it may give signs of life. If no scheduler comes, `on_lost` is called there, once. `on_map` is
-    called with every map of the cluster, there or where one registers.
+    called with every map of the cluster, there or where one registers; `on_beat` at every heartbeat.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class SchedulerLink:
         tables: Callable[[], Sequence[KnownTable]] | None = None,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
         is_well: Callable[[], bool] = lambda: True,
+        on_beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.hello = msgspec.structs.replace(hello, to="scheduler")
         self.address = address
@@ -97,6 +100,7 @@ class SchedulerLink:
             tables,
             unreachable,
             is_well,
+            on_beat,
         )
         self.reconnections = 0
         """How often a member's connection was made again."""
@@ -241,6 +245,7 @@ class SchedulerLink:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + self.state.heartbeat_s
+                self.hooks.on_beat()
                 try:
                     if self.hooks.is_well():
                         self.tell(messages.Heartbeat(unreachable=self.hooks.unreachable()))

@@ -376,6 +376,10 @@ class VirtualChannel(StreamChannel):
         return True
 
     @override
+    def has_ended(self) -> bool:
+        return self._is_closed or self._end.has_ended or self._end.is_reset
+
+    @override
     def fileno(self) -> int:
         raise UsageError("a channel of the simulation has no file descriptor; wait with poll()")
 

@@ -111,6 +111,10 @@ class FaultyChannel(Channel):
         return self._inner.poll(timeout_s)
 
     @override
+    def has_ended(self) -> bool:
+        return self._inner.has_ended()
+
+    @override
     def fileno(self) -> int:
         return self._inner.fileno()
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, PeerError
 from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel, too_long
-from paceline.transport.client import shut, wait_readable
+from paceline.transport.client import is_hung_up, shut, wait_readable
 from paceline.transport.frames import Limits, join, size_of, view_of
 from paceline.transport.security.binding import certificate_binding
 
@@ -81,6 +81,10 @@ class TLSChannel(StreamChannel):
     @override
     def poll(self, timeout_s: float) -> bool:
         return bool(self._returned) or self._socket.pending() > 0 or wait_readable(self._socket, timeout_s)
+
+    @override
+    def has_ended(self) -> bool:
+        return is_hung_up(self._socket)
 
     @override
     def fileno(self) -> int:

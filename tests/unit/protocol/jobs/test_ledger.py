@@ -13,6 +13,7 @@ from paceline.protocol.jobs import (
     JobFacts,
     JobLedger,
     JobMemory,
+    JobRecord,
     JobSpec,
     Lease,
     Remembered,
@@ -260,3 +261,22 @@ def test_what_members_know_is_the_ledger_again() -> None:
         first.done(again, lease)
     assert shards == {0, 1, 2, 3} - {done.shard, held.shard}
     assert lost.shard in shards
+
+
+@pytest.mark.parametrize("assignment", ["first-come", "strided"])
+@pytest.mark.parametrize("files", [(), (0,), (None,)])
+def test_a_job_without_shards_ends_under_another_scheduler_too(assignment: str, files: tuple[int | None, ...]) -> None:
+    """Its workers may have been through with it: they ask for the next job, and for no shard of this one."""
+    record = JobRecord(number=1, num_workers=2, ended={0: 0} if files == (None,) else {})
+    workers = [Worker(0), Worker(1)]
+    posters = JobMemory(record=record, posted=spec(files, assignment=assignment))
+    facts = JobFacts(1)
+    facts.merge(record)
+    remembered = [worker.remembers(JobMemory(record=record)) for worker in workers]
+    ledger = JobLedger.restore(facts, posters, remembered, dead=[], num_workers=2, now_s=1.0)
+    ledger.validate()
+    assert not ledger.state(2, 2.0).finished
+    for worker in workers:
+        ledger.rests(worker.member.rank, 3.0)
+    state = ledger.state(2, 5.0)
+    assert (state.done, state.total, state.finished) == (0, 0, True)
