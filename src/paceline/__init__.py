@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .inference import LoadedModel as LoadedModel
+    from .inference import load as load
     from .launch import LocalCluster as LocalCluster
     from .launch import connect as connect
     from .launch import local_cluster as local_cluster
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .tables.rules import *  # noqa: F403
 
 _PACKAGES = {
+    "inference": ("LoadedModel", "load"),
     "launch": ("LocalCluster", "connect", "local_cluster"),
     "protocol": ("Accept", "BoundedDelay", "DelayCompensate", "DropStale", "Eventual", "Sequential"),
     "ps": ("Client", "DenseTable", "SparseTable", "Ticket"),

@@ -86,6 +86,11 @@ class LocalCluster(Closing):
         self._fork_server: ForkServer | None = None
         self._closing = contextlib.ExitStack()
 
+    def __repr__(self) -> str:
+        counts = {role: len(self._supervisor.living(role)) for role in ("server", "worker")}
+        running = ", ".join(f"{count} {role}{'' if count == 1 else 's'}" for role, count in counts.items() if count)
+        return f"<LocalCluster at {self.scheduler}: {running or 'ended'}, {self.consistency}>"
+
     @classmethod
     def start(
         cls,

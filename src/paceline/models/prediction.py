@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paceline.data import Columns, Dataset
+from paceline.data import Batch, Columns, Dataset
 from paceline.errors import ModelError, UsageError
 from paceline.models.base import KeyScratch
 from paceline.models.registry import MODELS, read_model_settings
@@ -37,15 +37,23 @@ class Predictor:
         self.columns = None if columns is None else Columns(
             columns["label"], tuple(columns["categorical"]), tuple(columns["numeric"])
         )  # fmt: skip
-        self._stores = [saved.load_store(table.name) for table in self.model.tables]
+        self.stores = [saved.load_store(table.name) for table in self.model.tables]
+        """The model's tables; the first has a row for each feature, and one for the bias."""
         self._scratch = KeyScratch()
 
     def predict(self, dataset: Dataset) -> Iterator[tuple[Floats, Floats]]:
         """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]), in order, a batch at a time."""
         for batch in dataset.batches(_BATCH):
-            minibatch = self.model.prepare(batch, self._scratch)
-            weights = []
-            for keys, store in zip(minibatch.keys, self._stores, strict=True):
-                weights.append(np.empty((len(keys), store.dim), np.float32))
-                store.pull(keys, weights[-1])
-            yield minibatch.labels, minibatch.predict(weights)
+            yield self._predict(batch)
+
+    def predict_batch(self, batch: Batch) -> Floats:
+        """Return the predictions (float32 [n], or [n, outputs]) of one batch."""
+        return self._predict(batch)[1]
+
+    def _predict(self, batch: Batch) -> tuple[Floats, Floats]:
+        minibatch = self.model.prepare(batch, self._scratch)
+        weights = []
+        for keys, store in zip(minibatch.keys, self.stores, strict=True):
+            weights.append(np.empty((len(keys), store.dim), np.float32))
+            store.pull(keys, weights[-1])
+        return minibatch.labels, minibatch.predict(weights)

@@ -76,13 +76,20 @@ class Client:
         role = "observer" if observer else "worker"
         hello = Hello(role=role, name=make_node_name(role))
         follower = MapFollower()
+
+        def heard(notice: msgspec.Struct) -> None:
+            if isinstance(notice, messages.Ended):
+                follower.watch.end()
+            if on_notice is not None:
+                on_notice(notice)
+
         link = SchedulerLink(
             transport,
             scheduler,
             hello,
             timeout_s=timeout_s,
             reconnect_s=scheduler_reconnect_s,
-            on_notice=on_notice,
+            on_notice=heard,
             on_lost=follower.watch.fail,
             on_map=follower.take,
             on_beat=follower.look,
@@ -110,6 +117,13 @@ class Client:
                 client.join()
             undo.pop_all()
         return client
+
+    def __repr__(self) -> str:
+        who = f"worker {self.rank}" if self.role == "worker" else self.role
+        servers = len(self.servers.routes.server_ranks)
+        where = "closed" if self.servers.is_closed else f"{servers} server{'' if servers == 1 else 's'}"
+        tables = f", tables {', '.join(self._tables)}" if self._tables else ""
+        return f"<Client: {who} of {self.link.address}, {where}, {self.consistency}{tables}>"
 
     # Iterations.
 

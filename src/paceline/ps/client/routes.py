@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,11 @@ from paceline.protocol.buckets import Buckets, count
 from paceline.protocol.chains import ChainGroup, leads_of
 from paceline.ps.messages import ClusterMap, MemberInfo
 from paceline.tables.bucket_arrays import to_flags
+
+CLUSTER_ENDED: Final = (
+    "the cluster was closed, or told to end, and its tables are gone: use them before that (inside the with block of a "
+    "local_cluster), and save what is to be kept"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +43,8 @@ class Routes:
     """The buckets that nobody has."""
     lost_with: tuple[int, ...]
     """The ranks of the servers that died with them, as far as known."""
+    has_ended: bool = False
+    """Whether the cluster was told to end: then its servers have not died."""
 
     @property
     def server_ranks(self) -> tuple[int, ...]:
@@ -49,6 +57,8 @@ class Routes:
 
     def loss(self) -> ConnectionLostError:
         """Return what to raise for the buckets that are lost."""
+        if self.has_ended:
+            return ConnectionLostError(CLUSTER_ENDED)
         return ConnectionLostError(f"{self.describe_loss()}: start again from the last saved model")
 
     def describe_loss(self) -> str:
@@ -76,7 +86,9 @@ def make_routes(
     owners = np.zeros(NUM_BUCKETS, np.int32)
     for position, buckets in enumerate(leads):
         owners[to_flags(buckets)] = position
-    return Routes(cluster.version, groups, tuple(servers), leads, owners, lost, _lost_with(lost, before, members))
+    lost_with = _lost_with(lost, before, members)
+    has_ended = before is not None and before.has_ended
+    return Routes(cluster.version, groups, tuple(servers), leads, owners, lost, lost_with, has_ended)
 
 
 def _lost_with(lost: Buckets, before: Routes | None, members: Mapping[int, MemberInfo]) -> tuple[int, ...]:
@@ -110,6 +122,12 @@ class MapWatch:
             self.is_unsettled = True
             self._changed.notify_all()
             return True
+
+    def end(self) -> None:
+        """Note that the cluster is told to end: servers that go from now on have not died."""
+        with self._changed:
+            if self.newest is not None:
+                self.newest = replace(self.newest, has_ended=True)
 
     def fail(self, error: PacelineError) -> None:
         """Let all that wait for a map, now or later, raise this."""

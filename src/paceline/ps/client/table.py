@@ -11,8 +11,8 @@ from paceline.errors import UsageError
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.ps import messages
 from paceline.ps.messages import TableSpec
-from paceline.tables.rules import UpdateRule
-from paceline.tables.settings import to_fields
+from paceline.tables.rules import RULES, UpdateRule
+from paceline.tables.settings import from_fields, to_fields
 from paceline.tables.sparse_part import check_finite
 from paceline.tables.types import Floats, Keys
 
@@ -29,6 +29,15 @@ class Table:
         self._number = number
         self.spec = spec
         self._scratch = np.empty(0, np.int32)
+
+    def __repr__(self) -> str:
+        spec, servers = self.spec, len(self._servers.routes.server_ranks)
+        shape = f"dim {spec.dim}" if spec.kind == "sparse" else f"{spec.size:,} elements"
+        update = from_fields(RULES, spec.update)
+        where = (
+            "its client is closed" if self._servers.is_closed else f"on {servers} server{'' if servers == 1 else 's'}"
+        )
+        return f"<{type(self).__name__} {self.name!r}: {shape}, {update!r}, {where}>"
 
     @property
     def name(self) -> str:

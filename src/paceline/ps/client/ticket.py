@@ -25,6 +25,19 @@ class Ticket:
         self._finished = False
         self._result: Any = None
 
+    def __repr__(self) -> str:
+        """Say what it is, without looking whether answers have arrived."""
+        kind = "push" if self._finish is None else "pull"
+        count = sum(not request.is_done for request in self._requests)
+        failed = next((request.error for request in self._requests if request.error is not None), None)
+        if failed is not None:
+            state = f"failed: {failed}"
+        elif self._finished or not count:
+            state = "done"
+        else:
+            state = f"waits for {count} of {len(self._requests)} servers"
+        return f"<Ticket of a {kind}: {state}>"
+
     def wait(self) -> None:
         """Wait until it is done: a push is acknowledged by every server, a pull's values are here.
 

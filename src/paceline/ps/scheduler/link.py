@@ -365,6 +365,8 @@ class SchedulerLink:
             self.hooks.on_lost(lost)
 
     def _gone(self, waited_s: float = 0.0) -> ConnectionLostError:
+        if self.state.is_released:
+            return ConnectionLostError(f"the scheduler at {self.address} has ended, as it was told to")
         tried = f", and no other came in its place within {waited_s:g} s" if waited_s else ""
         return ConnectionLostError(
             f"the scheduler at {self.address} is gone{tried}: this process cannot go on without it"

@@ -1,0 +1,110 @@
+"""Arrays, sparse matrices and rows of pairs as batches: the number of a column is the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch
+from paceline.errors import UsageError
+
+_ROWS = 8192
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class ArrayReader:
+    """Checks and converts for a model whose keys go from `key_range[0]` to `key_range[1]` (None: it knows none)."""
+
+    def __init__(self, key_range: tuple[int, int] | None) -> None:
+        self._key_range = key_range
+
+    def batches(self, X: Any) -> Iterator[Batch]:
+        """Yield the rows of a NumPy array, of what NumPy makes an array of, or of a SciPy sparse matrix."""
+        if hasattr(X, "tocsr"):
+            return self._sparse(X)
+        if not hasattr(X, "__len__"):
+            raise UsageError(f"X is {X!r}: expected an array, a frame, a dict of columns, rows, or paths of files")
+        try:
+            array = np.asarray(X)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"X is a {type(X).__name__} that is no array of numbers: {error}") from None
+        self._check(array, array.dtype)
+        return self._dense(array)
+
+    def _dense(self, array: npt.NDArray[Any]) -> Iterator[Batch]:
+        for start in range(0, len(array), _ROWS):
+            piece = array[start : start + _ROWS]
+            row, column = np.nonzero(piece)
+            indptr = np.zeros(len(piece) + 1, np.int64)
+            np.cumsum(np.bincount(row, minlength=len(piece)), out=indptr[1:])
+            yield _batch(indptr, column.astype(np.uint64), piece[row, column], start)
+
+    def _sparse(self, matrix: Any) -> Iterator[Batch]:
+        matrix = matrix.tocsr()
+        self._check(matrix, matrix.dtype)
+        if not matrix.has_canonical_format:
+            matrix = matrix.copy()
+            matrix.sum_duplicates()
+        for start in range(0, matrix.shape[0], _ROWS):
+            indptr = np.asarray(matrix.indptr[start : start + _ROWS + 1], np.int64)
+            part = slice(int(indptr[0]), int(indptr[-1]))
+            yield _batch(indptr - indptr[0], matrix.indices[part].astype(np.uint64), matrix.data[part], start)
+
+    def _check(self, X: Any, dtype: np.dtype[Any]) -> None:
+        if len(X.shape) != 2:
+            hint = "; a single example is X.reshape(1, -1)" if len(X.shape) == 1 else ""
+            raise UsageError(f"X has shape {X.shape}: expected two dimensions, examples by columns{hint}")
+        if dtype.kind not in "fiub":
+            raise UsageError(f"X has dtype {dtype}: expected numbers")
+        if self._key_range is not None and self._key_range[1] >= X.shape[1]:
+            first, last = self._key_range
+            hint = "; the number of a column is the key"
+            if first >= 1 and last == X.shape[1]:
+                hint = ": the keys begin at 1, so load the data with a column 0 (load_svmlight_file: zero_based=True)"
+            raise UsageError(
+                f"X has {X.shape[1]:,} columns, 0 to {X.shape[1] - 1:,}, and the model knows keys from {first:,} to "
+                f"{last:,}{hint}"
+            )
+
+    def row_batches(self, rows: Sequence[Mapping[Any, Any]]) -> Iterator[Batch]:
+        """Yield rows that are dicts of values by key; keys may be written as text, as JSON has them."""
+        indptr = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+        keys, values = np.empty(int(indptr[-1]), np.uint64), np.empty(int(indptr[-1]), np.float64)
+        at = 0
+        for number, row in enumerate(rows):
+            for key, value in row.items():
+                keys[at], values[at] = _key(key, number), _number(value, key, number)
+                at += 1
+        yield _batch(indptr, keys, values, 0)
+
+
+def _key(key: Any, row: int) -> int:
+    try:
+        found = int(key)
+        if isinstance(key, bool | float) or not 0 <= found < 2**64:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UsageError(f"row {row} has the key {key!r}: expected a whole number from 0 to 2^64 - 1") from None
+    return found
+
+
+def _number(value: Any, key: Any, row: int) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise UsageError(f"row {row}, key {key}: the value is {value!r}, expected a number")
+    return float(value)
+
+
+def _batch(
+    indptr: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[Any], first_row: int
+) -> Batch:
+    """Return a batch without labels, all zero; raise UsageError where a value is no float32."""
+    is_float = values.dtype.kind == "f"
+    good = np.abs(values) <= _LARGEST if is_float else np.ones(0, np.bool_)  # NaN compares false
+    if not good.all():
+        at = int(np.argmin(good))
+        row = int(np.searchsorted(indptr, at, side="right")) - 1 + first_row
+        raise UsageError(f"X has {values[at]} in row {row:,}, column {keys[at]:,}: expected finite numbers")
+    return Batch(np.zeros(len(indptr) - 1, np.float32), indptr, keys, values.astype(np.float32))

@@ -1,0 +1,198 @@
+"""Frames, dicts of columns and rows by name as batches, hashed as the readers of files hash them.
+
+A frame is whatever has `columns` and gives a column by its name: pandas, polars, or a plain dict. None of them is
+imported here.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.data import Batch, Columns
+from paceline.data.columns import Converter, import_arrow
+from paceline.data.text import criteo_parser
+from paceline.errors import UsageError
+from paceline.kernels.text_reference import CRITEO_CATEGORIES, CRITEO_INTEGERS, REASONS
+
+CRITEO_NAMES = (
+    *(f"I{number}" for number in range(1, CRITEO_INTEGERS + 1)),
+    *(f"C{number}" for number in range(1, CRITEO_CATEGORIES + 1)),
+)
+"""The names of Criteo's fields, as they are called everywhere."""
+
+_ROWS = 32768
+_LOOKED_AT = 256
+_PADDING = 64  # the parser may load eight bytes behind the end
+
+IsKnown = Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.bool_]]
+
+
+def is_frame(X: Any) -> bool:
+    """Return whether `X` has columns by name: a DataFrame of pandas or polars, or a table of Arrow."""
+    return hasattr(X, "columns") and hasattr(X, "__getitem__") and hasattr(X, "__len__")
+
+
+def list_names(names: Sequence[Any], most: int = 5) -> str:
+    """Return names for a message, the first few of them."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+class FrameReader(ABC):
+    """Columns by name as batches."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def batches(self, frame: Any) -> Iterator[Batch]:
+        """Yield the rows of a frame or a dict of columns; raise UsageError where a column is missing."""
+        there = getattr(frame, "column_names", None) or list(frame if isinstance(frame, Mapping) else frame.columns)
+        missing = [name for name in self._names if name not in there]
+        if missing:
+            raise UsageError(
+                f"the frame has no column {list_names(missing)}: the model was trained with {list_names(self._names)}; "
+                f"the frame has {list_names(there) or 'none'}"
+            )
+        columns = {name: frame[name] for name in self._names}
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len({*lengths.values()}) > 1:
+            raise UsageError(f"the columns have different lengths: {lengths}")
+        return self._batches(columns)
+
+    def row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
+        """Yield rows that are dicts by column's name; raise UsageError where one lacks a column."""
+        try:
+            return self._batches({name: [row[name] for row in rows] for name in self._names})
+        except KeyError:
+            at, name = next((at, name) for at, row in enumerate(rows) for name in self._names if name not in row)
+            raise UsageError(
+                f"row {at} has no {name!r}: expected {list_names(self._names)}; a missing value is None (null in JSON)"
+            ) from None
+
+    @abstractmethod
+    def _batches(self, columns: dict[str, Any]) -> Iterator[Batch]: ...
+
+
+@final
+class ColumnReader(FrameReader):
+    """For a model that was trained on a CSV (`from_text`) or Parquet file; `is_known` says of which keys it has rows.
+
+    What a category looks like as text is certain of text and whole numbers alone: of a CSV file, others are refused.
+    """
+
+    def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown) -> None:
+        super().__init__(columns.names[1:])
+        self._columns = columns
+        self._from_text = from_text
+        self._is_known = is_known
+        self._arrow = import_arrow()
+        self._converter = Converter("the frame", columns)
+
+    @override
+    def _batches(self, columns: dict[str, Any]) -> Iterator[Batch]:
+        arrays = [self._to_arrow(name, columns[name]) for name in self._names]
+        labels = self._arrow.array(np.zeros(len(arrays[0])))
+        rows = self._arrow.RecordBatch.from_arrays([labels, *arrays], names=self._columns.names)
+        for start in range(0, rows.num_rows, _ROWS):
+            converted = self._converter.convert(rows.slice(start, _ROWS), start)
+            if converted.num_bad:
+                bad = converted.bad[0]
+                assert bad.row is not None
+                raise UsageError(f"row {bad.row - 1:,} of the frame: {bad.reason}")
+            if start == 0:
+                self._warn_unknown(rows.slice(0, _LOOKED_AT))
+            yield converted.batch
+
+    def _to_arrow(self, name: str, column: Any) -> Any:
+        arrow, types = self._arrow, self._arrow.types
+        try:
+            array = column.to_arrow() if hasattr(column, "to_arrow") else arrow.array(column, from_pandas=True)
+            if isinstance(array, arrow.ChunkedArray):
+                array = array.combine_chunks()
+        except (arrow.ArrowException, TypeError, ValueError, AttributeError) as error:
+            text = str(error).partition("\n")[0]
+            raise UsageError(f"column {name!r} is no column of text or numbers: {text}") from None
+        found = array.type.value_type if types.is_dictionary(array.type) else array.type
+        is_text = types.is_string(found) or types.is_large_string(found) or str(found) == "string_view"
+        if name in self._columns.categorical:
+            if self._from_text and not (is_text or types.is_integer(found) or types.is_null(found)):
+                raise UsageError(
+                    f"column {name!r} is categorical, and {found} here: pass text, as it stands in the CSV file (read "
+                    "it with dtype=str)"
+                )
+            return array
+        numbers = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean, types.is_null)
+        if not (is_text or any(test(found) for test in numbers)):
+            raise UsageError(f"column {name!r} is numeric, and {found} here: expected numbers")
+        return array.cast(arrow.float64()) if types.is_null(found) else array
+
+    def _warn_unknown(self, rows: Any) -> None:
+        """Warn of columns none of whose first values the model knows: their text is not what it was in training."""
+        if rows.num_rows < _LOOKED_AT:
+            return
+        for name in self._columns.categorical:
+            alone = Columns(self._columns.label, (name,))
+            batch = Converter("the frame", alone).convert(rows.select(alone.names), 0).batch
+            if not self._is_known(batch.keys).any():
+                value = rows.column(rows.schema.get_field_index(name))[0].as_py()
+                warnings.warn(
+                    f"the model knows none of the first {_LOOKED_AT} values of column {name!r}, such as {value!r}: "
+                    "they count for nothing; are they written as they were in training?",
+                    stacklevel=6,
+                )
+
+
+@final
+class CriteoReader(FrameReader):
+    """For a model that was trained on Criteo's format: columns I1 to I13 and C1 to C26, made into its lines."""
+
+    def __init__(self) -> None:
+        super().__init__(CRITEO_NAMES)
+        self._parse = criteo_parser()
+
+    @override
+    def _batches(self, columns: dict[str, Any]) -> Iterator[Batch]:
+        cells = [list(columns[name]) for name in CRITEO_NAMES]
+        for start in range(0, len(cells[0]), _ROWS):
+            fields = [
+                [_cell(name, value) for value in column[start : start + _ROWS]]
+                for name, column in zip(CRITEO_NAMES, cells, strict=True)
+            ]
+            yield from self._parsed(
+                "".join(["0\t" + "\t".join(row) + "\n" for row in zip(*fields, strict=True)]), start
+            )
+
+    def _parsed(self, lines: str, first_row: int) -> Iterator[Batch]:
+        text = lines.encode()
+        buffer = np.zeros(len(text) + _PADDING, np.uint8)
+        buffer[: len(text)] = np.frombuffer(text, np.uint8)
+        position = 0
+        while position < len(text):
+            parsed = self._parse(buffer, position, len(text))
+            if parsed.num_bad:
+                at, why = parsed.bad[0]
+                row = text.count(b"\n", 0, at) + first_row
+                raise UsageError(f"row {row:,} of the frame: {REASONS[why]}")
+            position = parsed.position
+            yield parsed.batch
+
+
+def _cell(name: str, value: Any) -> str:
+    """A value as a Criteo file has it."""
+    if value is None or (isinstance(value, float) and math.isnan(value)) or type(value).__name__ == "NAType":
+        return ""
+    if isinstance(value, float | np.floating) and float(value).is_integer():
+        value = int(value)  # a column of whole numbers, some of which are missing
+    if isinstance(value, int | np.integer) and name.startswith("C"):
+        raise UsageError(f"column {name!r} holds the number {value}: expected text, as it stands in the file")
+    text = str(value)
+    if "\t" in text or "\n" in text or "\r" in text:
+        raise UsageError(f"column {name!r} holds {text!r}: a field of Criteo's has no tab and no newline")
+    return text

@@ -1,0 +1,142 @@
+"""A saved model in this process: ``paceline.load("model/").predict(X)``."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch, Columns, open_dataset
+from paceline.errors import ModelError, UsageError
+from paceline.inference.arrays import ArrayReader
+from paceline.inference.frames import ColumnReader, CriteoReader, FrameReader, is_frame, list_names
+from paceline.launch import prepare_kernels
+from paceline.models.base import BIAS_KEY
+from paceline.models.prediction import Predictor
+from paceline.tables.types import Floats, Keys
+
+_BATCH = 4096
+
+
+def load(directory: str | os.PathLike[str]) -> LoadedModel:
+    """Load the model that ``paceline train --save`` wrote. Raises ModelError if the directory holds none."""
+    prepare_kernels()
+    return LoadedModel(Path(directory), Predictor(directory))
+
+
+class LoadedModel:
+    """A saved model, loaded by :func:`load`. It may be used from several threads; one waits for the other."""
+
+    def __init__(self, directory: Path, predictor: Predictor) -> None:
+        self.directory = directory
+        """Where it was loaded from."""
+        self._predictor = predictor
+        self._lock = threading.Lock()
+
+    @property
+    def kind(self) -> str:
+        """Which model it is; ``lr`` is a logistic regression."""
+        return self._predictor.model.name
+
+    @property
+    def format(self) -> str:
+        """The format of the data that it was trained on."""
+        return self._predictor.format
+
+    @property
+    def columns(self) -> Columns | None:
+        """The columns that it was trained on, of a CSV or Parquet file."""
+        return self._predictor.columns
+
+    @property
+    def num_features(self) -> int:
+        """How many features it knows, the bias aside."""
+        return max(len(self._predictor.stores[0]) - 1, 0)
+
+    def __repr__(self) -> str:
+        columns = self.columns
+        text = f"<LoadedModel {self.kind}: {self.num_features:,} features, trained on {self.format}"
+        if columns is not None:
+            parts = [("categorical", columns.categorical), ("numeric", columns.numeric)]
+            text += "".join(f", {kind}: {list_names(names)}" for kind, names in parts if names)
+        return f"{text}; from {self.directory}>"
+
+    def predict(self, X: Any, *, strict: bool = True) -> Floats:
+        """Return the probability of each example (float32 [n]), in order.
+
+        `X`: a data file's path, or a list of paths; a DataFrame of pandas or polars, or a dict of columns, for a model
+        of CSV, Parquet or Criteo data; a NumPy array or SciPy sparse matrix [n, columns], for a model of LIBSVM data,
+        where the number of a column is the key; or a list of rows, each a dict by column's name or by key. What it was
+        not trained with, a label for instance, is passed over in frames and dicts.
+
+        Raises UsageError for what does not fit the model. Malformed lines in files raise DataError; without `strict`
+        they are skipped, and get no prediction.
+        """
+        with self._lock:
+            predicted = [self._predictor.predict_batch(batch) for batch in self._batches(X, strict)]
+        found = np.concatenate(predicted) if predicted else np.empty(0, np.float32)
+        if not np.isfinite(found).all():
+            raise ModelError(
+                f"the model in {self.directory} gives predictions that are no numbers: its training diverged; train "
+                "again with a smaller --lr"
+            )
+        return found
+
+    def _batches(self, X: Any, strict: bool) -> Iterator[Batch]:
+        if isinstance(X, str | os.PathLike):
+            return self._file_batches([X], strict)
+        if isinstance(X, Mapping) or is_frame(X):
+            return self._frames.batches(X)
+        if isinstance(X, Sequence) and len(X):
+            if all(isinstance(each, str | os.PathLike) for each in X):
+                return self._file_batches(X, strict)
+            if all(isinstance(each, Mapping) for each in X):
+                return self._row_batches(X)
+        return self._arrays.batches(X)
+
+    def _file_batches(self, paths: Iterable[str | os.PathLike[str]], strict: bool) -> Iterator[Batch]:
+        with open_dataset([Path(path) for path in paths], self.format, self.columns, strict=strict) as dataset:
+            yield from dataset.batches(_BATCH)
+
+    def _row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
+        if self.format == "libsvm":
+            return self._arrays.row_batches(rows)
+        return self._frames.row_batches(rows)
+
+    @cached_property
+    def _arrays(self) -> ArrayReader:
+        if self.format != "libsvm":
+            raise UsageError(
+                f"an array has no names of columns, and the model was trained on {self.format}: pass a DataFrame, a "
+                "dict of columns, or the path of a file"
+            )
+        return ArrayReader(self._key_range())
+
+    @cached_property
+    def _frames(self) -> FrameReader:
+        if self.format == "criteo":
+            return CriteoReader()
+        if self.columns is None:
+            raise UsageError(
+                f"the model was trained on {self.format}, whose features are numbered: pass an array or a sparse "
+                "matrix instead of a frame, for example X.to_numpy()"
+            )
+        return ColumnReader(self.columns, from_text=self.format == "csv", is_known=self._is_known)
+
+    def _key_range(self) -> tuple[int, int] | None:
+        """Return the smallest and the largest key of a feature."""
+        ends = [(keys.min(), keys.max()) for keys in self._keys() if len(keys)]
+        return (int(min(low for low, _ in ends)), int(max(high for _, high in ends))) if ends else None
+
+    def _keys(self) -> Iterator[Keys]:
+        for keys, _ in self._predictor.stores[0].items():
+            yield keys[keys != BIAS_KEY]
+
+    def _is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        return self._predictor.stores[0].read_records(keys)[1]

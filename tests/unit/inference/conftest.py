@@ -1,0 +1,84 @@
+"""Models with made-up weights, saved as a training saves them, and the small files that they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.data import Columns, open_dataset
+from paceline.models.base import BIAS_KEY
+from paceline.ps import SGD, SparseStore, to_fields
+from paceline.storage.model_directory import save_model
+from paceline.tables.initializers import Zeros
+from paceline.tables.spec import TableSpec
+
+Write = Callable[..., Path]
+
+CSV = """label,site,age,device
+1,news,31.5,phone
+0,shop,,tablet
+1,news,7,
+0,42,2.25,phone
+"""
+LIBSVM = "1 1:0.5 3:1\n-1 2:1.25 3:-1\n1 5:1\n"
+CRITEO_FIELDS = [*(str(number) for number in range(1, 13)), "", *(f"{number:08x}" for number in range(25)), ""]
+
+
+def criteo_lines() -> str:
+    return "".join(f"{row % 2}\t" + "\t".join([str(row), *CRITEO_FIELDS[1:]]) + "\n" for row in range(12))
+
+
+def write_model(directory: Path, data: Path, format: str, columns: Columns | None = None) -> Path:
+    """Save a logistic regression that knows every key of the data, with weights that depend on the key."""
+    with open_dataset(data, format, columns) as dataset:
+        columns = dataset.columns
+        keys = np.unique(np.concatenate([np.array([BIAS_KEY]), *(batch.keys for batch in dataset.batches(1000))]))
+    store = SparseStore(dim=1, rule=SGD(lr=1.0))
+    store.push(keys, np.random.default_rng(1).standard_normal(len(keys), np.float32))
+    spec = TableSpec(name="lr", kind="sparse", update=to_fields(SGD(lr=1.0)), initializer=to_fields(Zeros()), dim=1)
+    described: dict[str, Any] = {"kind": "lr", "finished": True, "format": format, "columns": None}
+    if columns is not None:
+        named = {"label": columns.label, "categorical": columns.categorical, "numeric": columns.numeric}
+        described["columns"] = named
+    save_model(directory, [(spec, store.items())], described)
+    return directory
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> Path:
+    file = tmp_path / "data.csv"
+    file.write_text(CSV)
+    return file
+
+
+@pytest.fixture
+def libsvm(tmp_path: Path) -> Path:
+    file = tmp_path / "data.svm"
+    file.write_text(LIBSVM)
+    return file
+
+
+@pytest.fixture
+def criteo(tmp_path: Path) -> Path:
+    file = tmp_path / "data.tsv"
+    file.write_text(criteo_lines())
+    return file
+
+
+@pytest.fixture
+def csv_model(tmp_path: Path, csv: Path) -> Path:
+    return write_model(tmp_path / "model", csv, "csv", Columns("label", ("site", "device"), ("age",)))
+
+
+@pytest.fixture
+def libsvm_model(tmp_path: Path, libsvm: Path) -> Path:
+    return write_model(tmp_path / "model", libsvm, "libsvm")
+
+
+@pytest.fixture
+def criteo_model(tmp_path: Path, criteo: Path) -> Path:
+    return write_model(tmp_path / "model", criteo, "criteo")

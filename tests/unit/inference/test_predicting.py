@@ -1,0 +1,212 @@
+"""What a loaded model predicts does not depend on how it is given the data; what does not fit is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline.errors import DataError, ModelError, UsageError
+from paceline.inference.frames import CRITEO_NAMES
+
+from .conftest import CRITEO_FIELDS, write_model
+
+COLUMNS: dict[str, list[Any]] = {
+    "site": ["news", "shop", "news", "42"],
+    "age": [31.5, None, 7, 2.25],
+    "device": ["phone", "tablet", None, "phone"],
+}
+DENSE = np.array([[0, 0.5, 0, 1, 0, 0], [0, 0, 1.25, -1, 0, 0], [0, 0, 0, 0, 0, 1]])
+
+
+class Frame:
+    """As much of a DataFrame as is asked for."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self._columns = columns
+        self.columns = list(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name]
+
+
+def rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+class TestColumns:
+    def test_frames_dicts_and_rows_are_predicted_as_their_file(self, csv_model: Path, csv: Path) -> None:
+        model = paceline.load(csv_model)
+        expected = model.predict(csv)
+        assert expected.dtype == np.float32
+        assert len(set(expected.tolist())) == 4
+        for given in (COLUMNS, Frame({"label": [1, 0, 1, 0], **COLUMNS}), rows_of(COLUMNS), [csv]):
+            np.testing.assert_array_equal(model.predict(given), expected)
+        with_nan = {**COLUMNS, "age": np.array([31.5, np.nan, 7, 2.25])}
+        np.testing.assert_array_equal(model.predict(with_nan), expected)
+        as_text = {**COLUMNS, "age": ["31.5", "", "7", "2.25"]}
+        np.testing.assert_array_equal(model.predict(as_text), expected)
+
+    @pytest.mark.parametrize("package", ["pandas", "polars"])
+    def test_frames_of_packages(self, csv_model: Path, csv: Path, package: str) -> None:
+        frame = pytest.importorskip(package).DataFrame(COLUMNS)
+        model = paceline.load(csv_model)
+        np.testing.assert_array_equal(model.predict(frame), model.predict(csv))
+
+    def test_parquet(self, tmp_path: Path) -> None:
+        arrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        table = arrow.table(
+            {"label": [1, 0, 1], "shop": [3, 4, 3], "rate": [0.5, 2.0, None], "new": [True, False, True]}
+        )
+        parquet.write_table(table, tmp_path / "data.parquet")
+        columns = paceline.data.Columns("label", ("shop", "rate", "new"))
+        model = paceline.load(write_model(tmp_path / "model", tmp_path / "data.parquet", "parquet", columns))
+        expected = model.predict(tmp_path / "data.parquet")
+        np.testing.assert_array_equal(model.predict(table), expected)
+        np.testing.assert_array_equal(model.predict({name: table[name] for name in columns.categorical}), expected)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"site": None}, "no column site: the model was trained with site, device, age; the frame has age, device"),
+            ({"site": ["news"]}, "different lengths: {'site': 1"),
+            ({"site": [1.5, 2.0, 3.0, 4.0]}, "'site' is categorical, and double here: pass text"),
+            ({"site": [True, False, True, True]}, "'site' is categorical, and bool here"),
+            ({"site": [object(), 1, 2, 3]}, "'site' is no column of text or numbers"),
+            ({"age": [1.0, np.inf, 2.0, 3.0]}, "row 1 of the frame: its column 'age' is not a finite number"),
+            ({"age": ["1", "x", "2", "3"]}, "row 1 of the frame: its column 'age' is not a finite number"),
+            ({"age": [b"1", b"2", b"3", b"4"]}, "'age' is numeric, and binary here"),
+        ],
+    )
+    def test_unfit_columns_are_refused(self, csv_model: Path, change: dict[str, Any], message: str) -> None:
+        columns = {name: column for name, column in {**COLUMNS, **change}.items() if column is not None}
+        with pytest.raises(UsageError) as raised:
+            paceline.load(csv_model).predict(columns)
+        assert message in str(raised.value)
+
+    def test_a_row_without_a_column_is_named(self, csv_model: Path) -> None:
+        rows = rows_of(COLUMNS)
+        del rows[2]["age"]
+        with pytest.raises(UsageError, match="row 2 has no 'age': expected site, device, age; a missing value is None"):
+            paceline.load(csv_model).predict(rows)
+
+    def test_a_column_of_which_nothing_is_known_is_told(self, csv_model: Path) -> None:
+        strange = {"site": ["News"] * 300, "age": [1.0] * 300, "device": ["phone"] * 300}
+        with pytest.warns(UserWarning, match="none of the first 256 values of column 'site', such as 'News'"):
+            paceline.load(csv_model).predict(strange)
+
+    def test_arrays_have_no_names(self, csv_model: Path) -> None:
+        with pytest.raises(UsageError, match="no names of columns, and the model was trained on csv"):
+            paceline.load(csv_model).predict(DENSE)
+
+
+class TestNumberedFeatures:
+    def test_arrays_and_rows_are_predicted_as_their_file(self, libsvm_model: Path, libsvm: Path) -> None:
+        model = paceline.load(str(libsvm_model))
+        expected = model.predict(str(libsvm))
+        rows = [{"1": 0.5, "3": 1}, {2: 1.25, 3: -1}, {"5": 1.0}]
+        for given in (DENSE, DENSE.astype(np.float32), DENSE.tolist(), rows, np.asfortranarray(DENSE)):
+            np.testing.assert_array_equal(model.predict(given), expected)
+        assert model.predict(np.zeros((0, 6))).shape == (0,)
+
+    def test_sparse_matrices(self, libsvm_model: Path, libsvm: Path) -> None:
+        sparse = pytest.importorskip("scipy.sparse")
+        model = paceline.load(libsvm_model)
+        expected = model.predict(libsvm)
+        for given in (sparse.csr_matrix(DENSE), sparse.csc_array(DENSE), sparse.coo_array(DENSE)):
+            np.testing.assert_array_equal(model.predict(given), expected)
+        twice = sparse.csr_array((np.full(8, 0.5), np.array([1, 1] * 4), np.array([0, 8])), shape=(1, 6))
+        np.testing.assert_array_equal(model.predict(twice), model.predict([[0, 4, 0, 0, 0, 0]]))
+
+    def test_many_rows_are_taken_in_pieces(self, libsvm_model: Path) -> None:
+        model = paceline.load(libsvm_model)
+        many = model.predict(np.tile(DENSE, (5000, 1)))
+        np.testing.assert_array_equal(many, np.tile(model.predict(DENSE), 5000))
+
+    @pytest.mark.parametrize(
+        ("X", "message"),
+        [
+            (
+                DENSE[0],
+                "shape (6,): expected two dimensions, examples by columns; a single example is X.reshape(1, -1)",
+            ),
+            (
+                DENSE[:, :5],
+                "0 to 4, and the model knows keys from 1 to 5: the keys begin at 1, so load",
+            ),
+            (DENSE[:, :3], "X has 3 columns, 0 to 2, and the model knows keys from 1 to 5; the number of a column"),
+            (DENSE.astype(str), "X has dtype <U32: expected numbers"),
+            (np.where(DENSE == 1.25, np.nan, DENSE), "X has nan in row 1, column 2: expected finite numbers"),
+            (np.where(DENSE == 1.25, 1e39, DENSE), "X has 1e+39 in row 1, column 2"),
+            ([[1, 2], [3]], "X is a list that is no array of numbers"),
+            (None, "X is None: expected an array"),
+            ({"a": [1]}, "trained on libsvm, whose features are numbered: pass an array"),
+            ([{"x": 1}], "row 0 has the key 'x': expected a whole number from 0 to 2^64 - 1"),
+            ([{1: 1}, {-1: 1}], "row 1 has the key -1"),
+            ([{1: "1"}], "row 0, key 1: the value is '1', expected a number"),
+            ([{1: np.inf}], "X has inf in row 0, column 1"),
+        ],
+    )
+    def test_unfit_arrays_are_refused(self, libsvm_model: Path, X: Any, message: str) -> None:
+        with pytest.raises(UsageError) as raised:
+            paceline.load(libsvm_model).predict(X)
+        assert message in str(raised.value)
+
+
+class TestCriteo:
+    def test_frames_and_rows_are_predicted_as_their_file(self, criteo_model: Path, criteo: Path) -> None:
+        model = paceline.load(criteo_model)
+        columns: dict[str, Any] = {
+            name: [value or None] * 12 for name, value in zip(CRITEO_NAMES, CRITEO_FIELDS, strict=True)
+        }
+        columns["I1"] = np.arange(12)
+        columns["I2"] = np.full(12, 2.0)
+        expected = model.predict(criteo)
+        np.testing.assert_array_equal(model.predict(columns), expected)
+        np.testing.assert_array_equal(model.predict(rows_of(columns)[3:5]), expected[3:5])
+        for change, message in (
+            ({"I5": ["x"] * 12}, "row 0 of the frame: "),
+            ({"C5": [5] * 12}, "'C5' holds the number 5: expected text"),
+            ({"C5": ["a\tb"] * 12}, "'C5' holds 'a\\tb'"),
+        ):
+            with pytest.raises(UsageError) as raised:
+                model.predict({**columns, **change})
+            assert message in str(raised.value)
+
+
+def test_what_a_model_says_of_itself(csv_model: Path, tmp_path: Path) -> None:
+    model = paceline.load(csv_model)
+    text = "lr: 7 features, trained on csv, categorical: site, device, numeric: age; from"
+    assert repr(model) == f"<LoadedModel {text} {csv_model}>"
+    assert (model.kind, model.format, model.num_features, model.directory) == ("lr", "csv", 7, csv_model)
+    assert model.columns is not None
+    assert model.columns.numeric == ("age",)
+    with pytest.raises(ModelError, match="holds no model"):
+        paceline.load(tmp_path)
+
+
+def test_malformed_lines_are_an_error_unless_they_may_be_skipped(libsvm_model: Path, tmp_path: Path) -> None:
+    model = paceline.load(libsvm_model)
+    file = tmp_path / "bad.svm"
+    file.write_text("1 1:0.5\n1 x:1\n1 3:1\n")
+    with pytest.raises(DataError, match="line 2 is malformed"):
+        model.predict(file)
+    assert len(model.predict(file, strict=False)) == 2
+
+
+def test_importing_paceline_is_quick() -> None:
+    code = (
+        "import sys, paceline; import paceline.errors\n"
+        "sys.exit(bool({'numba', 'numpy', 'torch', 'pandas', 'pyarrow', 'sklearn', 'scipy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
