@@ -13,15 +13,16 @@ import numpy.typing as npt
 class Batch:
     """Labelled sparse examples in compressed rows.
 
-    `labels` float32 [n], each 0 or 1; `indptr` int64 [n+1]: row i has the pairs ``indptr[i]`` to
-    ``indptr[i+1]``, and ``indptr[0]`` is 0; `keys` uint64 [pairs]; `values` float32 [pairs], or None where
-    every value is 1.
+    `labels` float32 [n], each 0 or 1 unless numbers were asked for; `indptr` int64 [n+1]: row i has the pairs
+    ``indptr[i]`` to ``indptr[i+1]``, and ``indptr[0]`` is 0; `keys` uint64 [pairs]; `values` float32 [pairs], or None
+    where every value is 1; `weights` float32 [n], how often each row counts, or None where all count once.
     """
 
     labels: npt.NDArray[np.float32]
     indptr: npt.NDArray[np.int64]
     keys: npt.NDArray[np.uint64]
     values: npt.NDArray[np.float32] | None = None
+    weights: npt.NDArray[np.float32] | None = None
 
     @property
     def num_examples(self) -> int:
@@ -37,6 +38,7 @@ class Batch:
             indptr - first if first else indptr,
             self.keys[first:last],
             None if self.values is None else self.values[first:last],
+            None if self.weights is None else self.weights[start:stop],
         )
 
     @staticmethod
@@ -54,17 +56,21 @@ class Batch:
             pair += len(batch.keys)
         values = None
         if any(batch.values is not None for batch in batches):
-            values = np.concatenate([_values_of(batch) for batch in batches])
+            values = np.concatenate([_or_ones(batch.values, len(batch.keys)) for batch in batches])
+        weights = None
+        if any(batch.weights is not None for batch in batches):
+            weights = np.concatenate([_or_ones(batch.weights, batch.num_examples) for batch in batches])
         return Batch(
             np.concatenate([batch.labels for batch in batches]),
             indptr,
             np.concatenate([batch.keys for batch in batches]),
             values,
+            weights,
         )
 
 
-def _values_of(batch: Batch) -> npt.NDArray[np.float32]:
-    return np.ones(len(batch.keys), np.float32) if batch.values is None else batch.values
+def _or_ones(array: npt.NDArray[np.float32] | None, count: int) -> npt.NDArray[np.float32]:
+    return np.ones(count, np.float32) if array is None else array
 
 
 def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:

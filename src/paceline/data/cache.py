@@ -4,7 +4,7 @@ One file per shard, written aside and renamed when the shard was read to its end
 little-endian arrays, each at a multiple of 64 bytes::
 
     per block   labels float32 [n]; indptr int64 [n+1] unless all rows are as wide; keys uint64;
-                values float32, or nothing
+                values float32, or nothing; weights float32 [n], or nothing
     footer      JSON: the shard's identity, the blocks, the bad lines
     trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic (8 bytes)
 
@@ -34,7 +34,7 @@ import numpy.typing as npt
 from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"PACELINE"
 TRAILER = struct.Struct("<QII8s")
 _ALIGNMENT = 64
@@ -113,13 +113,16 @@ class CacheWriter:
         width = num_pairs // num_rows
         if not np.array_equal(batch.indptr, np.arange(num_rows + 1, dtype=np.int64) * width):
             width = _RAGGED
-        self._blocks.append([self._file.tell(), num_rows, num_pairs, width, int(batch.values is not None)])
+        has_values, has_weights = batch.values is not None, batch.weights is not None
+        self._blocks.append([self._file.tell(), num_rows, num_pairs, width, int(has_values), int(has_weights)])
         self._write_array(batch.labels)
         if width == _RAGGED:
             self._write_array(batch.indptr)
         self._write_array(batch.keys)
         if batch.values is not None:
             self._write_array(batch.values)
+        if batch.weights is not None:
+            self._write_array(batch.weights)
 
     def commit(self, num_shards: int | None) -> None:
         """The shard is complete: give the file its name."""
@@ -202,7 +205,9 @@ class _Sections:
         self._mapped = mapped
         self._at = 0
 
-    def block(self, at: int, num_rows: int, num_pairs: int, width: int, has_values: int) -> Batch | None:
+    def block(
+        self, at: int, num_rows: int, num_pairs: int, width: int, has_values: int, has_weights: int
+    ) -> Batch | None:
         limit = len(self._mapped)
         if not all(_is_count(each) and each <= limit for each in (at, num_rows, num_pairs)) or at % _ALIGNMENT:
             return None
@@ -217,7 +222,8 @@ class _Sections:
         else:
             return None
         keys = self._take(np.uint64, num_pairs)
-        return Batch(labels, indptr, keys, self._take(np.float32, num_pairs) if has_values else None)
+        values = self._take(np.float32, num_pairs) if has_values else None
+        return Batch(labels, indptr, keys, values, self._take(np.float32, num_rows) if has_weights else None)
 
     def _take(self, dtype: Any, count: int) -> npt.NDArray[Any]:
         array = np.frombuffer(self._mapped, dtype, count, self._at)

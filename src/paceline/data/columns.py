@@ -25,7 +25,7 @@ _LABEL_WORDS = {"true": 1.0, "false": 0.0}
 class Columns:
     """The columns of a csv or parquet file that are read.
 
-    `label`: positive where it is a number above 0 or true; `categorical`: each value, as text, is a feature
+    `label`: a number, or true and false; `categorical`: each value, as text, is a feature
     with value 1, a missing one a feature too; `numeric`: each column is one feature whose value is the
     number; a missing one is left out of the row.
     """
@@ -132,14 +132,13 @@ class Converter:
                 present[:, at] = ~missing
                 good &= ok
                 faults.append((name, ok))
-        labels = (label > 0).astype(np.float32)
         if good.all() and present.all():
             indptr = np.arange(0, num_rows * width + 1, width, dtype=np.int64)
-            return Converted(Batch(labels, indptr, keys.reshape(-1), _flat(values)), 0)
+            return Converted(Batch(label, indptr, keys.reshape(-1), _flat(values)), 0)
         present &= good[:, np.newaxis]
         indptr = np.zeros(int(good.sum()) + 1, np.int64)
         np.cumsum(present.sum(axis=1)[good], out=indptr[1:])
-        batch = Batch(labels[good], indptr, keys[present], None if values is None else values[present])
+        batch = Batch(label[good], indptr, keys[present], None if values is None else values[present])
         bad_rows = np.flatnonzero(~good)
         bad = [self._describe(record_batch, int(row), first_row, faults) for row in bad_rows[:NUM_KEPT]]
         return Converted(batch, len(bad_rows), bad)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
@@ -22,7 +24,9 @@ MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 16 << 20
 _SHARDS_WANTED = 64
 _GZIP_RATIO = 3  # click logs shrink to about a third
-_SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir")
+_SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
+LABELS = ("clicks", "numbers")
+"""What labels are read as: 1 where a label is above 0 and 0 elsewhere, or the numbers as they stand."""
 _MAX_IDLE = 4  # readers that wait, each with an open file
 
 Spec = dict[str, str | int | bool | list[str]]
@@ -36,6 +40,7 @@ def open_dataset(
     shard_bytes: int | None = None,
     strict: bool = False,
     cache_dir: str | Path | None = None,
+    labels: str = "clicks",
 ) -> Dataset:
     """Open data files, all of one format and read in this order, as a :class:`Dataset`.
 
@@ -43,7 +48,7 @@ def open_dataset(
     content. `columns` is for csv and parquet, and guessed by names and types if None. `shard_bytes` is the
     size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
     MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
-    parsed shards for later passes.
+    parsed shards for later passes. `labels`: ``clicks`` are 1 above 0 and 0 elsewhere, ``numbers`` as they stand.
 
     :exc:`DataError` for a file that is missing, empty, unreadable or of no known format; :exc:`UsageError`
     for arguments that do not fit each other, and where pyarrow is needed and missing.
@@ -58,13 +63,15 @@ def open_dataset(
         format = detect_format(files[0])
     elif format not in FORMATS:
         raise UsageError(f"'{format}' is no format: choose one of {', '.join(FORMATS)}")
+    if labels not in LABELS:
+        raise UsageError(f"labels={labels!r}: expected one of {', '.join(LABELS)}")
     if shard_bytes is None:
         total = sum(size * (_GZIP_RATIO if is_gzip_name(file) else 1) for file, size in zip(files, sizes, strict=True))
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     elif shard_bytes < 1:
         raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
     columns = _columns_for(files, format, columns)
-    return Dataset(files, format, columns, shard_bytes, strict, None if cache_dir is None else Path(cache_dir))
+    return Dataset(files, format, columns, shard_bytes, strict, None if cache_dir is None else Path(cache_dir), labels)
 
 
 def _columns_for(files: list[str], format: str, columns: Columns | None) -> Columns | None:
@@ -105,6 +112,7 @@ def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:
         content["shard_bytes"],
         content["strict"],
         Path(cache_dir) if cache_dir else None,
+        content["labels"],
     )
 
 
@@ -124,12 +132,14 @@ class Dataset(Closing):
         shard_bytes: int,
         strict: bool,
         cache_dir: Path | None,
+        labels: str,
     ) -> None:
         self.files = tuple(files)
         self.format = format
         self.columns = columns
         self.shard_bytes = shard_bytes
         self.strict = strict
+        self.labels = labels
         self.cache_error: str | None = None
         """Why caching stopped, as when the disk is full; reading goes on without."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
@@ -206,9 +216,16 @@ class Dataset(Closing):
             "shard_bytes": self.shard_bytes,
             "strict": self.strict,
             "cache_dir": "" if self._cache_dir is None else str(self._cache_dir),
+            "labels": self.labels,
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
+        for block in self._blocks_as_stored(file, shard):
+            if self.labels == "clicks" and self.format != "criteo":  # which has no others
+                np.greater(block.labels, 0, out=block.labels)
+            yield block
+
+    def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:
         self._log.begin(file, shard)
         if self._cache is not None:
             cached = self._cache.load(self.files[file], shard)
@@ -273,7 +290,9 @@ class Dataset(Closing):
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:
             return None
-        identity = {name: value for name, value in self.spec().items() if name not in ("files", "strict", "cache_dir")}
+        identity = {
+            name: value for name, value in self.spec().items() if name not in ("files", "strict", "cache_dir", "labels")
+        }
         try:
             return ShardCache(self._cache_dir, identity)
         except OSError as error:

@@ -22,7 +22,7 @@ class ShardReader(Protocol):
     """None as long as it is unknown."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """The shard's rows in batches of the reader's own size; none behind the end."""
+        """The shard's rows in batches of the reader's own size, labels as the file has them; none behind the end."""
 
     def close(self) -> None:
         """Close the file."""

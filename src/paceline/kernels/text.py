@@ -308,7 +308,7 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
             ones = ones and value == 1.0
             pair += 1
         if why == 0:
-            labels[rows] = 1.0 if np.float32(label) > 0.0 else 0.0
+            labels[rows] = np.float32(label)
             rows += 1
             pairs = pair
             indptr[rows] = pairs

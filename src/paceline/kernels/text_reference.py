@@ -174,7 +174,7 @@ def libsvm_line(line: bytes) -> tuple[float, list[int], list[float]] | int | Non
             return BAD_VALUE
         keys.append(int(index))
         values.append(value)
-    return float(np.float32(label) > 0), keys, values
+    return float(np.float32(label)), keys, values
 
 
 def parse_float(text: bytes) -> float | None:

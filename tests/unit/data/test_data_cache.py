@@ -300,3 +300,35 @@ def test_numbers_that_no_file_has(tmp_path: Path, part: str, value: Any) -> None
     assert cache.load(str(source), 0) is not None
     path.write_bytes(text + TRAILER.pack(len(text), zlib.crc32(text), VERSION, b"PACELINE"))
     assert cache.load(str(source), 0) is None
+
+
+def test_labels_are_read_as_clicks_or_as_numbers(tmp_path: Path, folder: Path) -> None:
+    """From one cache, which has them as they stand."""
+    path = tmp_path / "x.svm"
+    path.write_text("-1 1:1\n2.5 1:1\n0 1:1\n0.5 1:2\n")
+    expected = {"clicks": [0, 1, 0, 1], "numbers": [-1, 2.5, 0, 0.5]}
+    for labels in ("clicks", "numbers", "numbers", "clicks"):
+        with open_dataset(path, cache_dir=folder, labels=labels) as dataset:
+            assert read(dataset).labels.tolist() == expected[labels]
+            assert [batch.labels.tolist() for batch in dataset.batches(4)] == [expected[labels]]
+    assert len(list(folder.iterdir())) == 1
+    with pytest.raises(UsageError, match="labels='words': expected one of clicks, numbers"):
+        open_dataset(path, labels="words")
+
+
+def test_weights_are_kept(tmp_path: Path, folder: Path, source: Path) -> None:
+    batch = Batch(
+        np.zeros(2, np.float32), np.array([0, 1, 2]), np.ones(2, np.uint64), weights=np.array([1, 2.5], np.float32)
+    )
+    cache = ShardCache(folder, {"format": "x"})
+    writer = cache.writer(str(source), 0)
+    writer.append(batch)
+    writer.commit(1)
+    found = cache.load(str(source), 0)
+    assert found is not None
+    assert found.blocks[0].weights is not None
+    assert found.blocks[0].weights.tolist() == [1, 2.5]
+    unweighted = Batch(batch.labels[:1], np.array([0, 1]), batch.keys[:1])
+    joined = Batch.concatenate([batch.slice(1, 2), unweighted])
+    assert joined.weights is not None
+    assert joined.weights.tolist() == [2.5, 1]

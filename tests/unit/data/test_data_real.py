@@ -41,7 +41,7 @@ def test_criteo(real_data: Path) -> None:
     [("a9a/a9a", 32_561, 123), ("a9a/a9a.t", 16_281, 122), ("agaricus/agaricus.txt.train", 6_513, 126)],
 )
 def test_libsvm(real_data: Path, name: str, rows: int, keys: int) -> None:
-    with open_dataset(real_data / name, shard_bytes=100_000) as dataset:
+    with open_dataset(real_data / name, shard_bytes=100_000, labels="numbers") as dataset:
         assert dataset.format == "libsvm"
         shards = dataset.num_shards(0)
         assert shards is not None
