@@ -174,3 +174,41 @@ def test_two_trainings_at_once(paceline: Commands, click_log: tuple[Path, Path],
     assert [result.status for result in results] == [0, 0]
     assert results[0].json["auc"] == results[1].json["auc"]
     assert weights_of(tmp_path / "model0") == weights_of(tmp_path / "model1")
+
+
+def test_a_model_predicts_the_data_that_it_was_trained_on_and_no_other(paceline: Commands, tmp_path: Path) -> None:
+    """It remembers format and columns, also guessed ones; what it cannot predict is refused, or told."""
+    rows = [(i % 4 == 0, "ab"[i % 4 == 0], i % 7) for i in range(4000)]
+    (tmp_path / "train.csv").write_text("click,site,size\n" + "".join(f"{int(y)},{s},{n}\n" for y, s, n in rows))
+    (tmp_path / "swapped.csv").write_text("size;site;click\n" + "".join(f"{n};{s};{int(y)}\n" for y, s, n in rows))
+    table = {"site": [s for _, s, _ in rows], "size": [n for _, _, n in rows], "click": [y for y, _, _ in rows]}
+    pyarrow.parquet.write_table(pa.table(table), tmp_path / "train.parquet")
+    paceline.succeed("train", "train.csv", "-q", "--workers", "1", "--epochs", "1", "--save", "model")
+    right = paceline.succeed("predict", "model", "train.csv")
+    for same in ("swapped.csv", "train.parquet"):
+        assert paceline.succeed("predict", "model", same).out == right.out
+
+    (tmp_path / "other.csv").write_text("click,place\n1,a\n0,b\n")
+    (tmp_path / "other.svm").write_text("1 3:1\n0 4:1\n" * 9)
+    for other, said in (
+        ("other.csv", "has no column 'site': its columns are click, place; the model in model needs click, site, size"),
+        ("other.svm", "looks like libsvm, and the model in model was trained on csv, whose features are others"),
+    ):
+        refused = paceline.run("predict", "model", other)
+        assert (refused.status, refused.out) == (1, "")
+        assert said in refused.err
+        assert refused.err.count("\n") == 1
+
+    (tmp_path / "new.csv").write_text("click,site,size\n" + "0,unheard,\n" * 9)
+    unknown = paceline.succeed("predict", "model", "new.csv").err
+    assert "no feature of this data occurs in the model" in unknown
+    assert "no AUC (all labels are negative)" in unknown
+
+
+def test_a_training_that_learns_nothing_says_so(paceline: Commands, tmp_path: Path) -> None:
+    lines = "".join(f"{i * 7919 % 101 % 2},{i}\n" for i in range(3000))
+    (tmp_path / "noise.csv").write_text("click,id\n" + lines)
+    how = ["--label", "click", "--categorical", "id", "--workers", "1", "-q", "--epochs", "1", "--lr", "1"]
+    trained = paceline.succeed("train", "noise.csv", *how)
+    assert "nothing was learned: the log loss, " in trained.err
+    assert "is no better than 0.69" in trained.err

@@ -7,9 +7,10 @@ something is read. ``write_click_log(path)`` makes a log up whose best possible 
 
 from paceline.data.bad_lines import BadLine, BadLines
 from paceline.data.batch import Batch
-from paceline.data.columns import Columns
-from paceline.data.dataset import Dataset, Spec, open_dataset, open_spec
-from paceline.data.formats import FORMATS, detect_format
+from paceline.data.columns import Columns, find_label
+from paceline.data.dataset import Dataset, Spec, column_names, open_dataset, open_spec
+from paceline.data.formats import COLUMN_FORMATS, FORMATS, detect_format
+from paceline.data.sampling import describe_not_binary, sample_labels
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
 
@@ -17,15 +18,20 @@ __all__ = [
     "BadLine",
     "BadLines",
     "Batch",
+    "COLUMN_FORMATS",
     "ClickLogSpec",
     "ClickLogTruth",
     "Columns",
     "Dataset",
     "FORMATS",
     "Spec",
+    "column_names",
+    "describe_not_binary",
     "detect_format",
+    "find_label",
     "line_number",
     "open_dataset",
     "open_spec",
+    "sample_labels",
     "write_click_log",
 ]

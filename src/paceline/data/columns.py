@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,15 @@ class Columns:
             if names.count(name) > 1:
                 raise UsageError(f"column '{name}' is named twice: a column is label, categorical or numeric")
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
+        """The columns that :meth:`to_fields` described."""
+        return cls(fields["label"], tuple(fields["categorical"]), tuple(fields["numeric"]))
+
+    def to_fields(self) -> dict[str, Any]:
+        """These columns as JSON and msgpack can carry them."""
+        return {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
+
     @property
     def names(self) -> list[str]:
         """All the columns, in the order in which they are read."""
@@ -67,15 +76,21 @@ def import_arrow() -> Any:
     return pyarrow
 
 
-def guess_columns(path: str, schema: Any) -> Columns:
-    """Columns for a schema when none are given: label by its name, numbers numeric, the rest categorical."""
-    types = import_arrow().types
-    label = next((name for name in LABEL_NAMES if name in schema.names), None)
+def find_label(path: str, names: Sequence[str]) -> str:
+    """The column that holds the label when none is given, by its name."""
+    label = next((name for name in LABEL_NAMES if name in names), None)
     if label is None:
         raise UsageError(
             f"{path} has no column named {', '.join(LABEL_NAMES)}, so say which is the label: "
-            f"its columns are {', '.join(schema.names)}"
+            f"its columns are {', '.join(names)}"
         )
+    return label
+
+
+def guess_columns(path: str, schema: Any) -> Columns:
+    """Columns for a schema when none are given: label by its name, numbers numeric, the rest categorical."""
+    types = import_arrow().types
+    label = find_label(path, schema.names)
     categorical: list[str] = []
     numeric: list[str] = []
     for column in schema:

@@ -14,7 +14,8 @@ from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
 from paceline.data.cache import CacheWriter, ShardCache
-from paceline.data.columns import Columns, guess_columns, import_arrow
+from paceline.data.columns import LABEL_NAMES, Columns, guess_columns, import_arrow
+from paceline.data.dialect import read_dialect
 from paceline.data.formats import COLUMN_FORMATS, FORMATS, TEXT_FORMATS, detect_format
 from paceline.data.reader import ShardReader
 from paceline.data.streams import is_gzip_name, line_number, stat_file
@@ -79,18 +80,37 @@ def _columns_for(files: list[str], format: str, columns: Columns | None) -> Colu
         if columns is not None:
             raise UsageError(f"{format} has no columns to choose: leave columns out, or say csv or parquet")
         return None
-    import_arrow()
-    from paceline.data.tables import csv_schema, parquet_schema
-
-    if format == "parquet":
-        zipped = next((file for file in files if is_gzip_name(file)), None)
-        if zipped is not None:
-            raise UsageError(f"{zipped}: a parquet file is not read through gzip: unpack it")
-    schema = csv_schema(files[0]) if format == "csv" else parquet_schema(files[0])
     if columns is None:
-        return guess_columns(files[0], schema)
-    columns.check_in(files[0], schema.names)
+        columns = _guess_columns(files[0], format)
+    for file in files:
+        columns.check_in(file, column_names(file, format, columns.names))
     return columns
+
+
+def column_names(path: str, format: str, wanted: Sequence[str] = LABEL_NAMES) -> list[str]:
+    """The names of a csv or parquet file's columns; `wanted` are names that tell a csv file's header.
+
+    Columns of a parquet file that hold lists or structures have no name here: they are not read.
+    """
+    if format == "csv":
+        return list(read_dialect(path, wanted).names)
+    return [column.name for column in _parquet_schema(path) if not import_arrow().types.is_nested(column.type)]
+
+
+def _parquet_schema(path: str) -> Any:
+    from paceline.data.tables import parquet_schema
+
+    if is_gzip_name(path):
+        raise UsageError(f"{path}: a parquet file is not read through gzip: unpack it")
+    return parquet_schema(path)
+
+
+def _guess_columns(path: str, format: str) -> Columns:
+    import_arrow()
+    from paceline.data.tables import csv_schema
+
+    schema = csv_schema(path, read_dialect(path, LABEL_NAMES)) if format == "csv" else _parquet_schema(path)
+    return guess_columns(path, schema)
 
 
 def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:
@@ -99,10 +119,8 @@ def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:
     if missing:
         raise UsageError(f"the spec lacks {', '.join(missing)}: pass what Dataset.spec() returned")
     content: dict[str, Any] = dict(spec)
-    label, cache_dir = content["label"], content["cache_dir"]
-    columns = None
-    if label:
-        columns = Columns(label, tuple(content["categorical"]), tuple(content["numeric"]))
+    cache_dir = content["cache_dir"]
+    columns = Columns.from_fields(content) if content["label"] else None
     for file in content["files"]:
         stat_file(file)
     return Dataset(
@@ -206,13 +224,11 @@ class Dataset(Closing):
 
     def spec(self) -> Spec:
         """A plain description from which :func:`open_spec` opens the same dataset elsewhere."""
-        columns = self.columns
+        columns = {"label": "", "categorical": [], "numeric": []} if self.columns is None else self.columns.to_fields()
         return {
             "files": list(self.files),
             "format": self.format,
-            "label": "" if columns is None else columns.label,
-            "categorical": [] if columns is None else list(columns.categorical),
-            "numeric": [] if columns is None else list(columns.numeric),
+            **columns,
             "shard_bytes": self.shard_bytes,
             "strict": self.strict,
             "cache_dir": "" if self._cache_dir is None else str(self._cache_dir),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.data.bad_lines import shorten
+from paceline.data.dialect import BYTE_ORDER_MARK, HEAD_BYTES, NUMBER, guess_dialect
 from paceline.data.streams import read_head, stat_file
 from paceline.errors import DataError
 
@@ -15,12 +15,7 @@ FORMATS = ("criteo", "libsvm", "csv", "parquet")
 TEXT_FORMATS = ("criteo", "libsvm")
 COLUMN_FORMATS = ("csv", "parquet")
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-_HEAD_BYTES = 1 << 16
-_NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
-_LIBSVM = re.compile(rf"[ \t]*{_NUMBER}(?:[ \t]+(?:qid:[0-9]+|[0-9]+:{_NUMBER}))*[ \t]*(?:#.*)?")
-_IS_NUMBER = re.compile(_NUMBER)
+_LIBSVM = re.compile(rf"[ \t]*{NUMBER.pattern}(?:[ \t]+(?:qid:[0-9]+|[0-9]+:{NUMBER.pattern}))*[ \t]*(?:#.*)?")
 
 
 def detect_format(path: str | Path) -> str:
@@ -30,7 +25,7 @@ def detect_format(path: str | Path) -> str:
     """
     path = str(path)
     stat_file(path)
-    head, whole = read_head(path, _HEAD_BYTES)
+    head, whole = read_head(path, HEAD_BYTES)
     if head.startswith(b"PAR1"):
         return "parquet"
     lines = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace").split("\n")
@@ -43,7 +38,7 @@ def detect_format(path: str | Path) -> str:
         data = [line for line in lines if not line.lstrip().startswith("#")]
         if data and _share(data, _is_libsvm) > 0.5 and any(":" in line for line in data):
             return "libsvm"
-        if _is_csv(lines):
+        if guess_dialect("\n".join(lines)) is not None:
             return "csv"
     first = f"its first line is '{shorten(lines[0])}'" if lines else "it holds no line of text"
     raise DataError(f"{path} looks like none of {', '.join(FORMATS)}: {first}; if it is one, say so with --format")
@@ -59,18 +54,3 @@ def _is_criteo(line: str) -> bool:
 
 def _is_libsvm(line: str) -> bool:
     return _LIBSVM.fullmatch(line) is not None
-
-
-def _is_csv(lines: list[str]) -> bool:
-    """A header of two or more distinct names that are no numbers, and rows mostly as wide as it."""
-    try:
-        rows = list(csv.reader(lines[:200]))
-    except csv.Error:
-        return False
-    header = rows[0]
-    if len(header) < 2 or len(set(header)) < len(header):
-        return False
-    if any(not name.strip() or _IS_NUMBER.fullmatch(name.strip()) for name in header):
-        return False
-    rest = rows[1:]
-    return bool(rest) and sum(len(row) == len(header) for row in rest) * 2 > len(rest)

@@ -15,6 +15,7 @@ from typing import Any
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
 from paceline.data.columns import Columns, Converter, import_arrow
+from paceline.data.dialect import Dialect, read_dialect
 from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import DataError
@@ -53,12 +54,12 @@ class _File(io.RawIOBase):
         return bytes(memoryview(buffer)[: self.readinto(buffer)])
 
 
-def csv_schema(path: str) -> Any:
+def csv_schema(path: str, dialect: Dialect) -> Any:
     """The names and the guessed types of a csv file's columns."""
     stream = open_stream(path)
     try:
         with _arrow_errors(path, "csv"):
-            reader = _open_csv(path, stream, None, BLOCK_BYTES, [])
+            reader = _open_csv(path, stream, dialect, None, BLOCK_BYTES, [])
             schema = reader.schema
             reader.close()
     finally:
@@ -66,13 +67,15 @@ def csv_schema(path: str) -> Any:
     return schema
 
 
-def _open_csv(path: str, stream: ByteStream, columns: Columns | None, block_bytes: int, skipped: list[BadLine]) -> Any:
+def _open_csv(
+    path: str, stream: ByteStream, dialect: Dialect, columns: Columns | None, block_bytes: int, skipped: list[BadLine]
+) -> Any:
     """A streaming reader that puts the rows with too few or too many cells in `skipped`."""
     import_arrow()
     from pyarrow import csv
 
     def skip(row: Any) -> str:
-        reason = f"it has {row.actual_columns} cells where the header has {row.expected_columns}"
+        reason = f"it has {row.actual_columns} cells where the first row has {row.expected_columns}"
         skipped.append(BadLine(path, None, None, shorten(row.text), reason))
         return "skip"
 
@@ -83,8 +86,13 @@ def _open_csv(path: str, stream: ByteStream, columns: Columns | None, block_byte
         convert.check_utf8 = False
     return csv.open_csv(
         import_arrow().PythonFile(_File(stream), mode="r"),
-        read_options=csv.ReadOptions(block_size=block_bytes, use_threads=False),
-        parse_options=csv.ParseOptions(newlines_in_values=True, invalid_row_handler=skip),
+        read_options=csv.ReadOptions(
+            block_size=block_bytes,
+            use_threads=False,
+            column_names=list(dialect.names),
+            skip_rows_after_names=int(dialect.has_header),
+        ),
+        parse_options=csv.ParseOptions(delimiter=dialect.separator, newlines_in_values=True, invalid_row_handler=skip),
         convert_options=convert,
     )
 
@@ -144,9 +152,9 @@ class CsvReader:
         self._next_batch = self._next_row = 0
         self._skipped.clear()
         with _arrow_errors(self._path, "csv"):
-            names = csv_schema(self._path).names
-            self._columns.check_in(self._path, names)
-            self._csv = _open_csv(self._path, self._stream, self._columns, self._block_bytes, self._skipped)
+            dialect = read_dialect(self._path, self._columns.names)
+            self._columns.check_in(self._path, dialect.names)
+            self._csv = _open_csv(self._path, self._stream, dialect, self._columns, self._block_bytes, self._skipped)
 
     def _read(self) -> Any:
         with _arrow_errors(self._path, "csv"):
@@ -161,12 +169,13 @@ class CsvReader:
 
 def parquet_schema(path: str) -> Any:
     """The names and types of a parquet file's columns."""
-    with _open_parquet(path) as file:
+    with open_parquet(path) as file:
         return file.schema_arrow
 
 
 @contextmanager
-def _open_parquet(path: str) -> Iterator[Any]:
+def open_parquet(path: str) -> Iterator[Any]:
+    """A parquet file for the length of a ``with``; what is wrong with it is a DataError."""
     import_arrow()
     from pyarrow import parquet
 
@@ -181,7 +190,7 @@ class ParquetReader:
         self._path = path
         self._columns = columns
         self._converter = Converter(path, columns)
-        with _open_parquet(path) as file:
+        with open_parquet(path) as file:
             columns.check_in(path, file.schema_arrow.names)
             metadata = file.metadata
             self._first_rows = [0]
@@ -198,7 +207,7 @@ class ParquetReader:
             return
         row = self._first_rows[shard]
         names = self._columns.names
-        with _open_parquet(self._path) as file:
+        with open_parquet(self._path) as file:
             parts = file.iter_batches(_PARQUET_ROWS, row_groups=[shard], columns=names, use_threads=False)
             for record_batch in parts:
                 converted = self._converter.convert(record_batch.select(names), row)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
-from paceline.data.formats import BYTE_ORDER_MARK, detect_format
+from paceline.data.dialect import BYTE_ORDER_MARK
+from paceline.data.formats import detect_format
 from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import is_gzip_name, open_stream
 from paceline.errors import DataError

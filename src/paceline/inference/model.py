@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data import Batch, Columns, open_dataset
+from paceline.data import Batch, Columns
 from paceline.errors import ModelError, UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, CriteoReader, FrameReader, is_frame, list_names
@@ -101,7 +101,7 @@ class LoadedModel:
         return self._arrays.batches(X)
 
     def _file_batches(self, paths: Iterable[str | os.PathLike[str]], strict: bool) -> Iterator[Batch]:
-        with open_dataset([Path(path) for path in paths], self.format, self.columns, strict=strict) as dataset:
+        with self._predictor.open_data([Path(path) for path in paths], strict=strict) as dataset:
             yield from dataset.batches(_BATCH)
 
     def _row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:

@@ -35,7 +35,8 @@ class Evaluation(ABC):
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the names of the metrics."""
-        return tuple(field.name for field in dataclasses.fields(cls) if field.name != "examples")
+        fields = dataclasses.fields(cls)
+        return tuple(each.name for each in fields if each.name != "examples" and each.metadata.get("metric", True))
 
     def as_json(self) -> dict[str, float | None]:
         """Return the metrics by name; what is not finite, such as the AUC of examples that are all clicks, is None."""
@@ -44,7 +45,11 @@ class Evaluation(ABC):
 
     @abstractmethod
     def sentence(self) -> str:
-        """Return the metrics for people."""
+        """Return the metrics for people; one that these labels do not have is left out in words."""
+
+    def find_useless(self) -> str | None:
+        """Say so if the predictions are no better than always predicting the same, where that is known."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,19 +60,45 @@ class ClickEvaluation(Evaluation):
     log_loss: float
     calibration: float
     accuracy: float
+    positives: int = dataclasses.field(default=0, metadata={"metric": False})
 
     @override
     def sentence(self) -> str:
-        return (
-            f"AUC {self.auc:.4f}, log loss {self.log_loss:.4f}, calibration {self.calibration:.3f}, "
-            f"accuracy {self.accuracy:.4f}"
-        )
+        if 0 < self.positives < self.examples:
+            ranked, calibrated = f"AUC {self.auc:.4f}", f"calibration {self.calibration:.3f}, "
+        else:
+            ranked = f"no AUC (all labels are {'positive' if self.positives else 'negative'})"
+            calibrated = f"calibration {self.calibration:.3f}, " if self.positives else ""
+        return f"{ranked}, log loss {self.log_loss:.4f}, {calibrated}accuracy {self.accuracy:.4f}"
+
+    @override
+    def find_useless(self) -> str | None:
+        return find_useless(self.log_loss, self.positives, self.examples)
+
+
+def base_log_loss(positives: int, examples: int) -> float:
+    """The log loss of always predicting the share of positives: the entropy of the labels, in nats."""
+    shares = (positives / examples, 1 - positives / examples)
+    return -math.fsum(share * math.log(share) for share in shares if share > 0)
+
+
+def find_useless(log_loss: float, positives: int, examples: int) -> str | None:
+    """Say so if a log loss is no better than that of always predicting the share of positives."""
+    base = base_log_loss(positives, examples)
+    if base == 0 or log_loss < base:
+        return None
+    return (
+        f"the log loss, {log_loss:.4f}, is no better than {base:.4f}, that of always predicting the share of "
+        f"positives, {positives / examples:.4g}"
+    )
 
 
 def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> ClickEvaluation:
     """All the metrics of click probabilities at once."""
     y, p = _checked_probabilities(labels, probabilities)
-    return ClickEvaluation(len(y), _auc(y, p), _log_loss(y, p), _calibration(y, p), _accuracy(y, p, 0.5))
+    return ClickEvaluation(
+        len(y), _auc(y, p), _log_loss(y, p), _calibration(y, p), _accuracy(y, p, 0.5), int(np.count_nonzero(y))
+    )
 
 
 def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from paceline.data import Batch, Columns, Dataset
-from paceline.errors import ModelError, UsageError
+from paceline.data import (
+    COLUMN_FORMATS,
+    Batch,
+    Columns,
+    Dataset,
+    column_names,
+    detect_format,
+    find_label,
+    open_dataset,
+)
+from paceline.errors import DataError, ModelError, UsageError
+from paceline.kernels.text_reference import name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.registry import MODELS, read_model_settings
 from paceline.ps import SavedModel, read_model
@@ -34,12 +45,35 @@ class Predictor:
             raise ModelError(f"the model in {directory} is damaged: {error}") from None
         self.format = str(described["format"])
         columns = described.get("columns")
-        self.columns = None if columns is None else Columns(
-            columns["label"], tuple(columns["categorical"]), tuple(columns["numeric"])
-        )  # fmt: skip
+        self.columns = None if columns is None else Columns.from_fields(columns)
         self.stores = [saved.load_store(table.name) for table in self.model.tables]
         """The model's tables; the first has a row for each feature, and one for the bias."""
+        self.knows_some = False
+        """Whether any feature of what was predicted occurs in the model."""
+        self._directory = directory
         self._scratch = KeyScratch()
+
+    def open_data(self, paths: Sequence[str | Path], format: str | None = None, *, strict: bool = False) -> Dataset:
+        """Open data that the model can predict: of the format and with the columns that it was trained on.
+
+        A model of csv predicts parquet and the other way round. Raises DataError for other data.
+        """
+        for path in paths:
+            found = format or self._format_of(path)
+            if found != self.format and not {found, self.format} <= set(COLUMN_FORMATS):
+                raise DataError(
+                    f"{path} {'is said to be' if format else 'looks like'} {found}, and the model in {self._directory} "
+                    f"was trained on {self.format}, whose features are others: give it data of that format"
+                )
+        columns = self.columns
+        if columns is None and found in COLUMN_FORMATS:
+            columns = self._guess_columns(str(paths[0]), found)
+        try:
+            return open_dataset(paths, found, columns, strict=strict)
+        except UsageError as error:
+            if columns is None:
+                raise
+            raise DataError(f"{error}; the model in {self._directory} needs {', '.join(columns.names)}") from error
 
     def predict(self, dataset: Dataset) -> Iterator[tuple[Floats, Floats]]:
         """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]), in order, a batch at a time."""
@@ -52,8 +86,32 @@ class Predictor:
 
     def _predict(self, batch: Batch) -> tuple[Floats, Floats]:
         minibatch = self.model.prepare(batch, self._scratch)
+        if not self.knows_some:
+            self.knows_some = bool(self.stores[0].read_records(minibatch.keys[0][:-1])[1].any())
         weights = []
         for keys, store in zip(minibatch.keys, self.stores, strict=True):
             weights.append(np.empty((len(keys), store.dim), np.float32))
             store.pull(keys, weights[-1])
         return minibatch.labels, minibatch.predict(weights)
+
+    def _format_of(self, path: str | Path) -> str:
+        try:
+            return detect_format(path)
+        except DataError:
+            return self.format  # whose reader says what is wrong
+
+    def _guess_columns(self, path: str, format: str) -> Columns:
+        """The columns of a model that was saved when models did not remember guessed ones.
+
+        A numeric column has one feature, whose key is the hash of its name.
+        """
+        names = column_names(path, format)
+        label = find_label(path, names)
+        keys = np.array([name_seed(name) for name in names], np.uint64)
+        is_numeric = self.stores[0].read_records(keys)[1]
+        features = [(name, numeric) for name, numeric in zip(names, is_numeric.tolist(), strict=True) if name != label]
+        return Columns(
+            label,
+            tuple(name for name, numeric in features if not numeric),
+            tuple(name for name, numeric in features if numeric),
+        )

@@ -86,6 +86,7 @@ class _Counters:
     job: int
     examples: int = 0
     loss: float = 0.0
+    positives: int = 0
     bad_lines: int = 0
     start_bytes: tuple[int, int] = (0, 0)
     told: float = field(default_factory=time.monotonic)
@@ -96,6 +97,7 @@ class _Counters:
             "job": self.job,
             "examples": self.examples,
             "loss": self.loss,
+            "positives": self.positives,
             "bad_lines": self.bad_lines,
             "bytes": received + sent - sum(self.start_bytes),
         }
@@ -331,6 +333,7 @@ class _Pipeline:
             pushed = table.push(keys, gradient, tick=number == last, assume_unique=True)
         self._counters.examples += minibatch.num_examples
         self._counters.loss += loss
+        self._counters.positives += int(np.count_nonzero(minibatch.labels))
         if self._shards:
             self._unconfirmed.append((pushed, self._shards, self._counters.as_progress(self._client)))
             self._shards = []

@@ -26,6 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "garbage").write_bytes(bytes(range(256)) * 100)
     (tmp_path / "nolabel.csv").write_text("a,b,c\n" + "1,2,x\n" * 50)
     (tmp_path / "some.csv").write_text("label,b,c\n" + "1,2,x\n" * 50)
+    (tmp_path / "classes.csv").write_text("label;b\n" + "".join(f"{i % 3};x\n" for i in range(50)))
+    (tmp_path / "onetwo.svm").write_text("1 7:1\n2 8:1\n" * 50)
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "notes.txt").write_text("mine")
     return tmp_path
@@ -57,6 +59,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train nolabel.csv", 2, "so say which is the label"),
         ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
         ("train some.csv --numeric b", 2, "need --label"),
+        ("train classes.csv", 1, "classes.csv: labels are 0, 1 and 2, expected two: 0 and 1, or -1 and 1"),
+        ("train onetwo.svm", 1, "onetwo.svm: labels are 1 and 2, expected two"),
         ("train good.tsv --label y --numeric b", 2, "criteo has no columns to choose"),
         ("train good.tsv --format tsv", 2, "'tsv' is no format: choose one of criteo"),
         ("train good.tsv --consistency sometimes", 2, "expected 'sequential'"),
@@ -65,7 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --update newton", 2, "expected one of ftrl, sgd"),
         ("train good.tsv --update sgd --l1 1", 2, "sgd has no L1 penalty"),
         ("train good.tsv --lr -1", 2, "alpha"),
-        ("train good.tsv --model forest", 2, "there is one model, lr"),
+        ("train good.tsv --model forest", 2, "unknown model 'forest': expected one of lr"),
         ("train good.tsv --save good.tsv", 1, "there is a file of that name"),
         ("train good.tsv --save others", 1, "it holds other files"),
         ("train good.tsv --save good.tsv/model", 1, "good.tsv"),

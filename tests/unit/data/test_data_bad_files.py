@@ -43,6 +43,8 @@ def failure(path: Path, format: str | None = None, **options: bool) -> str:
         (b"1 qid:3 7:2\r\n", "x.csv", "libsvm"),
         (b"click,site\n1,a\n0,b\n", "x", "csv"),
         (b'click,site\n1,"a,b"\n0,b\n' * 9000, "x.gz", "csv"),
+        (b"click;site\n1;a,b\n0;c\n", "x", "csv"),
+        (b"1\t0.5\t3\n0\t0.25\t4\n", "x", "csv"),
         (b"PAR1....", "x", "parquet"),
     ],
 )
@@ -51,7 +53,8 @@ def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -
 
 
 @pytest.mark.parametrize(
-    "content", [b"once upon a time\n", b"1,2,3\n4,5,6\n", b"\0\1\2" * 99, b"\n\n", b"\xff\xfe" * 99, b"a,b\n"]
+    "content",
+    [b"once upon a time\n", b"one, two\nthree\nfour, five, six\n", b"\0\1\2" * 99, b"\n\n", b"\xff\xfe" * 99, b"a,b\n"],
 )
 def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
     text = failure(write(tmp_path / "x", content))

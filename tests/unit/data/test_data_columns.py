@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.data import Batch, Columns, Dataset, open_dataset
+from paceline.data import Batch, Columns, Dataset, describe_not_binary, open_dataset, sample_labels
 from paceline.errors import DataError, UsageError
 from paceline.kernels.text_reference import hash_bytes, name_seed
 
@@ -86,6 +87,50 @@ def test_csv_without_columns_takes_strings_as_categories_and_numbers_as_numbers(
         open_dataset(path, "csv")
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("header", [True, False])
+def test_csv_with_other_separators_and_without_a_header(tmp_path: Path, separator: str, header: bool) -> None:
+    path = tmp_path / "x.csv"
+    lines = [["1", "a", "0.5"], ["0", f'"b{separator}"', "1e2"]]
+    names = ["click", "site", "price"] if header else ["c1", "c2", "c3"]
+    path.write_text("".join(separator.join(line) + "\n" for line in [names, *lines][0 if header else 1 :]))
+    with open_dataset(path, columns=Columns(names[0], (names[1],), (names[2],))) as dataset:
+        assert dataset.format == "csv"
+        assert rows(dataset) == [
+            (1, {key(names[1], "a"): 1.0, name_seed(names[2]): 0.5}),
+            (0, {key(names[1], "b" + separator): 1.0, name_seed(names[2]): 100.0}),
+        ]
+
+
+def test_the_sample_is_spread_over_the_files(tmp_path: Path) -> None:
+    """Sorted by label, by file: all labels are seen, and what is looked at is bounded."""
+    paths = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    for path, labels in zip(paths, ((0, 1), (2, 7)), strict=True):
+        text = "".join(f"{labels[i > 200_000]},site{i}\n" for i in range(400_000))
+        Path(path).write_text("click,site\n" + text)
+    counts = sample_labels(paths, "csv", Columns("click", ("site",)))
+    assert set(counts) == {0.0, 1.0, 2.0, 7.0}
+    assert sum(counts.values()) * 13 < 3 << 20
+    assert describe_not_binary(counts) == "labels are 0, 1, 2 and 7, expected two: 0 and 1, or -1 and 1"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fault"),
+    [
+        ([0, 1], None),
+        ([-1, 1], None),
+        ([0], None),
+        ([3], None),
+        ([1, 2], "labels are 1 and 2, expected"),
+        ([0, 0.5, 1], "labels are 0, 0.5 and 1, expected"),
+        (range(20), "labels are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ..., expected"),
+    ],
+)
+def test_which_labels_are_of_two_classes(labels: Sequence[float], fault: str | None) -> None:
+    found = describe_not_binary(dict.fromkeys(labels, 5))
+    assert found is None if fault is None else str(found).startswith(fault)
+
+
 def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(CSV)
@@ -118,7 +163,7 @@ def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
         reasons = {line.reason for line in dataset.bad_lines.first}
         assert dataset.bad_lines.count == 5
     assert reasons == {
-        "it has 2 cells where the header has 4",
+        "it has 2 cells where the first row has 4",
         "its label 'click' is not a finite number",
         "its label 'click' is missing",
         "its column 'price' is not a finite number",

@@ -13,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.models.metrics import ClickEvaluation, accuracy, auc, calibration, evaluate, log_loss
+from paceline.models.metrics import (
+    ClickEvaluation,
+    accuracy,
+    auc,
+    base_log_loss,
+    calibration,
+    evaluate,
+    find_useless,
+    log_loss,
+)
 
 Array = npt.NDArray[Any]
 
@@ -74,8 +83,30 @@ def test_agrees_with_scikit_learn(dtype: type) -> None:
 
 def test_evaluate_is_the_single_metrics() -> None:
     labels, p = some_predictions(100)
-    expected = ClickEvaluation(100, auc(labels, p), log_loss(labels, p), calibration(labels, p), accuracy(labels, p))
+    metrics = auc(labels, p), log_loss(labels, p), calibration(labels, p), accuracy(labels, p)
+    expected = ClickEvaluation(100, *metrics, int(labels.sum()))
+    assert set(expected.as_json()) == {"auc", "log_loss", "calibration", "accuracy"}
     assert evaluate(labels, p) == expected
+
+
+def test_metrics_that_labels_do_not_have_are_told_in_words() -> None:
+    assert (
+        evaluate([0, 0], [0.5, 0.5]).sentence() == "no AUC (all labels are negative), log loss 0.6931, accuracy 0.0000"
+    )
+    told = "no AUC (all labels are positive), log loss 0.6931, calibration 0.500, accuracy 1.0000"
+    assert evaluate([1, 1], [0.5, 0.5]).sentence() == told
+    assert evaluate([1, 0], [0.5, 0.25]).sentence().startswith("AUC 1.0000, log loss ")
+
+
+def test_no_better_than_the_share_of_positives() -> None:
+    assert base_log_loss(1, 4) == pytest.approx(log_loss([1, 0, 0, 0], [0.25] * 4))
+    assert base_log_loss(0, 4) == base_log_loss(4, 4) == 0
+    assert find_useless(0.56, 1, 4) is None
+    assert find_useless(0.7, 0, 4) is None  # nothing is to be learned where all are of one class
+    told = find_useless(0.57, 1, 4)
+    assert told == (
+        "the log loss, 0.5700, is no better than 0.5623, that of always predicting the share of positives, 0.25"
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

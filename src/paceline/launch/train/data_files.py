@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.data import Dataset, detect_format, open_dataset
+from paceline.data import Dataset, describe_not_binary, detect_format, open_dataset, sample_labels
 from paceline.errors import DataError, ModelError
 from paceline.launch.train.options import TrainOptions
 from paceline.storage.model_directory import prepare_directory
@@ -18,8 +18,9 @@ def check_files(options: TrainOptions) -> None:
     """Raise what is wrong with the files and with the place for the model, as far as a look at them shows it."""
     with open_dataset(options.data, options.format, options.columns, strict=options.strict) as dataset:
         format, columns = dataset.format, dataset.columns
-    if options.evaluation:
-        open_dataset(options.evaluation, format, columns).close()
+        odd = describe_not_binary(sample_labels(dataset.files, format, columns))
+    if odd is not None:
+        raise DataError(f"{options.data[0]}: {odd}: map them before you train lr on them")
     if options.format is None:
         for file in (*options.data, *options.evaluation):
             found = detect_format(file)
@@ -27,6 +28,8 @@ def check_files(options: TrainOptions) -> None:
                 raise DataError(
                     f"{file} looks like {found}, and {options.data[0]} like {format}: all must be of one format"
                 )
+    if options.evaluation:
+        open_dataset(options.evaluation, format, columns).close()
     if options.save is not None:
         try:
             for made in prepare_directory(Path(options.save)):

@@ -12,11 +12,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from paceline.data import Dataset, open_dataset
+from paceline.data import Dataset, describe_not_binary, sample_labels
 from paceline.errors import DataError, ModelError
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
-from paceline.models.metrics import Evaluation
+from paceline.models.metrics import ClickEvaluation, Evaluation
 from paceline.models.prediction import Predictor
 from paceline.storage.durable_io import replacing
 from paceline.tables.types import Floats
@@ -29,6 +29,7 @@ class PredictionResult:
     evaluation: Evaluation
     seconds: float
     bad_lines: BadData
+    warnings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of ``paceline predict --json``."""
@@ -45,6 +46,8 @@ class PredictionResult:
         """Return the result for people."""
         found = self.evaluation
         text = f"{found.examples:,} predictions in {self.seconds:.2f} s: {found.sentence()}"
+        for warning in self.warnings:
+            text += f"\npaceline: {warning}"
         if self.bad_lines.count:
             text += f"\npaceline: no prediction for what was not understood: {self.bad_lines.sentence()}"
         return text
@@ -56,7 +59,7 @@ def run_prediction(
     """Predict every line of the data; write predictions to `output`, or to standard output if `echo`."""
     prepare_kernels()
     predictor = Predictor(model)
-    with open_dataset(data, format or predictor.format, predictor.columns, strict=strict) as dataset:
+    with predictor.open_data(data, format, strict=strict) as dataset:
         start = time.perf_counter()
         labels, predictions = [], []
         with _opened(output, echo) as out:
@@ -73,8 +76,9 @@ def run_prediction(
         if not labels:
             raise DataError(f"{data[0]} has no line that can be predicted")
         seconds = time.perf_counter() - start
+        evaluation = predictor.model.evaluate(np.concatenate(labels), np.concatenate(predictions))
         return PredictionResult(
-            predictor.model.evaluate(np.concatenate(labels), np.concatenate(predictions)), seconds, _bad_data(dataset)
+            evaluation, seconds, _bad_data(dataset), tuple(_find_warnings(predictor, dataset, evaluation))
         )
 
 
@@ -83,6 +87,21 @@ def _lines(predicted: Floats) -> str:
     if predicted.ndim == 1:
         return "".join([f"{value:.9g}\n" for value in predicted.tolist()])
     return "".join([" ".join([f"{value:.9g}" for value in row]) + "\n" for row in predicted.tolist()])
+
+
+def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluation) -> Iterator[str]:
+    if not predictor.knows_some:
+        yield (
+            "no feature of this data occurs in the model, so every prediction is the same: is it written as what the "
+            "model was trained on?"
+        )
+    if issubclass(predictor.model.evaluation, ClickEvaluation):
+        odd = describe_not_binary(sample_labels(dataset.files, dataset.format, dataset.columns))
+        if odd is not None:
+            yield f"{odd}: these figures take those above 0 for positive"
+    useless = evaluation.find_useless()
+    if useless is not None:
+        yield f"these predictions are of no use: {useless}"
 
 
 def _bad_data(dataset: Dataset) -> BadData:

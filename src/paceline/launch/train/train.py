@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data import Dataset, open_dataset
+from paceline.data import Columns, Dataset, open_dataset
 from paceline.errors import (
     DataError,
     DeadlineError,
@@ -32,7 +32,7 @@ from paceline.launch.train.results import ObservedStaleness, TrainingState, Trai
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
 from paceline.models import jobs
 from paceline.models.base import open_tables
-from paceline.models.metrics import Evaluation
+from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
 from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobSpec, JobState, TakenReport
 from paceline.ps import Client, messages, to_fields
@@ -68,6 +68,7 @@ class Training:
         self._on_progress = on_progress
         self._warn = warn
         self._format = ""
+        self._columns: Columns | None = None
         self._span = (0.0, 1.0)
         self._signals = DeferredSignals()
         self._health = ClusterHealth(client, processes, warn)
@@ -120,6 +121,7 @@ class Training:
                 self.save(options.save)
             self._span = (train_share, 1.0)
             evaluation = self._evaluate(dataset) if options.evaluation else None
+            self._warn_if_useless(state, evaluation)
         return TrainResult(
             model=options.model,
             examples=examples,
@@ -134,6 +136,17 @@ class Training:
             bytes=int(state.progress.get("bytes", 0)),
         )
 
+    def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
+        """Say so if the model predicts no better than always the same does."""
+        useless = None
+        if evaluation is not None:
+            useless = evaluation.find_useless()
+        elif issubclass(self._options.model.evaluation, ClickEvaluation):
+            examples, positives = int(state.progress["examples"]), int(state.progress.get("positives", 0))
+            useless = find_useless(state.progress["loss"] / examples, positives, examples)
+        if useless is not None:
+            self._warn(f"nothing was learned: {useless}")
+
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
         """Bring the cluster to where the snapshot was."""
         resumption.check_model(self._options.model)
@@ -144,16 +157,9 @@ class Training:
 
     def save(self, directory: str | Path, *, finished: bool = True) -> None:
         """Save the model."""
-        columns = self._options.columns
-        model = {
-            **self._options.model.describe(),
-            "finished": finished,
-            "format": self._format,
-            "columns": None
-            if columns is None
-            else {"label": columns.label, "categorical": list(columns.categorical), "numeric": list(columns.numeric)},
-        }
-        self._client.save(directory, **model)
+        model = self._options.model.describe()
+        columns = None if self._columns is None else self._columns.to_fields()
+        self._client.save(directory, **model, finished=finished, format=self._format, columns=columns)
 
     def _save_what_there_is(self, reason: BaseException) -> None:
         """Save the unfinished model: after Ctrl-C under the name given, after a failure never over a finished one."""
@@ -201,7 +207,7 @@ class Training:
             update=to_fields(self._options.update),
             consistency=str(consistency),
         )
-        self._format = dataset.format
+        self._format, self._columns = dataset.format, dataset.columns
         self._health.begin_job()
         strided = task == "train" and isinstance(consistency, Sequential)
         resumed = self._resumption.account if task == "train" and self._resumption is not None else None

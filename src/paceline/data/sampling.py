@@ -1,0 +1,175 @@
+"""A look at the data before it is read: pieces of the files, spread over them, for files may be sorted.
+
+The same files give the same sample. Of a gzip file it is the beginning: the rest is not
+reached without unpacking all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data.columns import Columns, import_arrow
+from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
+from paceline.data.formats import TEXT_FORMATS
+from paceline.data.streams import ByteStream, is_gzip_name, open_stream, stat_file
+
+_PIECES = 64
+_PIECE_BYTES = 32 << 10
+_SAMPLED_GROUPS = 16
+_SAMPLED_ROWS = 1000
+_LABEL_WORDS = {"true": 1.0, "false": 0.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Rows of csv or parquet files, as text; a missing cell is empty.
+
+    `types` says of each column what a parquet file says of it: ``integer``, ``float``, ``boolean``, ``text`` or
+    ``nested``; of csv it is empty, for nothing is said there.
+    """
+
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    rows: list[list[str]]
+
+    def column(self, name: str) -> list[str]:
+        """The cells of a column."""
+        at = self.names.index(name)
+        return [row[at] for row in self.rows]
+
+
+def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = ()) -> Sample:
+    """Rows from places spread over the files; `wanted` are names that a header would have."""
+    if format == "parquet":
+        return _sample_parquet(files)
+    names: tuple[str, ...] = ()
+    rows: list[list[str]] = []
+    dialects = {}
+    for file, start, lines in text_pieces(files):
+        if file not in dialects:
+            dialects[file] = read_dialect(files[file], wanted)
+        dialect = dialects[file]
+        names = names or dialect.names
+        found = parse_rows(lines.decode("utf-8", errors="replace"), dialect.separator)
+        places = [dialect.names.index(name) if name in dialect.names else -1 for name in names]
+        for row in found[1:] if start == 0 and dialect.has_header else found:
+            if len(row) == len(dialect.names):
+                rows.append([row[at] if at >= 0 else "" for at in places])
+    return Sample(names, ("",) * len(names), rows)
+
+
+def _sample_parquet(files: Sequence[str]) -> Sample:
+    """Rows from row groups spread over the files."""
+    from paceline.data.tables import open_parquet
+
+    names: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    rows: list[list[str]] = []
+    chosen = spread(len(files), _SAMPLED_GROUPS)
+    for at in chosen:
+        with open_parquet(files[at]) as file:
+            schema = file.schema_arrow
+            if not names:
+                names, types = tuple(schema.names), tuple(map(_kind_of, schema.types))
+            for group in spread(file.metadata.num_row_groups, max(1, _SAMPLED_GROUPS // len(chosen))):
+                for record_batch in file.iter_batches(_SAMPLED_ROWS, row_groups=[group], use_threads=False):
+                    there = record_batch.schema.names
+                    cells = [
+                        [_as_text(cell) for cell in record_batch.column(there.index(name)).to_pylist()]
+                        if name in there
+                        else [""] * record_batch.num_rows
+                        for name in names
+                    ]
+                    rows += map(list, zip(*cells, strict=True))
+                    break
+    return Sample(names, types, rows)
+
+
+def _as_text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    return str(cell).lower() if isinstance(cell, bool) else str(cell)
+
+
+def _kind_of(type: Any) -> str:
+    """What a column of a parquet file holds, in the words of :class:`Sample`."""
+    types = import_arrow().types
+    if types.is_nested(type):
+        return "nested"
+    if types.is_boolean(type):
+        return "boolean"
+    if types.is_integer(type):
+        return "integer"
+    return "float" if types.is_floating(type) or types.is_decimal(type) else "text"
+
+
+def sample_labels(files: Sequence[str], format: str, columns: Columns | None) -> dict[float, int]:
+    """The labels in rows spread over the files, as numbers, and how often each was seen."""
+    if format == "criteo":
+        return {}  # its reader takes 0 and 1 alone
+    if format in TEXT_FORMATS:
+        words = (
+            line.split(None, 1)[0] for _, _, lines in text_pieces(files) for line in lines.split(b"\n") if line.strip()
+        )
+        cells = [word.decode("utf-8", errors="replace") for word in words]
+    else:
+        assert columns is not None
+        cells = sample_rows(files, format, columns.names).column(columns.label)
+    counts: dict[float, int] = {}
+    for cell in cells:
+        value = float(cell) if is_number(cell) else _LABEL_WORDS.get(cell.strip().lower())
+        if value is not None:
+            counts[value] = counts.get(value, 0) + 1
+    return counts
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`, first and last included, evenly spread."""
+    if count <= most:
+        return list(range(count))
+    return [at * (count - 1) // (most - 1) for at in range(most)] if most > 1 else [0]
+
+
+def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
+    """Whole lines from places spread over the files: the file's number, where they begin, and the lines."""
+    chosen = spread(len(files), _PIECES)
+    each = max(1, _PIECES // len(chosen))
+    for file in chosen:
+        path = files[file]
+        size = stat_file(path).st_size
+        stream = open_stream(path)
+        try:
+            if is_gzip_name(path) or size <= each * _PIECE_BYTES:
+                starts, length = [0], each * _PIECE_BYTES
+            else:
+                starts = [at * (size - _PIECE_BYTES) // max(each - 1, 1) for at in range(each)]
+                length = _PIECE_BYTES
+            for start in starts:
+                stream.seek(start)
+                piece = _read(stream, length)
+                begin = 0 if start == 0 else piece.find(b"\n") + 1
+                end = piece.rfind(b"\n") + 1 or len(piece)
+                if begin < end:
+                    yield file, start + begin, piece[begin:end].removeprefix(BYTE_ORDER_MARK if start == 0 else b"")
+        finally:
+            stream.close()
+
+
+def _read(stream: ByteStream, length: int) -> bytes:
+    buffer = bytearray(length)
+    filled = 0
+    while filled < length and (count := stream.readinto(memoryview(buffer)[filled:])):
+        filled += count
+    return bytes(buffer[:filled])
+
+
+def describe_not_binary(labels: Mapping[float, int]) -> str | None:
+    """Say what is wrong with labels of which those above 0 are to be positive; None for two classes, or one."""
+    values = sorted(labels)
+    if len(values) < 2 or (len(values) == 2 and values[0] <= 0 < values[1]):
+        return None
+    shown = [f"{value:g}" for value in values[:10]]
+    listed = ", ".join(shown) + ", ..." if len(values) > len(shown) else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"labels are {listed}, expected two: 0 and 1, or -1 and 1"
