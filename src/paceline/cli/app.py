@@ -8,7 +8,7 @@ import typer
 
 from paceline.version import __version__
 
-from . import bench, doctor, predict, roles, run, train
+from . import bench, doctor, inspect, model, predict, roles, run, train
 
 app = typer.Typer(
     name="paceline",
@@ -21,12 +21,14 @@ app = typer.Typer(
 )
 app.command("train", no_args_is_help=True)(train.train)
 app.command("predict", no_args_is_help=True)(predict.predict)
+app.command("inspect", no_args_is_help=True)(inspect.inspect)
 app.command("run", no_args_is_help=True, context_settings=run.CONTEXT)(run.run)
 app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)
 app.command("worker")(roles.worker)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
+app.add_typer(model.app, name="model")
 
 
 def _show_version(wanted: bool) -> None:

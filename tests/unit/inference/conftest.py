@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from paceline.ps import SGD, SparseStore, to_fields
 from paceline.storage.model_directory import save_model
 from paceline.tables.initializers import Zeros
 from paceline.tables.spec import TableSpec
-
-Write = Callable[..., Path]
 
 CSV = """label,site,age,device
 1,news,31.5,phone
@@ -33,12 +30,25 @@ def criteo_lines() -> str:
 
 
 def write_model(directory: Path, data: Path, format: str, columns: Columns | None = None) -> Path:
-    """Save a logistic regression that knows every key of the data, with weights that depend on the key."""
+    """Save a logistic regression that knows every key of the data, with made-up weights."""
     with open_dataset(data, format, columns) as dataset:
         columns = dataset.columns
-        keys = np.unique(np.concatenate([np.array([BIAS_KEY]), *(batch.keys for batch in dataset.batches(1000))]))
+        keys = np.unique(np.concatenate([batch.keys for batch in dataset.batches(1000)])).tolist()
+    weights = dict(zip(keys, np.random.default_rng(1).standard_normal(len(keys)).tolist(), strict=True))
+    return save_weights(directory, weights, 0.25, format, columns)
+
+
+def save_weights(
+    directory: Path,
+    weights: dict[int, float],
+    bias: float = 0.0,
+    format: str = "libsvm",
+    columns: Columns | None = None,
+) -> Path:
+    """Save a logistic regression."""
     store = SparseStore(dim=1, rule=SGD(lr=1.0))
-    store.push(keys, np.random.default_rng(1).standard_normal(len(keys), np.float32))
+    keys = np.array([*weights, BIAS_KEY], np.uint64)
+    store.write_records(keys, np.array([*weights.values(), bias], np.float32).reshape(-1, 1))
     spec = TableSpec(name="lr", kind="sparse", update=to_fields(SGD(lr=1.0)), initializer=to_fields(Zeros()), dim=1)
     described: dict[str, Any] = {"kind": "lr", "finished": True, "format": format, "columns": None}
     if columns is not None:

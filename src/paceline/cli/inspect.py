@@ -1,0 +1,55 @@
+"""``paceline inspect``."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options
+
+
+def inspect(
+    model: Annotated[Path, typer.Argument(help="Directory that 'paceline train --save' wrote.")],
+    data: Annotated[
+        list[str] | None, typer.Option(help="File to calibrate the model on; may be given several times.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=0, help="How many of the largest weights to show.")] = 20,
+    html: Annotated[Path | None, typer.Option(help="File to write one page with plots to.")] = None,
+    format: options.Format = None,
+    json: options.Json = False,
+) -> None:
+    """Show what is in a model: features, norms, a histogram of its weights and the largest ones.
+
+    With --data it predicts these files too, and shows by tenths of the predictions how many clicks came.
+    Example: paceline inspect model --data day4.tsv --html model.html
+    """
+    from paceline.errors import ModelError
+    from paceline.inference.calibration import calibrate_model
+    from paceline.inference.inspection import inspect_model
+    from paceline.inference.reports import describe_calibration, describe_model, make_page
+    from paceline.launch import prepare_kernels
+    from paceline.storage.durable_io import replacing
+
+    summary = inspect_model(model, top)
+    calibration = None
+    if data:
+        prepare_kernels()
+        calibration = calibrate_model(model, data, format)
+    if html is not None:
+        try:
+            with replacing(html) as aside:
+                Path(aside).write_text(make_page(summary, calibration), encoding="utf-8")
+        except OSError as error:
+            raise ModelError(f"cannot write the page to {html}: {error.strerror or error}") from None
+    if json:
+        found = summary.as_json()
+        if calibration is not None:
+            found["calibration"] = calibration.as_json()
+        typer.echo(json_module.dumps(found, allow_nan=False))
+        return
+    typer.echo(describe_model(summary))
+    if calibration is not None:
+        typer.echo(f"\n{describe_calibration(calibration)}")

@@ -1,0 +1,36 @@
+"""``paceline model``: what can be done with saved models."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options
+
+app = typer.Typer(help="Work with saved models.", no_args_is_help=True)
+
+
+@app.callback()
+def _model() -> None:
+    pass
+
+
+@app.command("diff")
+def diff(
+    first: Annotated[Path, typer.Argument(help="Directory of a model.")],
+    second: Annotated[Path, typer.Argument(help="Directory of another one of the same kind.")],
+    top: Annotated[int, typer.Option(min=0, help="How many of the largest changes to show.")] = 20,
+    json: options.Json = False,
+) -> None:
+    """Compare two models: norms, cosine, and the weights that differ most.
+
+    Example: paceline model diff monday tuesday --top 50
+    """
+    from paceline.inference.inspection import compare_models
+    from paceline.inference.reports import describe_difference
+
+    found = compare_models(first, second, top)
+    typer.echo(json_module.dumps(found.as_json(), allow_nan=False) if json else describe_difference(found))

@@ -1,0 +1,69 @@
+"""How well predicted probabilities agree with what came: a table of groups by rising prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data import open_dataset
+from paceline.errors import DataError, UsageError
+from paceline.models.metrics import ClickEvaluation, evaluate
+from paceline.models.prediction import Predictor
+from paceline.tables.types import Floats
+
+NUM_GROUPS = 10
+
+
+@dataclass(frozen=True)
+class CalibrationGroup:
+    """Examples of similar predictions."""
+
+    count: int
+    lowest: float
+    highest: float
+    predicted: float
+    """The mean prediction."""
+    observed: float
+    """The share of positive examples."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Groups of equal size, and the metrics of all examples."""
+
+    groups: list[CalibrationGroup]
+    metrics: ClickEvaluation
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``paceline inspect --json`` says of it."""
+        groups = [dataclasses.asdict(group) for group in self.groups]
+        return {"groups": groups, "metrics": {"examples": self.metrics.examples, **self.metrics.as_json()}}
+
+
+def calibrate(labels: Floats, probabilities: Floats, num_groups: int = NUM_GROUPS) -> Calibration:
+    """Group examples (float32 [n] each) by prediction, into `num_groups` of equal size or as many as there are."""
+    order = np.argsort(probabilities, kind="stable")
+    labels, ordered = labels[order], probabilities[order]
+    groups = [
+        CalibrationGroup(len(p), float(p[0]), float(p[-1]), float(p.mean(dtype=np.float64)), float(y.mean()))
+        for y, p in zip(np.array_split(labels, num_groups), np.array_split(ordered, num_groups), strict=True)
+        if len(p)
+    ]
+    return Calibration(groups, evaluate(labels, ordered))
+
+
+def calibrate_model(directory: Path, data: Sequence[str], format: str | None = None) -> Calibration:
+    """Predict data files with a saved model. Raises UsageError where the model predicts no probability of a click."""
+    predictor = Predictor(directory)
+    if predictor.model.evaluation is not ClickEvaluation:
+        raise UsageError(f"{directory} is {predictor.model.title}: calibration is of probabilities of clicks")
+    with open_dataset(data, format or predictor.format, predictor.columns) as dataset:
+        found = list(predictor.predict(dataset))
+    if not found:
+        raise DataError(f"{data[0]} has no line that can be predicted")
+    return calibrate(np.concatenate([labels for labels, _ in found]), np.concatenate([p for _, p in found]))

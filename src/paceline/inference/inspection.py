@@ -1,0 +1,197 @@
+"""What is in a saved model: its features, norms, largest weights and their distribution; and how two models differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.inference.weights import Weights, read_weights
+from paceline.storage.model_directory import SavedModel, read_model
+from paceline.tables.types import Doubles, Floats, Keys
+
+_BINS = 21
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values lie between one edge and the next."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class LargeWeight:
+    """The weight of a feature; a list where a feature has several."""
+
+    key: int
+    name: str | None
+    weight: float | list[float]
+
+
+@dataclass(frozen=True)
+class TableSummary:
+    """The values in a table, the bias aside."""
+
+    name: str
+    dim: int
+    features: int
+    nonzero: int
+    """Features with a value that is not 0."""
+    l1_norm: float
+    l2_norm: float
+    largest: float
+    """The largest absolute value."""
+    bias: float | list[float]
+    histogram: Histogram
+    """Of the values that are not 0."""
+    largest_weights: list[LargeWeight]
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What is in a saved model."""
+
+    directory: str
+    kind: str
+    finished: bool
+    """False where the training was interrupted."""
+    paceline: str
+    """The version that wrote it."""
+    description: dict[str, Any]
+    """What else its manifest says of it: its format, columns and settings."""
+    tables: list[TableSummary]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of ``paceline inspect --json``."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class ModelDifference:
+    """How two models differ, table by table."""
+
+    tables: list[TableDifference]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of ``paceline model diff --json``."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class TableDifference:
+    """How the values of a table differ; a feature that one model does not have has weight 0 there."""
+
+    name: str
+    l2_norms: tuple[float, float]
+    distance: float
+    """The L2 norm of the difference."""
+    cosine: float | None
+    """Of the angle between both; None where one is zero."""
+    only_in: tuple[int, int]
+    """Features with a weight that is not 0 in one of them alone."""
+    changed: int
+    """Features with different weights."""
+    largest_changes: list[tuple[int, float | list[float], float | list[float]]]
+    """Key, weight in the first, weight in the second."""
+
+
+def inspect_model(
+    directory: str | os.PathLike[str], top: int = 20, names: dict[int, str] | None = None
+) -> ModelSummary:
+    """Return what is in a saved model, with its `top` largest weights; `names` are those of keys, where known."""
+    saved = read_model(directory)
+    described = dict(saved.manifest.model)
+    kind, finished = str(described.pop("kind", "")), bool(described.pop("finished", True))
+    _check_kind(saved, kind)
+    tables = [
+        _summarize(table.spec.name, read_weights(saved, table), top, names or {}) for table in saved.manifest.tables
+    ]
+    return ModelSummary(str(saved.directory), kind, finished, saved.manifest.paceline, described, tables)
+
+
+def compare_models(first: str | os.PathLike[str], second: str | os.PathLike[str], top: int = 20) -> ModelDifference:
+    """Return how two models of one kind differ, with the `top` largest changes. Raises UsageError for other pairs."""
+    one, other = read_model(first), read_model(second)
+    kinds = [str(each.manifest.model.get("kind", "")) for each in (one, other)]
+    _check_kind(one, kinds[0])
+    shapes = [[(t.spec.name, t.spec.kind, t.spec.dim) for t in each.manifest.tables] for each in (one, other)]
+    if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
+        raise UsageError(f"{first} is of kind {kinds[0]!r} and {second} of kind {kinds[1]!r}, or of other dimensions")
+    pairs = zip(one.manifest.tables, other.manifest.tables, strict=True)
+    return ModelDifference([_compare(a.spec.name, read_weights(one, a), read_weights(other, b), top) for a, b in pairs])
+
+
+def _check_kind(saved: SavedModel, kind: str) -> None:
+    if not kind or any(table.spec.kind != "sparse" for table in saved.manifest.tables):
+        raise UsageError(f"{saved.directory} holds tables of your own program: expected a model of 'paceline train'")
+
+
+def _summarize(name: str, weights: Weights, top: int, names: dict[int, str]) -> TableSummary:
+    values = weights.values.astype(np.float64)
+    sizes = _sizes(values)
+    largest = [
+        LargeWeight(int(weights.keys[at]), names.get(int(weights.keys[at])), _plain(weights.values[at]))
+        for at in _largest(sizes, top)
+    ]
+    present = values[values != 0]
+    counts, edges = np.histogram(present, bins=_BINS) if len(present) else (np.zeros(0, np.int64), np.zeros(0))
+    return TableSummary(
+        name=name,
+        dim=values.shape[1],
+        features=len(values),
+        nonzero=int(np.count_nonzero(sizes)),
+        l1_norm=float(np.abs(values).sum()),
+        l2_norm=float(np.sqrt((values**2).sum())),
+        largest=float(np.abs(values).max(initial=0.0)),
+        bias=_plain(weights.bias),
+        histogram=Histogram(edges.tolist(), counts.tolist()),
+        largest_weights=largest,
+    )
+
+
+def _compare(name: str, one: Weights, other: Weights, top: int) -> TableDifference:
+    keys = np.union1d(one.keys, other.keys)
+    a, b = _spread(keys, one), _spread(keys, other)
+    changes = _sizes(a - b)
+    norms = float(np.sqrt((a**2).sum())), float(np.sqrt((b**2).sum()))
+    only = np.count_nonzero(_sizes(a)[_sizes(b) == 0]), np.count_nonzero(_sizes(b)[_sizes(a) == 0])
+    return TableDifference(
+        name=name,
+        l2_norms=norms,
+        distance=float(np.sqrt((changes**2).sum())),
+        cosine=float((a * b).sum() / (norms[0] * norms[1])) if norms[0] and norms[1] else None,
+        only_in=(int(only[0]), int(only[1])),
+        changed=int(np.count_nonzero(changes)),
+        largest_changes=[(int(keys[at]), _plain(a[at]), _plain(b[at])) for at in _largest(changes, top)],
+    )
+
+
+def _spread(keys: Keys, weights: Weights) -> Doubles:
+    """Return the weights of `keys`, 0 for those that are not there."""
+    out = np.zeros((len(keys), weights.values.shape[1]))
+    out[np.searchsorted(keys, weights.keys)] = weights.values
+    return out
+
+
+def _sizes(values: Doubles) -> Doubles:
+    """Return the L2 norm of each row."""
+    return np.abs(values[:, 0]) if values.shape[1] == 1 else np.sqrt((values**2).sum(axis=1))
+
+
+def _largest(sizes: Doubles, top: int) -> list[int]:
+    """Return the places of the largest, those of size 0 left out."""
+    top = min(top, len(sizes))
+    found = np.argpartition(sizes, len(sizes) - top)[len(sizes) - top :] if top else np.zeros(0, np.int64)
+    ordered = found[np.lexsort((found, -sizes[found]))]
+    return [int(at) for at in ordered if sizes[at] > 0]
+
+
+def _plain(values: Floats | Doubles) -> float | list[float]:
+    found: list[float] = values.tolist()
+    return found[0] if len(found) == 1 else found

@@ -1,0 +1,110 @@
+"""What is said of a saved model: its figures are those of its weights, in text, JSON and HTML."""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline import cli
+from paceline.errors import ModelError, UsageError
+from paceline.inference.calibration import calibrate
+from paceline.inference.inspection import compare_models, inspect_model
+from paceline.ps import SGD, to_fields
+from paceline.storage.model_directory import save_model
+from paceline.tables.initializers import Zeros
+from paceline.tables.spec import TableSpec
+
+from .conftest import save_weights
+
+WEIGHTS = {3: 0.5, 2**64 - 1: -2.0, 17: 0.0, 9: 1.5}
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
+    cli.main()
+    return capsys.readouterr().out
+
+
+def test_figures_of_a_model(tmp_path: Path) -> None:
+    summary = inspect_model(save_weights(tmp_path / "m", WEIGHTS, bias=0.25), top=2)
+    (table,) = summary.tables
+    assert (summary.kind, summary.finished, summary.description["format"]) == ("lr", True, "libsvm")
+    assert (table.features, table.nonzero, table.bias) == (4, 3, 0.25)
+    assert (table.l1_norm, table.largest) == (4.0, 2.0)
+    assert table.l2_norm == pytest.approx(np.sqrt(0.25 + 4 + 2.25))
+    assert [(each.key, each.weight) for each in table.largest_weights] == [(2**64 - 1, -2.0), (9, 1.5)]
+    assert sum(table.histogram.counts) == 3
+    assert (table.histogram.edges[0], table.histogram.edges[-1]) == (-2.0, 1.5)
+
+
+def test_a_model_of_which_all_weights_are_zero(tmp_path: Path) -> None:
+    (table,) = inspect_model(save_weights(tmp_path / "m", {1: 0.0})).tables
+    assert (table.nonzero, table.largest_weights, table.histogram.counts) == (0, [], [])
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="holds no model"):
+        inspect_model(tmp_path)
+    rule, start = to_fields(SGD(lr=1.0)), to_fields(Zeros())
+    save_model(tmp_path / "own", [(TableSpec(name="x", kind="sparse", update=rule, initializer=start), [])], {})
+    with pytest.raises(UsageError, match="tables of your own program"):
+        inspect_model(tmp_path / "own")
+
+
+def test_calibration_groups_hold_equal_shares_by_rising_prediction() -> None:
+    random = np.random.default_rng(1)
+    probabilities = random.random(1000, np.float32)
+    labels = (random.random(1000) < probabilities).astype(np.float32)
+    found = calibrate(labels, probabilities)
+    assert [group.count for group in found.groups] == [100] * 10
+    assert all(a.highest <= b.lowest for a, b in zip(found.groups, found.groups[1:], strict=False))
+    assert all(abs(group.predicted - group.observed) < 0.15 for group in found.groups)
+    assert np.mean([group.observed for group in found.groups]) == pytest.approx(labels.mean(), rel=1e-5)
+    assert len(calibrate(labels[:3], probabilities[:3]).groups) == 3
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append(tag)
+        assert not {"src", "href"} & {name for name, _ in attrs}, "the page needs nothing else"
+
+
+def test_inspect_command(
+    libsvm_model: Path, libsvm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = libsvm_model.with_name("model.html")
+    arguments = ("inspect", str(libsvm_model), "--data", str(libsvm), "--html", str(page), "--top", "3")
+    text = run(capsys, monkeypatch, *arguments)
+    assert "4 features, 4 with a weight other than 0" in text
+    assert "calibration on 3 examples: AUC" in text
+    found = json.loads(run(capsys, monkeypatch, *arguments, "--json"))
+    assert len(found["tables"][0]["largest_weights"]) == 3
+    assert found["calibration"]["metrics"]["examples"] == 3
+    tags = Tags()
+    tags.feed(page.read_text(encoding="utf-8"))
+    assert tags.found.count("svg") == 2
+    assert tags.found.count("circle") == 3
+
+
+def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save_weights(tmp_path / "a", {1: 1.0, 2: 2.0, 5: 3.0})
+    second = save_weights(tmp_path / "b", {1: 1.0, 5: -1.0, 7: 0.5, 8: 0.0})
+    (table,) = compare_models(first, second).tables
+    assert (table.changed, table.only_in) == (3, (1, 1))
+    assert table.largest_changes == [(5, 3.0, -1.0), (2, 2.0, 0.0), (7, 0.0, 0.5)]
+    assert table.distance == pytest.approx(np.sqrt(16 + 4 + 0.25))
+    assert table.cosine == pytest.approx((1 - 3) / np.sqrt(14 * 2.25))
+    assert compare_models(first, first).tables[0].cosine == pytest.approx(1.0)
+    assert "3 features changed" in run(capsys, monkeypatch, "model", "diff", str(first), str(second))
+    found = json.loads(run(capsys, monkeypatch, "model", "diff", str(first), str(second), "--json"))
+    assert found["tables"][0]["changed"] == 3
