@@ -15,7 +15,7 @@ SOURCE = Path(paceline.__file__).parent
 TESTS = Path(__file__).parents[1]
 MAX_MODULE_LINES, MAX_FOLDER_MODULES, MAX_METHODS, MAX_ATTRIBUTES = 450, 22, 20, 15
 
-MAX_REPEATED_CLASSES = 64
+MAX_REPEATED_CLASSES = 65
 MAX_PRIVATE_ACCESSES = 49
 NOT_OURS = ("_exit", "_replace", "_version", "_parameters", "_coalescing_manager", "_foreach_lerp_", "_get_backend",
             "_get_default_store")  # fmt: skip
@@ -45,6 +45,7 @@ LARGE_CLASSES = {
     "simulation/scheduler.py:Scheduler": (26, 11),
     "simulation/server.py:Server": (41, 8),
     "simulation/worker.py:Worker": (26, 9),
+    "sklearn/logistic_regression.py:LogisticRegression": (17, 19),  # a parameter of scikit-learn's is an attribute
     "tables/dense_part.py:DensePart": (29, 8),
     "tables/part.py:TablePart": (29, 7),
     "torch/strategies/base.py:Strategy": (25, 11),

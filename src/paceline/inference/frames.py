@@ -82,12 +82,13 @@ class FrameReader(ABC):
 
 @final
 class ColumnReader(FrameReader):
-    """For a model that was trained on a CSV (`from_text`) or Parquet file; `is_known` says of which keys it has rows.
+    """For a model that was trained on a CSV (`from_text`) or Parquet file; `is_known`
+    says of which keys it has rows, and None that it is only trained now.
 
     What a category looks like as text is certain of text and whole numbers alone: of a CSV file, others are refused.
     """
 
-    def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown) -> None:
+    def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
         super().__init__(columns.names[1:])
         self._columns = columns
         self._from_text = from_text
@@ -135,7 +136,7 @@ class ColumnReader(FrameReader):
 
     def _warn_unknown(self, rows: Any) -> None:
         """Warn of columns none of whose first values the model knows: their text is not what it was in training."""
-        if rows.num_rows < _LOOKED_AT:
+        if self._is_known is None or rows.num_rows < _LOOKED_AT:
             return
         for name in self._columns.categorical:
             alone = Columns(self._columns.label, (name,))

@@ -1,0 +1,13 @@
+"""Estimators for scikit-learn (the extra ``paceline[sklearn]``): sparse models that train here or on a cluster."""
+
+try:
+    import sklearn
+except ImportError as error:
+    raise ImportError(
+        "paceline.sklearn needs scikit-learn, which is not installed: pip install 'paceline[sklearn]'"
+    ) from error
+del sklearn
+
+from paceline.sklearn.logistic_regression import LogisticRegression  # noqa: E402
+
+__all__ = ["LogisticRegression"]

@@ -1,0 +1,31 @@
+"""Which columns of a frame are numbers, and which are categories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.data import Columns
+
+LABEL = "\0label"
+"""Stands where a file has its label; no column of a frame is called so."""
+
+
+def has_text(frame: Any) -> bool:
+    """Return whether a frame has a column that is not of numbers."""
+    return not all(_is_numeric(frame[name]) for name in frame.columns)
+
+
+def choose_columns(frame: Any) -> Columns:
+    """Return the columns of a frame: those of numbers as they are, others as categories."""
+    names = [str(name) for name in frame.columns]
+    numeric = [name for name in names if _is_numeric(frame[name])]
+    return Columns(LABEL, tuple(name for name in names if name not in numeric), tuple(numeric))
+
+
+def _is_numeric(column: Any) -> bool:
+    """Return whether a column of pandas (by NumPy's kinds) or of polars (by its types) is of numbers."""
+    dtype = column.dtype
+    is_numeric = getattr(dtype, "is_numeric", None)
+    if is_numeric is not None:
+        return bool(is_numeric())
+    return getattr(dtype, "kind", "O") in "iufb"

@@ -1,0 +1,228 @@
+"""Sparse logistic regression as an estimator of scikit-learn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from typing_extensions import Self
+
+from paceline.data import Batch, Columns
+from paceline.errors import UsageError
+from paceline.inference.arrays import ArrayReader
+from paceline.inference.frames import ColumnReader, is_frame
+from paceline.launch import prepare_kernels
+from paceline.launch.train.options import TrainOptions
+from paceline.models.update import make_update
+from paceline.sklearn.frames import choose_columns, has_text
+from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
+from paceline.sklearn.weight_table import WeightTable
+from paceline.tables.types import Doubles
+
+_OPTIONS = TrainOptions(data=())
+
+
+class LogisticRegression(ClassifierMixin, BaseEstimator):
+    """Logistic regression by minibatches, as ``paceline train`` has it: for two classes.
+
+    X is an array or a SciPy sparse matrix of numbers [n, features]; or a DataFrame of pandas or polars, whose columns
+    that are not numbers are hashed as categories, without a vocabulary.
+
+    Parameters, whose defaults are those of ``paceline train``:
+
+    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, as options of that command.
+    - `epochs`, `batch_size`: passes over the data, and examples per minibatch.
+    - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and by what.
+    - `workers`: None trains in this process. A number starts a cluster on this machine for each :meth:`fit`, of so many
+      worker processes and `servers` servers, with this `consistency`.
+    - `scheduler`, `token`: train on the cluster that this scheduler leads; its workers must see the folder for
+      temporary files (TMPDIR) of this machine. `token` may be in PACELINE_TOKEN instead.
+
+    After :meth:`fit` there are `classes_` and `n_features_in_`; `coef_` and `intercept_` are made when asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        update: str = "ftrl",
+        lr: float | None = None,
+        l1: float | None = None,
+        l2: float | None = None,
+        beta: float | None = None,
+        epochs: int = _OPTIONS.epochs,
+        batch_size: int = _OPTIONS.batch_size,
+        shuffle: bool = True,
+        random_state: Any = None,
+        workers: int | None = None,
+        servers: int = 1,
+        consistency: str = "bounded:4",
+        scheduler: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        self.update = update
+        self.lr = lr
+        self.l1 = l1
+        self.l2 = l2
+        self.beta = beta
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.random_state = random_state
+        self.workers = workers
+        self.servers = servers
+        self.consistency = consistency
+        self.scheduler = scheduler
+        self.token = token
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train from nothing on examples X and their classes y [n], of which there are two."""
+        self._check_parameters()
+        X, targets = self._read_training_data(X, y, reset=True)
+        self.classes_ = self._find_classes(targets)
+        rows = self._to_batch(X, self._to_labels(targets))
+        random = check_random_state(self.random_state)
+        rule = make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta)
+        if self.workers is None and self.scheduler is None:
+            table = WeightTable(rule)
+            for _ in range(self.epochs):
+                table.train(rows, self.batch_size, random.permutation(rows.num_examples) if self.shuffle else None)
+        else:
+            options = TrainOptions(data=(), epochs=self.epochs, batch_size=self.batch_size, update=rule)
+            where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
+            order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
+            table = train_on_cluster(rows, order, options, where)
+        self._table = table
+        return self
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:
+        """Train on more examples: one pass, in this process, in their order. The first call names both `classes`."""
+        self._check_parameters()
+        if self.workers is not None or self.scheduler is not None:
+            raise UsageError("partial_fit trains in this process: leave out workers and scheduler, or call fit")
+        is_first = not hasattr(self, "_table")
+        X, targets = self._read_training_data(X, y, reset=is_first)
+        if is_first:
+            if classes is None:
+                raise UsageError("the first call of partial_fit names all classes: partial_fit(X, y, classes=[0, 1])")
+            self.classes_ = self._find_classes(np.asarray(classes))
+            self._table = WeightTable(make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta))
+        elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
+            raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
+        self._table.train(self._to_batch(X, self._to_labels(targets)), self.batch_size, None)
+        return self
+
+    def decision_function(self, X: Any) -> Doubles:
+        """Return the logit of the second class for each example (float64 [n])."""
+        check_is_fitted(self, "_table")
+        prepare_kernels()
+        if self._columns is None:
+            X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=[np.float64, np.float32])
+        return self._table.decide(self._to_batch(X, None))
+
+    def predict_proba(self, X: Any) -> Doubles:
+        """Return the probabilities of both classes, in the order of `classes_` (float64 [n, 2])."""
+        margins = self.decision_function(X)
+        second = np.exp(-np.logaddexp(0.0, -margins))
+        return np.column_stack([1.0 - second, second])
+
+    def predict(self, X: Any) -> npt.NDArray[Any]:
+        """Return the likelier class of each example."""
+        margins = self.decision_function(X)
+        found: npt.NDArray[Any] = self.classes_[(margins > 0).astype(np.int64)]
+        return found
+
+    @property
+    def coef_(self) -> Doubles:
+        """The weights by column (float64 [1, features]); of a hashed frame there are none."""
+        check_is_fitted(self, "_table")
+        if self._columns is not None:
+            raise AttributeError("the columns of a frame were hashed: a category has a key, and no number")
+        return self._table.spread(self.n_features_in_)[np.newaxis]
+
+    @property
+    def intercept_(self) -> Doubles:
+        """The bias (float64 [1])."""
+        check_is_fitted(self, "_table")
+        return np.array([self._table.bias])
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model, as ``paceline train --save`` does; ``paceline.load`` gives P(second class) from it."""
+        check_is_fitted(self, "_table")
+        self._table.save(directory, self._columns)
+
+    # Data.
+
+    def _check_parameters(self) -> None:
+        for name in ("epochs", "batch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise UsageError(f"{name}={value!r}: expected a positive whole number")
+        prepare_kernels()
+
+    def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:
+        """Return X as an array or as the frame that it is, and y checked."""
+        if reset:
+            self._columns = choose_columns(X) if is_frame(X) and has_text(X) else None
+        if self._columns is None:
+            X, y = validate_data(
+                self, X, y, reset=reset, accept_sparse="csr", dtype=[np.float64, np.float32], y_numeric=False
+            )
+        else:
+            y = column_or_1d(y, warn=True)
+            if reset:
+                self.feature_names_in_ = np.array(self._columns.names[1:], object)
+                self.n_features_in_ = len(self.feature_names_in_)
+            if len(y) != len(X):
+                raise UsageError(f"X has {len(X)} rows and y {len(y)}: expected as many")
+        check_classification_targets(y)
+        return X, np.asarray(y)
+
+    def _find_classes(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        classes = np.unique(y)
+        if len(classes) > 2:
+            raise UsageError(
+                f"Only binary classification is supported. The type of the target is {type_of_target(y)}: y has "
+                f"{len(classes)} classes"
+            )
+        if len(classes) < 2:
+            raise UsageError(f"y has one class, {classes[0]!r}: expected two")
+        return classes
+
+    def _to_labels(self, y: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise UsageError(f"y has {unknown[0]!r}, which is none of the classes {self.classes_.tolist()}")
+        labels: npt.NDArray[np.float32] = (y == self.classes_[1]).astype(np.float32)
+        return labels
+
+    def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None) -> Batch:
+        batch = Batch.concatenate(list(self._read(X)))
+        if labels is not None:
+            batch.labels = labels
+        return batch
+
+    def _read(self, X: Any) -> Iterator[Batch]:
+        if self._columns is None:
+            return ArrayReader(None).batches(X)
+        if not is_frame(X):
+            raise UsageError(
+                f"X is a {type(X).__name__}: expected a DataFrame, since fit was given one with categories"
+            )
+        return self._frame_reader(self._columns).batches(X)
+
+    def _frame_reader(self, columns: Columns) -> ColumnReader:
+        table: WeightTable | None = getattr(self, "_table", None)
+        return ColumnReader(columns, from_text=False, is_known=None if table is None else table.is_known)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.classifier_tags.multi_class = False
+        return tags

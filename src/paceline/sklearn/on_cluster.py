@@ -1,0 +1,71 @@
+"""Training an estimator on a cluster: its examples are written to a file, which workers read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch
+from paceline.errors import UsageError
+from paceline.launch import connect
+from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.train import Training, train_locally
+from paceline.protocol import parse_consistency
+from paceline.ps import messages, read_model
+from paceline.sklearn.weight_table import WeightTable, take_rows
+
+_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class ClusterChoice:
+    """Where to train: on `workers` and `servers` processes of this machine, or on a scheduler's cluster."""
+
+    workers: int
+    servers: int
+    consistency: str
+    scheduler: str | None
+    token: str | None
+
+
+def train_on_cluster(
+    examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, where: ClusterChoice
+) -> WeightTable:
+    """Train as ``paceline train`` does on examples in this order; return the weights."""
+    with tempfile.TemporaryDirectory(prefix="paceline-sklearn-") as folder:
+        data, model = Path(folder, "examples.svm"), Path(folder, "model")
+        write_libsvm(data, examples, order)
+        options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=model)
+        if where.scheduler is None:
+            consistency = parse_consistency(where.consistency)
+            train_locally(options, servers=where.servers, workers=where.workers, consistency=consistency)
+        else:
+            _train_there(options, where.scheduler, where.token)
+        (table,) = options.model.tables
+        return WeightTable(options.update, read_model(model).load_store(table.name))
+
+
+def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> None:
+    with contextlib.closing(connect(scheduler, token=token, observer=True)) as client:
+        if client.tables():
+            raise UsageError(f"the cluster of {scheduler} holds a model already: fit begins with none")
+        settings = client.link.call(messages.GetSettings(), messages.Settings)
+        Training(options, client, num_workers=settings.num_workers).run()
+
+
+def write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> None:
+    """Write examples as LIBSVM text, exactly: a float32 has at most nine digits."""
+    with open(path, "w", encoding="ascii") as out:
+        for start in range(0, len(order), _ROWS):
+            part = take_rows(examples, order[start : start + _ROWS])
+            values = [1.0] * len(part.keys) if part.values is None else part.values.tolist()
+            pairs = [f"{key}:{value:.9g}" for key, value in zip(part.keys.tolist(), values, strict=True)]
+            ends = part.indptr.tolist()
+            for row, label in enumerate(part.labels.tolist()):
+                out.write(f"{label:g} {' '.join(pairs[ends[row] : ends[row + 1]])}\n")

@@ -1,0 +1,112 @@
+"""The weights of an estimator: rows in this process, trained by minibatches, that can be pickled and saved."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch, Columns
+from paceline.inference.weights import split_bias
+from paceline.kernels.csr import csr_dot
+from paceline.models.base import BIAS_KEY, KeyedMatrix, KeyScratch
+from paceline.models.logistic import LogisticRegression as SparseLogisticRegression
+from paceline.ps import SparseStore, UpdateRule, to_fields
+from paceline.storage.model_directory import save_model
+from paceline.tables.initializers import Zeros
+from paceline.tables.spec import TableSpec
+from paceline.tables.types import Doubles, Floats, Keys
+
+_BATCH = 4096
+
+
+class WeightTable:
+    """A row for each feature, and one for the bias, with the state of an update rule."""
+
+    def __init__(self, rule: UpdateRule, store: SparseStore | None = None) -> None:
+        self._rule = rule
+        self._store = SparseStore(dim=1, rule=rule) if store is None else store
+        self._scratch = KeyScratch()
+        self._model = SparseLogisticRegression()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return rule and rows: memory at an address does not travel."""
+        keys, records = self._rows()
+        return {"rule": self._rule, "keys": keys, "records": records}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["rule"])  # type: ignore[misc]
+        self._store.write_records(state["keys"], state["records"])
+
+    def _rows(self) -> tuple[Keys, Floats]:
+        pieces = list(self._store.items())
+        keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in pieces)])
+        none = np.empty((0, self._store.row_words), np.float32)
+        return keys, np.concatenate([none, *(records for _, records in pieces)])
+
+    def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:
+        """Make a pass over examples, in an order if one is given."""
+        if order is not None:
+            examples = take_rows(examples, order)
+        for start in range(0, examples.num_examples, batch_size):
+            minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
+            (keys,) = minibatch.keys
+            weights = np.empty((len(keys), 1), np.float32)
+            self._store.pull(keys, weights)
+            (gradient,), _ = minibatch.gradients([weights])
+            self._store.push(keys, gradient)
+
+    def decide(self, examples: Batch) -> Doubles:
+        """Return the logit of each example (float64 [n])."""
+        margins = np.empty(examples.num_examples, np.float32)
+        for start in range(0, examples.num_examples, _BATCH):
+            part = examples.slice(start, start + _BATCH)
+            rows = KeyedMatrix(part, self._scratch)
+            weights = np.empty(len(rows.keys), np.float32)
+            self._store.pull(rows.keys, weights)
+            out = margins[start : start + _BATCH]
+            csr_dot(rows.indptr, rows.indices, rows.values, weights, out)
+            out += weights[-1]
+        return margins.astype(np.float64)
+
+    def is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return which keys have a row."""
+        return self._store.read_records(keys)[1]
+
+    @property
+    def bias(self) -> float:
+        """The weight of the bias."""
+        out = np.empty(1, np.float32)
+        self._store.pull(np.array([BIAS_KEY]), out)
+        return float(out[0])
+
+    def spread(self, num_features: int) -> Doubles:
+        """Return the weights of features that are numbered (float64 [num_features])."""
+        keys, records = self._rows()
+        weights = split_bias(keys, records[:, :1])
+        out = np.zeros(num_features)
+        out[weights.keys.astype(np.int64)] = weights.values[:, 0]
+        return out
+
+    def save(self, directory: str | os.PathLike[str], columns: Columns | None) -> None:
+        """Write a model as trainings do: of numbered features, or of the columns of a frame."""
+        update, start = to_fields(self._rule), to_fields(Zeros())
+        (table,) = self._model.tables
+        spec = TableSpec(name=table.name, kind="sparse", update=update, initializer=start, dim=table.dim)
+        described = {**self._model.describe(), "finished": True, "format": "libsvm", "columns": None}
+        if columns is not None:
+            names = {"label": columns.label, "categorical": columns.categorical, "numeric": columns.numeric}
+            described = {**described, "format": "parquet", "columns": names}
+        save_model(directory, [(spec, self._store.items())], described)
+
+
+def take_rows(examples: Batch, order: npt.NDArray[np.int64]) -> Batch:
+    """Return examples in another order."""
+    lengths = np.diff(examples.indptr)[order]
+    indptr = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(lengths, out=indptr[1:])
+    places = np.arange(indptr[-1]) + np.repeat(examples.indptr[order] - indptr[:-1], lengths)
+    values = None if examples.values is None else examples.values[places]
+    return Batch(examples.labels[order], indptr, examples.keys[places], values)

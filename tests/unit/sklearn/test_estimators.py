@@ -1,0 +1,176 @@
+"""The estimator is one of scikit-learn's kind, and trains as ``paceline train`` does, here and on a cluster."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline.errors import UsageError
+
+pytest.importorskip("sklearn")
+
+from scipy import sparse
+from sklearn.base import clone
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import GridSearchCV
+from sklearn.utils.estimator_checks import check_estimator
+
+from paceline.sklearn import LogisticRegression
+
+
+class Column(list[Any]):
+    """A column with a dtype, as pandas has it."""
+
+    dtype: Any
+
+    def __init__(self, values: Any, dtype: str) -> None:
+        super().__init__(values)
+        self.dtype = np.dtype(dtype)
+
+
+class Frame:
+    """As much of a DataFrame as is asked for."""
+
+    def __init__(self, **columns: Column) -> None:
+        self._columns = columns
+        self.columns = list(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, name: str) -> Column:
+        return self._columns[name]
+
+
+def examples(num_rows: int = 2000, num_features: int = 300) -> tuple[Any, np.ndarray[Any, Any]]:
+    """Return sparse examples whose classes depend on what is in them."""
+    random = np.random.default_rng(1)
+    X = sparse.random_array((num_rows, num_features), density=0.05, rng=random, format="csr")
+    margins = X @ random.normal(0, 3, num_features)
+    return X, np.where(random.random(num_rows) < 1 / (1 + np.exp(-margins)), "yes", "no")
+
+
+def test_it_passes_the_checks_of_scikit_learn() -> None:
+    failed = [
+        (each["check_name"], each["exception"])
+        for each in check_estimator(LogisticRegression(), on_skip=None, on_fail=None)
+        if each["status"] not in ("passed", "skipped")
+    ]
+    assert failed == []
+
+
+def test_sparse_and_dense_examples_are_one() -> None:
+    X, y = examples()
+    model = LogisticRegression(l1=0.1, random_state=1).fit(X, y)
+    assert model.classes_.tolist() == ["no", "yes"]
+    assert roc_auc_score(y, model.predict_proba(X)[:, 1]) > 0.8
+    dense = LogisticRegression(l1=0.1, random_state=1).fit(X.toarray(), y)
+    np.testing.assert_array_equal(dense.decision_function(X), model.decision_function(X))
+    np.testing.assert_allclose(X @ model.coef_[0] + model.intercept_, model.decision_function(X), atol=1e-5)
+    np.testing.assert_array_equal(model.predict(X) == "yes", model.decision_function(X) > 0)
+
+
+def test_a_pickled_model_learns_on_as_the_original() -> None:
+    X, y = examples()
+    model = LogisticRegression().partial_fit(X[:1000], y[:1000], classes=["no", "yes"])
+    copy = pickle.loads(pickle.dumps(model))
+    for each in (model, copy):
+        each.partial_fit(X[1000:], y[1000:])
+    np.testing.assert_array_equal(copy.decision_function(X), model.decision_function(X))
+    whole = LogisticRegression(epochs=1, shuffle=False, batch_size=250).fit(X, y)
+    parts = (
+        LogisticRegression(batch_size=250)
+        .partial_fit(X[:1000], y[:1000], ["no", "yes"])
+        .partial_fit(X[1000:], y[1000:])
+    )
+    np.testing.assert_array_equal(parts.decision_function(X), whole.decision_function(X))
+    assert not hasattr(clone(model), "classes_")
+
+
+def test_searching_parameters() -> None:
+    X, y = examples(600)
+    search = GridSearchCV(LogisticRegression(random_state=1), {"l1": [0.1, 1000.0]}, scoring="roc_auc", cv=3).fit(X, y)
+    assert search.best_params_ == {"l1": 0.1}
+
+
+def test_columns_that_are_no_numbers_are_hashed(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    city = [f"city {number}" for number in random.integers(0, 9, 1000)]
+    size = random.random(1000)
+    y = (np.array(city) < "city 4").astype(int)
+    frame = Frame(city=Column(city, "O"), size=Column(size, "f8"))
+    model = LogisticRegression(l1=0.0, random_state=1).fit(frame, y)
+    assert model.score(frame, y) == 1.0
+    assert model.feature_names_in_.tolist() == ["city", "size"]
+    with pytest.raises(UsageError, match="no column city"):
+        model.predict(Frame(size=Column(size, "f8")))
+    with pytest.raises(UsageError, match="X is a ndarray: expected a DataFrame"):
+        model.predict(np.zeros((3, 2)))
+    with pytest.raises(AttributeError, match="were hashed"):
+        model.coef_  # noqa: B018
+    model.save(tmp_path / "model")
+    loaded = paceline.load(tmp_path / "model").predict(frame)
+    np.testing.assert_allclose(loaded, model.predict_proba(frame)[:, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_frames_of_packages(package: str) -> None:
+    frames = pytest.importorskip(package)
+    columns = {"city": ["a", "b"] * 50, "size": [0.5] * 100}
+    y = [1, 0] * 50
+    assert LogisticRegression(l1=0.0).fit(frames.DataFrame(columns), y).score(frames.DataFrame(columns), y) == 1.0
+
+
+def test_a_saved_model_predicts_as_the_estimator(tmp_path: Path) -> None:
+    X, y = examples(500)
+    model = LogisticRegression().fit(X, y)
+    model.save(tmp_path / "model")
+    loaded = paceline.load(tmp_path / "model").predict(X)
+    np.testing.assert_allclose(loaded, model.predict_proba(X)[:, 1], atol=1e-6)
+
+
+def test_training_on_a_cluster_of_this_machine() -> None:
+    X, y = examples(600)  # of which a worker makes one shard, and so the same minibatches
+    here = LogisticRegression(l1=0.1, epochs=1, shuffle=False).fit(X, y)
+    there = LogisticRegression(l1=0.1, epochs=1, shuffle=False, workers=1, consistency="sequential").fit(X, y)
+    np.testing.assert_allclose(there.decision_function(X), here.decision_function(X), atol=1e-4)
+    with pytest.raises(UsageError, match="partial_fit trains in this process"):
+        there.partial_fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epochs": 0}, "epochs=0: expected a positive whole number"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"update": "bfgs"}, "unknown update rule 'bfgs'"),
+        ({"workers": 1, "consistency": "often"}, "'often'"),
+        ({"scheduler": "127.0.0.1:9"}, "which cluster"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    X, y = examples(50)
+    with pytest.raises(UsageError) as raised:
+        LogisticRegression(**settings).fit(X, y)
+    assert message in str(raised.value)
+
+
+def test_classes_that_do_not_fit_are_refused() -> None:
+    X, y = examples(50)
+    with pytest.raises(UsageError, match="y has one class"):
+        LogisticRegression().fit(X, ["a"] * 50)
+    with pytest.raises(UsageError, match="y has 3 classes"):
+        LogisticRegression().fit(X, np.arange(50) % 3)
+    with pytest.raises(UsageError, match="names all classes"):
+        LogisticRegression().partial_fit(X, y)
+    model = LogisticRegression().partial_fit(X, y, classes=["yes", "no"])
+    with pytest.raises(UsageError, match="y has 'maybe', which is none of the classes"):
+        model.partial_fit(X, ["maybe"] * 50)
