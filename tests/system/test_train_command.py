@@ -210,5 +210,39 @@ def test_a_training_that_learns_nothing_says_so(paceline: Commands, tmp_path: Pa
     (tmp_path / "noise.csv").write_text("click,id\n" + lines)
     how = ["--label", "click", "--categorical", "id", "--workers", "1", "-q", "--epochs", "1", "--lr", "1"]
     trained = paceline.succeed("train", "noise.csv", *how)
-    assert "nothing was learned: the log loss, " in trained.err
+    assert "the model may have learned nothing: the log loss, " in trained.err
     assert "is no better than 0.69" in trained.err
+
+
+def test_what_columns_are_taken_for_is_told(paceline: Commands, tmp_path: Path) -> None:
+    rows = [f"{10**19 + 7 * i},{i % 3 == 0:d},{'ab'[i % 3 == 0]},{i % 40}\n" for i in range(600)]
+    (tmp_path / "x.csv").write_text("id,won,site,age\n" + "".join(rows))
+    how = ["train", "x.csv", "--label", "won", "--workers", "1", "--epochs", "1"]
+    told = [line.split() for line in paceline.succeed(*how).err.splitlines()]
+    assert ["id", "left", "out", "(identifies", "rows:", "integers,", "all", "distinct)", "600"] in [
+        line[:9] for line in told
+    ]
+    assert ["age", "numeric", "(integers)", "40", "0,", "1,", "2"] in told
+    quiet = paceline.succeed(*how, "-q", "--save", "model")
+    assert "taken for" not in quiet.err
+    assert "taken for" not in paceline.succeed(*how, "--categorical", "site").err
+    found = paceline.succeed("describe", "x.csv", "--label", "1", "--json").json
+    assert {each["name"]: each["kind"] for each in found["columns"]} == {
+        "id": "left out",
+        "won": "label",
+        "site": "categorical",
+        "age": "numeric",
+    }
+    assert found["labels"] == {"0": 400, "1": 200}
+    assert found["first_row"]["label"] == 1
+    assert [(each["column"], each["value"]) for each in found["first_row"]["features"]] == [("site", 1), ("age", 0)]
+    assert "the first row has label 1" in paceline.succeed("describe", "x.csv", "--label", "1").out
+    assert paceline.succeed("predict", "model", "x.csv", "--json").json["auc"] > 0.9
+
+
+def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    assert "format   criteo" in paceline.succeed("describe", click_log[0]).out
+    (tmp_path / "x.svm").write_text("1 3:1 8:0.5\n2 4:1\n3 3:1\n")
+    told = paceline.succeed("describe", "x.svm").out
+    assert "labels are 1, 2 and 3, expected two" in told
+    assert "8    0.5" in told

@@ -8,7 +8,7 @@ import typer
 
 from paceline.version import __version__
 
-from . import bench, doctor, inspect, model, predict, roles, run, train
+from . import bench, describe, doctor, inspect, model, predict, roles, run, train
 
 app = typer.Typer(
     name="paceline",
@@ -20,6 +20,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", no_args_is_help=True)(train.train)
+app.command("describe", no_args_is_help=True)(describe.describe)
 app.command("predict", no_args_is_help=True)(predict.predict)
 app.command("inspect", no_args_is_help=True)(inspect.inspect)
 app.command("run", no_args_is_help=True, context_settings=run.CONTEXT)(run.run)

@@ -12,14 +12,20 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.data import Columns
     from paceline.transport import TLS
 
 Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
 Format = Annotated[
     str | None, typer.Option("--format", help="criteo, libsvm, csv or parquet; guessed from the content if not given.")
 ]
-Label = Annotated[str | None, typer.Option(help="csv, parquet: the column that holds the label.")]
-Categorical = Annotated[str | None, typer.Option(help="csv, parquet: categorical columns, separated by commas.")]
+Label = Annotated[
+    str | None, typer.Option(help="csv, parquet: the column that holds the label, by name or place (from 0).")
+]
+Categorical = Annotated[
+    str | None,
+    typer.Option(help="csv, parquet: categorical columns, separated by commas; without these two all are guessed."),
+]
 Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns, separated by commas.")]
 Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
@@ -98,3 +104,14 @@ def find_tls(cert: Path | None, key: Path | None, ca: Path | None) -> TLS | None
 def split_names(text: str | None) -> tuple[str, ...]:
     """Return names separated by commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()
+
+
+def choose_columns(label: str | None, categorical: str | None, numeric: str | None) -> Columns | None:
+    """Return the columns if they are named, None if they are to be guessed."""
+    from paceline.data import Columns
+
+    if not categorical and not numeric:
+        return None
+    if not label:
+        raise UsageError("--categorical and --numeric need --label, the column that holds the label")
+    return Columns(label, split_names(categorical), split_names(numeric))

@@ -90,7 +90,6 @@ def train(
         fork_server = ForkServer.start()  # first: it loads what it needs while this process does
         context.call_on_close(fork_server.close)
 
-    from paceline.data import Columns
     from paceline.environment import num_cores
     from paceline.errors import UsageError
     from paceline.launch.train.options import TrainOptions
@@ -99,11 +98,6 @@ def train(
     from paceline.models.update import make_update
     from paceline.protocol import parse_consistency, parse_stale_policy
 
-    columns = None
-    if label or categorical or numeric:
-        if not label:
-            raise UsageError("--categorical and --numeric need --label, the column that holds the label")
-        columns = Columns(label, options.split_names(categorical), options.split_names(numeric))
     own_cluster = {
         "--servers": servers,
         "--workers": workers,
@@ -127,7 +121,8 @@ def train(
             model=make_model(model),
             evaluation=evaluation or (),
             format=format,
-            columns=columns,
+            columns=options.choose_columns(label, categorical, numeric),
+            label=label,
             epochs=epochs,
             batch_size=batch_size,
             update=make_update(update, lr=lr, l1=l1, l2=l2, beta=beta),

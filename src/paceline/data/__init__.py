@@ -7,10 +7,11 @@ something is read. ``write_click_log(path)`` makes a log up whose best possible 
 
 from paceline.data.bad_lines import BadLine, BadLines
 from paceline.data.batch import Batch
-from paceline.data.columns import Columns, find_label
+from paceline.data.columns import LABEL_NAMES, Columns, find_label
 from paceline.data.dataset import Dataset, Spec, column_names, open_dataset, open_spec
 from paceline.data.formats import COLUMN_FORMATS, FORMATS, detect_format
-from paceline.data.sampling import describe_not_binary, sample_labels
+from paceline.data.guessing import Guess, Guesses, describe_named, guess_columns
+from paceline.data.sampling import Sample, count_labels, describe_not_binary, sample_labels, sample_rows
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
 
@@ -24,14 +25,22 @@ __all__ = [
     "Columns",
     "Dataset",
     "FORMATS",
+    "Guess",
+    "Guesses",
+    "LABEL_NAMES",
+    "Sample",
     "Spec",
     "column_names",
+    "count_labels",
+    "describe_named",
     "describe_not_binary",
     "detect_format",
     "find_label",
+    "guess_columns",
     "line_number",
     "open_dataset",
     "open_spec",
     "sample_labels",
+    "sample_rows",
     "write_click_log",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.kernels.text_reference import MAX_FLOAT32, name_seed, powers_of_te
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
 
+_PLACE = re.compile(r"-?[0-9]{1,9}")
 _MISSING = frozenset({"na", "n/a", "nan", "null", "none"})
 _LABEL_WORDS = {"true": 1.0, "false": 0.0}
 
@@ -87,20 +89,13 @@ def find_label(path: str, names: Sequence[str]) -> str:
     return label
 
 
-def guess_columns(path: str, schema: Any) -> Columns:
-    """Columns for a schema when none are given: label by its name, numbers numeric, the rest categorical."""
-    types = import_arrow().types
-    label = find_label(path, schema.names)
-    categorical: list[str] = []
-    numeric: list[str] = []
-    for column in schema:
-        if column.name == label or types.is_nested(column.type):
-            continue
-        is_number = (types.is_integer, types.is_floating, types.is_decimal)
-        (numeric if any(test(column.type) for test in is_number) else categorical).append(column.name)
-    columns = Columns(label, tuple(categorical), tuple(numeric))
-    columns.check_in(path, schema.names)
-    return columns
+def resolve_label(path: str, names: Sequence[str], label: str) -> str:
+    """The column that `label` names, or whose place it is, counted from 0 (or from the end, as -1)."""
+    if label in names:
+        return label
+    if _PLACE.fullmatch(label) and -len(names) <= int(label) < len(names):
+        return names[int(label)]
+    raise UsageError(f"{path} has no column '{label}': its columns are {', '.join(names)}")
 
 
 @dataclass(slots=True)

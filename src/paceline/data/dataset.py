@@ -14,10 +14,12 @@ from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
 from paceline.data.cache import CacheWriter, ShardCache
-from paceline.data.columns import LABEL_NAMES, Columns, guess_columns, import_arrow
+from paceline.data.columns import LABEL_NAMES, Columns, import_arrow
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import COLUMN_FORMATS, FORMATS, TEXT_FORMATS, detect_format
+from paceline.data.guessing import guess_columns
 from paceline.data.reader import ShardReader
+from paceline.data.sampling import sample_rows
 from paceline.data.streams import is_gzip_name, line_number, stat_file
 from paceline.errors import DataError, UsageError
 
@@ -46,7 +48,7 @@ def open_dataset(
     """Open data files, all of one format and read in this order, as a :class:`Dataset`.
 
     `format` is one of ``criteo``, ``libsvm``, ``csv``, ``parquet``; None tells it from the first file's
-    content. `columns` is for csv and parquet, and guessed by names and types if None. `shard_bytes` is the
+    content. `columns` is for csv and parquet, and guessed from rows spread over the files if None. `shard_bytes` is the
     size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
     MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
     parsed shards for later passes. `labels`: ``clicks`` are 1 above 0 and 0 elsewhere, ``numbers`` as they stand.
@@ -80,8 +82,9 @@ def _columns_for(files: list[str], format: str, columns: Columns | None) -> Colu
         if columns is not None:
             raise UsageError(f"{format} has no columns to choose: leave columns out, or say csv or parquet")
         return None
+    import_arrow()
     if columns is None:
-        columns = _guess_columns(files[0], format)
+        columns = guess_columns(files[0], sample_rows(files, format, LABEL_NAMES)).columns
     for file in files:
         columns.check_in(file, column_names(file, format, columns.names))
     return columns
@@ -103,14 +106,6 @@ def _parquet_schema(path: str) -> Any:
     if is_gzip_name(path):
         raise UsageError(f"{path}: a parquet file is not read through gzip: unpack it")
     return parquet_schema(path)
-
-
-def _guess_columns(path: str, format: str) -> Columns:
-    import_arrow()
-    from paceline.data.tables import csv_schema
-
-    schema = csv_schema(path, read_dialect(path, LABEL_NAMES)) if format == "csv" else _parquet_schema(path)
-    return guess_columns(path, schema)
 
 
 def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:

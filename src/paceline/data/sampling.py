@@ -6,7 +6,7 @@ reached without unpacking all before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def _kind_of(type: Any) -> str:
     return "float" if types.is_floating(type) or types.is_decimal(type) else "text"
 
 
-def sample_labels(files: Sequence[str], format: str, columns: Columns | None) -> dict[float, int]:
+def sample_labels(files: Sequence[str], format: str, columns: Columns | None = None) -> dict[float, int]:
     """The labels in rows spread over the files, as numbers, and how often each was seen."""
     if format == "criteo":
         return {}  # its reader takes 0 and 1 alone
@@ -117,6 +117,11 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None) ->
     else:
         assert columns is not None
         cells = sample_rows(files, format, columns.names).column(columns.label)
+    return count_labels(cells)
+
+
+def count_labels(cells: Iterable[str]) -> dict[float, int]:
+    """How often each label is there; what is no label is passed over."""
     counts: dict[float, int] = {}
     for cell in cells:
         value = float(cell) if is_number(cell) else _LABEL_WORDS.get(cell.strip().lower())

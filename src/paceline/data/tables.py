@@ -54,21 +54,8 @@ class _File(io.RawIOBase):
         return bytes(memoryview(buffer)[: self.readinto(buffer)])
 
 
-def csv_schema(path: str, dialect: Dialect) -> Any:
-    """The names and the guessed types of a csv file's columns."""
-    stream = open_stream(path)
-    try:
-        with _arrow_errors(path, "csv"):
-            reader = _open_csv(path, stream, dialect, None, BLOCK_BYTES, [])
-            schema = reader.schema
-            reader.close()
-    finally:
-        stream.close()
-    return schema
-
-
 def _open_csv(
-    path: str, stream: ByteStream, dialect: Dialect, columns: Columns | None, block_bytes: int, skipped: list[BadLine]
+    path: str, stream: ByteStream, dialect: Dialect, columns: Columns, block_bytes: int, skipped: list[BadLine]
 ) -> Any:
     """A streaming reader that puts the rows with too few or too many cells in `skipped`."""
     import_arrow()
@@ -79,11 +66,11 @@ def _open_csv(
         skipped.append(BadLine(path, None, None, shorten(row.text), reason))
         return "skip"
 
-    convert = csv.ConvertOptions()
-    if columns is not None:
-        convert.include_columns = columns.names
-        convert.column_types = dict.fromkeys(columns.names, import_arrow().string())
-        convert.check_utf8 = False
+    convert = csv.ConvertOptions(
+        include_columns=columns.names,
+        column_types=dict.fromkeys(columns.names, import_arrow().string()),
+        check_utf8=False,
+    )
     return csv.open_csv(
         import_arrow().PythonFile(_File(stream), mode="r"),
         read_options=csv.ReadOptions(

@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data import Dataset, describe_not_binary, detect_format, open_dataset, sample_labels
-from paceline.errors import DataError, ModelError
+from paceline.data import (
+    COLUMN_FORMATS,
+    LABEL_NAMES,
+    Columns,
+    Dataset,
+    Guesses,
+    count_labels,
+    describe_named,
+    describe_not_binary,
+    detect_format,
+    guess_columns,
+    open_dataset,
+    sample_labels,
+    sample_rows,
+)
+from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.storage.model_directory import prepare_directory
 
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 
 
-def check_files(options: TrainOptions) -> None:
-    """Raise what is wrong with the files and with the place for the model, as far as a look at them shows it."""
-    with open_dataset(options.data, options.format, options.columns, strict=options.strict) as dataset:
-        format, columns = dataset.format, dataset.columns
-        odd = describe_not_binary(sample_labels(dataset.files, format, columns))
+@dataclass(frozen=True)
+class DataLook:
+    """What a look at data files has shown, before anything is read."""
+
+    format: str
+    columns: Columns | None
+    labels: dict[float, int]
+    """The labels in the rows looked at, and how often each was seen."""
+    guesses: Guesses | None
+    """What the columns of csv and parquet files were taken for."""
+    guessed: bool
+    """Whether anybody said what the columns are."""
+
+
+def look_at(
+    data: Sequence[str | Path], format: str | None = None, columns: Columns | None = None, label: str | None = None
+) -> DataLook:
+    """Look at files; arguments as :class:`TrainOptions` has them. Raises what is wrong with the files."""
+    first = str(data[0])
+    format = format or detect_format(first)
+    if format not in COLUMN_FORMATS:
+        if label is not None and columns is None:
+            raise UsageError(f"{format} has no columns to choose: leave --label out, or say --format csv or parquet")
+        with open_dataset(data, format, columns) as dataset:
+            return DataLook(format, None, sample_labels(dataset.files, format), None, False)
+    if columns is not None:
+        open_dataset(data, format, columns).close()
+        wanted: Sequence[str] = columns.names
+    else:
+        wanted = LABEL_NAMES if label is None else (label,)
+    sample = sample_rows([str(file) for file in data], format, wanted)
+    guesses = guess_columns(first, sample, label) if columns is None else describe_named(sample, columns)
+    open_dataset(data, format, guesses.columns).close()
+    labels = count_labels(sample.column(guesses.columns.label))
+    return DataLook(format, guesses.columns, labels, guesses, columns is None)
+
+
+def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
+    """Return the options with format and columns settled, and what a look at the files has shown.
+
+    Raises what is wrong with the files and with the place for the model.
+    """
+    look = look_at(options.data, options.format, options.columns, options.label)
+    odd = describe_not_binary(look.labels)
     if odd is not None:
         raise DataError(f"{options.data[0]}: {odd}: map them before you train lr on them")
+    _check_formats(options, look.format)
+    if options.evaluation:
+        open_dataset(options.evaluation, look.format, look.columns).close()
+    _check_place(options.save)
+    return dataclasses.replace(options, format=look.format, columns=look.columns), look
+
+
+def _check_formats(options: TrainOptions, format: str) -> None:
     if options.format is None:
         for file in (*options.data, *options.evaluation):
             found = detect_format(file)
@@ -28,16 +91,18 @@ def check_files(options: TrainOptions) -> None:
                 raise DataError(
                     f"{file} looks like {found}, and {options.data[0]} like {format}: all must be of one format"
                 )
-    if options.evaluation:
-        open_dataset(options.evaluation, format, columns).close()
-    if options.save is not None:
-        try:
-            for made in prepare_directory(Path(options.save)):
-                made.rmdir()  # it can be made: it is when there is a model to put in
-            if Path(options.save).is_dir() and not os.access(options.save, os.W_OK):
-                raise ModelError(f"cannot save a model in {options.save}: it may not be written to")
-        except OSError as error:
-            raise ModelError(f"cannot save a model in {options.save}: {error.strerror or error}") from None
+
+
+def _check_place(save: str | Path | None) -> None:
+    if save is None:
+        return
+    try:
+        for made in prepare_directory(Path(save)):
+            made.rmdir()  # it can be made: it is when there is a model to put in
+        if Path(save).is_dir() and not os.access(save, os.W_OK):
+            raise ModelError(f"cannot save a model in {save}: it may not be written to")
+    except OSError as error:
+        raise ModelError(f"cannot save a model in {save}: {error.strerror or error}") from None
 
 
 def total_size(files: Sequence[str | Path]) -> int:

@@ -36,7 +36,9 @@ class TrainOptions:
     format: str | None = None
     """criteo, libsvm, csv or parquet; None: guessed from the content."""
     columns: Columns | None = None
-    """Of csv and parquet."""
+    """Of csv and parquet; None: guessed from rows spread over the files."""
+    label: str | None = None
+    """The label's column, by name or place, where the others are guessed."""
     epochs: int = 4
     """Passes over the data."""
     batch_size: int = 256

@@ -26,7 +26,7 @@ from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.cluster_health import ClusterHealth
-from paceline.launch.train.data_files import check_files, open_training_data, total_size
+from paceline.launch.train.data_files import open_training_data, settle_files, total_size
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
@@ -145,7 +145,7 @@ class Training:
             examples, positives = int(state.progress["examples"]), int(state.progress.get("positives", 0))
             useless = find_useless(state.progress["loss"] / examples, positives, examples)
         if useless is not None:
-            self._warn(f"nothing was learned: {useless}")
+            self._warn(f"the model may have learned nothing: {useless}")
 
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
         """Bring the cluster to where the snapshot was."""
@@ -341,7 +341,7 @@ def train_locally(
     **cluster_options: Any,
 ) -> TrainResult:
     """Train on processes of this machine that live as long as the training. Arguments as LocalCluster and Training."""
-    check_files(options)  # what is wrong is said before anything starts
+    options, _ = settle_files(options)  # what is wrong is said before anything starts
     with (
         LocalCluster.start(
             servers=servers,

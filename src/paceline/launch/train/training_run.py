@@ -13,7 +13,8 @@ from rich.console import Console
 from paceline.errors import ModelLostError
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
-from paceline.launch.train.data_files import check_files
+from paceline.launch.train.data_files import settle_files
+from paceline.launch.train.describing import show_columns
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.train import Training
@@ -50,7 +51,9 @@ def run_training(
     snapshot.
     """
     console = Console(stderr=True)
-    check_files(options)
+    options, look = settle_files(options)
+    if look.guessed and look.guesses is not None and not quiet:
+        show_columns(console, look.guesses)
 
     def warn(text: str) -> None:
         console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,176 @@
+"""What the columns of csv and parquet files are, told from rows spread over the files, where nobody says it.
+
+The rules are those of docs/data.md. They judge a column by its distinct values and how often each comes; the same files
+give the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from paceline.data.columns import Columns, find_label, resolve_label
+from paceline.data.dialect import is_missing, is_number
+from paceline.data.sampling import Sample
+from paceline.errors import UsageError
+
+NUM_EXAMPLES = 3
+
+_LEAST_ROWS = 50  # of fewer rows, all distinct says little
+_FEW, _ROWS_PER_VALUE = 64, 20
+_LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_PADDED = re.compile(r"[+-]?0[0-9]+")
+_CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
+_BINS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What one column was taken for: ``label``, ``categorical``, ``numeric`` or ``left out``, and why."""
+
+    name: str
+    kind: str
+    reason: str
+    num_distinct: int
+    """In the rows looked at; a missing value is none."""
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What the columns of some files were taken for."""
+
+    columns: Columns
+    guesses: tuple[Guess, ...]
+    num_rows: int
+    """So many rows were looked at."""
+
+
+def guess_columns(path: str, sample: Sample, label: str | None = None) -> Guesses:
+    """Take the columns of `sample` for what they look like; `label` is the name or the place of the label's column.
+
+    `path` names the files in messages. Raises UsageError if there is no label, or nothing else.
+    """
+    label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
+    guesses = []
+    for name, type in zip(sample.names, sample.types, strict=True):
+        cells = sample.column(name)
+        counts = Counter(cell for cell in cells if cell)
+        kind, reason = ("label", "") if name == label else judge_column(name, cells, counts, type)
+        guesses.append(_describe(name, kind, reason, counts))
+    chosen = {kind: tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric")}
+    if not any(chosen.values()):
+        reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
+        raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
+    return Guesses(Columns(label, **chosen), tuple(guesses), len(sample.rows))
+
+
+def describe_named(sample: Sample, columns: Columns) -> Guesses:
+    """The same of columns that were named."""
+    kinds = {columns.label: "label"} | dict.fromkeys(columns.categorical, "categorical")
+    kinds |= dict.fromkeys(columns.numeric, "numeric")
+    guesses = [
+        _describe(name, kinds.get(name, "left out"), "" if name in kinds else "not named", Counter(filter(None, cells)))
+        for name, cells in ((name, sample.column(name)) for name in sample.names)
+    ]
+    return Guesses(columns, tuple(guesses), len(sample.rows))
+
+
+def _describe(name: str, kind: str, reason: str, counts: Mapping[str, int]) -> Guess:
+    return Guess(name, kind, reason, len(counts), tuple(list(counts)[:NUM_EXAMPLES]))
+
+
+def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], type: str = "") -> tuple[str, str]:
+    """The kind of a column other than the label, and the reason.
+
+    `cells` in the order of the rows; `counts` of those that are not empty; `type` as :class:`Sample` has it.
+    """
+    if type == "nested":
+        return "left out", "holds lists or structures"
+    present = [cell for cell in counts if not is_missing(cell)]
+    if not present:
+        return "left out", "has no value in the rows looked at"
+    num_rows = sum(counts[cell] for cell in present)
+    all_distinct = len(present) == num_rows >= _LEAST_ROWS
+    is_text = type in ("text", "boolean") or not all(map(is_number, present))
+    if is_text:
+        if all_distinct:
+            return "left out", "identifies rows: text, all distinct"
+        return "categorical", "text"
+    if type == "float" or not all(map(_INTEGER.fullmatch, present)):
+        return "numeric", "numbers"
+    return _judge_integers(name, [int(cell) for cell in cells if cell in counts and not is_missing(cell)], present)
+
+
+def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> tuple[str, str]:
+    num_rows, num_distinct = len(values), len(texts)
+    digits = max(len(text.lstrip("+-")) for text in texts)
+    is_named_code = _CODE_NAME.search(name) is not None
+    if num_distinct == num_rows >= _LEAST_ROWS and (
+        is_named_code or digits >= _LARGE_DIGITS or _is_counter(values) or _is_uniform(values)
+    ):
+        return "left out", "identifies rows: integers, all distinct"
+    if any(map(_PADDED.fullmatch, texts)):
+        return "categorical", "integers with leading zeros"
+    if digits >= _INEXACT_DIGITS:
+        return "categorical", f"integers of {digits} digits"
+    if num_distinct <= 2:
+        return "numeric", "integers"
+    if is_named_code:
+        return "categorical", "integers, named as codes"
+    if num_distinct <= _FEW and num_rows >= _ROWS_PER_VALUE * num_distinct:
+        return "categorical", "integers, few distinct"
+    if num_rows >= _ROWS_PER_VALUE * num_distinct and _are_far_from_zero(values):
+        return "categorical", "integers, large and close together"
+    if _are_codes(values):
+        return "categorical", "integers that repeat as codes do"
+    return "numeric", "integers"
+
+
+def _is_counter(values: Sequence[int]) -> bool:
+    """Whether distinct values rise, or fall, from row to row."""
+    return all(a < b for a, b in pairwise(values)) or all(a > b for a, b in pairwise(values))
+
+
+def _is_uniform(values: Sequence[int]) -> bool:
+    """Whether many distinct values lie evenly over their range, as random identifiers do and quantities seldom do."""
+    ordered = sorted(values)
+    low, width = ordered[0], ordered[-1] - ordered[0]
+    quarters = (abs((ordered[len(ordered) * k // 4] - low) / width - k / 4) for k in (1, 2, 3))
+    return len(values) >= 1000 and all(distance < 0.05 for distance in quarters)
+
+
+def _are_far_from_zero(values: Sequence[int]) -> bool:
+    """Whether the middle 80% of the rows are much larger than they differ, as 100013 and 100217 are."""
+    ordered = sorted(values)
+    low, high = ordered[len(ordered) // 10], ordered[len(ordered) - 1 - len(ordered) // 10]
+    return min(abs(low), abs(high)) > 20 * (high - low) > 0
+
+
+def _are_codes(values: Sequence[int]) -> bool:
+    """Whether values repeat more than twice as often as those of a smooth distribution over the same range would.
+
+    The middle 80% of the rows, but for a value that most rows have, are cut into bins of as many rows each. In a bin of
+    m rows and R possible values a locally uniform distribution is expected to show R(1 - exp(-m/R)) distinct ones.
+    Amounts, of which most are round, are no codes.
+    """
+    if sum(value % 5 == 0 for value in values) * 2 > len(values):
+        return False
+    most, count = Counter(values).most_common(1)[0]
+    ordered = sorted(value for value in values if value != most) if count * 2 > len(values) else sorted(values)
+    middle = ordered[len(ordered) // 10 : len(ordered) - len(ordered) // 10]
+    if len(middle) < 20 * _BINS:
+        return False
+    step = math.gcd(*(value - middle[0] for value in middle)) or 1
+    found = expected = 0.0
+    for at in range(_BINS):
+        part = middle[at * len(middle) // _BINS : (at + 1) * len(middle) // _BINS]
+        possible = (part[-1] - part[0]) // step + 1
+        found += len(set(part))
+        expected += possible * -math.expm1(-len(part) / possible)
+    return found < 0.5 * expected

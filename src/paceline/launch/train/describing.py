@@ -1,0 +1,129 @@
+"""What was understood of data files, for people: ``paceline describe``, and a table before a training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from paceline.data import Batch, Columns, Guesses, describe_not_binary, open_dataset
+from paceline.errors import DataError, printable
+from paceline.kernels.text_reference import name_seed
+from paceline.launch.kernels import prepare_kernels
+from paceline.launch.train.data_files import DataLook, look_at
+
+_MOST_COLUMNS = 40
+_MOST_TEXT = 24
+
+
+def describe_data(
+    data: Sequence[str], format: str | None, columns: Columns | None, label: str | None
+) -> dict[str, Any]:
+    """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
+
+    Arguments as :class:`TrainOptions` has them. Raises what is wrong with the files.
+    """
+    look = look_at(data, format, columns, label)
+    prepare_kernels()
+    with open_dataset(data, look.format, look.columns) as dataset:
+        first = next(dataset.batches(1), None)
+        if first is None:
+            raise DataError(f"{data[0]} has no row that can be read")
+        return {
+            "format": look.format,
+            "files": list(data),
+            "bytes": sum(os.path.getsize(file) for file in dataset.files),
+            "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
+            "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
+            "warning": describe_not_binary(look.labels),
+            "columns": [] if look.guesses is None else _describe_columns(look.guesses),
+            "first_row": {"label": float(first.labels[0]), "features": _describe_row(look, first)},
+        }
+
+
+def _describe_columns(guesses: Guesses) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": guess.name,
+            "kind": guess.kind,
+            "reason": guess.reason,
+            "distinct": guess.num_distinct,
+            "examples": list(guess.examples),
+        }
+        for guess in guesses.guesses
+    ]
+
+
+def _describe_row(look: DataLook, row: Batch) -> list[dict[str, Any]]:
+    """The features of a row: column, where it has a name, key and value."""
+    values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
+    names: list[str | None] = [None] * len(row.keys)
+    if look.columns is not None:
+        numeric = {name_seed(name): name for name in look.columns.numeric}
+        names = [
+            *look.columns.categorical,
+            *(numeric[key] for key in row.keys[len(look.columns.categorical) :].tolist()),
+        ]
+    return [
+        {"column": name, "key": key, "value": value}
+        for name, key, value in zip(names, row.keys.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def show_description(console: Console, found: dict[str, Any]) -> None:
+    """Print what :func:`describe_data` returned."""
+    labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
+    for name, text in (
+        ("format", found["format"]),
+        ("files", f"{len(found['files']):,}, {found['bytes']:,} bytes"),
+        ("rows", f"{found['rows_looked_at']:,} looked at" + (f"; labels {labels}" if labels else "")),
+        ("warning", found["warning"]),
+    ):
+        if text:
+            console.print(f"{name:8} {text}", highlight=False, markup=False, soft_wrap=True)
+    if found["columns"]:
+        console.print()
+        _show_table(console, found["columns"])
+    table = _new_table("column", "key", "value")
+    for feature in found["first_row"]["features"]:
+        table.add_row(_plain(feature["column"] or ""), str(feature["key"]), f"{feature['value']:g}")
+    console.print(f"\nthe first row has label {found['first_row']['label']:g} and these features:", highlight=False)
+    console.print(table, highlight=False)
+
+
+def show_columns(console: Console, guesses: Guesses) -> None:
+    """Print what columns were taken for, before a training: the first of them."""
+    console.print(
+        f"columns, by {guesses.num_rows:,} rows (--categorical and --numeric name others):",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _show_table(console, _describe_columns(guesses)[:_MOST_COLUMNS])
+    if len(guesses.guesses) > _MOST_COLUMNS:
+        console.print(f"... and {len(guesses.guesses) - _MOST_COLUMNS} more ('paceline describe' shows all)")
+
+
+def _show_table(console: Console, columns: Sequence[dict[str, Any]]) -> None:
+    table = _new_table("column", "taken for", "distinct", "values")
+    for column in columns:
+        kind = f"{column['kind']} ({column['reason']})" if column["reason"] else column["kind"]
+        table.add_row(
+            _plain(column["name"]), kind, f"{column['distinct']:,}", ", ".join(map(_plain, column["examples"]))
+        )
+    console.print(table, highlight=False)
+
+
+def _new_table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in ("distinct", "key", "value") else "left")
+    return table
+
+
+def _plain(text: str) -> str:
+    """A text of the data, short, and without what rich would take for markup."""
+    return printable(text, _MOST_TEXT).replace("[", "\\[")

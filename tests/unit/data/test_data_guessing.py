@@ -1,0 +1,102 @@
+"""What columns are taken for where nobody says what they are."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from paceline.data import Columns, Sample, describe_named, guess_columns, open_dataset, sample_rows
+from paceline.data.guessing import judge_column
+from paceline.errors import UsageError
+
+ROWS = 4000
+RANDOM = random.Random(1)
+CODES = [RANDOM.randrange(300, 24_000) for _ in range(500)]
+
+
+def judge(values: list[object], name: str = "x", type: str = "") -> tuple[str, str]:
+    cells = [str(value) for value in values]
+    return judge_column(name, cells, Counter(filter(None, cells)), type)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "reason"),
+    [
+        ("x", [RANDOM.randrange(10**19, 2**64) for _ in range(ROWS)], "left out", "identifies rows: integers"),
+        ("x", list(range(500, 500 + ROWS)), "left out", "identifies rows: integers"),
+        ("x", RANDOM.sample(range(10**7), ROWS), "left out", "identifies rows: integers"),
+        ("user_id", RANDOM.sample(range(10**7), 100), "left out", "identifies rows: integers"),
+        ("x", [f"user{i}" for i in range(ROWS)], "left out", "identifies rows: text"),
+        ("x", ["", "NA", "null"] * 100, "left out", "has no value"),
+        ("x", [RANDOM.choice("abc") for _ in range(ROWS)], "categorical", "text"),
+        ("x", [RANDOM.choice([1, 2, "x"]) for _ in range(ROWS)], "categorical", "text"),
+        ("x", [f"{RANDOM.randrange(10**5):05}" for _ in range(ROWS)], "categorical", "leading zeros"),
+        ("x", [RANDOM.randrange(10**18, 10**18 + 900) for _ in range(ROWS)], "categorical", "19 digits"),
+        ("user_id", [RANDOM.randrange(900) for _ in range(ROWS)], "categorical", "named as codes"),
+        ("siteId", [RANDOM.randrange(900) for _ in range(ROWS)], "categorical", "named as codes"),
+        ("hour", [RANDOM.randrange(24) for _ in range(ROWS)], "categorical", "few distinct"),
+        ("hour", [RANDOM.randrange(24) for _ in range(ROWS)] + [""] * ROWS, "categorical", "few distinct"),
+        ("x", [100_000 + RANDOM.randrange(180) for _ in range(ROWS)], "categorical", "large and close together"),
+        ("x", [RANDOM.choice(CODES) for _ in range(ROWS)], "categorical", "repeat as codes do"),
+        ("x", [-1] * ROWS + [RANDOM.choice(CODES) for _ in range(ROWS)], "categorical", "repeat as codes do"),
+        ("age", [int(RANDOM.gauss(40, 15)) for _ in range(ROWS)], "numeric", "integers"),
+        ("paid", [int(RANDOM.random() < 0.5) for _ in range(ROWS)], "numeric", "integers"),
+        ("views", [int(RANDOM.paretovariate(0.7)) for _ in range(ROWS)], "numeric", "integers"),
+        ("salary", [1000 * int(RANDOM.lognormvariate(4, 1)) for _ in range(ROWS)], "numeric", "integers"),
+        ("people", [int(RANDOM.lognormvariate(10, 2)) for _ in range(ROWS)], "numeric", "integers"),
+        ("identity", [int(RANDOM.gauss(40, 15)) for _ in range(ROWS)], "numeric", "integers"),
+        ("x", [RANDOM.random() for _ in range(ROWS)], "numeric", "numbers"),
+        ("x", [RANDOM.choice([1.5, "nan", "", 2]) for _ in range(ROWS)], "numeric", "numbers"),
+        ("x", [3, 1, 2], "numeric", "integers"),
+        ("x", ["c", "a", "b"], "categorical", "text"),
+    ],
+)
+def test_kinds_of_columns(name: str, values: list[object], kind: str, reason: str) -> None:
+    found, why = judge(values, name)
+    assert (found, reason in why) == (kind, True), why
+
+
+def test_what_parquet_says_counts() -> None:
+    assert judge([1, 2] * 200, type="text")[0] == "categorical"
+    assert judge([1, 2] * 2000, type="float")[0] == "numeric"
+    assert judge(["true", "false"] * 20, type="boolean")[0] == "categorical"
+    assert judge(["[1, 2]"] * 20, type="nested") == ("left out", "holds lists or structures")
+
+
+def test_the_label_alone_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("id,won,site,age\n" + "".join(f"{10**19 + i},{i % 2},s{i % 9},{i * i % 97}\n" for i in range(600)))
+    sample = sample_rows([str(path)], "csv", ["won"])
+    for label in ("won", "1", "-3"):
+        found = guess_columns("x.csv", sample, label)
+        assert found.columns == Columns("won", ("site",), ("age",))
+    assert found.num_rows == 600
+    left_out, label_guess, site, _ = found.guesses
+    assert (left_out.kind, left_out.num_distinct) == ("left out", 600)
+    assert (label_guess.kind, label_guess.reason) == ("label", "")
+    assert (site.kind, site.num_distinct, site.examples) == ("categorical", 9, ("s0", "s1", "s2"))
+    for label in ("lost", "4", "-5"):
+        with pytest.raises(UsageError, match=f"no column '{label}': its columns are id, won, site, age"):
+            guess_columns("x.csv", sample, label)
+    with pytest.raises(UsageError, match="no column named label"):
+        guess_columns("x.csv", sample)
+
+
+def test_nothing_to_learn_from(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("id,click\n" + "".join(f"u{i},{i % 2}\n" for i in range(600)))
+    with pytest.raises(UsageError, match="no column to learn from: 'id' identifies rows: text, all distinct"):
+        open_dataset(path)
+
+
+def test_columns_that_were_named_are_described_too() -> None:
+    sample = Sample(("y", "a", "b"), ("", "", ""), [["1", "x", "2"], ["0", "", "3"]])
+    found = describe_named(sample, Columns("y", numeric=("b",)))
+    assert [(each.name, each.kind, each.num_distinct) for each in found.guesses] == [
+        ("y", "label", 2),
+        ("a", "left out", 1),
+        ("b", "numeric", 2),
+    ]
