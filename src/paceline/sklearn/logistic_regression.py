@@ -192,13 +192,13 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
                 f"{len(classes)} classes"
             )
         if len(classes) < 2:
-            raise UsageError(f"y has one class, {classes[0]!r}: expected two")
+            raise UsageError(f"y has one class, {classes.tolist()[0]!r}: expected two")
         return classes
 
     def _to_labels(self, y: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
-            raise UsageError(f"y has {unknown[0]!r}, which is none of the classes {self.classes_.tolist()}")
+            raise UsageError(f"y has {unknown.tolist()[0]!r}, which is none of the classes {self.classes_.tolist()}")
         labels: npt.NDArray[np.float32] = (y == self.classes_[1]).astype(np.float32)
         return labels
 
