@@ -23,7 +23,16 @@ def train(
     evaluation: Annotated[
         list[str] | None, typer.Option("--eval", help="File to evaluate on after training; may be given several times.")
     ] = None,
-    model: Annotated[str, typer.Option(help="lr: sparse logistic regression.")] = "lr",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="lr: logistic regression; regression: squared loss; poisson: counts; softmax: several classes."
+        ),
+    ] = "lr",
+    classes: Annotated[
+        str | None,
+        typer.Option(help="softmax: how many classes (10: 0 to 9), or all as in 1,2,5; default: those in a sample."),
+    ] = None,
     format: options.Format = None,
     label: options.Label = None,
     categorical: options.Categorical = None,
@@ -95,6 +104,7 @@ def train(
     from paceline.launch.train.options import TrainOptions
     from paceline.launch.train.training_run import run_training
     from paceline.models.registry import make_model
+    from paceline.models.softmax import parse_classes
     from paceline.models.update import make_update
     from paceline.protocol import parse_consistency, parse_stale_policy
 
@@ -118,7 +128,7 @@ def train(
     result = run_training(
         TrainOptions(
             data=data,
-            model=make_model(model),
+            model=make_model(model, classes=None if classes is None else parse_classes(classes)),
             evaluation=evaluation or (),
             format=format,
             columns=options.choose_columns(label, categorical, numeric),

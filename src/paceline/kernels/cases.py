@@ -102,7 +102,7 @@ def _take_keys(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
 
 
 def _csr(
-    num_rows: int, width: int, *, ones: bool, transposed: bool
+    num_rows: int, width: int, *, ones: bool, transposed: bool, dim: int | None = None
 ) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         lengths = generator.integers(0, 2 * width + 1, num_rows)
@@ -112,6 +112,9 @@ def _csr(
         indices = generator.integers(0, num_columns, num_pairs).astype(np.int32)
         values = floats(generator, 0 if ones else num_pairs)
         sizes = (num_rows, num_columns) if transposed else (num_columns, num_rows)
+        if dim is not None:
+            rows = floats(generator, sizes[0] * dim).reshape(-1, dim)
+            return indptr, indices, values, rows, np.zeros((sizes[1], dim), np.float32)
         return indptr, indices, values, floats(generator, sizes[0]), np.zeros(sizes[1], np.float32)
 
     return make
@@ -198,6 +201,12 @@ def _array_cases() -> Iterator[ArrayCase]:
             yield ArrayCase(csr.csr_dot, reference.csr_dot, name, items, make, (4,), 1e-5)
             make = _csr(n, 39, ones=ones, transposed=True)
             yield ArrayCase(csr.csr_transposed_dot, reference.csr_transposed_dot, name, items, make, (4,), 1e-5)
+            make = _csr(n, 39, ones=ones, transposed=False, dim=5)
+            yield ArrayCase(csr.csr_dot_rows, reference.csr_dot_rows, name, items, make, (4,), 1e-4)
+            make = _csr(n, 39, ones=ones, transposed=True, dim=5)
+            yield ArrayCase(
+                csr.csr_transposed_dot_rows, reference.csr_transposed_dot_rows, name, items, make, (4,), 1e-4
+            )
     for n in (1, 1000, 1_000_000):
         yield ArrayCase(dense.dense_pull, reference.dense_pull, f"{n}", n, _dense_pull(n), (3,))
 

@@ -1,4 +1,4 @@
-"""Sparse minibatches as CSR matrices: times a vector, transposed times a vector, logistic loss between."""
+"""Sparse minibatches as CSR matrices: times a vector or rows, transposed times them, logistic loss between."""
 
 from __future__ import annotations
 
@@ -38,6 +38,33 @@ def csr_transposed_dot(indptr, indices, values, vector, out):  # type: ignore[no
         else:
             for k in range(indptr[i], indptr[i + 1]):
                 out[indices[k]] += values[k] * vector[i]
+
+
+@njit(cache=True, nogil=True)
+def csr_dot_rows(indptr, indices, values, rows, out):  # type: ignore[no-untyped-def]
+    """Write matrix times `rows` (float32 [columns, dim]) to `out` (float32 [n, dim]); as `csr_dot`, in float32."""
+    ones, dim = len(values) == 0, rows.shape[1]
+    for i in range(len(out)):
+        for j in range(dim):
+            out[i, j] = np.float32(0)
+        for k in range(indptr[i], indptr[i + 1]):
+            row = rows[indices[k]]
+            value = np.float32(1) if ones else values[k]
+            for j in range(dim):
+                out[i, j] += value * row[j]
+
+
+@njit(cache=True, nogil=True)
+def csr_transposed_dot_rows(indptr, indices, values, rows, out):  # type: ignore[no-untyped-def]
+    """Write the transposed matrix times `rows` (float32 [n, dim]) to `out` (float32 [columns, dim])."""
+    ones, dim = len(values) == 0, rows.shape[1]
+    out[:] = np.float32(0)
+    for i in range(len(rows)):
+        for k in range(indptr[i], indptr[i + 1]):
+            row = out[indices[k]]
+            value = np.float32(1) if ones else values[k]
+            for j in range(dim):
+                row[j] += value * rows[i, j]
 
 
 @njit(cache=True, nogil=True)

@@ -159,6 +159,20 @@ def csr_transposed_dot(
     out[:] = np.bincount(indices, products, len(out))
 
 
+def csr_dot_rows(indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, rows: Floats, out: Floats) -> None:
+    """Write matrix times `rows` to `out`."""
+    for j in range(rows.shape[1]):
+        csr_dot(indptr, indices, values, rows[:, j], out[:, j])
+
+
+def csr_transposed_dot_rows(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, rows: Floats, out: Floats
+) -> None:
+    """Write the transposed matrix times `rows` to `out`."""
+    for j in range(rows.shape[1]):
+        csr_transposed_dot(indptr, indices, values, rows[:, j], out[:, j])
+
+
 def _row_numbers(indptr: Integers) -> Integers:
     return np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
 

@@ -108,6 +108,8 @@ class SparseModel(ABC):
     """What the progress line calls its mean loss."""
     evaluation: ClassVar[type[Evaluation]]
     """Its metrics."""
+    labels: ClassVar[str] = "clicks"
+    """As what data is opened: ``clicks``, or ``numbers``."""
     diverged_loss: ClassVar[float] = math.inf
     """A mean loss above this is that of a training that diverged."""
 
@@ -128,6 +130,10 @@ class SparseModel(ABC):
     @abstractmethod
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
         """Return how good predictions are; arguments as a minibatch has them."""
+
+    def starting_from(self, labels: Floats) -> SparseModel:
+        """Return the model with what it must know of the labels, given those of a sample. Raises DataError."""
+        return self
 
     def describe(self) -> dict[str, Any]:
         """Return kind and settings, as they travel and stand in manifests."""

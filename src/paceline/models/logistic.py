@@ -23,12 +23,13 @@ from paceline.tables.types import Floats, Keys
 class LogisticMinibatch(Minibatch):
     """A minibatch of clicks."""
 
-    __slots__ = ("_rows", "labels", "num_examples", "probabilities")
+    __slots__ = ("_rows", "_weights", "labels", "num_examples", "probabilities")
 
     def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
         self._rows = KeyedMatrix(batch, scratch)
         self.labels = batch.labels
         self.num_examples = batch.num_examples
+        self._weights = batch.weights
         self.probabilities = np.empty(self.num_examples, np.float32)
 
     @property
@@ -54,7 +55,12 @@ class LogisticMinibatch(Minibatch):
         rows, margins = self._rows, np.empty(self.num_examples, np.float32)
         csr_dot(rows.indptr, rows.indices, rows.values, weights, margins)
         margins += weights[-1]
-        return float(logistic(margins, self.labels, self.probabilities, residuals))
+        loss = float(logistic(margins, self.labels, self.probabilities, residuals))
+        if self._weights is None:
+            return loss
+        residuals *= self._weights
+        wide = margins.astype(np.float64)
+        return float(((np.logaddexp(0.0, wide) - wide * self.labels) * self._weights).sum())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

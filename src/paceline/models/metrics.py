@@ -174,6 +174,14 @@ def _mean(function: Callable[[Array, Array], Array], y: Array, p: Array) -> floa
     return math.fsum(pieces) / len(y) if len(y) else math.nan
 
 
+def sum_pieces(function: Callable[[Array, Array], Array], labels: Array, predictions: Array) -> float:
+    """Return the sum of what `function` makes of labels and predictions (float64), taken in pieces."""
+    return math.fsum(
+        float(function(*(each[start : start + _PIECE].astype(np.float64) for each in (labels, predictions))).sum())
+        for start in range(0, len(labels), _PIECE)
+    )
+
+
 def _checked(labels: npt.ArrayLike, scores: npt.ArrayLike) -> tuple[Array, Array]:
     """Labels as bools, and the scores as they are."""
     y, s = np.asarray(labels), np.asarray(scores)

@@ -9,8 +9,13 @@ from typing import Any, Final
 from paceline.errors import UsageError
 from paceline.models.base import SparseModel
 from paceline.models.logistic import LogisticRegression
+from paceline.models.poisson import PoissonRegression
+from paceline.models.regression import LinearRegression
+from paceline.models.softmax import SoftmaxRegression
 
-MODELS: Final[dict[str, type[SparseModel]]] = {kind.name: kind for kind in (LogisticRegression,)}
+MODELS: Final[dict[str, type[SparseModel]]] = {
+    kind.name: kind for kind in (LogisticRegression, LinearRegression, PoissonRegression, SoftmaxRegression)
+}
 """Every model by its name."""
 
 

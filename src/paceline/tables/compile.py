@@ -19,7 +19,9 @@ from paceline.tables.rules import kernels as rule_kernels
 
 KERNELS: tuple[Any, ...] = (
     csr.csr_dot,
+    csr.csr_dot_rows,
     csr.csr_transposed_dot,
+    csr.csr_transposed_dot_rows,
     csr.logistic,
     dedup.dedup,
     dedup.put_rows,
@@ -144,3 +146,6 @@ def _compile_batch() -> None:
     csr.csr_dot(indptr, indices, rows, rows, out)
     csr.csr_transposed_dot(indptr, indices, rows, labels, out)
     csr.logistic(out, labels, rows, np.zeros(1, np.float32))
+    wide, wide_out = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32)
+    csr.csr_dot_rows(indptr, indices, rows, wide, wide_out)
+    csr.csr_transposed_dot_rows(indptr, indices, rows, wide, wide_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,18 +25,31 @@ def make_batch(num_examples: int = 7, num_keys: int = 12) -> Batch:
     return Batch(rng.integers(0, 2, num_examples).astype(np.float32), indptr, keys, values)
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "regression": {"center": 0.3, "scale": 1.0},
+    "poisson": {"mean": 0.7},
+    "softmax": {"classes": (0, 1, 4)},
+}
+LOSS_BY_GRADIENT = {"regression": 2.0, "poisson": 2.0}
+"""What is told as their loss is so many times what they minimize."""
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_settings_travel(name: str) -> None:
-    model = make_model(name)
+    model = make_model(name, **SETTINGS.get(name, {}))
     assert read_model_settings(json.loads(json.dumps({**model.describe(), "finished": True}))) == model
     assert describe_settings(model.describe()).startswith(name)
     assert name in inspect.getsource(train)  # its help text, which must be there without numba
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_loss(name: str) -> None:
-    model, scratch, rng = make_model(name), KeyScratch(), np.random.default_rng(2)
-    minibatch = model.prepare(make_batch(), scratch)
+def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
+    model, scratch, rng = make_model(name, **SETTINGS.get(name, {})), KeyScratch(), np.random.default_rng(2)
+    batch = make_batch()
+    if is_weighted:
+        batch.weights = rng.uniform(0, 3, batch.num_examples).astype(np.float32)
+    minibatch = model.prepare(batch, scratch)
     weights = [
         (rng.normal(size=(len(keys), table.dim)) / 2).astype(np.float32)
         for keys, table in zip(minibatch.keys, model.tables, strict=True)
@@ -51,13 +65,13 @@ def test_gradients_are_those_of_the_loss(name: str) -> None:
                 moved = [each.copy() for each in weights]
                 moved[number][at] += sign * step
                 losses.append(minibatch.gradients(moved)[1])
-            found[at] = (losses[0] - losses[1]) / (2 * step)
+            found[at] = (losses[0] - losses[1]) / (2 * step * LOSS_BY_GRADIENT.get(name, 1.0))
         np.testing.assert_allclose(gradient, found, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_key_once_and_empty_batches(name: str) -> None:
-    model = make_model(name)
+    model = make_model(name, **SETTINGS.get(name, {}))
     for batch in (make_batch(), make_batch(0), make_batch(1, 1)):
         minibatch = model.prepare(batch, KeyScratch())
         for keys in minibatch.keys:
@@ -80,5 +94,7 @@ def test_what_a_model_does_not_take() -> None:
     assert make_model("lr", dim=None) == make_model()
     with pytest.raises(UsageError, match=r"unknown model 'svm': expected one of lr"):
         make_model("svm")
+    with pytest.raises(UsageError, match="--classes is nothing that --model lr takes: it is for softmax"):
+        make_model("lr", classes=(0, 1))
     with pytest.raises(UsageError, match="'svm'"):
         read_model_settings({"kind": "svm"})

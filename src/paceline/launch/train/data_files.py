@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from paceline.data import (
     COLUMN_FORMATS,
     LABEL_NAMES,
@@ -73,14 +75,24 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     Raises what is wrong with the files and with the place for the model.
     """
     look = look_at(options.data, options.format, options.columns, options.label)
-    odd = describe_not_binary(look.labels)
-    if odd is not None:
-        raise DataError(f"{options.data[0]}: {odd}: map them before you train lr on them")
+    model = options.model
+    if model.labels == "clicks":
+        odd = describe_not_binary(look.labels)
+        if odd is not None:
+            raise DataError(
+                f"{options.data[0]}: {odd}: map them before you train {model.name} on them, or take --model softmax "
+                "(classes) or regression (quantities)"
+            )
+    elif look.format == "criteo":
+        model = model.starting_from(np.array([0, 1], np.float32))
+    else:
+        labels, counts = (np.array([*found]) for found in (look.labels.keys(), look.labels.values()))
+        model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
     _check_formats(options, look.format)
     if options.evaluation:
         open_dataset(options.evaluation, look.format, look.columns).close()
     _check_place(options.save)
-    return dataclasses.replace(options, format=look.format, columns=look.columns), look
+    return dataclasses.replace(options, model=model, format=look.format, columns=look.columns), look
 
 
 def _check_formats(options: TrainOptions, format: str) -> None:
@@ -129,4 +141,4 @@ def open_training_data(
         shard_bytes = max(256 << 10, min(size // (16 * num_workers), 16 << 20))
     format, columns = dataset.format, dataset.columns
     dataset.close()
-    return open_dataset(options.data, format, columns, shard_bytes, options.strict, cache)
+    return open_dataset(options.data, format, columns, shard_bytes, options.strict, cache, options.model.labels)

@@ -183,7 +183,8 @@ class Training:
 
     def _evaluate(self, trained_on: Dataset) -> Evaluation:
         options = self._options
-        with open_dataset(options.evaluation, trained_on.format, trained_on.columns, strict=options.strict) as dataset:
+        format, columns, kind = trained_on.format, trained_on.columns, trained_on.labels
+        with open_dataset(options.evaluation, format, columns, strict=options.strict, labels=kind) as dataset:
             _, reports = self._run_job("evaluate", dataset, 1)
         found = [np.frombuffer(body, np.float32) for fields, body in reports if fields["kind"] == "predictions"]
         self._report_bad_data(reports)

@@ -1,0 +1,80 @@
+"""Linear models other than logistic regression: margin = bias + Σ w[key]·value, and a loss of it.
+
+The bias is the weight of a key of its own. Gradients are summed over the minibatch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.data import Batch
+from paceline.kernels.csr import csr_dot, csr_transposed_dot
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.tables.types import Doubles, Floats, Keys
+
+
+class LinearModel(SparseModel):
+    """A model of one weight per feature. Abstract: a loss is missing."""
+
+    @property
+    @override
+    def tables(self) -> tuple[ModelTable, ...]:
+        return (ModelTable(self.name),)
+
+    @override
+    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+        return LinearMinibatch(self, batch, scratch)
+
+    @abstractmethod
+    def outcome(self, margins: Doubles) -> Doubles:
+        """Return predictions, given margins."""
+
+    @abstractmethod
+    def losses(self, margins: Doubles, labels: Floats) -> tuple[Doubles, Doubles]:
+        """Return the loss of each example as people are told it, and the derivative, by margin, of what is minimized.
+
+        The second is a multiple of the first's. Raises DataError for a label that it does not take.
+        """
+
+
+class LinearMinibatch(Minibatch):
+    """A minibatch of a linear model."""
+
+    __slots__ = ("_model", "_rows", "_weights", "labels", "num_examples")
+
+    def __init__(self, model: LinearModel, batch: Batch, scratch: KeyScratch) -> None:
+        self._model = model
+        self._rows = KeyedMatrix(batch, scratch)
+        self._weights = batch.weights
+        self.labels = batch.labels
+        self.num_examples = batch.num_examples
+
+    @property
+    @override
+    def keys(self) -> tuple[Keys, ...]:
+        return (self._rows.keys,)
+
+    @override
+    def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
+        rows = self._rows
+        losses, slopes = self._model.losses(self._margins(weights[0].reshape(-1)), self.labels)
+        if self._weights is not None:
+            losses, slopes = losses * self._weights, slopes * self._weights
+        residuals, gradient = slopes.astype(np.float32), np.empty(len(rows.keys), np.float32)
+        csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
+        gradient[-1] = slopes.sum()
+        return (gradient,), float(losses.sum())
+
+    @override
+    def predict(self, weights: Sequence[Floats]) -> Floats:
+        return self._model.outcome(self._margins(weights[0].reshape(-1))).astype(np.float32)
+
+    def _margins(self, weights: Floats) -> Doubles:
+        rows, margins = self._rows, np.empty(self.num_examples, np.float32)
+        csr_dot(rows.indptr, rows.indices, rows.values, weights, margins)
+        wide: Doubles = margins.astype(np.float64) + weights[-1]
+        return wide

@@ -1,0 +1,90 @@
+"""Poisson regression: counts, whose mean is exp(margin)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.errors import DataError
+from paceline.models.linear import LinearModel
+from paceline.models.metrics import Evaluation, sum_pieces
+from paceline.tables.types import Doubles, Floats
+
+_MOST_MARGIN = 30.0  # above the mean: exp() of it, squared, is a float32 still
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonEvaluation(Evaluation):
+    """How good expected counts are: the mean deviance, the share of it that they explain, their sum by the labels'."""
+
+    deviance: float
+    d2: float
+    calibration: float
+
+    @override
+    def sentence(self) -> str:
+        return f"deviance {self.deviance:.4f}, D² {self.d2:.4f}, calibration {self.calibration:.3f}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoissonRegression(LinearModel):
+    """The mean of a count (or another number from 0 up) from a weight per feature, by the logarithm as its link.
+
+    `mean` is that of a sample of labels, from which the margins are counted; `scale` divides the gradients, so that
+    those of large counts are no larger than others: the standard deviation of that sample where it is above 1.
+    """
+
+    name: ClassVar[str] = "poisson"
+    title: ClassVar[str] = "a Poisson regression"
+    loss_name: ClassVar[str] = "deviance"
+    labels: ClassVar[str] = "numbers"
+    evaluation: ClassVar[type[PoissonEvaluation]] = PoissonEvaluation
+
+    mean: float = 1.0
+    scale: float = 1.0
+
+    @override
+    def starting_from(self, labels: Floats) -> PoissonRegression:
+        _check(labels)
+        mean = float(labels.mean(dtype=np.float64)) if len(labels) else 0.0
+        scale = max(float(labels.std(dtype=np.float64)), 1.0) if len(labels) else 1.0
+        return dataclasses.replace(self, mean=mean or 1.0, scale=scale)
+
+    @override
+    def outcome(self, margins: Doubles) -> Doubles:
+        expected: Doubles = self.mean * np.exp(np.minimum(margins, _MOST_MARGIN))
+        return expected
+
+    @override
+    def losses(self, margins: Doubles, labels: Floats) -> tuple[Doubles, Doubles]:
+        _check(labels)
+        expected = self.outcome(margins)
+        return _deviances(labels.astype(np.float64), expected), (expected - labels) / self.scale
+
+    @override
+    def evaluate(self, labels: Floats, predictions: Floats) -> PoissonEvaluation:
+        _check(labels)
+        n = len(labels)
+        total = sum_pieces(lambda y, _: y, labels, predictions)
+        if not total:
+            return PoissonEvaluation(n, math.nan, math.nan, math.nan)
+        deviance = sum_pieces(_deviances, labels, predictions)
+        of_mean = sum_pieces(lambda y, _: _deviances(y, np.full(len(y), total / n)), labels, predictions)
+        expected = sum_pieces(lambda _, p: p, labels, predictions)
+        return PoissonEvaluation(n, deviance / n, 1 - deviance / of_mean if of_mean else math.nan, expected / total)
+
+
+def _deviances(y: Doubles, expected: Doubles) -> Doubles:
+    expected = np.maximum(expected, 1e-300)
+    return 2 * (np.where(y > 0, y * np.log(np.maximum(y, 1e-300) / expected), 0.0) - y + expected)
+
+
+def _check(labels: Floats) -> None:
+    if len(labels) and labels.min() < 0:
+        raise DataError(
+            f"the data has the label {labels.min():g}: a Poisson regression is of counts, numbers from 0 up"
+        )

@@ -1,0 +1,181 @@
+"""Multinomial logistic regression: the probabilities of several classes.
+
+A key has a weight for each class. The classes are whole numbers, known before the training begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.data import Batch
+from paceline.errors import DataError, UsageError
+from paceline.kernels.csr import csr_dot_rows, csr_transposed_dot_rows
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.models.metrics import Evaluation
+from paceline.tables.types import Doubles, Floats, Keys
+
+MAX_CLASSES = 4096
+_LARGEST_CLASS = 1 << 24
+"""Beyond it whole numbers are no float32, which labels are."""
+_LEAST_PROBABILITY = 1e-15
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassEvaluation(Evaluation):
+    """The share of examples whose label is the likeliest class, and the log loss."""
+
+    accuracy: float
+    log_loss: float
+
+    @override
+    def sentence(self) -> str:
+        return f"accuracy {self.accuracy:.4f}, log loss {self.log_loss:.4f}"
+
+
+def parse_classes(text: str) -> tuple[int, ...]:
+    """Return the classes that a text means: ``10`` (0 to 9), or all of them: ``1,2,5``. Raises UsageError."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--classes {text}: expected how many there are, or whole numbers as in 1,2,5") from None
+    if len(numbers) == 1:
+        if not 2 <= numbers[0] <= MAX_CLASSES:
+            raise UsageError(f"--classes {text}: expected 2 to {MAX_CLASSES:,} classes")
+        return tuple(range(numbers[0]))
+    return tuple(numbers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoftmaxRegression(SparseModel):
+    """The probability of each class from a weight per feature and class. `classes` rise; () until they are known."""
+
+    name: ClassVar[str] = "softmax"
+    title: ClassVar[str] = "a multinomial logistic regression"
+    loss_name: ClassVar[str] = "log loss"
+    labels: ClassVar[str] = "numbers"
+    evaluation: ClassVar[type[ClassEvaluation]] = ClassEvaluation
+    diverged_loss: ClassVar[float] = 20.0
+
+    classes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        classes = tuple(sorted(self.classes))
+        object.__setattr__(self, "classes", classes)
+        if not classes:
+            return
+        if len(set(classes)) < len(classes) or not 2 <= len(classes) <= MAX_CLASSES:
+            raise UsageError(f"{len(classes)} classes {self._list()}: expected 2 to {MAX_CLASSES:,}, each once")
+        if max(-classes[0], classes[-1]) > _LARGEST_CLASS:
+            raise UsageError(f"classes {self._list()}: expected whole numbers from -2^24 to 2^24")
+
+    @property
+    @override
+    def tables(self) -> tuple[ModelTable, ...]:
+        return (ModelTable(self.name, dim=self.num_outputs),)
+
+    @property
+    @override
+    def num_outputs(self) -> int:
+        return max(len(self.classes), 1)
+
+    @override
+    def starting_from(self, labels: Floats) -> SoftmaxRegression:
+        if self.classes:
+            return self
+        found = np.unique(labels)
+        odd = found[(found != np.floor(found)) | (np.abs(found) > _LARGEST_CLASS)]
+        if len(odd) or len(found) > MAX_CLASSES:
+            what = f"the label {odd[0]:g}" if len(odd) else f"{len(found):,} different labels"
+            raise DataError(
+                f"the data has {what}: --model softmax takes whole numbers, at most {MAX_CLASSES:,} different ones; "
+                "--model regression takes quantities"
+            )
+        if len(found) < 2:
+            raise DataError(f"a sample of the data has {len(found)} label: if there are more, name them with --classes")
+        return dataclasses.replace(self, classes=tuple(int(each) for each in found))
+
+    @override
+    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+        return SoftmaxMinibatch(self, batch, scratch)
+
+    @override
+    def evaluate(self, labels: Floats, predictions: Floats) -> ClassEvaluation:
+        n = len(labels)
+        if not n:
+            return ClassEvaluation(0, math.nan, math.nan)
+        places = self.places(labels)
+        is_known = places >= 0
+        own = np.where(is_known, predictions[np.arange(n), places], 0.0).astype(np.float64)
+        accuracy = float(((predictions.argmax(axis=1) == places) & is_known).mean())
+        return ClassEvaluation(n, accuracy, float(-np.log(np.maximum(own, _LEAST_PROBABILITY)).mean()))
+
+    def places(self, labels: Floats) -> npt.NDArray[np.int64]:
+        """Return the place of each label among the classes, -1 where it is none."""
+        classes = np.array(self.classes, np.float32)
+        found = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
+        return np.where(classes[found] == labels, found, -1)
+
+    def _list(self) -> str:
+        names = [str(each) for each in self.classes]
+        return ", ".join(names if len(names) <= 8 else [*names[:7], "...", names[-1]])
+
+    def unknown(self, label: float) -> DataError:
+        """Return what to raise for a label that is no class."""
+        return DataError(
+            f"the data has the label {label:g}, which is none of the classes {self._list()}: name all with --classes"
+        )
+
+
+class SoftmaxMinibatch(Minibatch):
+    """A minibatch of examples of several classes."""
+
+    __slots__ = ("_model", "_rows", "_weights", "labels", "num_examples")
+
+    def __init__(self, model: SoftmaxRegression, batch: Batch, scratch: KeyScratch) -> None:
+        self._model = model
+        self._rows = KeyedMatrix(batch, scratch)
+        self._weights = batch.weights
+        self.labels = batch.labels
+        self.num_examples = batch.num_examples
+
+    @property
+    @override
+    def keys(self) -> tuple[Keys, ...]:
+        return (self._rows.keys,)
+
+    @override
+    def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
+        rows, places = self._rows, self._model.places(self.labels)
+        if len(places) and places.min() < 0:
+            raise self._model.unknown(float(self.labels[np.argmin(places)]))
+        logits = self._logits(weights[0])
+        slopes = np.exp(logits)
+        each = np.arange(self.num_examples)
+        losses = -logits[each, places]
+        slopes[each, places] -= 1
+        if self._weights is not None:
+            losses, slopes = losses * self._weights, slopes * self._weights[:, np.newaxis]
+        gradient = np.empty(weights[0].shape, np.float32)
+        csr_transposed_dot_rows(rows.indptr, rows.indices, rows.values, slopes.astype(np.float32), gradient[:-1])
+        gradient[-1] = slopes.sum(axis=0)
+        return (gradient,), float(losses.sum())
+
+    @override
+    def predict(self, weights: Sequence[Floats]) -> Floats:
+        return np.exp(self._logits(weights[0])).astype(np.float32)
+
+    def _logits(self, weights: Floats) -> Doubles:
+        """Return the logarithm of each probability: float64 [n, classes]."""
+        rows, sums = self._rows, np.empty((self.num_examples, weights.shape[1]), np.float32)
+        csr_dot_rows(rows.indptr, rows.indices, rows.values, weights, sums)
+        logits: Doubles = sums.astype(np.float64) + weights[-1]
+        logits -= logits.max(axis=1, initial=-np.inf, keepdims=True)
+        logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return logits

@@ -1,0 +1,58 @@
+"""``paceline train --model``: models other than logistic regression, from the command to the predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from .running import Commands
+
+
+def write_numbers(path: Path, seed: int, *, classes: bool) -> list[float]:
+    """Write LIBSVM rows; return their labels: a number that two features make up, or which of three ranges it is in."""
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(4000, 2))
+    exact: npt.NDArray[np.float64] = 10 + 2 * features[:, 0] - features[:, 1] + 0.1 * rng.normal(size=4000)
+    labels = np.digitize(exact, [9, 11]) * 5.0 if classes else exact
+    lines = (f"{label:.6g} 1:{a:.6g} 2:{b:.6g}\n" for label, (a, b) in zip(labels, features, strict=True))
+    path.write_text("".join(lines))
+    return [float(label) for label in labels]
+
+
+def test_regression(paceline: Commands, tmp_path: Path) -> None:
+    train, evaluation = tmp_path / "train.svm", tmp_path / "eval.svm"
+    write_numbers(train, 0, classes=False)
+    labels = write_numbers(evaluation, 1, classes=False)
+    common: list[str | Path] = ["train", train, "--model", "regression", "--workers", "1", "--epochs", "20"]
+    trained = paceline.succeed(*common, "--batch-size", "16", "--eval", evaluation, "--save", "model", "--json")
+    assert trained.json["rmse"] < 0.3
+    assert trained.json["train_squared_error"] > 0
+    assert "squared error" in trained.err
+    predicted = paceline.succeed("predict", "model", evaluation)
+    assert "RMSE 0." in predicted.err
+    found = np.array([float(line) for line in predicted.out.splitlines()])
+    assert np.sqrt(np.mean((found - labels) ** 2)) == pytest.approx(trained.json["rmse"], abs=1e-3)
+
+
+def test_classes(paceline: Commands, tmp_path: Path) -> None:
+    train, evaluation = tmp_path / "train.svm", tmp_path / "eval.svm"
+    write_numbers(train, 0, classes=True)
+    labels = write_numbers(evaluation, 1, classes=True)
+    common: list[str | Path] = ["train", train, "--model", "softmax", "--workers", "2", "--epochs", "10"]
+    trained = paceline.succeed(*common, "--eval", evaluation, "--save", "model", "-q")
+    assert "log loss" in trained.out
+    predicted = paceline.succeed("predict", "model", evaluation)
+    found = np.array([[float(part) for part in line.split(" ")] for line in predicted.out.splitlines()])
+    assert found.shape == (4000, 3)
+    accuracy = (np.array([0, 5, 10])[found.argmax(axis=1)] == labels).mean()
+    assert accuracy > 0.85
+    assert f"accuracy {accuracy:.4f}" in predicted.err
+    assert f"accuracy {accuracy:.4f}" in trained.out
+    unknown = paceline.run(*common, "--classes", "6", "-q")
+    assert unknown.status == 1
+    assert "the data has the label 10, which is none of the classes 0, 1, 2, 3, 4, 5" in unknown.err
+    refused = paceline.run("train", train, "--classes", "6", "-q")
+    assert "--classes is nothing that --model lr takes: it is for softmax" in refused.err
