@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,8 @@ def describe_data(
     look = look_at(data, format, columns, label)
     prepare_kernels()
     with open_dataset(data, look.format, look.columns) as dataset:
-        first = next(dataset.batches(1), None)
+        with contextlib.closing(dataset.batches(1)) as rows:  # type: ignore[type-var]  # a generator
+            first = next(rows, None)
         if first is None:
             raise DataError(f"{data[0]} has no row that can be read")
         return {
