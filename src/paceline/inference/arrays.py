@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -71,14 +72,16 @@ class ArrayReader:
 
     def row_batches(self, rows: Sequence[Mapping[Any, Any]]) -> Iterator[Batch]:
         """Yield rows that are dicts of values by key; keys may be written as text, as JSON has them."""
-        indptr = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-        keys, values = np.empty(int(indptr[-1]), np.uint64), np.empty(int(indptr[-1]), np.float64)
-        at = 0
-        for number, row in enumerate(rows):
-            for key, value in row.items():
-                keys[at], values[at] = _key(key, number), _number(value, key, number)
-                at += 1
-        yield _batch(indptr, keys, values, 0)
+        indptr = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        keys: list[Any] = [*chain.from_iterable(rows)]
+        values: list[Any] = [*chain.from_iterable(row.values() for row in rows)]
+        if not {*map(type, keys)} <= {int} or not {*map(type, values)} <= {int, float} or min(keys, default=0) < 0:
+            keys = [_key(key, number) for number, row in enumerate(rows) for key in row]
+            values = [_number(value, key, number) for number, row in enumerate(rows) for key, value in row.items()]
+        try:
+            yield _batch(indptr, np.array(keys, np.uint64), np.array(values, np.float64), 0)
+        except OverflowError:
+            raise UsageError(f"the rows hold the key {max(keys)}: expected whole numbers from 0 to 2^64 - 1") from None
 
 
 def _key(key: Any, row: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data import open_dataset
 from paceline.errors import DataError, UsageError
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.models.prediction import Predictor
@@ -62,7 +61,7 @@ def calibrate_model(directory: Path, data: Sequence[str], format: str | None = N
     predictor = Predictor(directory)
     if predictor.model.evaluation is not ClickEvaluation:
         raise UsageError(f"{directory} is {predictor.model.title}: calibration is of probabilities of clicks")
-    with open_dataset(data, format or predictor.format, predictor.columns) as dataset:
+    with predictor.open_data(data, format) as dataset:
         found = list(predictor.predict(dataset))
     if not found:
         raise DataError(f"{data[0]} has no line that can be predicted")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +30,12 @@ def load(directory: str | os.PathLike[str]) -> LoadedModel:
 
 
 class LoadedModel:
-    """A saved model, loaded by :func:`load`. It may be used from several threads; one waits for the other."""
+    """A saved model, loaded by :func:`load`. Several threads may use it."""
 
     def __init__(self, directory: Path, predictor: Predictor) -> None:
         self.directory = directory
         """Where it was loaded from."""
         self._predictor = predictor
-        self._lock = threading.Lock()
 
     @property
     def kind(self) -> str:
@@ -78,8 +76,7 @@ class LoadedModel:
         Raises UsageError for what does not fit the model. Malformed lines in files raise DataError; without `strict`
         they are skipped, and get no prediction.
         """
-        with self._lock:
-            predicted = [self._predictor.predict_batch(batch) for batch in self._batches(X, strict)]
+        predicted = [self._predictor.predict_batch(batch) for batch in self._batches(X, strict)]
         found = np.concatenate(predicted) if predicted else np.empty(0, np.float32)
         if not np.isfinite(found).all():
             raise ModelError(

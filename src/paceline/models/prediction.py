@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,8 +29,15 @@ from paceline.tables.types import Floats
 _BATCH = 4096
 
 
+class _Scratch(threading.local):
+    """Each thread's own memory."""
+
+    def __init__(self) -> None:
+        self.keys = KeyScratch()
+
+
 class Predictor:
-    """A saved model, loaded. Raises ModelError if the directory holds none that predicts."""
+    """A saved model, loaded; several threads may use it. Raises ModelError if the directory holds none."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         saved: SavedModel = read_model(directory)
@@ -51,7 +59,7 @@ class Predictor:
         self.knows_some = False
         """Whether any feature of what was predicted occurs in the model."""
         self._directory = directory
-        self._scratch = KeyScratch()
+        self._scratch = _Scratch()
 
     def open_data(self, paths: Sequence[str | Path], format: str | None = None, *, strict: bool = False) -> Dataset:
         """Open data that the model can predict: of the format and with the columns that it was trained on.
@@ -85,7 +93,7 @@ class Predictor:
         return self._predict(batch)[1]
 
     def _predict(self, batch: Batch) -> tuple[Floats, Floats]:
-        minibatch = self.model.prepare(batch, self._scratch)
+        minibatch = self.model.prepare(batch, self._scratch.keys)
         if not self.knows_some:
             self.knows_some = bool(self.stores[0].read_records(minibatch.keys[0][:-1])[1].any())
         weights = []

@@ -177,7 +177,7 @@ class TestCriteo:
         for change, message in (
             ({"I5": ["x"] * 12}, "row 0 of the frame: "),
             ({"C5": [5] * 12}, "'C5' holds the number 5: expected text"),
-            ({"C5": ["a\tb"] * 12}, "'C5' holds 'a\\tb'"),
+            ({"C5": ["a\tb"] * 12}, "row 0 of the frame holds a tab or a newline"),
         ):
             with pytest.raises(UsageError) as raised:
                 model.predict({**columns, **change})
