@@ -15,6 +15,7 @@ from paceline.launch import LocalCluster
 from paceline.launch.train.options import SnapshotPlan, TrainOptions
 from paceline.launch.train.train import Training
 from paceline.launch.train.training_run import run_training
+from paceline.models.stored import find_version
 from paceline.protocol import Accept, parse_consistency
 from paceline.ps.client import snapshot_loading
 from paceline.ps.client.connection import ServerConnection
@@ -187,6 +188,16 @@ def test_ctrl_c_while_resuming(
     assert 1 <= len(polls) <= 2  # each server was asked once
     assert told == []
     assert not (tmp_path / "model").exists()
+
+
+def test_the_newest_snapshot_is_a_model(paceline: Commands, click_log: tuple[Path, Path], taken: Path) -> None:
+    newest = read_newest(taken).manifest
+    assert find_version(taken) == f"snapshot-{newest.number:06d}"
+    found = paceline.succeed("predict", taken, click_log[1], "--json").json
+    assert found["auc"] > 0.6
+    rows = sum(table.rows for table in newest.tables)
+    shown = paceline.succeed("inspect", taken, "--json").json
+    assert (shown["finished"], shown["tables"][0]["features"]) == (False, rows - 1)
 
 
 def test_no_place_for_snapshots(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from paceline.version import __version__
 
-from . import bench, describe, doctor, inspect, model, predict, roles, run, train
+from . import bench, describe, doctor, inspect, model, predict, roles, run, serve, train
 
 app = typer.Typer(
     name="paceline",
@@ -24,6 +24,7 @@ app.command("describe", no_args_is_help=True)(describe.describe)
 app.command("predict", no_args_is_help=True)(predict.predict)
 app.command("inspect", no_args_is_help=True)(inspect.inspect)
 app.command("run", no_args_is_help=True, context_settings=run.CONTEXT)(run.run)
+app.command("serve", no_args_is_help=True)(serve.serve)
 app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)
 app.command("worker")(roles.worker)

@@ -10,6 +10,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, final
 
 import numpy as np
@@ -50,6 +51,7 @@ class FrameReader(ABC):
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
+        self._cells = itemgetter(*names, names[0])  # one name twice: of a single one it would return no tuple
 
     def batches(self, frame: Any) -> Iterator[Batch]:
         """Yield the rows of a frame or a dict of columns; raise UsageError where a column is missing."""
@@ -69,7 +71,8 @@ class FrameReader(ABC):
     def row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
         """Yield rows that are dicts by column's name; raise UsageError where one lacks a column."""
         try:
-            return self._batches({name: [row[name] for row in rows] for name in self._names})
+            columns = list(zip(*map(self._cells, rows), strict=True))[:-1]
+            return self._batches(dict(zip(self._names, columns, strict=True)))
         except KeyError:
             at, name = next((at, name) for at, row in enumerate(rows) for name in self._names if name not in row)
             raise UsageError(
@@ -160,11 +163,10 @@ class CriteoReader(FrameReader):
 
     @override
     def _batches(self, columns: dict[str, Any]) -> Iterator[Batch]:
-        cells = [list(columns[name]) for name in CRITEO_NAMES]
-        for start in range(0, len(cells[0]), _ROWS):
+        for start in range(0, len(columns[CRITEO_NAMES[0]]), _ROWS):
             fields = [
-                [value if type(value) is str else _cell(name, value) for value in column[start : start + _ROWS]]
-                for name, column in zip(CRITEO_NAMES, cells, strict=True)
+                ["" if value is None else value if type(value) is str else _cell(name, value) for value in column]
+                for name, column in ((name, columns[name][start : start + _ROWS]) for name in CRITEO_NAMES)
             ]
             lines = ["\t".join(row) for row in zip(*fields, strict=True)]
             for row, line in enumerate(lines):
@@ -189,6 +191,8 @@ class CriteoReader(FrameReader):
 
 def _cell(name: str, value: Any) -> str:
     """A value as a Criteo file has it."""
+    if type(value) is int and name[0] == "I":
+        return str(value)
     if value is None or (isinstance(value, float) and math.isnan(value)) or type(value).__name__ == "NAType":
         return ""
     if isinstance(value, float | np.floating) and float(value).is_integer():

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.errors import UsageError
 from paceline.inference.weights import Weights, read_weights
-from paceline.storage.model_directory import SavedModel, read_model
+from paceline.models.stored import StoredModel, read_stored_model
 from paceline.tables.types import Doubles, Floats, Keys
 
 _BINS = 21
@@ -105,30 +105,28 @@ def inspect_model(
     directory: str | os.PathLike[str], top: int = 20, names: dict[int, str] | None = None
 ) -> ModelSummary:
     """Return what is in a saved model, with its `top` largest weights; `names` are those of keys, where known."""
-    saved = read_model(directory)
-    described = dict(saved.manifest.model)
+    saved = read_stored_model(directory)
+    described = dict(saved.described)
     kind, finished = str(described.pop("kind", "")), bool(described.pop("finished", True))
     _check_kind(saved, kind)
-    tables = [
-        _summarize(table.spec.name, read_weights(saved, table), top, names or {}) for table in saved.manifest.tables
-    ]
-    return ModelSummary(str(saved.directory), kind, finished, saved.manifest.paceline, described, tables)
+    tables = [_summarize(table.spec.name, read_weights(saved, table), top, names or {}) for table in saved.tables]
+    return ModelSummary(str(saved.directory), kind, finished, saved.paceline, described, tables)
 
 
 def compare_models(first: str | os.PathLike[str], second: str | os.PathLike[str], top: int = 20) -> ModelDifference:
     """Return how two models of one kind differ, with the `top` largest changes. Raises UsageError for other pairs."""
-    one, other = read_model(first), read_model(second)
-    kinds = [str(each.manifest.model.get("kind", "")) for each in (one, other)]
+    one, other = read_stored_model(first), read_stored_model(second)
+    kinds = [str(each.described.get("kind", "")) for each in (one, other)]
     _check_kind(one, kinds[0])
-    shapes = [[(t.spec.name, t.spec.kind, t.spec.dim) for t in each.manifest.tables] for each in (one, other)]
+    shapes = [[(t.spec.name, t.spec.kind, t.spec.dim) for t in each.tables] for each in (one, other)]
     if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
         raise UsageError(f"{first} is of kind {kinds[0]!r} and {second} of kind {kinds[1]!r}, or of other dimensions")
-    pairs = zip(one.manifest.tables, other.manifest.tables, strict=True)
+    pairs = zip(one.tables, other.tables, strict=True)
     return ModelDifference([_compare(a.spec.name, read_weights(one, a), read_weights(other, b), top) for a, b in pairs])
 
 
-def _check_kind(saved: SavedModel, kind: str) -> None:
-    if not kind or any(table.spec.kind != "sparse" for table in saved.manifest.tables):
+def _check_kind(saved: StoredModel, kind: str) -> None:
+    if not kind or any(table.spec.kind != "sparse" for table in saved.tables):
         raise UsageError(f"{saved.directory} holds tables of your own program: expected a model of 'paceline train'")
 
 

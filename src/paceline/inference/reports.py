@@ -23,7 +23,7 @@ def describe_model(summary: ModelSummary) -> str:
     """Return what is in a model as lines of text."""
     lines = [f"{summary.directory}: {summary.kind}, written by Paceline {summary.paceline}"]
     if not summary.finished:
-        lines[0] += ", unfinished: its training was interrupted"
+        lines[0] += ", unfinished: a snapshot, or of a training that was interrupted"
     lines += [f"{name}: {_setting(value)}" for name, value in summary.description.items() if value is not None]
     for table in summary.tables:
         lines += ["", *_describe_table(table)]

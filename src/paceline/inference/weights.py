@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from paceline.models.base import BIAS_KEY
+from paceline.models.stored import StoredModel
 from paceline.storage.format import StoredTable
-from paceline.storage.model_directory import SavedModel
 from paceline.tables.types import Floats, Keys
 
 
@@ -23,7 +23,7 @@ class Weights(NamedTuple):
     """float32 [dim]; zeros where the table has none."""
 
 
-def read_weights(saved: SavedModel, table: StoredTable) -> Weights:
+def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
     """Read a table's weights, without the state of its update rule."""
     dim = table.spec.dim
     pieces = [(keys, records[:, :dim]) for keys, records in saved.records(table)]

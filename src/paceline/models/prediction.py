@@ -23,7 +23,7 @@ from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.text_reference import name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.registry import MODELS, read_model_settings
-from paceline.ps import SavedModel, read_model
+from paceline.models.stored import read_stored_model
 from paceline.tables.types import Floats
 
 _BATCH = 4096
@@ -37,11 +37,14 @@ class _Scratch(threading.local):
 
 
 class Predictor:
-    """A saved model, loaded; several threads may use it. Raises ModelError if the directory holds none."""
+    """A saved model, or the newest snapshot of a training, loaded; several threads may use it.
+
+    Raises ModelError if the directory holds none that predicts.
+    """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        saved: SavedModel = read_model(directory)
-        described = saved.manifest.model
+        stored = read_stored_model(directory)
+        described = stored.described
         if described.get("kind") not in MODELS:
             raise ModelError(
                 f"the model in {directory} is of kind {described.get('kind')!r}: expected one of {', '.join(MODELS)}, "
@@ -54,7 +57,7 @@ class Predictor:
         self.format = str(described["format"])
         columns = described.get("columns")
         self.columns = None if columns is None else Columns.from_fields(columns)
-        self.stores = [saved.load_store(table.name) for table in self.model.tables]
+        self.stores = [stored.load_store(table.name) for table in self.model.tables]
         """The model's tables; the first has a row for each feature, and one for the bias."""
         self.knows_some = False
         """Whether any feature of what was predicted occurs in the model."""

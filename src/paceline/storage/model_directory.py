@@ -60,20 +60,24 @@ class SavedModel:
     def load_store(self, name: str) -> SparseStore:
         """Return a sparse table as rows in this process."""
         table = self.table(name)
-        spec = table.spec
-        store = SparseStore(
-            dim=spec.dim,
-            rule=from_fields(RULES, spec.update),
-            initializer=from_fields(INITIALIZERS, spec.initializer),
-            seed=spec.seed,
-        )
-        for keys, records in self.records(table):
-            store.write_records(keys, records)
-        return store
+        return fill_store(table.spec, self.records(table))
 
     def read(self, file: StoredFile) -> bytes:
         """Return a file's content, its checksum verified."""
         return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _WHOLE).tobytes()
+
+
+def fill_store(spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]]) -> SparseStore:
+    """Return a sparse table of keys and records as rows in this process."""
+    store = SparseStore(
+        dim=spec.dim,
+        rule=from_fields(RULES, spec.update),
+        initializer=from_fields(INITIALIZERS, spec.initializer),
+        seed=spec.seed,
+    )
+    for keys, records in pieces:
+        store.write_records(keys, records)
+    return store
 
 
 def read_model(directory: str | os.PathLike[str]) -> SavedModel:

@@ -1,0 +1,88 @@
+"""Models on disk, wherever they lie: a saved model, or the newest snapshot of a training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ModelError
+from paceline.protocol.buckets import bucket_set
+from paceline.storage.format import StoredTable
+from paceline.storage.manifests import MANIFEST
+from paceline.storage.model_directory import SavedModel, fill_store, read_model
+from paceline.storage.snapshot_directory import folder_name, numbers_in, read_buckets, read_newest
+from paceline.tables.sparse_store import SparseStore
+from paceline.tables.types import Floats, Keys
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on disk whose manifest has been read."""
+
+    directory: Path
+    described: dict[str, Any]
+    """What its manifest says of it: its kind, its settings, the format and columns of its data."""
+    tables: tuple[StoredTable, ...]
+    paceline: str
+    """The version that wrote it."""
+    saved: SavedModel | None
+    """None for a snapshot."""
+
+    def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
+        """Yield the keys and records of a table, checksums verified."""
+        if self.saved is not None:
+            yield from self.saved.records(table)
+            return
+        for use in table.uses:
+            for _, keys, records in read_buckets(self.directory, use.part, bucket_set(use.buckets)):
+                yield keys, records
+
+    def load_store(self, name: str) -> SparseStore:
+        """Return a table as rows in this process. Raises ModelError if there is none of this name."""
+        table = next((each for each in self.tables if each.spec.name == name), None)
+        if table is None:
+            raise ModelError(f"the model in {self.directory} has no table {name!r}")
+        return fill_store(table.spec, self.records(table))
+
+
+def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
+    """Read a saved model, or the newest whole snapshot in a directory of them. Raises ModelError if there is none."""
+    path = Path(directory)
+    if not _snapshot_numbers(path):
+        saved = read_model(path)
+        manifest = saved.manifest
+        return StoredModel(path, manifest.model, manifest.tables, manifest.paceline, saved)
+    snapshot = read_newest(path).manifest
+    dataset = snapshot.training.get("dataset", {})
+    columns = {name: dataset.get(name) for name in ("label", "categorical", "numeric")}
+    described = {
+        **snapshot.training.get("model", {}),
+        "finished": False,
+        "format": dataset.get("format"),
+        "columns": columns if columns["label"] else None,
+    }
+    return StoredModel(path, described, snapshot.tables, snapshot.paceline, None)
+
+
+def find_version(directory: str | os.PathLike[str]) -> str:
+    """Return what changes when the model in a directory is replaced, or there is a newer snapshot.
+
+    Raises ModelError if there is none.
+    """
+    path = Path(directory)
+    numbers = _snapshot_numbers(path)
+    if numbers:
+        return folder_name(numbers[-1])
+    try:
+        found = os.stat(path / MANIFEST)
+    except OSError:
+        read_model(path)  # says what is wrong
+        raise ModelError(f"{path} holds no model") from None
+    return f"{found.st_mtime_ns:x}-{found.st_ino:x}"
+
+
+def _snapshot_numbers(path: Path) -> list[int]:
+    return [number for number in numbers_in(path) if (path / folder_name(number) / MANIFEST).exists()]

@@ -1,0 +1,130 @@
+"""The application: rows in, predictions out, as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from paceline.errors import ModelError, PacelineError, UsageError
+from paceline.serving.metrics import RequestMetrics
+from paceline.serving.source import ModelSource
+
+MAX_BODY_BYTES = 16 << 20
+_AT_ONCE_BYTES = 32 << 10  # larger requests are predicted in a thread, and the others do not wait for them
+_JSON = "application/json"
+_NUMBERED = msgspec.json.Decoder(list[dict[int, float]])
+_NAMED = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+class PredictionService:
+    """Answers requests by a source's newest model, for which it looks every `poll_s` seconds."""
+
+    def __init__(self, source: ModelSource, poll_s: float) -> None:
+        self._source = source
+        self._poll_s = poll_s
+        self._metrics = RequestMetrics()
+
+    @contextlib.asynccontextmanager
+    async def follow(self, app: Starlette) -> AsyncIterator[None]:
+        """Look for newer models while the application runs."""
+        task = asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await asyncio.to_thread(self._source.refresh)
+
+    async def predict(self, request: Request) -> Response:
+        """Answer ``{"predictions": [...]}``, one for each row; ``{"error": ...}`` with status 400 for unfit rows."""
+        start = time.perf_counter()
+        rows = 0
+        try:
+            body = await _read_body(request)
+            if len(body) <= _AT_ONCE_BYTES:
+                content, rows = self._answer(body)
+            else:
+                content, rows = await asyncio.to_thread(self._answer, body)
+            response = Response(content, media_type=_JSON)
+        except _TooLargeError as error:
+            response = _refuse(413, error)
+        except ModelError as error:
+            response = _refuse(500, error)
+        except PacelineError as error:
+            response = _refuse(400, error)
+        self._metrics.add(response.status_code, rows, time.perf_counter() - start)
+        return response
+
+    def _answer(self, body: bytes) -> tuple[bytes, int]:
+        model = self._source.model
+        try:
+            rows: list[Any] = (_NUMBERED if model.format == "libsvm" else _NAMED).decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            expected = '{"17": 0.5}' if model.format == "libsvm" else '{"column": "value"}'
+            raise UsageError(f"the body is no JSON list of rows such as [{expected}]: {error}") from None
+        predictions = model.predict(rows).tolist() if rows else []
+        return msgspec.json.encode({"predictions": predictions}), len(rows)
+
+    async def tell_health(self, request: Request) -> Response:
+        """Answer what is served."""
+        model = self._source.model
+        content = {
+            "status": "ok",
+            "kind": model.kind,
+            "format": model.format,
+            "features": model.num_features,
+            "version": self._source.version,
+        }
+        return Response(msgspec.json.encode(content), media_type=_JSON)
+
+    async def tell_metrics(self, request: Request) -> Response:
+        """Answer in Prometheus' text format."""
+        source = self._source
+        features = source.model.num_features
+        text = self._metrics.as_text(reloads=source.reloads, failures=source.failures, features=features)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def make_app(source: ModelSource, poll_s: float = 1.0) -> Starlette:
+    """Return the application: POST /predict, GET /health, GET /metrics."""
+    service = PredictionService(source, poll_s)
+    routes = [
+        Route("/predict", service.predict, methods=["POST"]),
+        Route("/health", service.tell_health),
+        Route("/metrics", service.tell_metrics),
+    ]
+    return Starlette(routes=routes, lifespan=service.follow)
+
+
+class _TooLargeError(UsageError):
+    """More than a body may have."""
+
+
+async def _read_body(request: Request) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_BODY_BYTES:
+                raise _TooLargeError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB: send fewer rows at a time")
+            pieces.append(piece)
+    except ClientDisconnect:
+        raise UsageError("the connection was closed before the body had come") from None
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _refuse(status: int, error: PacelineError) -> Response:
+    return Response(msgspec.json.encode({"error": str(error)}), status, media_type=_JSON)

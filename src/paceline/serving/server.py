@@ -1,0 +1,59 @@
+"""The server: one process that answers on one port until it is told to end."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import AddressError, UsageError
+from paceline.serving.source import ModelSource
+
+_GRACE_S = 5
+
+
+def serve(
+    directory: Path,
+    *,
+    host: str,
+    port: int,
+    poll_s: float = 1.0,
+    on_ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve a model until SIGINT or SIGTERM, which it raises again when all requests are answered.
+
+    Port 0 is any that is free; `on_ready` is told the address. Raises ModelError if there is no model, AddressError if
+    the port cannot be had, UsageError if the extra is not installed.
+    """
+    try:
+        import uvicorn
+
+        from paceline.serving.app import make_app
+    except ImportError as error:
+        raise UsageError(
+            f"paceline serve needs {error.name}, which is not installed: pip install 'paceline[serve]'"
+        ) from None
+    with _listen(host, port) as listener:
+        source = ModelSource(directory)
+        # What is loaded stays: a collection that goes through it would hold requests up.
+        gc.collect()
+        gc.freeze()
+        bound = listener.getsockname()
+        name = f"[{bound[0]}]" if listener.family == socket.AF_INET6 else bound[0]
+        config = uvicorn.Config(
+            make_app(source, poll_s), access_log=False, log_level="warning", timeout_graceful_shutdown=_GRACE_S
+        )
+        on_ready(f"http://{name}:{bound[1]}")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 1 << 16:
+        raise AddressError(f"port {port}: expected 0 to 65535")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (")[0]  # behind it stands the address again
+        raise AddressError(f"cannot serve on {host}:{port}: {reason}; choose another --host or --port") from None

@@ -1,0 +1,96 @@
+"""``paceline serve`` as a process: answers, a model that is replaced under load, its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from tests.unit.inference.conftest import save_weights
+
+COMMAND = [sys.executable, "-m", "paceline", "serve"]
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    command = [*COMMAND, str(model), "--port", "0", "--poll", "0.05", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "until Ctrl-C" in line, line
+            yield process, int(line.split(", until")[0].rpartition(":")[2])
+        finally:
+            process.kill()
+
+
+def run(model: Path, port: int) -> tuple[int, str]:
+    command = [*COMMAND, str(model), "--port", str(port)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stderr
+
+
+def predict(connection: http.client.HTTPConnection, rows: object) -> list[float]:
+    connection.request("POST", "/predict", json.dumps(rows))
+    answer = connection.getresponse()
+    body = answer.read()
+    assert answer.status == 200, body
+    found: list[float] = json.loads(body)["predictions"]
+    return found
+
+
+def test_a_model_is_replaced_without_a_gap(tmp_path: Path) -> None:
+    model = save_weights(tmp_path / "model", {1: 1.0})
+    seen: set[float] = set()
+    ended = threading.Event()
+
+    with serving(model) as (process, port):
+
+        def ask() -> None:
+            with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+                while not ended.is_set():
+                    seen.update(predict(connection, [{"1": 1}]))
+
+        askers = [threading.Thread(target=ask) for _ in range(2)]
+        for asker in askers:
+            asker.start()
+        for number in range(2, 5):
+            save_weights(model, {1: float(number)})
+            deadline = time.monotonic() + 60
+            while len(seen) < number and time.monotonic() < deadline:
+                time.sleep(0.02)
+        ended.set()
+        for asker in askers:
+            asker.join()
+        assert len(seen) == 4
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_port_in_use_and_a_model_that_is_missing(tmp_path: Path) -> None:
+    model = save_weights(tmp_path / "model", {1: 1.0})
+    with serving(model) as (process, port):
+        second = subprocess.run(
+            [*COMMAND, str(model), "--port", str(port)], capture_output=True, text=True, check=False
+        )
+        assert second.returncode == 1
+        assert second.stderr.startswith(f"paceline: cannot serve on 127.0.0.1:{port}: Address already in use; choose")
+        assert second.stderr.count("\n") == 1
+        process.terminate()
+        assert process.wait(60) == 0
+    status, text = run(tmp_path / "no", 0)
+    assert (status, text.count("\n")) == (1, 1)
+    assert f"{tmp_path / 'no'} holds no model" in text, text

@@ -1,0 +1,165 @@
+"""The application's answers, and the model that is behind them when it is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline.data import Columns
+from paceline.errors import AddressError, ModelError
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from tests.unit.inference.conftest import CSV, save_weights, write_model
+
+from paceline.serving.app import MAX_BODY_BYTES, make_app
+from paceline.serving.server import serve
+from paceline.serving.source import ModelSource
+
+
+class Asked:
+    """An application, asked without a network."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._app = make_app(source)
+
+    def __call__(self, method: str, path: str, body: bytes = b"", pieces: int = 1) -> tuple[int, str]:
+        return asyncio.run(self._ask(method, path, body, pieces))
+
+    async def _ask(self, method: str, path: str, body: bytes, pieces: int) -> tuple[int, str]:
+        scope = {
+            "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
+            "query_string": b"", "headers": [], "scheme": "http", "server": ("test", 80), "client": ("test", 1),
+        }  # fmt: skip
+        size = max(-(-len(body) // pieces), 1)
+        parts = [body[start : start + size] for start in range(0, max(len(body), 1), size)]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            part = parts.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await self._app(scope, receive, send)
+        return sent[0]["status"], b"".join(each.get("body", b"") for each in sent[1:]).decode()
+
+    def predict(self, rows: Any) -> list[float]:
+        status, text = self("POST", "/predict", json.dumps(rows).encode(), pieces=3)
+        assert status == 200, text
+        found: list[float] = json.loads(text)["predictions"]
+        return found
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> Path:
+    return save_weights(tmp_path / "model", {3: 0.5, 2**64 - 1: -2.0}, bias=0.25)
+
+
+def test_rows_by_key(numbered: Path) -> None:
+    ask = Asked(ModelSource(numbered))
+    rows = [{"3": 1}, {str(2**64 - 1): 0.5, "3": 2.0}, {}]
+    expected = 1 / (1 + np.exp(-np.array([0.75, 0.25, 0.25])))
+    np.testing.assert_allclose(ask.predict(rows), expected, rtol=1e-6)
+    assert ask.predict([]) == []
+    many = ask.predict(rows * 2000)  # so large that it is predicted in a thread
+    np.testing.assert_allclose(many, np.tile(expected, 2000), rtol=1e-6)
+
+
+def test_rows_by_name(tmp_path: Path) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text(CSV)
+    model = write_model(tmp_path / "model", data, "csv", Columns("label", ("site", "device"), ("age",)))
+    rows = [
+        {"site": "news", "age": 31.5, "device": "phone"},
+        {"site": "shop", "age": None, "device": "tablet", "id": 7},
+        {"site": "news", "age": 7, "device": None},
+        {"site": 42, "age": 2.25, "device": "phone"},
+    ]
+    ask = Asked(ModelSource(model))
+    expected = paceline.load(model).predict(data)
+    np.testing.assert_array_equal(np.array([ask.predict([row])[0] for row in rows], np.float32), expected)
+    status, text = ask("POST", "/predict", json.dumps([*rows[:2], {"site": "x"}]).encode())
+    assert (status, "row 2 has no 'device'" in text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "the body is no JSON list of rows such as"),
+        (b"{}", 400, "Expected `array`"),
+        (b'[{"x": 1}]', 400, "Expected `int`"),
+        (b'[{"1": "a"}]', 400, "Expected `float`"),
+        (b'[{"-1": 1}]', 400, "row 0 has the key -1"),
+        (b'[{"1": 1e300}]', 400, "expected finite numbers"),
+        (b"[" * 100_000, 400, "no JSON list"),
+        (b'[{"1": "\xff"}]', 400, "no JSON list"),
+        (b" " * (MAX_BODY_BYTES + 1), 413, "more than 16 MiB"),
+    ],
+)
+def test_bad_bodies_are_refused(numbered: Path, body: bytes, status: int, message: str) -> None:
+    found, text = Asked(ModelSource(numbered))("POST", "/predict", body)
+    assert (found, message in json.loads(text)["error"]) == (status, True), text
+
+
+def test_health_and_metrics(numbered: Path) -> None:
+    ask = Asked(ModelSource(numbered))
+    ask.predict([{"3": 1}, {}])
+    ask("POST", "/predict", b"no")
+    status, text = ask("GET", "/health")
+    assert status == 200
+    assert json.loads(text).items() >= {"status": "ok", "kind": "lr", "format": "libsvm", "features": 2}.items()
+    status, text = ask("GET", "/metrics")
+    lines = text.splitlines()
+    assert 'paceline_requests_total{code="200"} 1' in lines
+    assert 'paceline_requests_total{code="400"} 1' in lines
+    assert "paceline_rows_total 2" in lines
+    assert 'paceline_request_seconds_bucket{le="+Inf"} 2' in lines
+    assert "paceline_request_seconds_count 2" in lines
+    assert ask("GET", "/predict")[0] == 405
+    assert ask("GET", "/nothing")[0] == 404
+
+
+def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path) -> None:
+    source = ModelSource(numbered)
+    ask = Asked(source)
+    before = ask.predict([{"3": 1}])
+    source.refresh()
+    assert (source.reloads, source.failures) == (0, 0)
+    save_weights(numbered, {3: -0.5})
+    source.refresh()
+    assert (source.reloads, source.failures) == (1, 0)
+    after = ask.predict([{"3": 1}])
+    assert after[0] < before[0]
+    whole = (numbered / "manifest.json").read_text()
+    (numbered / "manifest.json").write_text(whole[:100])
+    for _ in range(2):  # it is not tried again while it is the same
+        source.refresh()
+    assert (source.reloads, source.failures) == (1, 1)
+    assert ask.predict([{"3": 1}]) == after
+    shutil.rmtree(numbered)
+    source.refresh()
+    assert ask.predict([{"3": 1}]) == after
+    save_weights(numbered, {3: 0.5, 4: 1.0})
+    source.refresh()
+    assert source.model.num_features == 2
+
+
+def test_what_cannot_be_served_is_told(numbered: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="holds no model"):
+        serve(tmp_path, host="127.0.0.1", port=0)
+    with pytest.raises(AddressError, match="port 70000: expected 0 to 65535"):
+        serve(numbered, host="127.0.0.1", port=70000)
+    with pytest.raises(AddressError, match=r"cannot serve on no\.such\.host\.invalid:0"):
+        serve(numbered, host="no.such.host.invalid", port=0)
+    assert os.path.exists(numbered)
