@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from paceline.filters import cases as filter_cases
 from paceline.kernels.cases import ARRAY_CASES
 from paceline.tables import cases as table_cases
 from paceline.tables.cases import SPARSE_CASES, SparseCase
@@ -55,7 +56,7 @@ def make_result(
 
 
 def array_results(only: str, rounds: int) -> Iterator[Result]:
-    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES):
+    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES):
         if only in case.label:
             ours, theirs = case.arguments(), case.arguments()
             yield make_result(

@@ -11,6 +11,16 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .filters import BFloat16 as BFloat16
+    from .filters import Compress as Compress
+    from .filters import DeltaKeys as DeltaKeys
+    from .filters import Float16 as Float16
+    from .filters import KeyCaching as KeyCaching
+    from .filters import Quantize as Quantize
+    from .filters import RandomK as RandomK
+    from .filters import RandomSkip as RandomSkip
+    from .filters import Significant as Significant
+    from .filters import TopK as TopK
     from .inference import LoadedModel as LoadedModel
     from .inference import load as load
     from .launch import LocalCluster as LocalCluster
@@ -51,10 +61,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _settings() -> dict[str, Any]:
-    """Return the update rules and initializers, which their registries know."""
+    """Return the update rules, initializers and filters, which their registries know."""
+    from . import filters
     from .tables import initializers, rules
 
-    return {**initializers.INITIALIZERS, **rules.RULES}
+    kinds = {kind.__name__: kind for kind in filters.FILTERS.values()}
+    return {**initializers.INITIALIZERS, **rules.RULES, **kinds}
 
 
 def __dir__() -> list[str]:

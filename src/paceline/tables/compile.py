@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.kernels import combine, csr, dedup, dense, index, shared, sparse, text
+from paceline.kernels import combine, csr, dedup, dense, filters, index, shared, sparse, text
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
 from paceline.tables.rules import SGD
@@ -45,6 +45,7 @@ KERNELS: tuple[Any, ...] = (
     sparse.largest,
     sparse.read_records,
     sparse.write_records,
+    *filters.KERNELS,
     *rule_kernels.KERNELS,
     *shared.KERNELS,
     *text.KERNELS,
@@ -77,6 +78,7 @@ def compile_rest() -> None:
     _compile_dense()
     _compile_batch()
     text.compile_kernels()
+    filters.compile_kernels()
     shared.compile_kernels(combine.combiner("uint8"))
 
 

@@ -6,6 +6,7 @@ import numba
 import numpy as np
 import pytest
 
+from paceline.filters import cases as filter_cases
 from paceline.kernels import cases
 from paceline.kernels.cases import ArrayCase
 from paceline.tables import cases as table_cases
@@ -14,7 +15,7 @@ from paceline.tables.compile import KERNELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")  # without the JIT
 
-ARRAY_CASES = (*cases.ARRAY_CASES, *table_cases.ARRAY_CASES)
+ARRAY_CASES = (*cases.ARRAY_CASES, *table_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES)
 _MOST_ITEMS = 200 if numba.config.DISABLE_JIT else 1_000_000  # type: ignore[attr-defined]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from paceline.filters import cases as filter_cases
 from paceline.kernels import dedup, jit
 from paceline.kernels.cases import ARRAY_CASES
 from paceline.kernels.sparse import largest
@@ -73,7 +74,7 @@ def test_real_use_adds_no_signatures() -> None:
     assert largest(grads) < np.inf
     scratch = np.empty(dedup.scratch_size(len(keys)), np.int32)
     dedup.dedup(keys, scratch, np.empty_like(keys), np.empty(len(keys), np.int32))
-    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES):
+    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES):
         if case.num_items <= 100:
             case.kernel(*case.arguments())
     assert signatures() == before

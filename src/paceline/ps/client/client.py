@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,10 +14,12 @@ import msgspec
 import numpy as np
 
 from paceline.errors import UsageError
+from paceline.filters.base import Filter
 from paceline.protocol import Consistency, Sequential, parse_consistency
 from paceline.protocol.client import ClientCore
 from paceline.ps import messages
 from paceline.ps.client.dense_table import DenseTable
+from paceline.ps.client.filtered import TableFilters
 from paceline.ps.client.following import MapFollower
 from paceline.ps.client.servers import Servers
 from paceline.ps.client.sparse_table import SparseTable
@@ -199,16 +201,22 @@ class Client:
         update: UpdateRule,
         initializer: Initializer | None = None,
         seed: int = 0,
+        filters: Sequence[Filter] = (),
+        pull_filters: Sequence[Filter] | None = None,
     ) -> SparseTable:
         """Declare a sparse table: uint64 key → row of `dim` float32; every process that uses it says the same.
 
         A row exists from its first push; until then it reads as `initializer` (default zeros) says, which depends on
         `seed` and key alone. Raises TableMismatchError if the table is known with other settings.
+
+        `filters` (:mod:`paceline.filters`) are what this client's pushes and pulls of the table go behind, and
+        `pull_filters` (default: the same, as far as they are for values and bytes) the values that come back. Raises
+        UsageError if a server does not have them in the same version.
         """
         if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not 1 <= dim <= MAX_DIM:
             raise UsageError(f"sparse_table({name!r}, dim={dim!r}): expected a whole number from 1 to {MAX_DIM}")
         spec = make_spec(name, "sparse", update, initializer, seed, dim=int(dim))
-        table = self.open_table(spec)
+        table = self.open_table(spec, TableFilters(filters, pull_filters))
         assert isinstance(table, SparseTable)
         return table
 
@@ -234,18 +242,26 @@ class Client:
         found: list[TableSpec] = self.link.call(messages.ListTables(), list[TableSpec])
         return found
 
-    def open_table(self, spec: TableSpec) -> SparseTable | DenseTable:
-        """Open a table as :meth:`tables` lists it."""
-        servers = self.servers
+    def open_table(self, spec: TableSpec, filters: TableFilters | None = None) -> SparseTable | DenseTable:
+        """Open a table as :meth:`tables` lists it; filters are those of a sparse one."""
+        servers, filters = self.servers, filters or None
         with servers.lock:
             # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
             spec = msgspec.msgpack.decode(messages.encode(spec), type=known(TableSpec))
             number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
             declared = self._tables.get(spec.name)
             if declared is not None:
+                if filters is not None and (declared.filters is None or declared.filters.info != filters.info):
+                    raise UsageError(
+                        f"table {spec.name!r} was opened by this client with other filters; give the same, or none to "
+                        "use those"
+                    )
                 return declared
+            if filters is not None:
+                servers.call_all(messages.CheckFilters(filters=filters.info))
             servers.call_all(messages.CreateTable(number=number, spec=spec))
-            table = SparseTable(self, number, spec) if spec.kind == "sparse" else DenseTable(self, number, spec)
+            is_sparse = spec.kind == "sparse"
+            table = SparseTable(self, number, spec, filters) if is_sparse else DenseTable(self, number, spec)
             self._tables[spec.name] = table
             servers.specs[number] = spec
             return table

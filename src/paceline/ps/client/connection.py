@@ -22,7 +22,7 @@ from paceline.ps.client.buffer_pool import Copies
 from paceline.ps.client.exchange import KINDS, PADS, Exchange, exchange_of, pack
 from paceline.ps.client.no_channel import NoChannel
 from paceline.ps.client.routes import MapWatch
-from paceline.ps.messages import RESULT, SYNCED, TICKS
+from paceline.ps.messages import RESULT, SYNCED, TICKS, UNKNOWN_KEYS
 from paceline.transport import (
     HEADER,
     MAGIC,
@@ -75,10 +75,10 @@ class ServerConnection:
         """How long to wait for a server that cannot be reached and is on the map."""
         self.lost: PacelineError | None = None
         """Why there will be no connection any more."""
-        self._core = core
+        self.core = core
         self._transport = transport
         self._target = server.endpoint
-        self._hello = hello
+        self.hello = hello
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
         self._watch = watch
@@ -88,12 +88,12 @@ class ServerConnection:
 
     def connect(self, timeout_s: float) -> None:
         """Connect, and send what the core says; raises what :meth:`Transport.connect` does."""
-        channel = self._transport.connect(self._target, self._hello, timeout_s=timeout_s)
+        channel = self._transport.connect(self._target, self.hello, timeout_s=timeout_s)
         self._gone = self.byte_counts()
         self.channel = channel
         if self.lost is not None:  # given up by another thread meanwhile
             channel.close()
-        for instruction in self._core.connected(self.session.server):
+        for instruction in self.core.connected(self.session.server):
             if isinstance(instruction, Transmit):
                 channel.send(*exchange_of(instruction.request).frame)
             elif isinstance(instruction, Resync):
@@ -117,15 +117,15 @@ class ServerConnection:
         Nobody else has the parts if `is_private`.
         """
         session = self.session
-        if len(session.in_flight) >= _MAX_IN_FLIGHT and not session.awaits_view:
-            self.receive_one(next(iter(session.in_flight.values())))
+        if len(session.in_flight) >= _MAX_IN_FLIGHT:
+            make_way(self)
         if out is not None and out.nbytes >= _LARGE_BYTES:
             make_room(self, out.nbytes)
         request = session.request(KINDS[kind], clock, sequence, None, bool(flags & TICKS))
-        frame = pack(request, kind, flags, table, self._core.version, parts)
+        frame = pack(request, kind, flags, table, self.core.version, parts)
         request.payload = Exchange(frame, out, is_private)
         if session.start(request):
-            self._transmit(frame, request)
+            self.transmit(frame, request)
         return request
 
     def start(self, request: Request) -> None:
@@ -154,7 +154,7 @@ class ServerConnection:
                         flags=int(instruction.takes_part),
                         epoch=instruction.version,
                         clock=instruction.clock,
-                        sequence=self._hello.rank,
+                        sequence=self.hello.rank,
                     )
                 )
             except ConnectionLostError:
@@ -176,7 +176,7 @@ class ServerConnection:
         exchange = request.payload = Exchange(frame, is_call=True)
         self.session.start(request)
         if not self.session.awaits_view or self._watch.has(self.session.server):
-            self._transmit(frame, request)
+            self.transmit(frame, request)
         while not request.is_done:
             if self.session.awaits_view and not self._watch.has(self.session.server):
                 self.depart()
@@ -278,7 +278,7 @@ class ServerConnection:
         """Receive one answer, most likely that of `awaited`."""
         channel, session = self.channel, self.session
         channel.last_header = None
-        out = awaited.payload.out  # type: ignore[union-attr]
+        out = awaited.payload.into  # type: ignore[union-attr]
         try:
             if out is not None and session.num_bodies == 1:
                 header = channel.receive(out, self._timeout_s + 5.0)
@@ -314,6 +314,9 @@ class ServerConnection:
         """Take an answer, if it is what was asked for: values are only values if all of them came."""
         exchange: Any = request.payload
         if not exchange.accepts(header):
+            if header.kind == UNKNOWN_KEYS:
+                go_back(self, request)
+                return
             raise self._unexpected(header)
         if exchange.scatter is not None:
             exchange.put_values()
@@ -346,7 +349,8 @@ class ServerConnection:
             f"{header.body_bytes} bytes that nobody asked for; the connection is closed"
         )
 
-    def _transmit(self, frame: tuple[Any, ...], request: Request) -> None:
+    def transmit(self, frame: tuple[Any, ...], request: Request) -> None:
+        """Send the frame of a request that is in flight; if the connection is lost, all that is, by another one."""
         try:
             self.channel.send(*frame)
         except ConnectionLostError as error:
@@ -357,6 +361,30 @@ class ServerConnection:
         except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request connects again and sends all again
             self._cut()
             raise
+
+
+def make_way(connection: ServerConnection) -> None:
+    """Receive an answer if too many requests are under way for another one."""
+    session = connection.session
+    if len(session.in_flight) >= _MAX_IN_FLIGHT and not session.awaits_view:
+        connection.receive_one(next(iter(session.in_flight.values())))
+
+
+def go_back(connection: ServerConnection, request: Request) -> None:
+    """Send a request as it was before its filters, and all behind it: the server has taken none of them.
+
+    It has said so of each; all but the first word of that kind are late.
+    """
+    if not exchange_of(request).unfilter():
+        return
+    channel, is_behind = connection.channel, False
+    for each in connection.session.unanswered():
+        is_behind = is_behind or each is request
+        if is_behind and each.kind is not Kind.CALL:
+            exchange_of(each).unfilter()
+            connection.transmit(exchange_of(each).frame, each)
+            if connection.channel is not channel:  # then all was sent
+                return
 
 
 def make_room(connection: ServerConnection, more_bytes: int) -> None:

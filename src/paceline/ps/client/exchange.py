@@ -31,15 +31,15 @@ _Positions: TypeAlias = npt.NDArray[np.int64]
 class Exchange:
     """A request's frame, and what comes back: a payload of the core."""
 
-    __slots__ = ("body", "frame", "is_call", "is_private", "memory", "meta", "out", "part", "scatter")
+    __slots__ = ("body", "frame", "into", "is_call", "is_private", "memory", "meta", "out", "part", "scatter")
 
     def __init__(
         self, frame: tuple[Any, ...], out: Any = None, is_private: bool = False, is_call: bool = False
     ) -> None:
         self.frame = frame
         self.is_call = is_call
-        self.out = out
-        """The array for the values of the answer, if any."""
+        self.out = self.into = out
+        """The array for the values of the answer, if any; `into` where its body is exactly that."""
         self.is_private = is_private
         """Whether nobody else has the arrays in the frame."""
         self.meta = b""
@@ -68,6 +68,10 @@ class Exchange:
             else:
                 return False
         return True
+
+    def unfilter(self) -> bool:
+        """Go out without filters from now on; return whether the last time was behind some."""
+        return False
 
     def accepts(self, header: Header) -> bool:
         """Whether this is an answer to what was asked: values are only values if all of them came."""

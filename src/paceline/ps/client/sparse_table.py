@@ -9,16 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import UsageError
+from paceline.filters.chance import seed_of
 from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
 from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.table import Table
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK, TICKS
 from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.types import Floats, Keys
+
+_NO_GRADS = np.empty(0, np.float32)
 
 
 class SparseTable(Table):
@@ -42,6 +46,8 @@ class SparseTable(Table):
         """
         with self._servers.lock:
             distinct, flat, _ = self._prepare_push(keys, grads, assume_unique)
+            if self.filters is not None:
+                distinct, flat = self._choose_rows(self.filters, distinct, flat)
             return self._send_by_key(PUSH, distinct, flat, None, self.dim, ticks=tick)
 
     def pull(self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False) -> Floats:
@@ -66,6 +72,8 @@ class SparseTable(Table):
             if not len(checked):
                 return Ticket(self._servers, [], lambda: out)
             distinct, inverse = (checked, None) if assume_unique else self._dedup(checked)
+            if self.filters is not None:
+                distinct, _, inverse = self.filters.order(distinct, _NO_GRADS, self.dim, inverse)
             return self._ask(PULL, distinct, inverse, None, out, False, ahead)
 
     def push_pull(
@@ -88,6 +96,8 @@ class SparseTable(Table):
         with self._servers.lock:
             distinct, flat, inverse = self._prepare_push(keys, grads, assume_unique)
             out = self._check_out(out, len(distinct) if inverse is None else len(inverse), self.dim)
+            if self.filters is not None:
+                distinct, flat, inverse = self.filters.order(distinct, flat, self.dim, inverse)
             return self._ask(PUSH_PULL, distinct, inverse, flat, out, tick)
 
     def erase(self, keys: npt.ArrayLike) -> int:
@@ -136,6 +146,14 @@ class SparseTable(Table):
         flat = self._check_grads(grads, len(checked), self.dim)
         return (checked, flat, None) if assume_unique else self._sum_equal(checked, flat, self.dim)
 
+    def _choose_rows(self, filters: TableFilters, keys: Keys, grads: Floats) -> tuple[Keys, Floats]:
+        """Return keys and gradients that go out, in the order in which they do."""
+        core = self._servers.core
+        if filters.requests.rows:
+            seed = seed_of(self._client.rank, core.clock, core.sequence, self._number)
+            keys, grads = filters.choose(keys, grads, self.spec, core.clock, seed)
+        return filters.order(keys, grads, self.dim, None)[:2]
+
     def _ask(
         self,
         kind: int,
@@ -173,7 +191,9 @@ class SparseTable(Table):
     ) -> Ticket:
         """Send a request for distinct keys to the servers that own them; `grads` and `out` are flat."""
         servers, core = self._servers, self._servers.core
-        connections = servers.newest()
+        connections: Sequence[ServerConnection | FilteredSender] = servers.newest()
+        if self.filters is not None:
+            connections = self.filters.senders(servers.connections)
         if servers.routes.lost:
             self._check_there(keys)
         if ticks:
@@ -191,7 +211,7 @@ class SparseTable(Table):
 
     def _send_split(
         self,
-        connections: Sequence[ServerConnection],
+        connections: Sequence[ServerConnection | FilteredSender],
         kind: int,
         keys: Keys,
         grads: Floats | None,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.ps import messages
+from paceline.ps.client.filtered import TableFilters
 from paceline.ps.messages import TableSpec
 from paceline.tables.rules import RULES, UpdateRule
 from paceline.tables.settings import from_fields, to_fields
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 class Table:
     """A table as a client holds it. Abstract: a SparseTable or a DenseTable."""
 
-    def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
+    def __init__(self, client: Client, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         self._client = client
+        self.filters = filters
+        """What its requests go behind; None if there is nothing of the kind."""
         self._servers = client.servers
         self._number = number
         self.spec = spec

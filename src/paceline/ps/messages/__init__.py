@@ -67,6 +67,10 @@ from paceline.ps.messages.kinds import (
     CHECK,
     CLOCKS,
     DROPPED,
+    FILTERED,
+    FILTERED_PULL,
+    FILTERED_PUSH,
+    FILTERED_PUSH_PULL,
     FORWARD,
     FORWARDED,
     NOTICE,
@@ -83,11 +87,14 @@ from paceline.ps.messages.kinds import (
     SYNCED,
     TICK,
     TICKS,
+    UNKNOWN_KEYS,
     VALUES,
 )
 from paceline.ps.messages.servers import (
+    CheckFilters,
     CreateTable,
     Erase,
+    FilterInfo,
     GetStatistics,
     JoinClock,
     ReadBucket,
@@ -105,6 +112,7 @@ __all__ = [
     "CALL",
     "CHECK",
     "CLOCKS",
+    "CheckFilters",
     "CheckInfo",
     "ClocksInfo",
     "ClusterMap",
@@ -118,10 +126,15 @@ __all__ = [
     "Ended",
     "Erase",
     "Expelled",
+    "FILTERED",
+    "FILTERED_PULL",
+    "FILTERED_PUSH",
+    "FILTERED_PUSH_PULL",
     "FORWARD",
     "FORWARDED",
     "FileEnded",
     "Filled",
+    "FilterInfo",
     "ForwardInfo",
     "FromScheduler",
     "GetAccount",
@@ -178,11 +191,13 @@ __all__ = [
     "TakeReports",
     "ToScheduler",
     "ToServer",
+    "UNKNOWN_KEYS",
     "VALUES",
     "Welcome",
     "WriteRecords",
     "decode_check",
     "decode_clocks",
+    "decode_filters",
     "decode_forward",
     "decode_notice",
     "decode_state",
@@ -198,7 +213,7 @@ ToScheduler = (
     | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
 )  # fmt: skip
 ToServer = (
-    CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
+    CheckFilters | CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
     | snapshots.ToServer
 )  # fmt: skip
 FromScheduler = ClusterMap | MapChange | Promise | PrepareMap | CommitMap | Ended | Expelled | JobNews
@@ -209,6 +224,7 @@ decode_to_server = reader(ToServer, "a control message")
 decode_notice = reader(FromScheduler, "a notice")
 decode_forward = reader(ForwardInfo, "a push from a server")
 decode_state = reader(StateInfo, "a bucket from a server")
+decode_filters = reader(FilterInfo, "filters of a worker")
 decode_check = reader(CheckInfo, "a comparison from a server")
 decode_clocks = reader(ClocksInfo, "clocks from a server")
 """They raise ProtocolError for what cannot be read, or is beyond its bounds."""

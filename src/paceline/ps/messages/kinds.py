@@ -18,6 +18,16 @@ SYNCED: Final = 27
 """From a worker, behind all that it has sent again after a change of the map: epoch is the map's version, clock the
 worker's, sequence its rank, flags 1 if it takes part in the iterations. No answer."""
 
+# Kinds of data frames behind filters (:mod:`paceline.filters`). The first of a table on a connection has a
+# :class:`FilterInfo` as its meta.
+FILTERED_PUSH: Final = 28
+FILTERED_PULL: Final = 29
+FILTERED_PUSH_PULL: Final = 30
+UNKNOWN_KEYS: Final = 31
+"""The server does not know (any more) what a filtered request refers to, or has refused one before for that: it has
+taken nothing of it. The client sends that one as it was before the filters, and all behind it, in order.
+"""
+
 # Kinds of frames between servers.
 FORWARD: Final = 32
 """A push goes down a chain; meta is a :class:`ForwardInfo`, the body keys and gradients. Answered by FORWARDED."""
@@ -41,5 +51,7 @@ TICKS: Final = 1
 """The push is the last of its iteration: it ticks the worker's clock."""
 RANGE: Final = 2
 """Dense: the body begins with (start, stop), two uint64, instead of keys."""
+FILTERED: Final = 8
+"""Of VALUES: the body is behind filters. On the server, of a request: so is to be its answer."""
 DROPPED: Final = 4
 """In an ACK or VALUES: the gradient was too stale and was dropped."""

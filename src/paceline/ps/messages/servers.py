@@ -17,6 +17,19 @@ class CreateTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: TableSpec
 
 
+class FilterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The filters of a table's requests and answers on one connection (:meth:`paceline.filters.Filter.describe`)."""
+
+    requests: list[dict[str, Any]]
+    answers: list[dict[str, Any]]
+
+
+class CheckFilters(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Say whether there are such filters. Answered by None, or an error that says what is missing."""
+
+    filters: FilterInfo
+
+
 class JoinClock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A worker takes part in the iterations, from `clock` or later; answered by its clock."""
 

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import DeadlineError, NonFiniteError, PeerError, StaleEpochError, UsageError
+from paceline.filters.base import Bytes
 from paceline.protocol import ServerCore
 from paceline.protocol.buckets import Buckets
-from paceline.ps.messages import ACK, FORWARDED, VALUES
+from paceline.ps.messages import ACK, FILTERED, FORWARDED, VALUES
+from paceline.ps.server.filtered import PeerFilters
 from paceline.ps.server.pushes import ChainPush
 from paceline.ps.server.stale_gradients import StaleGradients
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable, ServerTables
-from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Header, Limits, Peer, padded
+from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Header, Limits, Peer, frame_parts, padded
+from paceline.transport.frames import Buffer
 
 _MAX_TIMEOUT_MS = 30 * 24 * 3600 * 1000
 _HEADER_FLOATS = HEADER_BYTES // 4
@@ -37,7 +40,10 @@ class BlockedRead:
 class Answers:
     """The answers of one server."""
 
-    def __init__(self, tables: ServerTables, core: ServerCore, stale: StaleGradients, min_replicas: int) -> None:
+    def __init__(
+        self, tables: ServerTables, core: ServerCore, stale: StaleGradients, min_replicas: int, filters: PeerFilters
+    ) -> None:
+        self._filters = filters
         self._tables = tables
         self._core = core
         self._stale = stale
@@ -70,12 +76,27 @@ class Answers:
         worker = peer.hello.incarnation
         if worker in self._core.workers.counted:
             self._stale.pulled(worker, header, table, clock, selection, values)
+        if header.flags & FILTERED and (body := self._filters.encode(peer, header, values)) is not None:
+            peer.send(*self._frame(VALUES, flags | FILTERED, header, clock, body))
+            return
         frame = memoryview(reply).cast("B")  # type: ignore[arg-type]
         HEADER.pack_into(
             frame, 0, MAGIC, PROTOCOL_VERSION, VALUES, flags, header.table, header.request, header.epoch,
             self._clock(clock), header.sequence, 0, 4 * count,
         )  # fmt: skip
         peer.send(frame[:size])
+
+    def _frame(self, kind: int, flags: int, header: Header, clock: int, body: Bytes) -> list[Buffer]:
+        return frame_parts(
+            kind,
+            flags=flags,
+            table=header.table,
+            request=header.request,
+            epoch=header.epoch,
+            clock=self._clock(clock),
+            sequence=header.sequence,
+            body=body,
+        )
 
     def acknowledge(self, peer: Peer, header: Header, flags: int) -> None:
         """Say that a push is applied, or a tick counted."""

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import psutil
 
-from paceline.errors import ProtocolError, StaleEpochError, TableMismatchError
+from paceline.errors import ProtocolError, StaleEpochError, TableMismatchError, UsageError
 from paceline.protocol.buckets import Buckets
 from paceline.ps import messages
 from paceline.ps.messages import RESULT, TableStatistics
 from paceline.ps.messages import snapshots as snapshot_messages
 from paceline.ps.server.answers import name_of
+from paceline.ps.server.filtered import check
 from paceline.ps.server.pushes import ERASE, WRITE, ChainPush, Piece
 from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
@@ -66,6 +67,7 @@ class ServerControl:
         self._non_finite = non_finite
         self._own_sequences = itertools.count(1)  # of what this server itself sends down a chain, in its own name
         self._calls: dict[type, Any] = {
+            messages.CheckFilters: self._check_filters,
             messages.CreateTable: self._create_table,
             messages.ReadBucket: self._read_bucket,
             messages.SetUpdate: self._set_update,
@@ -80,6 +82,12 @@ class ServerControl:
         result = self._calls[type(request)](request)
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(answer), body=parts))
+
+    def _check_filters(self, request: messages.CheckFilters) -> None:
+        try:
+            check(request.filters)
+        except UsageError as error:
+            raise UsageError(f"server {self._tables.rank} cannot do with these filters: {error}") from None
 
     def _create_table(self, request: messages.CreateTable) -> None:
         rank = self._tables.rank

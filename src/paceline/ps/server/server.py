@@ -22,6 +22,9 @@ from paceline.ps.messages import (
     CALL,
     CHECK,
     CLOCKS,
+    FILTERED_PULL,
+    FILTERED_PUSH,
+    FILTERED_PUSH_PULL,
     FORWARD,
     PING,
     PULL,
@@ -36,6 +39,7 @@ from paceline.ps.messages import (
 from paceline.ps.server.answers import Answers
 from paceline.ps.server.back_pressure import BackPressure
 from paceline.ps.server.control import ServerControl, Traffic
+from paceline.ps.server.filtered import FilteredFrames, PeerFilters
 from paceline.ps.server.requests import Requests
 from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
@@ -46,7 +50,8 @@ from paceline.tables.server_tables import ServerTables
 from paceline.transport import Handler, Header, Hello, Peer, Transport, frame_parts
 
 _KINDS = {
-    PULL: Kind.DATA, PUSH: Kind.DATA, PUSH_PULL: Kind.DATA, TICK: Kind.TICK, SYNCED: Kind.SYNCED, CALL: Kind.CALL,
+    PULL: Kind.DATA, PUSH: Kind.DATA, PUSH_PULL: Kind.DATA, FILTERED_PULL: Kind.DATA, FILTERED_PUSH: Kind.DATA,
+    FILTERED_PUSH_PULL: Kind.DATA, TICK: Kind.TICK, SYNCED: Kind.SYNCED, CALL: Kind.CALL,
     FORWARD: Kind.CHAIN, STATE: Kind.CHAIN, READY: Kind.CHAIN, CLOCKS: Kind.CHAIN, CHECK: Kind.CHAIN, PING: Kind.OTHER,
 }  # fmt: skip
 _VERSIONED = frozenset(kind for kind, time in _KINDS.items() if time not in (Kind.CALL, Kind.OTHER))
@@ -84,7 +89,8 @@ class Server(Handler):
             consistency, expected_workers=expected_workers, replicas=replicas, min_replicas=min_replicas
         )
         policy = StaleGradients(stale)
-        self._answers = Answers(self.tables, self.core, policy, min_replicas)
+        filters = PeerFilters()
+        self._answers = Answers(self.tables, self.core, policy, min_replicas, filters)
         guard = NonFinite(non_finite)
         self.snapshots = ServerSnapshots(self.tables, self.core, guard)
         self.runtime = Runtime(
@@ -109,6 +115,7 @@ class Server(Handler):
             SYNCED: requests.synced, READY: self._ready, FORWARD: self._chain, STATE: self._chain, CLOCKS: self._chain,
             CHECK: self._chain, PING: self._chain,
         }  # fmt: skip
+        self._filtered = FilteredFrames(filters, self._handlers)
 
     @property
     def rank(self) -> int:
@@ -160,6 +167,7 @@ class Server(Handler):
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """A cut is not a death: who is dead, the scheduler says."""
         self._answers.disconnected(peer)
+        self._filtered.disconnected(peer)
         self._traffic.disconnected(peer)
         self.pressure.disconnected(peer)
         self.runtime.disconnected(peer)
@@ -227,6 +235,7 @@ class Server(Handler):
         )
         if self.core.replication.version > version:
             self.pressure.resume_all()
+            self._filtered.view_changed()
         self._receive_early()
 
     def _receive_early(self) -> None:

@@ -1,0 +1,35 @@
+"""Filters of what goes between workers and servers. A file each; :mod:`.base` says what is in one."""
+
+from .base import FILTERS, ByteFilter, Filter, KeyFilter, RowFilter, ValueFilter
+from .bfloat16 import BFloat16
+from .chain import FilterChain, parse_filters
+from .compress import Compress
+from .delta_keys import DeltaKeys
+from .float16 import Float16
+from .key_caching import KeyCaching
+from .quantize import Quantize
+from .random_k import RandomK
+from .random_skip import RandomSkip
+from .significant import Significant
+from .top_k import TopK
+
+__all__ = [
+    "BFloat16",
+    "ByteFilter",
+    "FilterChain",
+    "Compress",
+    "DeltaKeys",
+    "FILTERS",
+    "Filter",
+    "Float16",
+    "KeyCaching",
+    "KeyFilter",
+    "Quantize",
+    "RandomK",
+    "RandomSkip",
+    "RowFilter",
+    "Significant",
+    "TopK",
+    "ValueFilter",
+    "parse_filters",
+]

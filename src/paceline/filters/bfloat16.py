@@ -1,0 +1,41 @@
+"""The upper half of a float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.filters.base import Bytes, Preserves, ValueFilter
+from paceline.tables.types import Floats
+
+_LARGEST = np.uint32(0x7F7F)
+_SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
+_HALF, _ONE, _SHIFT = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16(ValueFilter):
+    """Two bytes a value, rounded to 8 bits with the range of float32: an error of at most 2^-8 of the value."""
+
+    name: ClassVar[str] = "bfloat16"
+    preserves: ClassVar[Preserves] = "bounded"
+    ns_per_value: ClassVar[float] = 2.0
+
+    @override
+    def num_bytes(self, count: int) -> int:
+        return 2 * count
+
+    @override
+    def encode(self, values: Floats, seed: int, out: Bytes) -> None:
+        bits = values.view(np.uint32)
+        rounded = (bits & ~_SIGN) + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # to even
+        rounded = np.minimum(rounded, _LARGEST)  # what is finite stays so
+        rounded = np.where((bits & _INFINITY) == _INFINITY, (bits & ~_SIGN) >> _SHIFT, rounded)
+        out.view(np.uint16)[:] = rounded | ((bits & _SIGN) >> _SHIFT)
+
+    @override
+    def decode(self, data: Bytes, out: Floats) -> None:
+        out.view(np.uint32)[:] = data.view(np.uint16).astype(np.uint32) << _SHIFT

@@ -1,0 +1,258 @@
+"""A chain of filters: which may follow which, and what a message looks like behind them.
+
+A body begins with 16 bytes: the number of keys, of values, and of bytes that the keys take (uint32 each), how the keys
+are written (:data:`STORED` and so on), whether the rest is packed, and zeros. Then come the keys, padded to 4 bytes,
+and the values. Everything is little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from paceline.errors import ProtocolError, UsageError
+from paceline.filters.base import ByteFilter, Bytes, Filter, RowFilter, ValueFilter, from_description, parse_filter
+from paceline.filters.delta_keys import DeltaKeys
+from paceline.filters.key_caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, KeyLists, digest_of
+from paceline.kernels.filters import decode_deltas, encode_deltas
+from paceline.tables.types import Floats, Keys
+
+_HEAD = struct.Struct("<IIIBBxx")
+HEAD_BYTES: Final = _HEAD.size
+
+STORED: Final = 1
+"""The receiver is to remember the keys, by their digest."""
+KNOWN: Final = 2
+"""There is a digest instead of keys."""
+DELTAS: Final = 4
+"""The keys are differences."""
+RANGE: Final = 8
+"""There are the two bounds of a range instead of keys."""
+_FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, RANGE)
+
+_Kind = TypeVar("_Kind", bound=Filter)
+
+
+class UnknownKeysError(Exception):
+    """A digest that the receiver does not know (any more): the sender is to send the keys."""
+
+
+class Decoded(NamedTuple):
+    """A message as it was before the filters."""
+
+    is_range: bool
+    keys: Keys
+    """The keys, or the two bounds of a range."""
+    values: Floats
+    """float32 [n * dim]; empty for a pull."""
+    body: Bytes
+    """Both, one behind the other."""
+
+
+class FilterChain:
+    """Filters in the order in which a sender applies them. Immutable; what they remember is elsewhere."""
+
+    def __init__(self, filters: Sequence[Filter] = ()) -> None:
+        self.filters = tuple(filters)
+        for each in self.filters:
+            if not isinstance(each, Filter):
+                raise UsageError(f"filters={list(filters)!r}: expected filters such as paceline.Quantize(bits=8)")
+        stages = [each.stage for each in self.filters]
+        if stages != sorted(stages) or len({each.name for each in self.filters}) < len(stages):
+            raise UsageError(
+                f"filters {self}: expected each once, those that choose rows first, then those of keys, of values and "
+                "of bytes"
+            )
+        self.rows = tuple(each for each in self.filters if isinstance(each, RowFilter))
+        self.values = self._only(ValueFilter)  # type: ignore[type-abstract]
+        self.bytes = self._only(ByteFilter)  # type: ignore[type-abstract]
+        self.caching = self._only(KeyCaching)
+        self.sorts = self._only(DeltaKeys) is not None
+        """Whether keys have to rise."""
+
+    def _only(self, kind: type[_Kind]) -> _Kind | None:  # of which a chain has at most one
+        found = [each for each in self.filters if isinstance(each, kind)]
+        if len(found) > 1:
+            raise UsageError(f"filters {self}: {found[0].name} and {found[1].name} do the same; choose one")
+        return found[0] if found else None
+
+    def __str__(self) -> str:
+        """As ``--filters`` has it."""
+        return ",".join(map(str, self.filters))
+
+    def __bool__(self) -> bool:
+        return bool(self.filters)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every bit arrives."""
+        return all(each.preserves == "exact" for each in self.filters)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the filters, fit for JSON and msgpack."""
+        return [each.describe() for each in self.filters]
+
+    # Requests.
+
+    def encode(
+        self,
+        keys: Keys,
+        values: Floats,
+        seed: int,
+        lists: KeyLists | None,
+        *,
+        is_range: bool = False,
+        read: Floats | None = None,
+    ) -> Bytes:
+        """Return the body for keys (or the bounds of a range) and values (float32 [n * dim], empty for a pull).
+
+        `lists` is what the receiver knows, for key caching. Rows are not chosen here: that is before a push is split.
+        Where there is a filter of values, the values that the receiver will have are written to `read`, if given.
+        """
+        form, written = (RANGE, keys.view(np.uint8)) if is_range else self._write_keys(keys, lists)
+        key_bytes = len(written)
+        body = np.empty(HEAD_BYTES + (key_bytes + 3 & -4) + self._value_bytes(len(values)), np.uint8)
+        at = HEAD_BYTES + key_bytes
+        body[HEAD_BYTES:at] = written
+        start = at + 3 & -4
+        body[at:start] = 0
+        self._write_values(values, seed, body[start:])
+        if read is not None and self.values is not None:
+            self.values.decode(body[start:], read)
+        return self._packed(body, len(keys), len(values), key_bytes, form)
+
+    def _write_keys(self, keys: Keys, lists: KeyLists | None) -> tuple[int, Bytes]:
+        form = 0
+        if lists is not None and len(keys) >= LEAST_KEYS:
+            digest = digest_of(keys)
+            if digest in lists:
+                lists.use(digest)
+                return KNOWN, np.frombuffer(digest, np.uint8)
+            lists.add(digest, len(keys))
+            form = STORED
+        if self.sorts:
+            out = np.empty(10 * len(keys), np.uint8)
+            return form | DELTAS, out[: encode_deltas(keys, out)]
+        return form, keys.view(np.uint8)
+
+    def decode(self, body: Bytes, lists: KeyLists | None, max_bytes: int) -> Decoded:
+        """Return what a body was made of.
+
+        Raises UnknownKeysError if the digest is of no list that is known, and ProtocolError if no chain of these
+        filters has made the body, or if it takes more than `max_bytes` decoded.
+        """
+        num_keys, num_values, key_bytes, form, is_packed = self._head(body)
+        if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or key_bytes > 10 * num_keys + DIGEST_BYTES:
+            raise _malformed(f"{num_keys} keys in {key_bytes} bytes of form {form}, and {num_values} values")
+        start = key_bytes + 3 & -4
+        rest = self._unpacked(body[HEAD_BYTES:], is_packed, start + self._value_bytes(num_values))
+        decoded = np.empty(8 * num_keys + 4 * num_values, np.uint8)
+        keys, values = decoded[: 8 * num_keys].view(np.uint64), decoded[8 * num_keys :].view(np.float32)
+        self._read_keys(rest[:key_bytes], form, keys, lists)
+        self._read_values(rest[start:], values)
+        return Decoded(form == RANGE, keys, values, decoded)
+
+    def _read_keys(self, written: Bytes, form: int, keys: Keys, lists: KeyLists | None) -> None:
+        if form == KNOWN:
+            known = written.tobytes()
+            if lists is None or known not in lists:
+                raise UnknownKeysError
+            kept = lists.use(known)
+            if len(kept) != len(keys):
+                raise _malformed(f"{len(keys)} keys by the digest of {len(kept)}")
+            keys[:] = kept
+            return
+        if form & DELTAS:
+            if decode_deltas(written, keys) != len(written):
+                raise _malformed(f"{len(keys)} differences of keys in {len(written)} bytes")
+        elif len(written) != keys.nbytes or (form == RANGE and len(keys) != 2):
+            raise _malformed(f"{len(keys)} keys in {len(written)} bytes")
+        else:
+            keys.view(np.uint8)[:] = written
+        if form & STORED and lists is not None:
+            lists.add(digest_of(keys), len(keys), keys.copy())
+
+    # Answers to pulls.
+
+    def encode_values(self, values: Floats, seed: int) -> Bytes:
+        """Return the body for values alone."""
+        body = np.empty(HEAD_BYTES + self._value_bytes(len(values)), np.uint8)
+        self._write_values(values, seed, body[HEAD_BYTES:])
+        return self._packed(body, 0, len(values), 0, 0)
+
+    def decode_values(self, body: Bytes, out: Floats) -> None:
+        """Write the values to `out`; raise ProtocolError if they are not so many."""
+        num_keys, num_values, key_bytes, form, is_packed = self._head(body)
+        if num_keys or key_bytes or form or num_values != len(out):
+            raise _malformed(f"{num_values} values, where {len(out)} were asked for")
+        self._read_values(self._unpacked(body[HEAD_BYTES:], is_packed, self._value_bytes(num_values)), out)
+
+    def round_trip(self, values: Floats, seed: int) -> Floats:
+        """Return values as the other end will have them."""
+        if self.values is None:
+            return values
+        data, out = np.empty(self.values.num_bytes(len(values)), np.uint8), np.empty_like(values)
+        self.values.encode(values, seed, data)
+        self.values.decode(data, out)
+        return out
+
+    # What both have.
+
+    def _value_bytes(self, count: int) -> int:
+        return 4 * count if self.values is None else self.values.num_bytes(count)
+
+    def _write_values(self, values: Floats, seed: int, out: Bytes) -> None:
+        if self.values is None:
+            out.view(np.float32)[:] = values
+        else:
+            self.values.encode(values, seed, out)
+
+    def _read_values(self, data: Bytes, out: Floats) -> None:
+        if self.values is None:
+            out.view(np.uint8)[:] = data
+        else:
+            self.values.decode(data, out)
+
+    def _packed(self, body: Bytes, num_keys: int, num_values: int, key_bytes: int, form: int) -> Bytes:
+        is_packed = False
+        if self.bytes is not None:
+            packed = self.bytes.pack(body[HEAD_BYTES:])
+            if HEAD_BYTES + len(packed) < len(body):
+                body = np.concatenate([body[:HEAD_BYTES], packed])
+                is_packed = True
+        head: Any = body
+        _HEAD.pack_into(head, 0, num_keys, num_values, key_bytes, form, is_packed)
+        return body
+
+    def _head(self, body: Bytes) -> tuple[int, int, int, int, int]:
+        if len(body) < HEAD_BYTES:
+            raise _malformed(f"{len(body)} bytes")
+        head: Any = body
+        return _HEAD.unpack_from(head)
+
+    def _unpacked(self, data: Bytes, is_packed: int, num_bytes: int) -> Bytes:
+        if is_packed and self.bytes is not None:
+            try:
+                data = self.bytes.unpack(data, num_bytes).copy()  # kernels take what is writable
+            except ValueError as error:
+                raise _malformed(str(error)) from None
+        if len(data) != num_bytes:
+            raise _malformed(f"{len(data)} bytes behind the head, where {num_bytes} belong")
+        return data
+
+
+def _malformed(what: str) -> ProtocolError:
+    return ProtocolError(f"a filtered message is none that its filters make: {what}")
+
+
+def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
+    """Return the chain that :meth:`FilterChain.describe` described. Raises UsageError if it is not had here."""
+    return FilterChain([from_description(each) for each in described])
+
+
+def parse_filters(text: str) -> FilterChain:
+    """Return the chain of a text such as ``key-caching,quantize:8,compress``."""
+    return FilterChain([parse_filter(each) for each in text.split(",") if each.strip()])

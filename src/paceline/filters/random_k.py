@@ -1,0 +1,33 @@
+"""Rows by chance, with error feedback (Stich et al., NeurIPS 2018)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.filters.base import Preserves, RowFilter, check_share
+from paceline.filters.chance import chances
+from paceline.tables.types import Floats, Keys
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomK(RowFilter):
+    """Each row of a push goes out with probability `share`; the others are held back and added up."""
+
+    share: float
+
+    name: ClassVar[str] = "random-k"
+    preserves: ClassVar[Preserves] = "nothing"
+    ns_per_value: ClassVar[float] = 70.0
+    keeps_rest: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_share(self, self.share)
+
+    @override
+    def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
+        return chances(keys, seed) < self.share

@@ -1,0 +1,37 @@
+"""Rows by chance, rescaled (Li et al., NIPS 2014, section 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.filters.base import Preserves, RowFilter, check_share
+from paceline.filters.chance import chances
+from paceline.tables.types import Floats, Keys
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomSkip(RowFilter):
+    """Each row of a push goes out with probability `share`, divided by it: the mean is right. Nothing is remembered."""
+
+    share: float
+
+    name: ClassVar[str] = "random-skip"
+    preserves: ClassVar[Preserves] = "unbiased"
+    ns_per_value: ClassVar[float] = 15.0
+    keeps_rest: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_share(self, self.share)
+
+    @override
+    def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
+        return chances(keys, seed) < self.share
+
+    @override
+    def rescale(self) -> float:
+        return 1.0 / self.share

@@ -1,0 +1,83 @@
+"""The twins of the kernels of filters, in NumPy and plain Python: readable and slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.filters.base import Bytes
+from paceline.kernels.filters import BLOCK
+from paceline.kernels.reference import MASK, mix
+from paceline.tables.types import Floats, Keys
+
+_GOLDEN, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+
+
+def digest(keys: Keys, out: Keys) -> None:
+    """Write a digest of 128 bits."""
+    positions = np.arange(1, len(keys) + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    hashes = mix(keys + positions)
+    sums = (
+        len(keys) + int(hashes.sum(dtype=np.uint64)),
+        _SALT + int(mix(hashes ^ np.uint64(_SALT)).sum(dtype=np.uint64)),
+    )
+    out[:] = mix(np.array([each & MASK for each in sums], np.uint64))
+
+
+def encode_deltas(keys: Keys, out: Bytes) -> int:
+    """Write differences, seven bits to a byte."""
+    written: list[int] = []
+    former = 0
+    for key in keys.tolist():
+        rest, former = (key - former) & MASK, key
+        while rest > 127:
+            written.append(rest & 127 | 128)
+            rest >>= 7
+        written.append(rest)
+    out[: len(written)] = written
+    return len(written)
+
+
+def decode_deltas(data: Bytes, out: Keys) -> int:
+    """Read differences, seven bits to a byte."""
+    given = iter(data.tolist())
+    num_read = key = 0
+    for i in range(len(out)):
+        for shift in range(0, 71, 7):
+            byte = next(given, None)
+            if byte is None or shift > 63:
+                return -1
+            num_read += 1
+            key = (key + ((byte & 127) << shift)) & MASK
+            if byte < 128:
+                break
+        out[i] = key
+    return num_read
+
+
+def quantize(values: Floats, bits: int, half: np.float32, seed: np.uint64, scales: Floats, codes: Bytes) -> None:
+    """Round to few bits, by chance up or down."""
+    per_byte = 8 // bits
+    whole = np.zeros(len(codes) * per_byte, np.uint8)
+    for block in range(len(scales)):
+        part = values[block * BLOCK : (block + 1) * BLOCK]
+        top = np.abs(part).max() if np.isfinite(part).all() else np.float32(np.nan)
+        scales[block] = top
+        if not top > 0:
+            continue
+        exact = (part / top + np.float32(1)) * half
+        low = np.floor(exact)
+        places = np.arange(block * BLOCK, block * BLOCK + len(part), dtype=np.uint64)
+        chance = (mix(seed + places * np.uint64(_GOLDEN)) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        whole[block * BLOCK : block * BLOCK + len(part)] = low + (chance < exact - low)
+    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
+    codes[:] = np.bitwise_or.reduce(whole.reshape(-1, per_byte) << shifts, axis=1) if len(codes) else 0
+
+
+def dequantize(codes: Bytes, bits: int, half: np.float32, scales: Floats, out: Floats) -> None:
+    """Read what was rounded."""
+    shifts = np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)
+    whole: npt.NDArray[Any] = ((codes[:, None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(-1)[: len(out)]
+    out[:] = (whole.astype(np.float32) - half) / half * np.repeat(scales, BLOCK)[: len(out)]

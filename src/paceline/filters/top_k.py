@@ -1,0 +1,37 @@
+"""The largest rows (Aji and Heafield, EMNLP 2017; Stich et al., NeurIPS 2018)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.filters.base import Preserves, RowFilter, check_share
+from paceline.tables.types import Floats, Keys
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK(RowFilter):
+    """Of every push the `share` of rows with the largest norm goes out; the others are held back and added up."""
+
+    share: float
+
+    name: ClassVar[str] = "top-k"
+    preserves: ClassVar[Preserves] = "nothing"
+    ns_per_value: ClassVar[float] = 80.0
+    keeps_rest: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_share(self, self.share)
+
+    @override
+    def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
+        chosen = np.zeros(len(keys), np.bool_)
+        count = math.ceil(self.share * len(keys))
+        norms = np.einsum("ij,ij->i", rows, rows)
+        chosen[np.argpartition(norms, len(keys) - count)[len(keys) - count :]] = True
+        return chosen

@@ -1,0 +1,136 @@
+"""What filters of messages do to arrays: digests of key lists, differences of sorted keys, few bits per value.
+
+Twins in :mod:`paceline.filters.reference`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .index import mix
+from .jit import njit
+
+BLOCK = 256
+"""So many values in a row share a scale."""
+
+_GOLDEN, _SALT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+_U7, _U40, _U127, _U128 = np.uint64(7), np.uint64(40), np.uint64(127), np.uint64(128)
+_MAX_SHIFT = np.uint64(63)
+_UNIT = np.float32(2.0**-24)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+@njit(cache=True, nogil=True)
+def digest(keys, out):  # type: ignore[no-untyped-def]
+    """Write a digest of 128 bits of a list of keys (uint64 [n]), order included, to `out` (uint64 [2]).
+
+    Two sums of hashes of key and position: lists that differ by chance have the same one in 2**128. It is no protection
+    against one who looks for such lists.
+    """
+    first, second, position = np.uint64(len(keys)), _SALT, np.uint64(0)
+    for i in range(len(keys)):
+        position += _GOLDEN
+        hashed = mix(keys[i] + position)
+        first += hashed
+        second += mix(hashed ^ _SALT)
+    out[0] = mix(first)
+    out[1] = mix(second)
+
+
+@njit(cache=True, nogil=True)
+def encode_deltas(keys, out):  # type: ignore[no-untyped-def]
+    """Write the differences of rising keys (uint64 [n]) to `out` (uint8, 10 bytes for each); return how many bytes.
+
+    Seven bits to a byte, the low ones first; the eighth says that more follow (LEB128).
+    """
+    at = 0
+    former = np.uint64(0)
+    for i in range(len(keys)):
+        rest = keys[i] - former
+        former = keys[i]
+        while rest > _U127:
+            out[at] = (rest & _U127) | _U128
+            rest >>= _U7
+            at += 1
+        out[at] = rest
+        at += 1
+    return at
+
+
+@njit(cache=True, nogil=True)
+def decode_deltas(data, out):  # type: ignore[no-untyped-def]
+    """Read what :func:`encode_deltas` wrote (uint8 [m]) into `out` (uint64 [n]).
+
+    Return how many bytes were read, -1 if they are wrong.
+    """
+    at = 0
+    key = np.uint64(0)
+    for i in range(len(out)):
+        shift = np.uint64(0)
+        while True:
+            if at == len(data) or shift > _MAX_SHIFT:
+                return -1
+            byte = np.uint64(data[at])
+            at += 1
+            key += (byte & _U127) << shift
+            shift += _U7
+            if byte < _U128:
+                break
+        out[i] = key
+    return at
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untyped-def]
+    """Round values (float32 [n]) to whole numbers of `bits` bits, up or down by chance so that the mean is right.
+
+    `half` is half of the greatest number: 127, 7, 1 or 0.5 for 8, 4, 2 or 1 bit. `scales` float32 [ceil(n / BLOCK)]
+    gets the largest magnitude of each block; NaN where it is not finite.
+    `codes` uint8 [ceil(n * bits / 8)]. `seed` uint64.
+    """
+    codes[:] = 0
+    for block in range(len(scales)):
+        start, stop = block * BLOCK, min((block + 1) * BLOCK, len(values))
+        top, nothing = _ZERO, _ZERO
+        for i in range(start, stop):
+            top = max(top, abs(values[i]))
+            nothing += values[i] * _ZERO
+        if nothing != _ZERO:
+            top = np.float32(np.nan)
+        scales[block] = top
+        if not top > _ZERO:
+            continue
+        for i in range(start, stop):
+            exact = (values[i] / top + _ONE) * half
+            code = np.floor(exact)
+            chance = np.float32(mix(seed + np.uint64(i) * _GOLDEN) >> _U40) * _UNIT
+            if chance < exact - code:
+                code += _ONE
+            at = i * bits
+            codes[at >> 3] |= np.uint8(np.uint8(code) << np.uint8(at & 7))
+
+
+@njit(cache=True, nogil=True)
+def dequantize(codes, bits, half, scales, out):  # type: ignore[no-untyped-def]
+    """Read what :func:`quantize` wrote into `out` (float32 [n])."""
+    mask = np.uint8((1 << bits) - 1)
+    for block in range(len(scales)):
+        start, stop = block * BLOCK, min((block + 1) * BLOCK, len(out))
+        for i in range(start, stop):
+            at = i * bits
+            share = (np.float32((codes[at >> 3] >> np.uint8(at & 7)) & mask) - half) / half
+            out[i] = share * scales[block]
+
+
+KERNELS = (digest, encode_deltas, decode_deltas, quantize, dequantize)
+
+
+def compile_kernels() -> None:
+    """Compile or load them, for the one signature that real calls have."""
+    keys, data = np.zeros(1, np.uint64), np.zeros(16, np.uint8)
+    values, half = np.zeros(1, np.float32), np.float32(127)
+    digest(keys, np.zeros(2, np.uint64))
+    encode_deltas(keys, data)
+    decode_deltas(data, keys)
+    quantize(values, 8, half, np.uint64(0), values, data)
+    dequantize(data, 8, half, values, values)

@@ -1,0 +1,204 @@
+"""Requests of a table behind filters: what goes out the first time; what goes out again is as it was before them.
+
+:class:`FilteredSender` stands before one connection and sends as it does. An :class:`Exchange` holds the frame without
+filters, with the values that the server has read: after a cut, to another server, or where this one has forgotten the
+keys, that is what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.errors import PacelineError
+from paceline.filters.base import Filter, ValueFilter
+from paceline.filters.chain import FilterChain
+from paceline.filters.chance import seed_of
+from paceline.filters.key_caching import KeyLists
+from paceline.filters.rows import RowSelection
+from paceline.protocol.client import Request
+from paceline.ps import messages
+from paceline.ps.client.connection import ServerConnection, make_room, make_way
+from paceline.ps.client.exchange import KINDS, Exchange, pack
+from paceline.ps.messages import (
+    FILTERED,
+    FILTERED_PULL,
+    FILTERED_PUSH,
+    FILTERED_PUSH_PULL,
+    PULL,
+    PUSH,
+    PUSH_PULL,
+    RANGE,
+    TICKS,
+    VALUES,
+    TableSpec,
+)
+from paceline.tables.types import Floats, Keys
+from paceline.transport import Channel, Header, frame_parts
+
+_FILTERED = {PUSH: FILTERED_PUSH, PULL: FILTERED_PULL, PUSH_PULL: FILTERED_PUSH_PULL}
+_NO_VALUES = np.empty(0, np.float32)
+
+
+class TableFilters:
+    """The filters of one table, as one client has them: those of its requests, and those of their answers."""
+
+    def __init__(self, requests: Sequence[Filter], answers: Sequence[Filter] | None = None) -> None:
+        self.requests = FilterChain(requests)
+        given = self.requests.filters if answers is None else answers
+        self.answers = FilterChain([each for each in FilterChain(given).filters if each.stage >= ValueFilter.stage])
+        self.info = messages.FilterInfo(requests=self.requests.describe(), answers=self.answers.describe())
+        self._selections: list[RowSelection] = []
+        self._senders: dict[int, FilteredSender] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.requests) or bool(self.answers)
+
+    def senders(self, connections: Sequence[ServerConnection]) -> list[FilteredSender]:
+        """Return what sends by these connections, in their order."""
+        incarnations = [connection.session.server for connection in connections]
+        if list(self._senders) != incarnations:
+            former = self._senders
+            self._senders = {
+                incarnation: former.get(incarnation) or FilteredSender(connection, self)
+                for incarnation, connection in zip(incarnations, connections, strict=True)
+            }
+        return list(self._senders.values())
+
+    def choose(self, keys: Keys, grads: Floats, spec: TableSpec, clock: int, seed: int) -> tuple[Keys, Floats]:
+        """Return the rows of a push that go out (grads flat)."""
+        if not self._selections:
+            self._selections = [RowSelection(each, spec.dim) for each in self.requests.rows]
+        for selection in self._selections:
+            keys, grads = selection.choose(keys, grads, clock, seed)
+        return keys, grads
+
+    def order(
+        self, keys: Keys, grads: Floats, dim: int, inverse: npt.NDArray[np.int32] | None
+    ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
+        """Return keys, grads (flat, or empty) and inverse in the order in which they go out."""
+        if not self.requests.sorts or bool((keys[1:] > keys[:-1]).all()):
+            return keys, grads, inverse
+        order = np.argsort(keys)
+        places = np.empty(len(keys), np.int32)
+        places[order] = np.arange(len(keys), dtype=np.int32)
+        sorted_grads = grads.reshape(-1, dim)[order].reshape(-1) if len(grads) else grads
+        return keys[order], sorted_grads, places if inverse is None else places[inverse]
+
+
+class FilteredSender:
+    """Sends the requests of one table by one connection."""
+
+    def __init__(self, connection: ServerConnection, filters: TableFilters) -> None:
+        self._connection = connection
+        self._chain, self.answers = filters.requests, filters.answers
+        self._meta = messages.encode(filters.info)
+        caching = self._chain.caching
+        self._lists = None if caching is None else KeyLists(caching.megabytes << 20)
+        self._channel: Channel | None = None
+        self._version = 0
+        self._is_told = False
+
+    def send(
+        self,
+        kind: int,
+        table: int,
+        flags: int,
+        clock: int,
+        sequence: int,
+        parts: Sequence[Any],
+        out: Any = None,
+        is_private: bool = False,
+    ) -> Request:
+        """Do as :meth:`ServerConnection.send`."""
+        connection = self._connection
+        session = connection.session
+        make_way(connection)
+        if out is not None:
+            make_room(connection, out.nbytes)
+        if kind not in _FILTERED or session.awaits_view or not session.is_connected:
+            return connection.send(kind, table, flags, clock, sequence, parts, out, is_private)
+        self._begin(connection)
+        request = session.request(KINDS[kind], clock, sequence, None, bool(flags & TICKS))
+        keys, values = parts[0], parts[1] if len(parts) > 1 else _NO_VALUES
+        read = values if self._chain.values is None else np.empty_like(values)
+        seed = seed_of(connection.hello.rank, clock, sequence, table, connection.rank)
+        body = self._chain.encode(keys, values, seed, self._lists, is_range=bool(flags & RANGE), read=read)
+        frame = frame_parts(
+            _FILTERED[kind],
+            flags=flags,
+            table=table,
+            request=request.number,
+            epoch=self._version,
+            clock=clock,
+            sequence=sequence,
+            meta=b"" if self._is_told else self._meta,
+            body=body,
+        )
+        self._is_told = True
+        plain = pack(request, kind, flags, table, self._version, (keys, read) if len(parts) > 1 else (keys,))
+        request.payload = FilteredExchange(plain, out, is_private, self)
+        session.start(request)
+        connection.transmit(tuple(frame), request)
+        return request
+
+    def _begin(self, connection: ServerConnection) -> None:
+        """Forget what the other end has forgotten."""
+        version = connection.core.version
+        if self._channel is not connection.channel:
+            self._channel, self._is_told = connection.channel, False
+        elif self._version == version:
+            return
+        self._version = version
+        if self._lists is not None:
+            self._lists.clear()
+
+    def forget(self) -> None:
+        """Take note that the other end does not know what a request refers to."""
+        self._channel = None
+
+
+class FilteredExchange(Exchange):
+    """What a filtered request carries: its frame is as it was before the filters."""
+
+    __slots__ = ("_sender", "is_filtered")
+
+    def __init__(self, frame: tuple[Any, ...], out: Any, is_private: bool, sender: FilteredSender) -> None:
+        super().__init__(frame, out, is_private)
+        self.into = None  # the answer is shorter than the values, or longer
+        self._sender = sender
+        self.is_filtered = True
+        """Whether it went out behind filters."""
+
+    @override
+    def unfilter(self) -> bool:
+        if not self.is_filtered:
+            return False
+        self.is_filtered = False
+        self._sender.forget()
+        return True
+
+    @override
+    def receive(self, channel: Channel, header: Header) -> bool:
+        if not header.flags & FILTERED:
+            return super().receive(channel, header)
+        self.meta = channel.receive_meta()
+        body = np.empty(header.body_bytes, np.uint8)
+        channel.receive_into(body)
+        if self.out is None:
+            return False
+        try:
+            self._sender.answers.decode_values(body, self.out.reshape(-1))
+        except PacelineError:
+            return False
+        return True
+
+    @override
+    def accepts(self, header: Header) -> bool:
+        if header.flags & FILTERED:
+            return self.out is not None and header.kind == VALUES
+        return super().accepts(header)

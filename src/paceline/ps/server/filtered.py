@@ -1,0 +1,160 @@
+"""Filtered frames of workers: read as what they were before the filters, and answered behind them.
+
+The first filtered frame of a table on a connection says which filters these are. Where a list of keys is not known here
+(any more), the frame and all behind it are refused, until the worker has sent that one again as it was: pushes have to
+come in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from paceline.errors import ProtocolError
+from paceline.filters.base import Bytes
+from paceline.filters.chain import FilterChain, UnknownKeysError, from_descriptions
+from paceline.filters.chance import seed_of
+from paceline.filters.key_caching import KeyLists
+from paceline.ps import messages
+from paceline.ps.messages import (
+    FILTERED,
+    FILTERED_PULL,
+    FILTERED_PUSH,
+    FILTERED_PUSH_PULL,
+    PULL,
+    PUSH,
+    PUSH_PULL,
+    RANGE,
+    TICK,
+    UNKNOWN_KEYS,
+)
+from paceline.tables.types import Floats
+from paceline.transport import Header, Limits, Peer, frame_parts
+
+_BEFORE: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
+_MAX_BODY_BYTES: Final = Limits().max_frame_bytes
+MAX_LIST_BYTES: Final = 1 << 30
+"""Of all lists of keys of all workers: beyond that the server forgets them."""
+_NO_META: Final = memoryview(b"")
+
+Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
+
+
+class _PeerTable:
+    """What one connection has said of one table."""
+
+    __slots__ = ("answers", "lists", "requests")
+
+    def __init__(self, info: messages.FilterInfo) -> None:
+        self.requests, self.answers = check(info)
+        caching = self.requests.caching
+        self.lists = None if caching is None else KeyLists(caching.megabytes << 20)
+
+
+def check(info: messages.FilterInfo) -> tuple[FilterChain, FilterChain]:
+    """Return the chains of requests and answers. Raises UsageError if there are no such filters here."""
+    return from_descriptions(info.requests), from_descriptions(info.answers)
+
+
+class PeerFilters:
+    """The filters of all connections of one server, and the lists of keys that they know."""
+
+    def __init__(self, max_list_bytes: int = MAX_LIST_BYTES) -> None:
+        self.max_list_bytes = max_list_bytes
+        self._tables: dict[Peer, dict[int, _PeerTable]] = {}
+        self._num_bytes = 0
+
+    def decode(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> tuple[Header, memoryview]:
+        """Return header and body of a frame as they were before the filters. Raises UnknownKeysError."""
+        if len(meta):
+            told = messages.decode_filters(meta)
+            self._tables.setdefault(peer, {})[header.table] = _PeerTable(told)
+        table = self._tables.get(peer, {}).get(header.table)
+        if table is None:
+            raise UnknownKeysError
+        lists = table.lists
+        before = 0 if lists is None else lists.num_bytes
+        found = table.requests.decode(np.frombuffer(body, np.uint8), lists, _MAX_BODY_BYTES)
+        if lists is not None and lists.num_bytes != before:
+            self._num_bytes += lists.num_bytes - before
+            if self._num_bytes > self.max_list_bytes:
+                self.forget_lists()
+        if found.is_range != bool(header.flags & RANGE):
+            raise ProtocolError("a filtered request for a range has keys, or one for keys has a range")
+        kind, flags = _BEFORE[header.kind], header.flags | FILTERED
+        body = memoryview(found.body)  # type: ignore[arg-type]
+        return header._replace(kind=kind, flags=flags, meta_bytes=0, body_bytes=len(body)), body
+
+    def encode(self, peer: Peer, header: Header, values: Floats) -> Bytes | None:
+        """Return the body of the answer to a filtered pull; None if it goes as it is."""
+        table = self._tables.get(peer, {}).get(header.table)
+        if table is None or not table.answers:
+            return None
+        seed = seed_of(peer.hello.rank, header.clock, header.request, header.table)
+        return table.answers.encode_values(values, seed)
+
+    def forget_lists(self) -> None:
+        """Forget all lists of keys."""
+        self._num_bytes = 0
+        for tables in self._tables.values():
+            for table in tables.values():
+                if table.lists is not None:
+                    table.lists.clear()
+
+    def disconnected(self, peer: Peer) -> None:
+        """Forget a connection."""
+        for table in self._tables.pop(peer, {}).values():
+            self._num_bytes -= 0 if table.lists is None else table.lists.num_bytes
+
+
+class FilteredFrames:
+    """Takes filtered frames for a server, and hands them to the `handlers` of frames as they were before."""
+
+    def __init__(self, filters: PeerFilters, handlers: MutableMapping[int, Handle]) -> None:
+        self._filters = filters
+        self._handlers = handlers
+        self._ordered: dict[int, Handle] = {kind: handlers[kind] for kind in (PUSH, PULL, PUSH_PULL, TICK)}
+        self._ordered.update(dict.fromkeys(_BEFORE, self._receive))
+        self._lacking: dict[Peer, int] = {}  # the request that is to come again
+        handlers.update(self._ordered)
+
+    def disconnected(self, peer: Peer) -> None:
+        """Forget a connection."""
+        self._filters.disconnected(peer)
+        self._lacks_no_more(peer)
+
+    def view_changed(self) -> None:
+        """Forget what goes by the view before: the lists of keys, and what was refused, which is replaced."""
+        self._filters.forget_lists()
+        for peer in list(self._lacking):
+            self._lacks_no_more(peer)
+
+    def _receive(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        try:
+            before, decoded = self._filters.decode(peer, header, meta, body)
+        except UnknownKeysError:
+            self._lacking[peer] = header.request
+            self._handlers.update(dict.fromkeys(self._ordered, self._receive_in_order))
+            _refuse(peer, header)
+            return
+        self._ordered[before.kind](peer, before, _NO_META, decoded)
+
+    def _receive_in_order(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
+        """Refuse what is behind a request that is to come again; some connection has such a one."""
+        lacking = self._lacking.get(peer)
+        if lacking is not None and lacking != header.request:
+            _refuse(peer, header)
+            return
+        self._lacks_no_more(peer)
+        self._ordered[header.kind](peer, header, meta, body)
+
+    def _lacks_no_more(self, peer: Peer) -> None:
+        if self._lacking.pop(peer, None) is not None and not self._lacking:
+            self._handlers.update(self._ordered)
+
+
+def _refuse(peer: Peer, header: Header) -> None:
+    parts: list[Any] = frame_parts(UNKNOWN_KEYS, table=header.table, request=header.request)
+    peer.send(*parts)

@@ -1,0 +1,304 @@
+"""Tables behind filters: what the servers read, also after cuts, changes of the map and lists that they forgot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import UsageError
+from paceline.filters import (
+    BFloat16,
+    Compress,
+    DeltaKeys,
+    Filter,
+    FilterChain,
+    Float16,
+    KeyCaching,
+    Quantize,
+    RandomK,
+    RandomSkip,
+    Significant,
+    TopK,
+)
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.ps import SGD, messages
+from paceline.ps.messages import FILTERED_PUSH, PUSH, TICK
+from paceline.ps.server.filtered import FilteredFrames
+from paceline.testing import Fault, FaultPlan, FaultyTransport
+from paceline.transport import SocketTransport
+
+from .harness import TOKEN, Cluster, in_threads, keys_of, random_keys
+
+KEYS = random_keys(np.random.default_rng(5), 500)
+ALL_EXACT: list[Filter] = [KeyCaching(), DeltaKeys(), Compress()]
+CHAINS: list[list[Filter]] = [
+    [KeyCaching()],
+    [DeltaKeys()],
+    [Compress()],
+    [Float16()],
+    [BFloat16()],
+    [Quantize(8)],
+    [KeyCaching(), DeltaKeys(), Quantize(4), Compress()],
+    [TopK(0.5)],
+    [RandomK(0.5), KeyCaching()],
+    [RandomSkip(0.5)],
+    [Significant(3.0), Quantize(8)],
+]
+
+
+def names(filters: Sequence[Filter]) -> str:
+    return str(FilterChain(filters))
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("filters", CHAINS, ids=names)
+def test_pushes_and_pulls(filters: list[Filter], servers: int, consistency: Consistency) -> None:
+    """Gradients are such that nothing is lost on the way, where that is up to the filter of values."""
+    with Cluster(servers=servers, consistency=consistency) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", dim=2, update=SGD(lr=1.0), filters=filters)
+        grads = np.where(np.arange(2 * len(KEYS)) % 3 > 0, -1, 1).astype(np.float32).reshape(-1, 2)
+        rounds = 4
+        for _ in range(rounds):
+            table.push(KEYS, grads, tick=True)
+            found = table.pull(KEYS)
+        chain = FilterChain(filters)
+        if not chain.rows:
+            np.testing.assert_array_equal(found, -rounds * grads)
+        again = np.concatenate([KEYS[::-1], KEYS[:7]])
+        values = table.pull(again)
+        np.testing.assert_array_equal(values[: len(KEYS)][::-1], found)
+        np.testing.assert_array_equal(values[len(KEYS) :], found[:7])
+        # A push and pull in one takes all rows, in whatever order.
+        before = table.pull(KEYS)
+        found = table.push_pull(KEYS[::-1], np.ascontiguousarray(grads[::-1]), tick=True)
+        np.testing.assert_array_equal(found, (before - grads)[::-1])
+
+
+@pytest.mark.parametrize("filters", [ALL_EXACT, [KeyCaching()]], ids=names)
+def test_exact_filters_change_no_bit(filters: list[Filter]) -> None:
+    random = np.random.default_rng(1)
+    steps = [(random.permutation(KEYS)[:300], random.standard_normal((300, 3)).astype(np.float32)) for _ in range(5)]
+    found = []
+    for chosen in ([], filters):
+        with Cluster(servers=2) as cluster:
+            table = cluster.connect().sparse_table("w", dim=3, update=SGD(lr=0.1), filters=chosen)
+            for keys, grads in [*steps, *steps]:
+                table.push(keys, grads).wait()
+            found.append(table.pull(KEYS))
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def bytes_of(client: Any, step: Any) -> int:
+    before = sum(client.byte_counts())
+    step()
+    client.flush()
+    return int(sum(client.byte_counts()) - before)
+
+
+def test_what_is_saved() -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        keys = random_keys(np.random.default_rng(2), 5000)
+        grads = np.random.default_rng(3).standard_normal((len(keys), 1)).astype(np.float32)
+
+        def sizes(name: str, *filters: Filter) -> list[int]:
+            table = client.sparse_table(name, update=SGD(lr=1.0), filters=filters)
+
+            def step() -> None:
+                table.pull(keys)
+                table.push(keys, grads).wait()
+
+            return [bytes_of(client, step) for _ in range(2)]
+
+        plain = sizes("plain")
+        cached = sizes("cached", KeyCaching())
+        assert cached[0] < 0.7 * plain[0]
+        assert cached[1] < 0.4 * plain[1]
+        assert sizes("quantized", KeyCaching(), Quantize(8))[1] < 0.1 * plain[1]
+        assert sizes("both", KeyCaching(), Quantize(2), Compress())[1] < 0.04 * plain[1]
+
+
+def test_answers_may_have_filters_of_their_own() -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching(), Quantize(1)], pull_filters=[])
+        grads = np.array([0.25, 0.5, 1.0], np.float32)
+        client.sparse_table("plain", update=SGD(lr=1.0)).push(KEYS[:3], -grads).wait()
+        table.push(KEYS[:3], -grads).wait()
+        assert np.abs(table.pull(KEYS[:3])).tolist() == [[1], [1], [1]]
+        only = client.sparse_table("only", update=SGD(lr=1.0), pull_filters=[Float16()])
+        only.push(KEYS[:3], np.full(3, 1 + 2**-15, np.float32)).wait()
+        assert only.pull(KEYS[:3]).tolist() == [[-1], [-1], [-1]]
+        exact = client.sparse_table("exact", update=SGD(lr=1.0))
+        assert exact.filters is None
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_cut_connection_sends_what_was_read(when: Any, step: int, replicas: int) -> None:
+    plan = FaultPlan([Fault(action="cut", rank=0, step=step, kind=FILTERED_PUSH, when=when)])
+    transport = FaultyTransport(SocketTransport(TOKEN), plan)
+    with Cluster(servers=2, replicas=replicas, transport=transport) as cluster:
+        client = cluster.connect()
+        filters = [KeyCaching(), Quantize(2), Compress()]
+        table = client.sparse_table("w", update=SGD(lr=1.0), filters=filters)
+        exact = client.sparse_table("exact", update=SGD(lr=1.0))
+        grads = np.ones((len(KEYS), 1), np.float32)
+        for _ in range(6):
+            table.push(KEYS, grads, tick=True)
+            exact.push(KEYS, grads)
+        client.flush()
+        np.testing.assert_array_equal(table.pull(KEYS), -6 * grads)
+        np.testing.assert_array_equal(exact.pull(KEYS), -6 * grads)
+        plan.check_all_fired()
+        if replicas:
+            assert cluster.compare_replicas() > 0
+
+
+def count_calls(frames: FilteredFrames, calls: list[int]) -> None:
+    """Count the frames that come while one is to come again."""
+    original = frames._receive_in_order
+
+    def counted(*frame: Any) -> None:
+        calls.append(1)
+        original(*frame)
+
+    frames._receive_in_order = counted  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
+def test_a_server_that_has_forgotten_is_sent_all_again_in_order(consistency: Consistency) -> None:
+    """Pushes and ticks behind the one that it does not understand must not come before that."""
+    with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
+        clients = cluster.connect_all()
+        for node in cluster.nodes:
+            node.server._filtered._filters.max_list_bytes = 8 * len(KEYS)  # of both workers
+
+        def work(rank: int) -> None:
+            table = clients[rank].sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching(), Quantize(4)])
+            grads = np.ones((len(KEYS), 1), np.float32)
+            for number in range(40):
+                some = slice((number % 3) * 100, None)
+                table.push(KEYS[some], grads[some])
+                table.push(KEYS[:50], grads[:50], tick=number % 5 > 0)
+                if number % 5 == 0:
+                    clients[rank].tick()
+                if number % 7 == 0:
+                    assert (table.pull(KEYS[some]) <= 0).all()
+            clients[rank].retire()
+
+        refused: list[int] = []
+        for node in cluster.nodes:
+            count_calls(node.server._filtered, refused)
+        in_threads(lambda: work(0), lambda: work(1))
+        found = cluster.connect(observer=True).sparse_table("w", update=SGD(lr=1.0)).pull(KEYS)
+        expected = np.full(len(KEYS), 14.0 * 2)
+        expected[100:] += 13 * 2
+        expected[200:] += 13 * 2
+        expected[:50] += 80
+        np.testing.assert_array_equal(found[:, 0], -expected)
+        assert refused, "nothing was forgotten"
+        assert not any(node.server._filtered._lacking for node in cluster.nodes)
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), Sequential()], ids=str)
+def test_servers_come_and_go(consistency: Consistency) -> None:
+    with Cluster(servers=3, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching(), DeltaKeys(), Quantize(2)])
+        grads = np.ones((len(KEYS), 1), np.float32)
+        for number in range(200):
+            table.push(KEYS, grads, tick=True)
+            if number == 50:
+                cluster.nodes[1].stop()
+            if number % 10 == 0:
+                np.testing.assert_array_equal(table.pull(KEYS), -(number + 1.0) * grads)
+        client.retire()
+        np.testing.assert_array_equal(table.pull(KEYS), -200 * grads)
+        assert cluster.compare_replicas() > 0
+
+
+def test_stochastic_pushes_are_the_same_on_every_replica_and_in_every_run() -> None:
+    random = np.random.default_rng(4)
+    steps = [random.standard_normal((len(KEYS), 2)).astype(np.float32) for _ in range(10)]
+    found = []
+    for _ in range(2):
+        with Cluster(servers=3, replicas=2, workers=2, consistency=Sequential()) as cluster:
+            clients = cluster.connect_all()
+
+            def work(rank: int) -> None:
+                filters = [RandomSkip(0.7), Quantize(4)]
+                table = clients[rank].sparse_table("w", dim=2, update=SGD(lr=0.1), filters=filters)  # noqa: B023
+                for grads in steps:
+                    table.pull(KEYS)
+                    table.push(KEYS, grads, tick=True)
+                clients[rank].retire()  # noqa: B023
+
+            in_threads(lambda: work(0), lambda: work(1))
+            assert cluster.compare_replicas() > 0
+            observer = cluster.connect(observer=True)
+            found.append(observer.sparse_table("w", dim=2, update=SGD(lr=0.1)).pull(KEYS))
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_what_a_server_does_not_have_is_said_when_the_table_is_made() -> None:
+    class Newer(Quantize, is_abstract=True):
+        version = 2
+
+    with Cluster() as cluster:
+        client = cluster.connect()
+        expected = (
+            "server 0 cannot do with these filters: filter 'quantize' is of version 1 here and of version 2 there"
+        )
+        with pytest.raises(UsageError, match=expected):
+            client.sparse_table("w", update=SGD(lr=1.0), filters=[Newer(8)])
+        table = client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(8)])
+        assert client.sparse_table("w", update=SGD(lr=1.0)) is table
+        assert client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(8)]) is table
+        with pytest.raises(UsageError, match="was opened by this client with other filters"):
+            client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
+
+
+def test_nothing_to_push() -> None:
+    with Cluster(servers=2, consistency=BoundedDelay(tau=0)) as cluster:
+        table = cluster.connect().sparse_table("w", update=SGD(lr=1.0), filters=[Significant(1e9), *ALL_EXACT])
+        table.push(KEYS, np.ones((len(KEYS), 1), np.float32), tick=True).wait()
+        table.push(KEYS[:0], np.ones((0, 1), np.float32)).wait()
+        assert not table.pull(KEYS).any()
+        assert table.pull(KEYS[:0]).shape == (0, 1)
+        assert len(table) == 0
+
+
+def test_what_a_peer_may_not_send() -> None:
+    with Cluster() as cluster:
+        cluster.connect().sparse_table("w", update=SGD(lr=1.0))
+        channel = cluster.raw()
+        from paceline.transport import frame_parts
+
+        def ask(meta: bytes, body: bytes, flags: int = 0) -> Any:
+            epoch = cluster.nodes[0].server.core.replication.version
+            number = next(iter(cluster.nodes[0].server.tables.by_number))
+            parts = frame_parts(FILTERED_PUSH, table=number, request=1, epoch=epoch, meta=meta, body=body, flags=flags)
+            channel.send(*parts)
+            return channel.receive_frame(10.0).header.kind
+
+        chain = FilterChain([Quantize(8)])
+        info = messages.encode(messages.FilterInfo(requests=chain.describe(), answers=[]))
+        body = chain.encode(keys_of(1, 2), np.ones(2, np.float32), 0, None).tobytes()
+        assert ask(b"", body) == messages.UNKNOWN_KEYS
+        assert ask(info, body) == messages.ACK
+        for meta, wrong, flags, message in (
+            (b"\xc1", body, 0, "filters of a worker"),
+            (messages.encode({"requests": [{"name": "x"}], "answers": []}), body, 0, "there is no filter 'x' here"),
+            (b"", body[:20], 0, "none that its filters make"),
+            (b"", body, messages.RANGE, "has keys, or one for keys has a range"),
+        ):
+            with pytest.raises(Exception, match=message):
+                ask(meta, wrong, flags)
+        assert {PUSH, TICK} < set(cluster.nodes[0].server._handlers)

@@ -1,0 +1,237 @@
+"""What each filter promises: how much comes back, in how many bytes, and what is right on average."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.filters import (
+    FILTERS,
+    BFloat16,
+    Compress,
+    Filter,
+    Float16,
+    KeyCaching,
+    Quantize,
+    RandomK,
+    RandomSkip,
+    RowFilter,
+    Significant,
+    TopK,
+    ValueFilter,
+)
+from paceline.filters.base import from_description, parse_filter
+from paceline.filters.chance import seed_of
+from paceline.filters.key_caching import KeyLists
+from paceline.filters.rows import RowSelection
+from paceline.kernels.filters import BLOCK
+
+VALUE_FILTERS: list[ValueFilter] = [Float16(), BFloat16(), *(Quantize(bits) for bits in (8, 4, 2, 1))]
+ROW_FILTERS: list[RowFilter] = [TopK(0.25), RandomK(0.25), RandomSkip(0.25), Significant(1.0)]
+KEYS = np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def through(chosen: ValueFilter, values: np.ndarray[Any, Any], seed: int = 0) -> np.ndarray[Any, Any]:
+    data, out = np.empty(chosen.num_bytes(len(values)), np.uint8), np.empty_like(values)
+    chosen.encode(values, seed, data)
+    chosen.decode(data, out)
+    return out
+
+
+def bound(chosen: ValueFilter, values: np.ndarray[Any, Any]) -> Any:
+    """Return how far each value may be from what comes back, as the class says."""
+    exact = np.abs(values.astype(np.float64))
+    if isinstance(chosen, Float16):
+        return np.maximum(exact * 2.0**-11, 2.0**-25)
+    if isinstance(chosen, BFloat16):
+        return np.maximum(exact * 2.0**-8, 2.0**-134)
+    assert isinstance(chosen, Quantize)
+    tops = np.array([exact[start : start + BLOCK].max() for start in range(0, len(exact), BLOCK)])
+    step = np.repeat(tops / {8: 127, 4: 7, 2: 1, 1: 0.5}[chosen.bits], BLOCK)[: len(exact)]
+    return step * (1 + 1e-5) + 1e-44
+
+
+@pytest.mark.parametrize("chosen", VALUE_FILTERS, ids=str)
+@given(values=st.lists(floats32, min_size=1, max_size=600), seed=st.integers(0, 2**64 - 1))
+def test_values_come_back_within_the_bound(chosen: ValueFilter, values: list[float], seed: int) -> None:
+    given_values = np.array(values, np.float32)
+    if isinstance(chosen, Float16):
+        given_values = np.clip(given_values, -65504, 65504)
+    with np.errstate(over="ignore"):
+        found = through(chosen, given_values, seed)
+    errors = np.abs(found.astype(np.float64) - given_values.astype(np.float64))
+    assert (errors <= bound(chosen, given_values)).all()
+    if not (isinstance(chosen, Quantize) and chosen.bits == 1):
+        assert (found[given_values == 0] == 0).all()
+
+
+@pytest.mark.parametrize("chosen", [each for each in VALUE_FILTERS if each.preserves == "unbiased"], ids=str)
+def test_what_is_rounded_by_chance_is_right_on_average(chosen: ValueFilter) -> None:
+    random = np.random.default_rng(7)
+    values, count = random.standard_normal(300).astype(np.float32), 2000
+    found = np.array([through(chosen, values, seed_of(7, seed)) for seed in range(count)], np.float64)
+    deviation = bound(chosen, values) / 2 / np.sqrt(count)  # of a mean; that of one is at most half a step
+    assert (np.abs(found.mean(axis=0) - values) < 5 * deviation).all()
+    assert (through(chosen, values, 1) == through(chosen, values, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "bits"), [(Float16(), 16), (BFloat16(), 16), *((Quantize(bits), bits) for bits in (8, 4, 2, 1))], ids=str
+)
+def test_values_take_as_many_bytes_as_they_say(chosen: ValueFilter, bits: int) -> None:
+    assert chosen.num_bytes(1024) <= 1024 * bits // 8 + 16
+    assert chosen.num_bytes(0) == 0
+
+
+def test_what_is_not_finite_does_not_become_a_number() -> None:
+    values = np.array([1.0, np.nan, -np.inf, 3.4e38], np.float32)
+    assert np.isnan(through(Quantize(8), values)).all()
+    assert np.isnan(through(Float16(), values)[1])
+    found = through(BFloat16(), values)
+    assert np.isnan(found[1])
+    assert found[2] == -np.inf
+    assert np.isfinite(found[3])
+
+
+@pytest.mark.parametrize("chosen", [each for each in ROW_FILTERS if each.keeps_rest], ids=str)
+@pytest.mark.parametrize("dim", [1, 3])
+def test_what_is_held_back_goes_out_later(chosen: RowFilter, dim: int) -> None:
+    random = np.random.default_rng(3)
+    selection = RowSelection(chosen, dim)
+    pushed, sent = np.zeros((1000, dim), np.float64), np.zeros((1000, dim), np.float64)
+    most = 0
+    for clock in range(40):
+        places = random.permutation(1000)[:300]
+        values = random.standard_normal((300, dim)).astype(np.float32)
+        pushed[places] += values
+        keys, rows = selection.choose(KEYS[places], values.reshape(-1), clock, seed_of(clock))
+        most = max(most, len(keys))
+        at = np.searchsorted(np.sort(KEYS), keys)
+        sent[np.argsort(KEYS)[at]] += rows.reshape(-1, dim)
+    held = selection.held_back(KEYS)
+    np.testing.assert_allclose(sent + held, pushed, atol=1e-4)
+    assert 0 < most < 300 or isinstance(chosen, Significant)
+    if isinstance(chosen, Significant):
+        assert (np.abs(held) <= chosen.threshold).all()
+
+
+def test_top_k_takes_the_largest() -> None:
+    _, rows = RowSelection(TopK(0.3), 1).choose(KEYS[:10], np.arange(10, dtype=np.float32) - 5, 0, 0)
+    assert sorted(rows.tolist()) == [-5, -4, 4]
+    assert len(RowSelection(TopK(0.01), 1).choose(KEYS[:3], np.ones(3, np.float32), 0, 0)[0]) == 1
+    assert len(RowSelection(TopK(0.5), 1).choose(KEYS[:0], np.ones(0, np.float32), 0, 0)[0]) == 0
+
+
+def test_what_is_skipped_by_chance_is_right_on_average() -> None:
+    values, sums = np.ones(1000, np.float32), np.zeros(1000)
+    selection = RowSelection(RandomSkip(0.25), 1)
+    for seed in range(400):
+        keys, rows = selection.choose(KEYS, values, 0, seed_of(seed))
+        assert (rows == 4).all()
+        sums[np.isin(KEYS, keys)] += 4
+    assert np.abs(sums / 400 - 1).max() < 5 * np.sqrt(3 / 400)
+
+
+def test_the_threshold_falls() -> None:
+    selection = RowSelection(Significant(1.0), 1)
+    values = np.full(3, 0.3, np.float32)
+    assert len(selection.choose(KEYS[:3], values, 0, 0)[0]) == 0
+    keys, rows = selection.choose(KEYS[:3], values, 1, 0)
+    assert len(keys) == 3
+    np.testing.assert_allclose(rows, 0.6, rtol=1e-6)
+
+
+@given(st.binary(max_size=2000))
+def test_bytes_are_packed_and_come_back(data: bytes) -> None:
+    chosen, given_bytes = Compress(), np.frombuffer(data, np.uint8)
+    packed = chosen.pack(given_bytes)
+    assert chosen.unpack(packed, len(data)).tobytes() == data
+    for wrong in (len(data) + 1, len(data) - 1):
+        if wrong >= 1:  # 0 means without a bound
+            with pytest.raises(ValueError, match=r"another size"):
+                chosen.unpack(packed, wrong)
+
+
+def test_what_unpacks_to_more_than_it_says_takes_no_memory() -> None:
+    bomb = Compress().pack(np.zeros(1 << 26, np.uint8))
+    with pytest.raises(ValueError, match=r"another size"):
+        Compress().unpack(bomb, 100)
+    with pytest.raises(ValueError, match=r"."):
+        Compress().unpack(bomb[5:].copy(), 100)
+
+
+def test_both_ends_forget_the_same_lists() -> None:
+    ours, theirs = KeyLists(80), KeyLists(80)
+    for number, size in enumerate((4, 4, 1, 5)):
+        for lists in (ours, theirs):
+            if number == 2:
+                lists.use(b"0")
+            lists.add(str(number).encode(), size)
+    assert [str(number).encode() in ours for number in range(4)] == [True, False, True, True]
+    assert ours.num_bytes == theirs.num_bytes == 80
+    ours.clear()
+    assert b"0" not in ours
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("quantize:4", Quantize(4)),
+        ("quantize", Quantize(8)),
+        ("top-k:0.1", TopK(0.1)),
+        ("significant:2", Significant(2.0)),
+        (" key-caching ", KeyCaching()),
+    ],
+)
+def test_filters_have_a_text(text: str, expected: Filter) -> None:
+    assert parse_filter(text) == expected
+    assert parse_filter(str(expected)) == expected
+    assert from_description(expected.describe()) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zip", "there is no filter 'zip': expected one of bfloat16, compress"),
+        ("quantize:3", "expected 8, 4, 2 or 1"),
+        ("quantize:8:1", "has 2 settings: quantize takes 1 \\(bits\\)"),
+        ("quantize:x", "bits is a number, 'x' was given"),
+        ("top-k", "lacks settings: top-k:SHARE"),
+        ("top-k:0", "above 0, at most 1"),
+        ("random-skip:nan", "above 0, at most 1"),
+        ("significant:inf", "finite"),
+        ("compress:0", "from 1 to 9"),
+        ("key-caching:0", "from 1 to 4096"),
+    ],
+)
+def test_what_is_no_filter(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_filter(text)
+
+
+def test_both_ends_must_have_the_same_version() -> None:
+    fields = Quantize(8).describe()
+    with pytest.raises(UsageError, match="version 1 here and of version 2 there"):
+        from_description({**fields, "version": 2})
+    with pytest.raises(UsageError, match="there is no filter 'other' here, only"):
+        from_description({**fields, "name": "other"})
+    with pytest.raises(UsageError, match="does not take these settings"):
+        from_description({**fields, "more": 1})
+
+
+def test_every_filter_says_what_it_is() -> None:
+    for name, kind in FILTERS.items():
+        assert kind.name == name
+        assert kind.preserves in ("exact", "unbiased", "bounded", "nothing")
+        assert kind.ns_per_value > 0
+        assert dataclasses.is_dataclass(kind)
+    with pytest.raises(UsageError, match="there is a filter 'compress' already"):
+        type("Other", (Compress,), {})
