@@ -222,7 +222,7 @@ def test_what_columns_are_taken_for_is_told(paceline: Commands, tmp_path: Path) 
     assert ["id", "left", "out", "(identifies", "rows:", "integers,", "all", "distinct)", "600"] in [
         line[:9] for line in told
     ]
-    assert ["age", "numeric", "(integers)", "40", "0,", "1,", "2"] in told
+    assert ["age", "numeric", "(integers;", "mean", "19.5,", "deviation", "11.54)", "40", "0,", "1,", "2"] in told
     quiet = paceline.succeed(*how, "-q", "--save", "model")
     assert "taken for" not in quiet.err
     assert "taken for" not in paceline.succeed(*how, "--categorical", "site").err
@@ -237,7 +237,7 @@ def test_what_columns_are_taken_for_is_told(paceline: Commands, tmp_path: Path) 
     assert found["first_row"]["label"] == 1
     assert [(each["column"], each["value"]) for each in found["first_row"]["features"]] == [("site", 1), ("age", 0)]
     assert "the first row has label 1" in paceline.succeed("describe", "x.csv", "--label", "1").out
-    assert paceline.succeed("predict", "model", "x.csv", "--json").json["examples"] == 600
+    assert paceline.succeed("predict", "model", "x.csv", "--json").json["auc"] > 0.9
 
 
 def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
@@ -246,3 +246,23 @@ def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path]
     told = paceline.succeed("describe", "x.svm").out
     assert "labels are 1, 2 and 3, expected two" in told
     assert "8    0.5" in told
+
+
+def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) -> None:
+    """Sorted by label, one column of millions and one of millionths: the model is the same on 1 and on 2 workers."""
+    random = np.random.default_rng(5)
+    large, small = random.normal(3e6, 1e6, 3000), random.normal(0, 1e-6, 3000)
+    won = (large - 3e6) / 1e6 + small / 1e-6 + random.normal(0, 0.3, 3000) > 0
+    order = np.argsort(won, kind="stable")
+    lines = [f"{won[i]:d},{large[i]:.6g},{small[i]:.6g}\n" for i in order]
+    (tmp_path / "x.csv").write_text("won,large,small\n" + "".join(lines))
+    scales = []
+    for workers in (1, 2):
+        model = f"model{workers}"
+        how = ["--label", "won", "--workers", workers, "--consistency", "sequential", "--save", model, "-q"]
+        paceline.succeed("train", "x.csv", *map(str, how))
+        scales.append(Predictor(tmp_path / model).columns)
+        assert paceline.succeed("predict", model, "x.csv", "--json").json["auc"] > 0.95
+    assert scales[0] == scales[1]
+    assert scales[0] is not None
+    assert [each.mean for each in scales[0].scales] == pytest.approx([large.mean(), small.mean()], rel=1e-4, abs=1e-9)

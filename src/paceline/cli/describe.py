@@ -15,6 +15,7 @@ def describe(
     label: options.Label = None,
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
+    numeric_scale: options.NumericScale = "auto",
     json: options.Json = False,
 ) -> None:
     """Say what 'paceline train' would understand of the data: format, labels, columns, and the first row as keys.
@@ -25,7 +26,8 @@ def describe(
 
     from paceline.launch.train.describing import describe_data, show_description
 
-    found = describe_data(data, format, options.choose_columns(label, categorical, numeric), label)
+    columns = options.choose_columns(label, categorical, numeric)
+    found = describe_data(data, format, columns, label, numeric_scale)
     if json:
         typer.echo(json_module.dumps(found))
     else:

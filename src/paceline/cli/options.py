@@ -27,6 +27,13 @@ Categorical = Annotated[
     typer.Option(help="csv, parquet: categorical columns, separated by commas; without these two all are guessed."),
 ]
 Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns, separated by commas.")]
+NumericScale = Annotated[
+    str,
+    typer.Option(
+        help="csv, parquet: how numeric columns are scaled: standard (mean 0, deviation 1), log (of logarithms), "
+        "none, or auto (log where values spread widely).",
+    ),
+]
 Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Scheduler = Annotated[str | None, typer.Option(help="Address of the cluster's scheduler, HOST:PORT.")]

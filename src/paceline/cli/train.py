@@ -37,6 +37,7 @@ def train(
     label: options.Label = None,
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
+    numeric_scale: options.NumericScale = "auto",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples per minibatch of one worker.")] = 256,
     servers: Annotated[
@@ -133,6 +134,7 @@ def train(
             format=format,
             columns=options.choose_columns(label, categorical, numeric),
             label=label,
+            numeric_scale=numeric_scale,
             epochs=epochs,
             batch_size=batch_size,
             update=make_update(update, lr=lr, l1=l1, l2=l2, beta=beta),

@@ -12,6 +12,7 @@ from paceline.data.dataset import Dataset, Spec, column_names, open_dataset, ope
 from paceline.data.formats import COLUMN_FORMATS, FORMATS, detect_format
 from paceline.data.guessing import Guess, Guesses, describe_named, guess_columns
 from paceline.data.sampling import Sample, count_labels, describe_not_binary, sample_labels, sample_rows
+from paceline.data.scaling import NUMERIC_SCALES, Scale, check_numeric_scale, fit_scale
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
 
@@ -28,14 +29,18 @@ __all__ = [
     "Guess",
     "Guesses",
     "LABEL_NAMES",
+    "NUMERIC_SCALES",
     "Sample",
+    "Scale",
     "Spec",
+    "check_numeric_scale",
     "column_names",
     "count_labels",
     "describe_named",
     "describe_not_binary",
     "detect_format",
     "find_label",
+    "fit_scale",
     "guess_columns",
     "line_number",
     "open_dataset",

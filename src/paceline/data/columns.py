@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
+from paceline.data.scaling import Scale
 from paceline.errors import UsageError
 from paceline.kernels.text_reference import MAX_FLOAT32, name_seed, powers_of_ten
 
@@ -29,14 +30,17 @@ class Columns:
 
     `label`: a number, or true and false; `categorical`: each value, as text, is a feature
     with value 1, a missing one a feature too; `numeric`: each column is one feature whose value is the
-    number; a missing one is left out of the row.
+    number; a missing one is left out of the row. `scales`, one for each numeric column, say on which scale
+    the numbers are; with none they are as they stand.
     """
 
     label: str
     categorical: tuple[str, ...] = ()
     numeric: tuple[str, ...] = ()
+    scales: tuple[Scale, ...] = ()
 
     def __post_init__(self) -> None:
+        assert len(self.scales) in (0, len(self.numeric))
         names = self.names
         if len(names) < 2:
             raise UsageError("columns name a label but no feature: name a categorical or a numeric column too")
@@ -47,11 +51,14 @@ class Columns:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
         """The columns that :meth:`to_fields` described."""
-        return cls(fields["label"], tuple(fields["categorical"]), tuple(fields["numeric"]))
+        scales = tuple(Scale(bool(log), mean, deviation) for log, mean, deviation in fields.get("scales", ()))
+        return cls(fields["label"], tuple(fields["categorical"]), tuple(fields["numeric"]), scales)
 
     def to_fields(self) -> dict[str, Any]:
-        """These columns as JSON and msgpack can carry them."""
-        return {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
+        """These columns as JSON and msgpack can carry them; without scales, as before there were any."""
+        fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
+        scales = [[int(each.log), each.mean, each.deviation] for each in self.scales]
+        return {**fields, "scales": scales} if scales else fields
 
     @property
     def names(self) -> list[str]:
@@ -112,12 +119,15 @@ class Converter:
 
     def __init__(self, path: str, columns: Columns) -> None:
         from paceline.kernels import text as kernels
+        from paceline.kernels.scaling import scale_numbers
 
         self._path = path
         self._columns = columns
         self._arrow = import_arrow()
         self._kernels = kernels
         self._powers = powers_of_ten()
+        self._scales = [scale.as_array() for scale in columns.scales]
+        self._scale = scale_numbers
         self._seeds = [np.uint64(name_seed(name)) for name in (*columns.categorical, *columns.numeric)]
 
     def convert(self, record_batch: Any, first_row: int) -> Converted:
@@ -138,7 +148,10 @@ class Converter:
             else:
                 assert values is not None
                 keys[:, at] = self._seeds[at]
-                values[:, at], ok, missing = self._numbers(column, {})
+                numbers, ok, missing = self._numbers(column, {})
+                if self._scales:
+                    self._scale(numbers, self._scales[at - num_categorical])
+                values[:, at] = numbers
                 present[:, at] = ~missing
                 good &= ok
                 faults.append((name, ok))

@@ -63,11 +63,13 @@ def guess_columns(path: str, sample: Sample, label: str | None = None) -> Guesse
         counts = Counter(cell for cell in cells if cell)
         kind, reason = ("label", "") if name == label else judge_column(name, cells, counts, type)
         guesses.append(_describe(name, kind, reason, counts))
-    chosen = {kind: tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric")}
-    if not any(chosen.values()):
+    categorical, numeric = (
+        tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric")
+    )
+    if not categorical and not numeric:
         reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
         raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
-    return Guesses(Columns(label, **chosen), tuple(guesses), len(sample.rows))
+    return Guesses(Columns(label, categorical, numeric), tuple(guesses), len(sample.rows))
 
 
 def describe_named(sample: Sample, columns: Columns) -> Guesses:

@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.kernels import text_reference as reference
 from paceline.kernels.jit import njit
+from paceline.kernels.scaling import scale_numbers
 from paceline.kernels.text_bytes import (
     as_bits,
     byte_at,
@@ -377,7 +378,7 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
             status[i] = FLOAT_BAD
 
 
-KERNELS = (parse_criteo, parse_libsvm, hash_strings, parse_floats)
+KERNELS = (parse_criteo, parse_libsvm, hash_strings, parse_floats, scale_numbers)
 """Every kernel that is called from Python, for :func:`compile_kernels` and its test."""
 
 
@@ -393,6 +394,7 @@ def compile_kernels() -> None:
     data, offsets = read_only(text), read_only(np.zeros(2, np.int64))
     hash_strings(data, offsets, np.uint64(0), keys, 0, 1)
     parse_floats(data, offsets, powers, values, np.empty(1, np.uint8))
+    scale_numbers(values, np.ones(3))
 
 
 def read_only(array: Any) -> Any:

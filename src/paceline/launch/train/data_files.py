@@ -16,10 +16,12 @@ from paceline.data import (
     Columns,
     Dataset,
     Guesses,
+    check_numeric_scale,
     count_labels,
     describe_named,
     describe_not_binary,
     detect_format,
+    fit_scale,
     guess_columns,
     open_dataset,
     sample_labels,
@@ -47,9 +49,14 @@ class DataLook:
 
 
 def look_at(
-    data: Sequence[str | Path], format: str | None = None, columns: Columns | None = None, label: str | None = None
+    data: Sequence[str | Path],
+    format: str | None = None,
+    columns: Columns | None = None,
+    label: str | None = None,
+    numeric_scale: str = "auto",
 ) -> DataLook:
     """Look at files; arguments as :class:`TrainOptions` has them. Raises what is wrong with the files."""
+    check_numeric_scale(numeric_scale)
     first = str(data[0])
     format = format or detect_format(first)
     if format not in COLUMN_FORMATS:
@@ -64,9 +71,13 @@ def look_at(
         wanted = LABEL_NAMES if label is None else (label,)
     sample = sample_rows([str(file) for file in data], format, wanted)
     guesses = guess_columns(first, sample, label) if columns is None else describe_named(sample, columns)
-    open_dataset(data, format, guesses.columns).close()
-    labels = count_labels(sample.column(guesses.columns.label))
-    return DataLook(format, guesses.columns, labels, guesses, columns is None)
+    taken = guesses.columns
+    if numeric_scale != "none" and not taken.scales:
+        scales = tuple(fit_scale(sample.column(name), numeric_scale) for name in taken.numeric)
+        taken = dataclasses.replace(taken, scales=scales)
+    open_dataset(data, format, taken).close()
+    labels = count_labels(sample.column(taken.label))
+    return DataLook(format, taken, labels, guesses, columns is None)
 
 
 def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
@@ -74,7 +85,7 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
 
     Raises what is wrong with the files and with the place for the model.
     """
-    look = look_at(options.data, options.format, options.columns, options.label)
+    look = look_at(options.data, options.format, options.columns, options.label, options.numeric_scale)
     model = options.model
     if model.labels == "clicks":
         odd = describe_not_binary(look.labels)

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.data import Batch, Columns, Guesses, describe_not_binary, open_dataset
+from paceline.data import Batch, Columns, describe_not_binary, open_dataset
 from paceline.errors import DataError, printable
 from paceline.kernels.text_reference import name_seed
 from paceline.launch.kernels import prepare_kernels
@@ -22,13 +22,13 @@ _MOST_TEXT = 24
 
 
 def describe_data(
-    data: Sequence[str], format: str | None, columns: Columns | None, label: str | None
+    data: Sequence[str], format: str | None, columns: Columns | None, label: str | None, numeric_scale: str = "auto"
 ) -> dict[str, Any]:
     """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
 
     Arguments as :class:`TrainOptions` has them. Raises what is wrong with the files.
     """
-    look = look_at(data, format, columns, label)
+    look = look_at(data, format, columns, label, numeric_scale)
     prepare_kernels()
     with open_dataset(data, look.format, look.columns) as dataset:
         with contextlib.closing(dataset.batches(1)) as rows:  # type: ignore[type-var]  # a generator
@@ -42,21 +42,25 @@ def describe_data(
             "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
             "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
             "warning": describe_not_binary(look.labels),
-            "columns": [] if look.guesses is None else _describe_columns(look.guesses),
+            "columns": _describe_columns(look),
             "first_row": {"label": float(first.labels[0]), "features": _describe_row(look, first)},
         }
 
 
-def _describe_columns(guesses: Guesses) -> list[dict[str, Any]]:
+def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
+    if look.guesses is None or look.columns is None:
+        return []
+    scales = dict(zip(look.columns.numeric, look.columns.scales, strict=False))  # there may be none
     return [
         {
             "name": guess.name,
             "kind": guess.kind,
             "reason": guess.reason,
+            "scale": scales[guess.name].describe() if guess.name in scales else None,
             "distinct": guess.num_distinct,
             "examples": list(guess.examples),
         }
-        for guess in guesses.guesses
+        for guess in look.guesses.guesses
     ]
 
 
@@ -97,22 +101,21 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     console.print(table, highlight=False)
 
 
-def show_columns(console: Console, guesses: Guesses) -> None:
+def show_columns(console: Console, look: DataLook) -> None:
     """Print what columns were taken for, before a training: the first of them."""
-    console.print(
-        f"columns, by {guesses.num_rows:,} rows (--categorical and --numeric name others):",
-        highlight=False,
-        soft_wrap=True,
-    )
-    _show_table(console, _describe_columns(guesses)[:_MOST_COLUMNS])
-    if len(guesses.guesses) > _MOST_COLUMNS:
-        console.print(f"... and {len(guesses.guesses) - _MOST_COLUMNS} more ('paceline describe' shows all)")
+    columns = _describe_columns(look)
+    rows = f"{look.guesses.num_rows:,} rows" if look.guesses is not None else "rows"
+    console.print(f"columns, by {rows} (--categorical and --numeric name others):", highlight=False, soft_wrap=True)
+    _show_table(console, columns[:_MOST_COLUMNS])
+    if len(columns) > _MOST_COLUMNS:
+        console.print(f"... and {len(columns) - _MOST_COLUMNS} more ('paceline describe' shows all)")
 
 
 def _show_table(console: Console, columns: Sequence[dict[str, Any]]) -> None:
     table = _new_table("column", "taken for", "distinct", "values")
     for column in columns:
-        kind = f"{column['kind']} ({column['reason']})" if column["reason"] else column["kind"]
+        notes = "; ".join(filter(None, (column["reason"], column["scale"])))
+        kind = f"{column['kind']} ({notes})" if notes else column["kind"]
         table.add_row(
             _plain(column["name"]), kind, f"{column['distinct']:,}", ", ".join(map(_plain, column["examples"]))
         )

@@ -39,6 +39,8 @@ class TrainOptions:
     """Of csv and parquet; None: guessed from rows spread over the files."""
     label: str | None = None
     """The label's column, by name or place, where the others are guessed."""
+    numeric_scale: str = "auto"
+    """How numeric columns are scaled that have no scales yet: auto, standard, log or none."""
     epochs: int = 4
     """Passes over the data."""
     batch_size: int = 256

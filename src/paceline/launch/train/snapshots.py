@@ -167,6 +167,12 @@ class Resumption:
                     f"{self.snapshot} is of a training that read the data with {name} {theirs[name]!r}, and it is "
                     f"{ours[name]!r} now: resume with the same options"
                 )
+        if ours.get("scales") != theirs.get("scales"):
+            how = "other scales" if theirs.get("scales") else "no scale"
+            raise DataError(
+                f"{self.snapshot} is of a training whose numeric columns were on {how}: resume with the "
+                "--numeric-scale that it had (none, if it is of a version that had no such option)"
+            )
 
     def load(self, client: Client, check: Callable[[], None]) -> None:
         """Load the tables; `check` is called now and then, and may raise. Raises as :func:`load_snapshot`."""

@@ -52,8 +52,8 @@ def run_training(
     """
     console = Console(stderr=True)
     options, look = settle_files(options)
-    if look.guessed and look.guesses is not None and not quiet:
-        show_columns(console, look.guesses)
+    if look.guessed and not quiet:
+        show_columns(console, look)
 
     def warn(text: str) -> None:
         console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
