@@ -56,3 +56,38 @@ def test_classes(paceline: Commands, tmp_path: Path) -> None:
     assert "the data has the label 10, which is none of the classes 0, 1, 2, 3, 4, 5" in unknown.err
     refused = paceline.run("train", train, "--classes", "6", "-q")
     assert "--classes is nothing that --model lr takes: it is for softmax" in refused.err
+
+
+def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None:
+    """A row of weight 3 is three rows; predictions after passing negatives over are calibrated."""
+    rng = np.random.default_rng(0)
+    sites, is_click = rng.integers(0, 5, 20_000), np.zeros(20_000, np.int64)
+    is_click[:] = rng.random(20_000) < 0.02 + 0.03 * sites
+    counts = rng.integers(0, 4, 20_000)
+    weighted = "".join(f"{a},s{b},{c}\n" for a, b, c in zip(is_click, sites, counts, strict=True))
+    (tmp_path / "weighted.csv").write_text("click,site,times\n" + weighted)
+    (tmp_path / "plain.csv").write_text(
+        "click,site\n" + "".join(f"{a},s{b}\n" * c for a, b, c in zip(is_click, sites, counts, strict=True))
+    )
+    common: list[str | Path] = ["--workers", "1", "-q", "--json", "--epochs", "20", "--l1", "0", "--lr", "0.5"]
+    found = paceline.succeed(
+        "train", "weighted.csv", "--weight", "times", *common, "--eval", "plain.csv", "--save", "m"
+    )
+    expected = paceline.succeed("train", "plain.csv", *common, "--eval", "plain.csv")
+    assert found.json["log_loss"] == pytest.approx(expected.json["log_loss"], abs=2e-3)
+    assert paceline.succeed("predict", "m", "plain.csv", "--json").json["log_loss"] == found.json["log_loss"]
+    thinned = paceline.succeed("train", "plain.csv", *common, "--keep-negatives", "0.1", "--eval", "plain.csv")
+    assert thinned.json["examples"] == expected.json["examples"]
+    assert thinned.json["log_loss"] == pytest.approx(expected.json["log_loss"], abs=3e-3)
+    assert thinned.json["calibration"] == pytest.approx(1, abs=0.1)
+    balanced = paceline.succeed("train", "plain.csv", *common, "--class-weight", "balanced", "--eval", "plain.csv")
+    rate = is_click.repeat(counts).mean()
+    assert balanced.json["calibration"] == pytest.approx(0.5 / rate, rel=0.2)
+    for arguments, message in {
+        ("--weight", "clicks"): "has no column 'clicks'",
+        ("--model", "poisson", "--class-weight", "balanced"): "--model poisson takes: its labels are no classes",
+        ("--model", "regression", "--keep-negatives", "0.5"): "it is for models of clicks",
+    }.items():
+        refused = paceline.run("train", "weighted.csv", *arguments, "-q")
+        assert refused.status
+        assert message in refused.err

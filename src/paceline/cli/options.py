@@ -113,7 +113,9 @@ def split_names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()
 
 
-def choose_columns(label: str | None, categorical: str | None, numeric: str | None) -> Columns | None:
+def choose_columns(
+    label: str | None, categorical: str | None, numeric: str | None, weight: str | None = None
+) -> Columns | None:
     """Return the columns if they are named, None if they are to be guessed."""
     from paceline.data import Columns
 
@@ -121,4 +123,4 @@ def choose_columns(label: str | None, categorical: str | None, numeric: str | No
         return None
     if not label:
         raise UsageError("--categorical and --numeric need --label, the column that holds the label")
-    return Columns(label, split_names(categorical), split_names(numeric))
+    return Columns(label, split_names(categorical), split_names(numeric), weight=weight or "")

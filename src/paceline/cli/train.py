@@ -61,6 +61,16 @@ def train(
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
     l1: Annotated[float | None, typer.Option(help="FTRL's L1 penalty; default 1.")] = None,
     l2: Annotated[float | None, typer.Option(help="L2 penalty (weight decay for rules other than ftrl).")] = None,
+    weight: Annotated[
+        str | None, typer.Option(help="csv, parquet: the column that says how often a row counts, a number from 0 up.")
+    ] = None,
+    class_weight: Annotated[
+        str | None,
+        typer.Option(help="How often examples of a label count: 0:1,1:5; balanced: all labels as much together."),
+    ] = None,
+    keep_negatives: Annotated[
+        float, typer.Option(help="Share of the negatives to train on; each then counts as often as makes up for it.")
+    ] = 1.0,
     save: Annotated[Path | None, typer.Option(help="Directory to save the model in.")] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Directory to keep parsed data in, for later passes and later runs.")
@@ -102,11 +112,12 @@ def train(
 
     from paceline.environment import num_cores
     from paceline.errors import UsageError
-    from paceline.launch.train.options import TrainOptions
+    from paceline.launch.train.options import ExampleWeights, TrainOptions
     from paceline.launch.train.training_run import run_training
     from paceline.models.registry import make_model
     from paceline.models.softmax import parse_classes
     from paceline.models.update import make_update
+    from paceline.models.weighting import parse_class_weights
     from paceline.protocol import parse_consistency, parse_stale_policy
 
     own_cluster = {
@@ -119,6 +130,7 @@ def train(
         "--non-finite": non_finite,
         "--heartbeat-timeout": heartbeat_timeout,
     }
+    class_weights = None if class_weight is None else parse_class_weights(class_weight)
     plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots, save)
     if auto_resume and (plan is None or scheduler is not None):
         raise UsageError("--auto-resume needs --snapshot-every, and processes of its own (no --scheduler)")
@@ -132,12 +144,13 @@ def train(
             model=make_model(model, classes=None if classes is None else parse_classes(classes)),
             evaluation=evaluation or (),
             format=format,
-            columns=options.choose_columns(label, categorical, numeric),
+            columns=options.choose_columns(label, categorical, numeric, weight),
             label=label,
             numeric_scale=numeric_scale,
             epochs=epochs,
             batch_size=batch_size,
             update=make_update(update, lr=lr, l1=l1, l2=l2, beta=beta),
+            weights=ExampleWeights(column=weight, classes=class_weights, keep_negatives=keep_negatives),
             save=save,
             cache=cache,
             strict=strict,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,39 +31,47 @@ class Columns:
     `label`: a number, or true and false; `categorical`: each value, as text, is a feature
     with value 1, a missing one a feature too; `numeric`: each column is one feature whose value is the
     number; a missing one is left out of the row. `scales`, one for each numeric column, say on which scale
-    the numbers are; with none they are as they stand.
+    the numbers are; with none they are as they stand; `weight`, if it is not "", says how often a row
+    counts.
     """
 
     label: str
     categorical: tuple[str, ...] = ()
     numeric: tuple[str, ...] = ()
     scales: tuple[Scale, ...] = ()
+    weight: str = ""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
         names = self.names
-        if len(names) < 2:
+        if len(names) - bool(self.weight) < 2:
             raise UsageError("columns name a label but no feature: name a categorical or a numeric column too")
         for name in names:
             if names.count(name) > 1:
-                raise UsageError(f"column '{name}' is named twice: a column is label, categorical or numeric")
+                raise UsageError(f"column '{name}' is named twice: a column is label, weight, categorical or numeric")
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
         """The columns that :meth:`to_fields` described."""
         scales = tuple(Scale(bool(log), mean, deviation) for log, mean, deviation in fields.get("scales", ()))
-        return cls(fields["label"], tuple(fields["categorical"]), tuple(fields["numeric"]), scales)
+        categorical, numeric = tuple(fields["categorical"]), tuple(fields["numeric"])
+        return cls(fields["label"], categorical, numeric, scales, fields.get("weight", ""))
 
     def to_fields(self) -> dict[str, Any]:
-        """These columns as JSON and msgpack can carry them; without scales, as before there were any."""
+        """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
         scales = [[int(each.log), each.mean, each.deviation] for each in self.scales]
-        return {**fields, "scales": scales} if scales else fields
+        return {**fields, **({"scales": scales} if scales else {}), **({"weight": self.weight} if self.weight else {})}
+
+    @property
+    def unweighted(self) -> Columns:
+        """These columns without the weight, which predictions do not need."""
+        return replace(self, weight="")
 
     @property
     def names(self) -> list[str]:
         """All the columns, in the order in which they are read."""
-        return [self.label, *self.categorical, *self.numeric]
+        return [self.label, *self.categorical, *self.numeric, *([self.weight] if self.weight else [])]
 
     def check_in(self, path: str, names: Sequence[str]) -> None:
         """Raise :exc:`UsageError` unless the file, which has columns `names`, has them all, once each."""
@@ -141,7 +149,7 @@ class Converter:
         present = np.ones((num_rows, width), np.bool_)
         values = np.ones((num_rows, width), np.float32) if self._columns.numeric else None
         faults = [(self._columns.label, label_ok)]
-        for at, name in enumerate(self._columns.names[1:]):
+        for at, name in enumerate(self._columns.names[1 : width + 1]):
             column = record_batch.column(at + 1)
             if at < num_categorical:
                 self._hash(column, self._seeds[at], keys.reshape(-1), at, width)
@@ -155,13 +163,22 @@ class Converter:
                 present[:, at] = ~missing
                 good &= ok
                 faults.append((name, ok))
+        weights = None
+        if self._columns.weight:
+            weights, ok, missing = self._numbers(record_batch.column(width + 1), {})
+            ok &= ~missing & (weights >= 0)
+            good &= ok
+            faults.append((self._columns.weight, ok))
         if good.all() and present.all():
             indptr = np.arange(0, num_rows * width + 1, width, dtype=np.int64)
-            return Converted(Batch(label, indptr, keys.reshape(-1), _flat(values)), 0)
+            return Converted(Batch(label, indptr, keys.reshape(-1), _flat(values), weights), 0)
         present &= good[:, np.newaxis]
         indptr = np.zeros(int(good.sum()) + 1, np.int64)
         np.cumsum(present.sum(axis=1)[good], out=indptr[1:])
-        batch = Batch(label[good], indptr, keys[present], None if values is None else values[present])
+        values, weights = (
+            None if each is None else each[which] for each, which in ((values, present), (weights, good))
+        )
+        batch = Batch(label[good], indptr, keys[present], values, weights)
         bad_rows = np.flatnonzero(~good)
         bad = [self._describe(record_batch, int(row), first_row, faults) for row in bad_rows[:NUM_KEPT]]
         return Converted(batch, len(bad_rows), bad)
@@ -175,7 +192,8 @@ class Converter:
         cells = [column[row].as_py() for column in record_batch.columns]
         text = ",".join("" if cell is None else str(cell) for cell in cells)
         missing = value is None or value == ""
-        reason = f"{what} is {'missing' if missing else 'not a finite number'}"
+        expected = "finite number from 0 up" if name == self._columns.weight else "finite number"
+        reason = f"{what} is {'missing' if missing else f'not a {expected}'}"
         return BadLine(self._path, None, first_row + row + 1, shorten(text), reason)
 
     def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:

@@ -219,7 +219,8 @@ class Dataset(Closing):
 
     def spec(self) -> Spec:
         """A plain description from which :func:`open_spec` opens the same dataset elsewhere."""
-        columns = {"label": "", "categorical": [], "numeric": []} if self.columns is None else self.columns.to_fields()
+        nothing = {"label": "", "categorical": [], "numeric": []}
+        columns = nothing if self.columns is None else self.columns.to_fields()
         return {
             "files": list(self.files),
             "format": self.format,

@@ -31,7 +31,7 @@ _BINS = 8
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What one column was taken for: ``label``, ``categorical``, ``numeric`` or ``left out``, and why."""
+    """What one column was taken for: ``label``, ``weight``, ``categorical``, ``numeric`` or ``left out``, and why."""
 
     name: str
     kind: str
@@ -51,17 +51,19 @@ class Guesses:
     """So many rows were looked at."""
 
 
-def guess_columns(path: str, sample: Sample, label: str | None = None) -> Guesses:
+def guess_columns(path: str, sample: Sample, label: str | None = None, weight: str = "") -> Guesses:
     """Take the columns of `sample` for what they look like; `label` is the name or the place of the label's column.
 
-    `path` names the files in messages. Raises UsageError if there is no label, or nothing else.
+    `weight` is the name of that of the examples' weights, if any. `path` names the files in messages. Raises UsageError
+    if there is no label, or nothing else.
     """
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
     for name, type in zip(sample.names, sample.types, strict=True):
         cells = sample.column(name)
         counts = Counter(cell for cell in cells if cell)
-        kind, reason = ("label", "") if name == label else judge_column(name, cells, counts, type)
+        known = "label" if name == label else "weight" if weight and name == weight else None
+        kind, reason = judge_column(name, cells, counts, type) if known is None else (known, "")
         guesses.append(_describe(name, kind, reason, counts))
     categorical, numeric = (
         tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric")
@@ -69,12 +71,12 @@ def guess_columns(path: str, sample: Sample, label: str | None = None) -> Guesse
     if not categorical and not numeric:
         reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
         raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
-    return Guesses(Columns(label, categorical, numeric), tuple(guesses), len(sample.rows))
+    return Guesses(Columns(label, categorical, numeric, weight=weight), tuple(guesses), len(sample.rows))
 
 
 def describe_named(sample: Sample, columns: Columns) -> Guesses:
     """The same of columns that were named."""
-    kinds = {columns.label: "label"} | dict.fromkeys(columns.categorical, "categorical")
+    kinds = {columns.weight: "weight", columns.label: "label"} | dict.fromkeys(columns.categorical, "categorical")
     kinds |= dict.fromkeys(columns.numeric, "numeric")
     guesses = [
         _describe(name, kinds.get(name, "left out"), "" if name in kinds else "not named", Counter(filter(None, cells)))

@@ -107,13 +107,13 @@ def _kind_of(type: Any) -> str:
 
 def sample_labels(files: Sequence[str], format: str, columns: Columns | None = None) -> dict[float, int]:
     """The labels in rows spread over the files, as numbers, and how often each was seen."""
-    if format == "criteo":
-        return {}  # its reader takes 0 and 1 alone
     if format in TEXT_FORMATS:
         words = (
             line.split(None, 1)[0] for _, _, lines in text_pieces(files) for line in lines.split(b"\n") if line.strip()
         )
         cells = [word.decode("utf-8", errors="replace") for word in words]
+        if format == "criteo":
+            cells = [cell for cell in cells if cell in ("0", "1")]  # its reader takes no others
     else:
         assert columns is not None
         cells = sample_rows(files, format, columns.names).column(columns.label)

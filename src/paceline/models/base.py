@@ -88,9 +88,17 @@ class Minibatch(ABC):
     def keys(self) -> tuple[Keys, ...]:
         """The distinct keys whose rows are needed, by table."""
 
+    @property
+    def gradient_keys(self) -> tuple[Keys, ...]:
+        """The keys that the last :meth:`gradients` were of, by table: not always all."""
+        return self.keys
+
     @abstractmethod
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
-        """Return the gradients summed over the minibatch, by table and of the same sizes, and the summed loss."""
+        """Return the gradients summed over the minibatch, by table, and the summed loss.
+
+        They are those of :attr:`gradient_keys`: float32 [n, dim], or [n] where dim is 1.
+        """
 
     @abstractmethod
     def predict(self, weights: Sequence[Floats]) -> Floats:
@@ -110,6 +118,8 @@ class SparseModel(ABC):
     """Its metrics."""
     labels: ClassVar[str] = "clicks"
     """As what data is opened: ``clicks``, or ``numbers``."""
+    has_classes: ClassVar[bool] = True
+    """Whether labels are classes, which may have weights."""
     diverged_loss: ClassVar[float] = math.inf
     """A mean loss above this is that of a training that diverged."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.models.weighting import Weighting
 from paceline.transport import known
 
 
@@ -22,6 +23,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     update: dict[str, Any]
     consistency: str
+    weighting: Weighting = Weighting()
 
 
 encode = msgspec.json.encode

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 from typing_extensions import override
@@ -19,6 +20,8 @@ from paceline.tables.types import Doubles, Floats, Keys
 
 class LinearModel(SparseModel):
     """A model of one weight per feature. Abstract: a loss is missing."""
+
+    has_classes: ClassVar[bool] = False
 
     @property
     @override

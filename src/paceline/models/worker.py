@@ -31,6 +31,7 @@ from .base import KeyScratch, Minibatch, SparseModel, open_tables
 from .registry import read_model_settings
 
 _PROGRESS_S = 0.2
+_WEIGHED_AT_ONCE = 4096
 _EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
 _FOREVER_S = 365 * 86400.0
 
@@ -153,9 +154,15 @@ class Worker:
                 return
             self._take_part()
             leases.prefetch()
-            for batch in dataset.read(lease.file, lease.shard, job.batch_size):
-                pipeline.feed(model.prepare(batch, self._scratch))
-                self._tell(counters)
+            if job.weighting.is_plain:
+                for batch in dataset.read(lease.file, lease.shard, job.batch_size):
+                    pipeline.feed(model.prepare(batch, self._scratch), batch.num_examples)
+                    self._tell(counters)
+            else:
+                blocks = dataset.read(lease.file, lease.shard, max(job.batch_size, _WEIGHED_AT_ONCE))
+                for batch, num_read in job.weighting.apply(blocks, lease, job.batch_size):
+                    pipeline.feed(model.prepare(batch, self._scratch), num_read)
+                    self._tell(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
 
@@ -291,19 +298,19 @@ class _Pipeline:
         self._leases = leases
         self._counters = counters
         self._ahead = ahead
-        self._current: tuple[Minibatch, list[Ticket]] | None = None
+        self._current: tuple[Minibatch, int, list[Ticket]] | None = None
         self._shards: list[Lease] = []  # whose last minibatch is the current one
         self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
 
-    def feed(self, minibatch: Minibatch) -> None:
-        """Take the next minibatch; finish the one before."""
+    def feed(self, minibatch: Minibatch, num_read: int) -> None:
+        """Take the next minibatch, which stands for so many examples; finish the one before."""
         if self._ahead and self._current is not None:
             asked = _ask(self._tables, minibatch, ahead=1)
             self._finish_current()
         else:
             self._finish_current()
             asked = _ask(self._tables, minibatch)
-        self._current = (minibatch, asked)
+        self._current = (minibatch, num_read, asked)
         if self._unconfirmed and self._unconfirmed[0][0].done():
             self._confirm()
 
@@ -325,13 +332,14 @@ class _Pipeline:
     def _finish_current(self) -> None:
         if self._current is None:
             return
-        minibatch, asked = self._current
+        minibatch, num_read, asked = self._current
         self._current = None
         gradients, loss = minibatch.gradients([ticket.result() for ticket in asked])
         last = len(self._tables) - 1
-        for number, (table, keys, gradient) in enumerate(zip(self._tables, minibatch.keys, gradients, strict=True)):
+        all_keys = minibatch.gradient_keys
+        for number, (table, keys, gradient) in enumerate(zip(self._tables, all_keys, gradients, strict=True)):
             pushed = table.push(keys, gradient, tick=number == last, assume_unique=True)
-        self._counters.examples += minibatch.num_examples
+        self._counters.examples += num_read
         self._counters.loss += loss
         self._counters.positives += int(np.count_nonzero(minibatch.labels))
         if self._shards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from paceline.data import (
 )
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.options import TrainOptions
+from paceline.models.base import SparseModel
+from paceline.models.weighting import BALANCED, Weighting, balance
 from paceline.storage.model_directory import prepare_directory
 
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
@@ -54,6 +56,7 @@ def look_at(
     columns: Columns | None = None,
     label: str | None = None,
     numeric_scale: str = "auto",
+    weight: str | None = None,
 ) -> DataLook:
     """Look at files; arguments as :class:`TrainOptions` has them. Raises what is wrong with the files."""
     check_numeric_scale(numeric_scale)
@@ -62,6 +65,8 @@ def look_at(
     if format not in COLUMN_FORMATS:
         if label is not None and columns is None:
             raise UsageError(f"{format} has no columns to choose: leave --label out, or say --format csv or parquet")
+        if weight is not None:
+            raise UsageError(f"{format} has no columns to choose: leave --weight out, or say --format csv or parquet")
         with open_dataset(data, format, columns) as dataset:
             return DataLook(format, None, sample_labels(dataset.files, format), None, False)
     if columns is not None:
@@ -70,7 +75,7 @@ def look_at(
     else:
         wanted = LABEL_NAMES if label is None else (label,)
     sample = sample_rows([str(file) for file in data], format, wanted)
-    guesses = guess_columns(first, sample, label) if columns is None else describe_named(sample, columns)
+    guesses = guess_columns(first, sample, label, weight or "") if columns is None else describe_named(sample, columns)
     taken = guesses.columns
     if numeric_scale != "none" and not taken.scales:
         scales = tuple(fit_scale(sample.column(name), numeric_scale) for name in taken.numeric)
@@ -85,7 +90,9 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
 
     Raises what is wrong with the files and with the place for the model.
     """
-    look = look_at(options.data, options.format, options.columns, options.label, options.numeric_scale)
+    look = look_at(
+        options.data, options.format, options.columns, options.label, options.numeric_scale, options.weights.column
+    )
     model = options.model
     if model.labels == "clicks":
         odd = describe_not_binary(look.labels)
@@ -94,16 +101,43 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
                 f"{options.data[0]}: {odd}: map them before you train {model.name} on them, or take --model softmax "
                 "(classes) or regression (quantities)"
             )
-    elif look.format == "criteo":
-        model = model.starting_from(np.array([0, 1], np.float32))
     else:
         labels, counts = (np.array([*found]) for found in (look.labels.keys(), look.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
+    weights = options.weights
+    if weights.classes == BALANCED:
+        weights = dataclasses.replace(weights, classes=balance(_as_model_sees(look.labels, model)))
     _check_formats(options, look.format)
     if options.evaluation:
-        open_dataset(options.evaluation, look.format, look.columns).close()
+        open_dataset(options.evaluation, look.format, look.columns and look.columns.unweighted).close()
     _check_place(options.save)
-    return dataclasses.replace(options, model=model, format=look.format, columns=look.columns), look
+    settled = dataclasses.replace(options, model=model, format=look.format, columns=look.columns, weights=weights)
+    weighting_of(settled)
+    return settled, look
+
+
+def weighting_of(options: TrainOptions) -> Weighting:
+    """Return how often examples count, once files are settled. Raises UsageError for what the model does not take."""
+    model, classes, keep_negatives = options.model, options.weights.classes, options.weights.keep_negatives
+    if classes is not None and not model.has_classes:
+        raise UsageError(f"--class-weight is nothing that --model {model.name} takes: its labels are no classes")
+    if keep_negatives != 1 and model.labels != "clicks":
+        raise UsageError(f"--keep-negatives is nothing that --model {model.name} takes: it is for models of clicks")
+    assert not isinstance(classes, str)
+    return Weighting(classes=dict(classes or {}), keep_negatives=keep_negatives)
+
+
+def is_weighted(options: TrainOptions) -> bool:
+    """Return whether not all examples count alike, once files are settled."""
+    return bool(options.columns and options.columns.weight) or not weighting_of(options).is_plain
+
+
+def _as_model_sees(labels: Mapping[float, int], model: SparseModel) -> dict[float, int]:
+    counts: dict[float, int] = {}
+    for label, count in labels.items():
+        seen = float(label > 0) if model.labels == "clicks" else label
+        counts[seen] = counts.get(seen, 0) + count
+    return counts
 
 
 def _check_formats(options: TrainOptions, format: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,18 @@ class SnapshotPlan:
     seconds: float | None = None
     examples: int | None = None
     keep: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleWeights:
+    """How often examples count in training."""
+
+    column: str | None = None
+    """Of csv and parquet: the name of the column that says it."""
+    classes: Mapping[str, float] | str | None = None
+    """Of the examples of a label; ``balanced``: so that all labels count as much together."""
+    keep_negatives: float = 1.0
+    """The share of the negatives that is trained on; each counts as often as would bring their number back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +59,8 @@ class TrainOptions:
     """Examples per minibatch of one worker."""
     update: UpdateRule = field(default_factory=lambda: FTRL(alpha=0.05, beta=1.0, l1=1.0))
     """How servers update weights."""
+    weights: ExampleWeights = ExampleWeights()
+    """How often examples count."""
     save: str | Path | None = None
     """Directory for the model."""
     cache: str | Path | None = None

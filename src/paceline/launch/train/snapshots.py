@@ -161,11 +161,11 @@ class Resumption:
                     f"{name_now} of {size_now:,} bytes now: resume with the same files in the same order"
                 )
         ours, theirs = dataset.spec(), self._training["dataset"]
-        for name in ("format", "label", "categorical", "numeric", "shard_bytes"):
-            if ours[name] != theirs[name]:
+        for name in ("format", "label", "categorical", "numeric", "weight", "shard_bytes"):
+            if ours.get(name) != theirs.get(name):
                 raise DataError(
-                    f"{self.snapshot} is of a training that read the data with {name} {theirs[name]!r}, and it is "
-                    f"{ours[name]!r} now: resume with the same options"
+                    f"{self.snapshot} is of a training that read the data with {name} {theirs.get(name)!r}, and it is "
+                    f"{ours.get(name)!r} now: resume with the same options"
                 )
         if ours.get("scales") != theirs.get("scales"):
             how = "other scales" if theirs.get("scales") else "no scale"

@@ -26,13 +26,14 @@ from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.cluster_health import ClusterHealth
-from paceline.launch.train.data_files import open_training_data, settle_files, total_size
+from paceline.launch.train.data_files import is_weighted, open_training_data, settle_files, total_size, weighting_of
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
 from paceline.models import jobs
 from paceline.models.base import open_tables
 from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
+from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobSpec, JobState, TakenReport
 from paceline.ps import Client, messages, to_fields
@@ -141,7 +142,7 @@ class Training:
         useless = None
         if evaluation is not None:
             useless = evaluation.find_useless()
-        elif issubclass(self._options.model.evaluation, ClickEvaluation):
+        elif issubclass(self._options.model.evaluation, ClickEvaluation) and not is_weighted(self._options):
             examples, positives = int(state.progress["examples"]), int(state.progress.get("positives", 0))
             useless = find_useless(state.progress["loss"] / examples, positives, examples)
         if useless is not None:
@@ -183,7 +184,7 @@ class Training:
 
     def _evaluate(self, trained_on: Dataset) -> Evaluation:
         options = self._options
-        format, columns, kind = trained_on.format, trained_on.columns, trained_on.labels
+        format, columns, kind = trained_on.format, self._columns, trained_on.labels
         with open_dataset(options.evaluation, format, columns, strict=options.strict, labels=kind) as dataset:
             _, reports = self._run_job("evaluate", dataset, 1)
         found = [np.frombuffer(body, np.float32) for fields, body in reports if fields["kind"] == "predictions"]
@@ -207,8 +208,9 @@ class Training:
             batch_size=self._options.batch_size,
             update=to_fields(self._options.update),
             consistency=str(consistency),
+            weighting=weighting_of(self._options) if task == "train" else Weighting(),
         )
-        self._format, self._columns = dataset.format, dataset.columns
+        self._format, self._columns = dataset.format, dataset.columns and dataset.columns.unweighted
         self._health.begin_job()
         strided = task == "train" and isinstance(consistency, Sequential)
         resumed = self._resumption.account if task == "train" and self._resumption is not None else None

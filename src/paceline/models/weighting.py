@@ -1,0 +1,110 @@
+"""How often each example counts in training: weights of classes, and a share of the negatives kept.
+
+An example's weight multiplies its loss and gradient; what its row says (:attr:`Batch.weights`) multiplies on top. Of
+the negatives a random share is kept, each of which then counts as often as would bring their number back: the sums are
+those of all examples in the mean, so that predictions need no correction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch
+from paceline.data.batch import rebatch
+from paceline.errors import UsageError
+from paceline.protocol.jobs import Lease
+
+BALANCED = "balanced"
+
+
+class Weighting(msgspec.Struct, frozen=True, kw_only=True):
+    """How often examples count besides what their rows say."""
+
+    classes: dict[str, float] = {}
+    """Of a label, as text, the weight; 1 where it is not named."""
+    keep_negatives: float = 1.0
+    """The share of examples with label 0 that is trained on."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep_negatives <= 1:
+            raise UsageError(f"--keep-negatives {self.keep_negatives:g}: expected a share above 0, at most 1")
+        for label, weight in self.classes.items():
+            if not 0 <= weight < float("inf"):
+                raise UsageError(f"--class-weight {label}:{weight:g}: expected a finite weight from 0 up")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it leaves all examples as they are."""
+        return not self.classes and self.keep_negatives == 1.0
+
+    def apply(self, batches: Iterable[Batch], lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
+        """Yield what is trained on of a shard, with the number of examples that each batch stands for.
+
+        Which negatives are kept is drawn anew for each pass, and depends on shard and pass alone.
+        """
+        generator = np.random.default_rng((lease.epoch, lease.file, lease.shard))
+        num_read = 0
+
+        def counted() -> Iterator[Batch]:
+            nonlocal num_read
+            for batch in batches:
+                num_read += batch.num_examples
+                yield self._weighted(batch, generator)
+
+        num_told = 0
+        for batch in rebatch(counted(), batch_size):
+            yield batch, num_read - num_told
+            num_told = num_read
+        if num_read > num_told:  # the last ones were all passed over
+            yield Batch.concatenate([]), num_read - num_told
+
+    def _weighted(self, batch: Batch, generator: np.random.Generator) -> Batch:
+        weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
+        for label, weight in self.classes.items():
+            weights[batch.labels == np.float32(label)] *= np.float32(weight)
+        if self.keep_negatives < 1:
+            is_negative = batch.labels == 0
+            is_kept = ~is_negative | (generator.random(batch.num_examples) < self.keep_negatives)
+            weights[is_negative] /= np.float32(self.keep_negatives)
+            batch, weights = select_rows(batch, is_kept), weights[is_kept]
+        return Batch(batch.labels, batch.indptr, batch.keys, batch.values, weights)
+
+
+def select_rows(batch: Batch, is_chosen: npt.NDArray[np.bool_]) -> Batch:
+    """Return some of the rows of a batch."""
+    lengths = np.diff(batch.indptr)
+    indptr = np.zeros(np.count_nonzero(is_chosen) + 1, np.int64)
+    np.cumsum(lengths[is_chosen], out=indptr[1:])
+    pairs = np.repeat(is_chosen, lengths)
+    values = None if batch.values is None else batch.values[pairs]
+    weights = None if batch.weights is None else batch.weights[is_chosen]
+    return Batch(batch.labels[is_chosen], indptr, batch.keys[pairs], values, weights)
+
+
+def parse_class_weights(text: str) -> dict[str, float] | str:
+    """Return the weights that ``0:1,1:5`` means, by label, or ``balanced``. Raises UsageError."""
+    if text == BALANCED:
+        return text
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        label, colon, weight = part.partition(":")
+        try:
+            name = f"{np.float32(label):g}" if abs(float(label)) < 1e6 else str(int(label))
+            if not colon or name in found:
+                raise ValueError
+            found[name] = float(weight)
+        except ValueError:
+            raise UsageError(
+                f"--class-weight {text}: expected balanced, or the weight of each label as in 0:1,1:5"
+            ) from None
+    return found
+
+
+def balance(counts: Mapping[float, int]) -> dict[str, float]:
+    """Return the weights that make all labels count as much together, given how often each comes."""
+    total, num_labels = sum(counts.values()), len(counts)
+    return {f"{label:.9g}": total / (num_labels * count) for label, count in counts.items()}
