@@ -34,3 +34,21 @@ def diff(
 
     found = compare_models(first, second, top)
     typer.echo(json_module.dumps(found.as_json(), allow_nan=False) if json else describe_difference(found))
+
+
+@app.command("export")
+def export(
+    model: Annotated[Path, typer.Argument(help="Directory of a model.")],
+    file: Annotated[Path, typer.Argument(help="File to write.")],
+    to: Annotated[
+        str | None, typer.Option(help="npz (NumPy) or text (KEY:WEIGHT, a line each); by the file's name if not given.")
+    ] = None,
+) -> None:
+    """Write the weights that are not 0 for other programs.
+
+    Example: paceline model export model weights.npz
+    """
+    from paceline.inference.export import export_model
+
+    count = export_model(model, file, to)
+    typer.echo(f"{count:,} weights in {file}")

@@ -88,6 +88,10 @@ def train(
         Path | None,
         typer.Option(help="Go on from the newest whole snapshot in this directory, with the same data."),
     ] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(help="Train this model further: a directory that --save wrote, or one of snapshots."),
+    ] = None,
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="If more servers die than replicas, go on from the newest snapshot.")
     ] = False,
@@ -156,6 +160,7 @@ def train(
             strict=strict,
             snapshots=plan,
             resume=resume,
+            init_from=init_from,
         ),
         servers=servers,
         workers=workers or max(num_cores() - servers, 1),

@@ -92,8 +92,8 @@ class ColumnReader(FrameReader):
     """
 
     def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
+        self._columns = columns = columns.unweighted
         super().__init__(columns.names[1:])
-        self._columns = columns
         self._from_text = from_text
         self._is_known = is_known
         self._arrow = import_arrow()

@@ -15,6 +15,7 @@ from paceline.data import Batch, Columns
 from paceline.errors import ModelError, UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, CriteoReader, FrameReader, is_frame, list_names
+from paceline.inference.weights import Weights, join_weights
 from paceline.launch import prepare_kernels
 from paceline.models.base import BIAS_KEY
 from paceline.models.prediction import Predictor
@@ -84,6 +85,14 @@ class LoadedModel:
                 "again with a smaller --lr"
             )
         return found
+
+    def weights(self) -> Weights:
+        """Return `keys` (uint64 [n]), rising, their `values` (float32 [n, dim]) and the `bias` (float32 [dim]).
+
+        Of a model with several tables they are the first one's.
+        """
+        pieces = list(self._predictor.stores[0].items())
+        return join_weights(pieces, self._predictor.stores[0].dim)
 
     def _batches(self, X: Any, strict: bool) -> Iterator[Batch]:
         if isinstance(X, str | os.PathLike):

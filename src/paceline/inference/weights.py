@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +26,14 @@ class Weights(NamedTuple):
 
 def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
     """Read a table's weights, without the state of its update rule."""
-    dim = table.spec.dim
-    pieces = [(keys, records[:, :dim]) for keys, records in saved.records(table)]
-    keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in pieces)])
-    values = np.concatenate([np.empty((0, dim), np.float32), *(values for _, values in pieces)])
-    return split_bias(keys, values)
+    return join_weights(saved.records(table), table.spec.dim)
+
+
+def join_weights(pieces: Iterable[tuple[Keys, Floats]], dim: int) -> Weights:
+    """Return the weights in pieces of keys and records, which begin with `dim` values."""
+    parts = [(keys, records[:, :dim]) for keys, records in pieces]
+    keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in parts)])
+    return split_bias(keys, np.concatenate([np.empty((0, dim), np.float32), *(values for _, values in parts)]))
 
 
 def split_bias(keys: Keys, values: Floats) -> Weights:

@@ -57,12 +57,13 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
         return StoredModel(path, manifest.model, manifest.tables, manifest.paceline, saved)
     snapshot = read_newest(path).manifest
     dataset = snapshot.training.get("dataset", {})
-    columns = {name: dataset.get(name) for name in ("label", "categorical", "numeric")}
+    columns = {name: dataset[name] for name in ("label", "categorical", "numeric", "scales") if name in dataset}
+    model = snapshot.training.get("model", {})
     described = {
-        **snapshot.training.get("model", {}),
+        **({"kind": model} if isinstance(model, str) else model),  # a name, as 0.1 wrote it
         "finished": False,
         "format": dataset.get("format"),
-        "columns": columns if columns["label"] else None,
+        "columns": columns if columns.get("label") else None,
     }
     return StoredModel(path, described, snapshot.tables, snapshot.paceline, None)
 

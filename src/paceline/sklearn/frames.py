@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.data import Columns
+from paceline.data import Columns, fit_scale
 
 LABEL = "\0label"
 """Stands where a file has its label; no column of a frame is called so."""
+
+_SAMPLE = 20_000  # rows that scales are found from
 
 
 def has_text(frame: Any) -> bool:
@@ -16,10 +18,11 @@ def has_text(frame: Any) -> bool:
 
 
 def choose_columns(frame: Any) -> Columns:
-    """Return the columns of a frame: those of numbers as they are, others as categories."""
+    """Return the columns of a frame: those of numbers on a scale as for files, others as categories."""
     names = [str(name) for name in frame.columns]
     numeric = [name for name in names if _is_numeric(frame[name])]
-    return Columns(LABEL, tuple(name for name in names if name not in numeric), tuple(numeric))
+    scales = tuple(fit_scale(map(str, list(frame[name])[:: len(frame) // _SAMPLE + 1])) for name in numeric)
+    return Columns(LABEL, tuple(name for name in names if name not in numeric), tuple(numeric), scales)
 
 
 def _is_numeric(column: Any) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch, Columns
-from paceline.inference.weights import split_bias
+from paceline.inference.weights import join_weights
 from paceline.kernels.csr import csr_dot
 from paceline.models.base import BIAS_KEY, KeyedMatrix, KeyScratch
 from paceline.models.logistic import LogisticRegression as SparseLogisticRegression
@@ -84,8 +84,7 @@ class WeightTable:
 
     def spread(self, num_features: int) -> Doubles:
         """Return the weights of features that are numbered (float64 [num_features])."""
-        keys, records = self._rows()
-        weights = split_bias(keys, records[:, :1])
+        weights = join_weights(self._store.items(), 1)
         out = np.zeros(num_features)
         out[weights.keys.astype(np.int64)] = weights.values[:, 0]
         return out
@@ -97,8 +96,7 @@ class WeightTable:
         spec = TableSpec(name=table.name, kind="sparse", update=update, initializer=start, dim=table.dim)
         described = {**self._model.describe(), "finished": True, "format": "libsvm", "columns": None}
         if columns is not None:
-            names = {"label": columns.label, "categorical": columns.categorical, "numeric": columns.numeric}
-            described = {**described, "format": "parquet", "columns": names}
+            described = {**described, "format": "parquet", "columns": columns.to_fields()}
         save_model(directory, [(spec, self._store.items())], described)
 
 

@@ -52,8 +52,7 @@ def save_weights(
     spec = TableSpec(name="lr", kind="sparse", update=to_fields(SGD(lr=1.0)), initializer=to_fields(Zeros()), dim=1)
     described: dict[str, Any] = {"kind": "lr", "finished": True, "format": format, "columns": None}
     if columns is not None:
-        named = {"label": columns.label, "categorical": columns.categorical, "numeric": columns.numeric}
-        described["columns"] = named
+        described["columns"] = columns.to_fields()
     save_model(directory, [(spec, store.items())], described)
     return directory
 

@@ -13,6 +13,7 @@ import pytest
 from paceline import cli
 from paceline.errors import ModelError, UsageError
 from paceline.inference.calibration import calibrate
+from paceline.inference.export import export_model
 from paceline.inference.inspection import compare_models, inspect_model
 from paceline.ps import SGD, to_fields
 from paceline.storage.model_directory import save_model
@@ -108,3 +109,18 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "3 features changed" in run(capsys, monkeypatch, "model", "diff", str(first), str(second))
     found = json.loads(run(capsys, monkeypatch, "model", "diff", str(first), str(second), "--json"))
     assert found["tables"][0]["changed"] == 3
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, arrays, text = save_weights(tmp_path / "m", WEIGHTS, bias=0.1), tmp_path / "w.npz", tmp_path / "w.txt"
+    assert run(capsys, monkeypatch, "model", "export", str(model), str(arrays)) == f"3 weights in {arrays}\n"
+    with np.load(arrays) as found:
+        assert found["lr.keys"].tolist() == [3, 9, 2**64 - 1]
+        assert found["lr.values"].tolist() == [[0.5], [1.5], [-2.0]]
+        assert found["lr.bias"].tolist() == [np.float32(0.1)]
+    run(capsys, monkeypatch, "model", "export", str(model), str(text))
+    assert text.read_text() == f"Constant:0.100000001\n3:0.5\n9:1.5\n{2**64 - 1}:-2\n"
+    with pytest.raises(UsageError, match="--to onnx: expected npz or text"):
+        export_model(model, text, "onnx")
+    with pytest.raises(ModelError, match="cannot write the weights to"):
+        export_model(model, tmp_path / "nowhere" / "w.npz")

@@ -28,6 +28,7 @@ from paceline.data import (
     sample_rows,
 )
 from paceline.errors import DataError, ModelError, UsageError
+from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel
 from paceline.models.weighting import BALANCED, Weighting, balance
@@ -90,6 +91,7 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
 
     Raises what is wrong with the files and with the place for the model.
     """
+    options = continue_from(options)
     look = look_at(
         options.data, options.format, options.columns, options.label, options.numeric_scale, options.weights.column
     )
@@ -101,6 +103,8 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
                 f"{options.data[0]}: {odd}: map them before you train {model.name} on them, or take --model softmax "
                 "(classes) or regression (quantities)"
             )
+    elif options.init_from is not None:
+        pass  # it has begun
     else:
         labels, counts = (np.array([*found]) for found in (look.labels.keys(), look.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))

@@ -71,3 +71,5 @@ class TrainOptions:
     """Whether, when and where snapshots are taken."""
     resume: str | Path | None = None
     """Directory of snapshots, whose newest whole one is gone on from."""
+    init_from: str | Path | None = None
+    """Directory of a saved model, or of snapshots, with whose weights and state the training begins."""

@@ -27,6 +27,7 @@ from paceline.launch.local import LocalCluster
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.cluster_health import ClusterHealth
 from paceline.launch.train.data_files import is_weighted, open_training_data, settle_files, total_size, weighting_of
+from paceline.launch.train.initial_model import InitialModel
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
@@ -97,6 +98,10 @@ class Training:
             with dataset:
                 if self._resumption is not None:
                     self._resume(self._resumption, dataset)
+                elif options.init_from is not None:
+                    initial = InitialModel.read(options.init_from, options)
+                    initial.check_data(dataset)
+                    initial.load(self._client, self._signals.check)
                 try:
                     state, reports = self._run_job("train", dataset, options.epochs)
                 except (KeyboardInterrupt, PacelineError) as error:

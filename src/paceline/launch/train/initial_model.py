@@ -1,0 +1,104 @@
+"""The model that a training begins with: one that was saved, or a snapshot, is trained further."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+from paceline.data import COLUMN_FORMATS, Columns, Dataset, detect_format
+from paceline.errors import DataError, UsageError
+from paceline.launch.train.options import TrainOptions
+from paceline.models.base import SparseModel, open_tables
+from paceline.models.registry import read_model_settings
+from paceline.models.stored import StoredModel, read_stored_model
+from paceline.ps import Client, write_records
+from paceline.tables.settings import to_fields
+
+
+class InitialModel:
+    """A model on disk that has the tables of the one that is trained. Raises UsageError if it has others."""
+
+    def __init__(self, stored: StoredModel, options: TrainOptions) -> None:
+        self._stored = stored
+        self._options = options
+        for table in options.model.tables:
+            found = next((each.spec for each in stored.tables if each.spec.name == table.name), None)
+            rule = to_fields(table.update or options.update)
+            if found is None or found.dim != table.dim or found.update["kind"] != rule["kind"]:
+                kept = "is not there" if found is None else f"is kept as {found}"
+                raise UsageError(
+                    f"table {table.name!r} of the model in {stored.directory} {kept}, and what is trained has "
+                    f"{rule['kind']} and dim={table.dim}: train with the same --update and sizes"
+                )
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str], options: TrainOptions) -> InitialModel:
+        """Read the manifest. Raises ModelError if there is no model."""
+        return cls(read_stored_model(directory), options)
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Raise DataError unless features of the data have the keys that the model knows them by."""
+        _check_format(self._stored, dataset.format)
+        columns = self._stored.described.get("columns")
+        read = None if dataset.columns is None else dataset.columns.unweighted
+        if columns is not None and read != Columns.from_fields(columns).unweighted:
+            raise DataError(
+                f"the model in {self._stored.directory} was trained with other columns: leave --label, --categorical "
+                "and --numeric out, and it is trained with the same"
+            )
+
+    def load(self, client: Client, check: Callable[[], None]) -> None:
+        """Write its rows into the tables of a new cluster; `check` is called now and then, and may raise."""
+        stored = {each.spec.name: each for each in self._stored.tables}
+        handles = open_tables(client, self._options.model, self._options.update)
+        if any(table.rows for each in client.statistics() for table in each.tables.values()):
+            raise UsageError("the cluster holds a model already: --init-from begins on one that holds none")
+        for handle in handles:
+            for keys, records in self._stored.records(stored[handle.name]):
+                check()
+                write_records(client, handle.spec, keys, records)
+
+
+def continue_from(options: TrainOptions) -> TrainOptions:
+    """Return the options with settings and columns of the model that is trained further, if one is.
+
+    Raises UsageError if it is another one than is to be trained, ModelError if there is none.
+    """
+    if options.init_from is None:
+        return options
+    if options.resume is not None:
+        raise UsageError("--resume goes on from a snapshot, and --init-from begins with a model: give one of them")
+    stored = read_stored_model(options.init_from)
+    _check_format(stored, options.format or detect_format(str(options.data[0])))
+    columns = stored.described.get("columns")
+    if columns is not None and options.columns is None and options.label is None:
+        known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
+        options = dataclasses.replace(options, columns=known, numeric_scale="none")
+    options = dataclasses.replace(options, model=_continue_model(stored, options.model))
+    InitialModel(stored, options)
+    return options
+
+
+def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
+    """Return the stored model's settings; raise UsageError where others were asked for."""
+    kind = stored.described.get("kind")
+    if kind != wanted.name:
+        raise UsageError(f"the model in {stored.directory} is of kind {kind!r}: train it further with --model {kind}")
+    found = read_model_settings(stored.described)
+    before, now, usual = found.describe(), wanted.describe(), type(wanted)().describe()
+    for name, value in now.items():
+        if value not in (before[name], usual[name]):
+            raise UsageError(
+                f"the model in {stored.directory} has {name}={before[name]}, and {name}={value} is wanted: train it "
+                "further with the same"
+            )
+    return found
+
+
+def _check_format(stored: StoredModel, format: str) -> None:
+    before = stored.described.get("format")
+    if format != before and not {format, before} <= set(COLUMN_FORMATS):
+        raise DataError(
+            f"the model in {stored.directory} was trained on {before}, and has none of the features of {format}"
+        )

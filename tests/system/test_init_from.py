@@ -1,0 +1,55 @@
+"""``paceline train --init-from``: a model is trained further, as if it had not been saved between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import paceline as package
+from paceline.inference.inspection import compare_models
+
+from .running import Commands
+
+CSV = "label,site,age,size\n" + "1,news,31,2\n0,shop,20,3\n1,news,17,5\n0,42,2,8\n" * 25
+
+
+def test_two_passes_are_one_and_one_more(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    common: list[str | Path] = ["train", click_log[0], "-q", "--consistency", "sequential", "--workers", "1"]
+    paceline.succeed(*common, "--epochs", "2", "--save", "at-once")
+    paceline.succeed(*common, "--epochs", "1", "--save", "first")
+    paceline.succeed(*common, "--epochs", "1", "--servers", "2", "--init-from", "first", "--save", "second")
+    (table,) = compare_models(tmp_path / "at-once", tmp_path / "second").tables
+    assert table.changed == 0
+    (table,) = compare_models(tmp_path / "at-once", tmp_path / "first").tables
+    assert table.changed > 1000
+    weights = package.load(tmp_path / "second").weights()
+    assert table.l2_norms[0] == float(np.sqrt((weights.values.astype(np.float64) ** 2).sum()))
+
+
+def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text(CSV)
+    common: list[str | Path] = ["train", data, "-q", "--workers", "1", "--epochs", "1"]
+    paceline.succeed(*common, "--label", "label", "--categorical", "site,size", "--numeric", "age", "--save", "model")
+    paceline.succeed(*common, "--init-from", "model", "--save", "further")
+    columns = package.load(tmp_path / "further").columns
+    assert columns is not None
+    assert (columns.categorical, columns.numeric) == (("site", "size"), ("age",))
+
+    def fail(*arguments: str | Path) -> str:
+        finished = paceline.run(*arguments)
+        assert finished.status != 0
+        assert finished.err.count("\n") == 1, finished.err
+        return finished.err
+
+    others = ["--label", "label", "--categorical", "site", "--numeric", "age"]
+    assert "was trained with other columns" in fail(*common, "--init-from", "model", *others)
+    criteo = ("train", click_log[0], "-q", "--workers", "1", "--init-from", "model")
+    assert "was trained on csv, and has none of the features of criteo" in fail(*criteo)
+    assert "train with the same --update" in fail(*common, "--init-from", "model", "--update", "sgd")
+    assert "train it further with --model lr" in fail(*common, "--init-from", "model", "--model", "softmax")
+    assert "holds no model" in fail(*common, "--init-from", "nothing")
+    assert "give one of them" in fail(*common, "--init-from", "model", "--resume", "snaps")
