@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 from typing_extensions import Self
 
 from paceline.data import Batch, Columns
@@ -81,12 +81,15 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         self.scheduler = scheduler
         self.token = token
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train from nothing on examples X and their classes y [n], of which there are two."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train from nothing on examples X and their classes y [n], of which there are two.
+
+        `sample_weight` [n] multiplies the loss and the gradient of each example; not on a cluster.
+        """
         self._check_parameters()
         X, targets = self._read_training_data(X, y, reset=True)
         self.classes_ = self._find_classes(targets)
-        rows = self._to_batch(X, self._to_labels(targets))
+        rows = self._to_batch(X, self._to_labels(targets), sample_weight)
         random = check_random_state(self.random_state)
         rule = make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta)
         if self.workers is None and self.scheduler is None:
@@ -94,6 +97,8 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
             for _ in range(self.epochs):
                 table.train(rows, self.batch_size, random.permutation(rows.num_examples) if self.shuffle else None)
         else:
+            if sample_weight is not None:
+                raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
             options = TrainOptions(data=(), epochs=self.epochs, batch_size=self.batch_size, update=rule)
             where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
             order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
@@ -101,7 +106,7 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         self._table = table
         return self
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """Train on more examples: one pass, in this process, in their order. The first call names both `classes`."""
         self._check_parameters()
         if self.workers is not None or self.scheduler is not None:
@@ -115,7 +120,7 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
             self._table = WeightTable(make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta))
         elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
             raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
-        self._table.train(self._to_batch(X, self._to_labels(targets)), self.batch_size, None)
+        self._table.train(self._to_batch(X, self._to_labels(targets), sample_weight), self.batch_size, None)
         return self
 
     def decision_function(self, X: Any) -> Doubles:
@@ -124,7 +129,7 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         prepare_kernels()
         if self._columns is None:
             X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=[np.float64, np.float32])
-        return self._table.decide(self._to_batch(X, None))
+        return self._table.decide(self._to_batch(X))
 
     def predict_proba(self, X: Any) -> Doubles:
         """Return the probabilities of both classes, in the order of `classes_` (float64 [n, 2])."""
@@ -202,10 +207,12 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         labels: npt.NDArray[np.float32] = (y == self.classes_[1]).astype(np.float32)
         return labels
 
-    def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None) -> Batch:
+    def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None = None, sample_weight: Any = None) -> Batch:
         batch = Batch.concatenate(list(self._read(X)))
         if labels is not None:
             batch.labels = labels
+        if sample_weight is not None:
+            batch.weights = _check_sample_weight(sample_weight, X, dtype=np.float32, ensure_non_negative=True)
         return batch
 
     def _read(self, X: Any) -> Iterator[Batch]:

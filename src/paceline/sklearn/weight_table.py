@@ -107,4 +107,5 @@ def take_rows(examples: Batch, order: npt.NDArray[np.int64]) -> Batch:
     np.cumsum(lengths, out=indptr[1:])
     places = np.arange(indptr[-1]) + np.repeat(examples.indptr[order] - indptr[:-1], lengths)
     values = None if examples.values is None else examples.values[places]
-    return Batch(examples.labels[order], indptr, examples.keys[places], values)
+    weights = None if examples.weights is None else examples.weights[order]
+    return Batch(examples.labels[order], indptr, examples.keys[places], values, weights)

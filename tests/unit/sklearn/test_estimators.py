@@ -92,6 +92,20 @@ def test_a_pickled_model_learns_on_as_the_original() -> None:
     assert not hasattr(clone(model), "classes_")
 
 
+def test_weights_of_examples() -> None:
+    X, y = examples(200)
+    twice = np.where(y == "yes", 2.0, 1.0)
+    weighted = LogisticRegression(l1=0.1, shuffle=False).fit(X, y, sample_weight=twice)
+    rows = np.repeat(np.arange(200), twice.astype(int))
+    repeated = LogisticRegression(l1=0.1, shuffle=False, batch_size=400).fit(X[rows], y[rows])
+    np.testing.assert_allclose(weighted.decision_function(X), repeated.decision_function(X), atol=1e-4)
+    frame = Frame(city=Column(["a", "b"] * 10, "O"))
+    model = LogisticRegression(l1=0.0, epochs=50).fit(frame, [0, 1] * 10, sample_weight=[1.0, 3.0] * 10)
+    assert model.predict(frame).tolist() == [0, 1] * 10
+    with pytest.raises(UsageError, match="sample_weight counts in this process alone"):
+        LogisticRegression(workers=1).fit(X, y, sample_weight=twice)
+
+
 def test_searching_parameters() -> None:
     X, y = examples(600)
     search = GridSearchCV(LogisticRegression(random_state=1), {"l1": [0.1, 1000.0]}, scoring="roc_auc", cv=3).fit(X, y)
