@@ -267,3 +267,22 @@ def test_columns_of_any_scale_are_learned(paceline: Commands, tmp_path: Path) ->
     assert scales[0] == scales[1]
     assert scales[0] is not None
     assert [each.mean for each in scales[0].scales] == pytest.approx([large.mean(), small.mean()], rel=1e-4, abs=1e-9)
+
+
+def test_training_behind_filters(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    """Exact ones change no bit; others cost little; what is none is refused before anything starts."""
+    arguments: list[str | Path] = [
+        "train", click_log[0], "--eval", click_log[1], "--epochs", "3", "--consistency", "sequential", "--servers", "2",
+        "--workers", "1", "--json", "-q",
+    ]  # fmt: skip
+    chains = {"plain": "", "exact": "key-caching,compress", "lossy": "key-caching,quantize:8,compress"}
+    found = {name: paceline.succeed(*arguments, "--filters", chains[name], "--save", name).json for name in chains}
+    assert found["exact"]["auc"] == found["plain"]["auc"]
+    assert weights_of(tmp_path / "exact") == weights_of(tmp_path / "plain")
+    assert found["exact"]["bytes"] < 0.5 * found["plain"]["bytes"]
+    assert found["lossy"]["bytes"] < 0.25 * found["plain"]["bytes"]
+    assert found["lossy"]["auc"] == pytest.approx(found["plain"]["auc"], abs=0.003)
+    for option in ("--filters", "--pull-filters"):
+        refused = paceline.run(*arguments, option, "quantize:3")
+        assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1)
+        assert "Quantize(bits=3): expected 8, 4, 2 or 1" in refused.err

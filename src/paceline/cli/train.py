@@ -71,6 +71,13 @@ def train(
     keep_negatives: Annotated[
         float, typer.Option(help="Share of the negatives to train on; each then counts as often as makes up for it.")
     ] = 1.0,
+    filters: Annotated[
+        str,
+        typer.Option(help="What pushes and pulls go behind: key-caching,quantize:8,compress for example."),
+    ] = "",
+    pull_filters: Annotated[
+        str | None, typer.Option(help="What pulled values go behind; default: as --filters.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Directory to save the model in.")] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Directory to keep parsed data in, for later passes and later runs.")
@@ -155,6 +162,8 @@ def train(
             batch_size=batch_size,
             update=make_update(update, lr=lr, l1=l1, l2=l2, beta=beta),
             weights=ExampleWeights(column=weight, classes=class_weights, keep_negatives=keep_negatives),
+            filters=filters,
+            pull_filters=pull_filters,
             save=save,
             cache=cache,
             strict=strict,

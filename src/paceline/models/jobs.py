@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from paceline.filters import Filter, parse_filters
 from paceline.models.weighting import Weighting
 from paceline.transport import known
 
@@ -14,7 +16,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A job for the workers of a cluster. `task` is ``train`` or ``evaluate``.
 
     `model` is what :meth:`SparseModel.describe` returned, `dataset` a :meth:`Dataset.spec`, `update` the rule of those
-    tables for which the model has none of its own.
+    tables for which the model has none of its own. `filters` and `pull_filters` (None: the same) are texts of
+    :func:`paceline.filters.parse_filters`.
     """
 
     task: str
@@ -24,6 +27,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     update: dict[str, Any]
     consistency: str
     weighting: Weighting = Weighting()
+    filters: str = ""
+    pull_filters: str | None = None
+
+    def filter_chains(self) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
+        """Return the filters, and those of what is pulled; raises UsageError if there are none of these names."""
+        pulled = None if self.pull_filters is None else parse_filters(self.pull_filters).filters
+        return parse_filters(self.filters).filters, pulled
 
 
 encode = msgspec.json.encode

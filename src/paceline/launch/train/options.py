@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.data import Columns
+from paceline.filters import FilterChain, parse_filters
 from paceline.models.base import SparseModel
 from paceline.models.registry import make_model
 from paceline.ps import FTRL, UpdateRule
@@ -61,6 +62,10 @@ class TrainOptions:
     """How servers update weights."""
     weights: ExampleWeights = ExampleWeights()
     """How often examples count."""
+    filters: str = ""
+    """What workers' pushes and pulls go behind, as :func:`paceline.filters.parse_filters` reads it."""
+    pull_filters: str | None = None
+    """What pulled values go behind; None: the same, as far as they are for values and bytes."""
     save: str | Path | None = None
     """Directory for the model."""
     cache: str | Path | None = None
@@ -73,3 +78,14 @@ class TrainOptions:
     """Directory of snapshots, whose newest whole one is gone on from."""
     init_from: str | Path | None = None
     """Directory of a saved model, or of snapshots, with whose weights and state the training begins."""
+
+    def __post_init__(self) -> None:
+        parse_filters(self.filters)
+        parse_filters(self.pull_filters or "")
+
+    def filter_text(self, task: str) -> str:
+        """Return the filters of a task: an evaluation is of the weights as they are."""
+        chain = parse_filters(self.filters)
+        if task == "evaluate":
+            chain = FilterChain([each for each in chain.filters if each.preserves == "exact"])
+        return str(chain)

@@ -214,6 +214,8 @@ class Training:
             update=to_fields(self._options.update),
             consistency=str(consistency),
             weighting=weighting_of(self._options) if task == "train" else Weighting(),
+            filters=self._options.filter_text(task),
+            pull_filters=None if task == "evaluate" else self._options.pull_filters,
         )
         self._format, self._columns = dataset.format, dataset.columns and dataset.columns.unweighted
         self._health.begin_job()

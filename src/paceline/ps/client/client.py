@@ -251,10 +251,10 @@ class Client:
             number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
             declared = self._tables.get(spec.name)
             if declared is not None:
-                if filters is not None and (declared.filters is None or declared.filters.info != filters.info):
+                if filters is not None and not filters.are(declared.filters):
                     raise UsageError(
                         f"table {spec.name!r} was opened by this client with other filters; give the same, or none to "
-                        "use those"
+                        "use those; table.set_filters(...) changes them"
                     )
                 return declared
             if filters is not None:

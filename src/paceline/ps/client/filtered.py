@@ -51,12 +51,20 @@ class TableFilters:
         self.requests = FilterChain(requests)
         given = self.requests.filters if answers is None else answers
         self.answers = FilterChain([each for each in FilterChain(given).filters if each.stage >= ValueFilter.stage])
-        self.info = messages.FilterInfo(requests=self.requests.describe(), answers=self.answers.describe())
+        sent = [each.describe() for each in self.requests.filters if each not in self.requests.rows]
+        self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
+        """What servers have to know."""
         self._selections: list[RowSelection] = []
         self._senders: dict[int, FilteredSender] = {}
 
     def __bool__(self) -> bool:
         return bool(self.requests) or bool(self.answers)
+
+    def are(self, other: TableFilters | None) -> bool:
+        """Whether another table has the same filters."""
+        if other is None:
+            return False
+        return (str(self.requests), str(self.answers)) == (str(other.requests), str(other.answers))
 
     def senders(self, connections: Sequence[ServerConnection]) -> list[FilteredSender]:
         """Return what sends by these connections, in their order."""

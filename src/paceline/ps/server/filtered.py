@@ -52,6 +52,11 @@ class _PeerTable:
         caching = self.requests.caching
         self.lists = None if caching is None else KeyLists(caching.megabytes << 20)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the lists of keys take."""
+        return 0 if self.lists is None else self.lists.num_bytes
+
 
 def check(info: messages.FilterInfo) -> tuple[FilterChain, FilterChain]:
     """Return the chains of requests and answers. Raises UsageError if there are no such filters here."""
@@ -69,18 +74,18 @@ class PeerFilters:
     def decode(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> tuple[Header, memoryview]:
         """Return header and body of a frame as they were before the filters. Raises UnknownKeysError."""
         if len(meta):
-            told = messages.decode_filters(meta)
-            self._tables.setdefault(peer, {})[header.table] = _PeerTable(told)
+            told = _PeerTable(messages.decode_filters(meta))
+            former = self._tables.setdefault(peer, {}).get(header.table)
+            self._num_bytes -= 0 if former is None else former.num_bytes
+            self._tables[peer][header.table] = told
         table = self._tables.get(peer, {}).get(header.table)
         if table is None:
             raise UnknownKeysError
-        lists = table.lists
-        before = 0 if lists is None else lists.num_bytes
-        found = table.requests.decode(np.frombuffer(body, np.uint8), lists, _MAX_BODY_BYTES)
-        if lists is not None and lists.num_bytes != before:
-            self._num_bytes += lists.num_bytes - before
-            if self._num_bytes > self.max_list_bytes:
-                self.forget_lists()
+        before = table.num_bytes
+        found = table.requests.decode(np.frombuffer(body, np.uint8), table.lists, _MAX_BODY_BYTES)
+        self._num_bytes += table.num_bytes - before
+        if self._num_bytes > self.max_list_bytes:
+            self.forget_lists()
         if found.is_range != bool(header.flags & RANGE):
             raise ProtocolError("a filtered request for a range has keys, or one for keys has a range")
         kind, flags = _BEFORE[header.kind], header.flags | FILTERED
@@ -106,7 +111,7 @@ class PeerFilters:
     def disconnected(self, peer: Peer) -> None:
         """Forget a connection."""
         for table in self._tables.pop(peer, {}).values():
-            self._num_bytes -= 0 if table.lists is None else table.lists.num_bytes
+            self._num_bytes -= table.num_bytes
 
 
 class FilteredFrames:
