@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.inference.frames import CRITEO_NAMES
+from paceline.data.feature_names import CRITEO_NAMES
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.train import train_locally
 

@@ -1,4 +1,4 @@
-"""``paceline train --init-from``: a model is trained further, as if it had not been saved between."""
+"""``paceline train --init-from`` and ``--feature-names``: what a model is trained from, and what is kept beside it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def test_two_passes_are_one_and_one_more(paceline: Commands, click_log: tuple[Pa
     assert table.changed > 1000
     weights = package.load(tmp_path / "second").weights()
     assert table.l2_norms[0] == float(np.sqrt((weights.values.astype(np.float64) ** 2).sum()))
+
+
+def test_names_of_features_are_kept(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    common: list[str | Path] = ["train", click_log[0], "-q", "--workers", "1", "--epochs", "1", "--feature-names"]
+    paceline.succeed(*common, "--save", "model")
+    (table,) = paceline.succeed("inspect", "model", "--json").json["tables"]
+    assert all(each["name"][0] in "IC" and "=" in each["name"] for each in table["largest_weights"])
+    assert len((tmp_path / "model" / "feature-names.tsv").read_text().splitlines()) == table["nonzero"]
+    assert "say where with --save" in paceline.run(*common).err
 
 
 def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(

@@ -23,21 +23,28 @@ def inspect(
 ) -> None:
     """Show what is in a model: features, norms, a histogram of its weights and the largest ones.
 
-    With --data it predicts these files too, and shows by tenths of the predictions how many clicks came.
+    With --data it predicts these files too, shows by tenths of the predictions how many clicks came, and names features
+    that occur there, unless the training has kept their names (paceline train --feature-names).
     Example: paceline inspect model --data day4.tsv --html model.html
     """
+    from paceline.data import Columns, detect_format
+    from paceline.data.feature_names import read_feature_names
     from paceline.errors import ModelError
     from paceline.inference.calibration import calibrate_model
-    from paceline.inference.inspection import inspect_model
+    from paceline.inference.inspection import inspect_model, name_weights
     from paceline.inference.reports import describe_calibration, describe_model, make_page
     from paceline.launch import prepare_kernels
     from paceline.storage.durable_io import replacing
 
-    summary = inspect_model(model, top)
-    calibration = None
+    names = read_feature_names(model)
+    summary, calibration = inspect_model(model, top, names), None
     if data:
         prepare_kernels()
         calibration = calibrate_model(model, data, format)
+        if not names:
+            columns = summary.description.get("columns")
+            found_format = format or detect_format(data[0])
+            summary = name_weights(summary, data, found_format, columns and Columns.from_fields(columns))
     if html is not None:
         try:
             with replacing(html) as aside:

@@ -79,6 +79,10 @@ def train(
         str | None, typer.Option(help="What pulled values go behind; default: as --filters.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Directory to save the model in.")] = None,
+    feature_names: Annotated[
+        bool,
+        typer.Option("--feature-names", help="Keep the names of features beside the model."),
+    ] = False,
     cache: Annotated[
         Path | None, typer.Option(help="Directory to keep parsed data in, for later passes and later runs.")
     ] = None,
@@ -142,6 +146,8 @@ def train(
         "--heartbeat-timeout": heartbeat_timeout,
     }
     class_weights = None if class_weight is None else parse_class_weights(class_weight)
+    if feature_names and save is None:
+        raise UsageError("--feature-names keeps names beside the model: say where with --save MODEL")
     plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots, save)
     if auto_resume and (plan is None or scheduler is not None):
         raise UsageError("--auto-resume needs --snapshot-every, and processes of its own (no --scheduler)")
@@ -165,6 +171,7 @@ def train(
             filters=filters,
             pull_filters=pull_filters,
             save=save,
+            feature_names=feature_names,
             cache=cache,
             strict=strict,
             snapshots=plan,

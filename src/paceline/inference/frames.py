@@ -19,15 +19,10 @@ from typing_extensions import override
 
 from paceline.data import Batch, Columns
 from paceline.data.columns import Converter, import_arrow
+from paceline.data.feature_names import CRITEO_NAMES
 from paceline.data.text import criteo_parser
 from paceline.errors import UsageError
-from paceline.kernels.text_reference import CRITEO_CATEGORIES, CRITEO_INTEGERS, REASONS
-
-CRITEO_NAMES = (
-    *(f"I{number}" for number in range(1, CRITEO_INTEGERS + 1)),
-    *(f"C{number}" for number in range(1, CRITEO_CATEGORIES + 1)),
-)
-"""The names of Criteo's fields, as they are called everywhere."""
+from paceline.kernels.text_reference import REASONS
 
 _ROWS = 32768
 _LOOKED_AT = 256

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from paceline.data import Columns
+from paceline.data.feature_names import find_feature_names
 from paceline.errors import UsageError
 from paceline.inference.weights import Weights, read_weights
 from paceline.models.stored import StoredModel, read_stored_model
@@ -111,6 +114,22 @@ def inspect_model(
     _check_kind(saved, kind)
     tables = [_summarize(table.spec.name, read_weights(saved, table), top, names or {}) for table in saved.tables]
     return ModelSummary(str(saved.directory), kind, finished, saved.paceline, described, tables)
+
+
+def name_weights(summary: ModelSummary, files: Sequence[str], format: str, columns: Columns | None) -> ModelSummary:
+    """Return the summary with the names of its largest weights, as far as the features occur in data files."""
+    keys = [each.key for table in summary.tables for each in table.largest_weights]
+    names = find_feature_names(files, format, columns, np.array(keys, np.uint64))
+    tables = [
+        dataclasses.replace(
+            table,
+            largest_weights=[
+                dataclasses.replace(each, name=names.get(each.key, each.name)) for each in table.largest_weights
+            ],
+        )
+        for table in summary.tables
+    ]
+    return dataclasses.replace(summary, tables=tables)
 
 
 def compare_models(first: str | os.PathLike[str], second: str | os.PathLike[str], top: int = 20) -> ModelDifference:

@@ -124,3 +124,11 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         export_model(model, text, "onnx")
     with pytest.raises(ModelError, match="cannot write the weights to"):
         export_model(model, tmp_path / "nowhere" / "w.npz")
+
+
+def test_features_that_occur_in_the_data_are_named(
+    csv_model: Path, csv: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = json.loads(run(capsys, monkeypatch, "inspect", str(csv_model), "--data", str(csv), "--json"))
+    names = {each["name"] for each in found["tables"][0]["largest_weights"]}
+    assert names == {"age", "site=news", "site=shop", "site=42", "device=phone", "device=tablet", "device="}

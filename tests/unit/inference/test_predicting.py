@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline.data.feature_names import CRITEO_NAMES
 from paceline.errors import DataError, ModelError, UsageError
-from paceline.inference.frames import CRITEO_NAMES
 
 from .conftest import CRITEO_FIELDS, write_model
 

@@ -68,6 +68,8 @@ class TrainOptions:
     """What pulled values go behind; None: the same, as far as they are for values and bytes."""
     save: str | Path | None = None
     """Directory for the model."""
+    feature_names: bool = False
+    """Whether the names of features are kept beside the model."""
     cache: str | Path | None = None
     """Directory that keeps parsed data for later passes; None: a temporary one, if there are several passes."""
     strict: bool = False

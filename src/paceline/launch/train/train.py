@@ -27,6 +27,7 @@ from paceline.launch.local import LocalCluster
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.cluster_health import ClusterHealth
 from paceline.launch.train.data_files import is_weighted, open_training_data, settle_files, total_size, weighting_of
+from paceline.launch.train.feature_names import keep_feature_names
 from paceline.launch.train.initial_model import InitialModel
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
@@ -125,6 +126,8 @@ class Training:
                 self._warn(f"the training diverged: {what}; choose a smaller --lr")
             if options.save is not None:
                 self.save(options.save)
+                if options.feature_names:
+                    keep_feature_names(options.save, dataset)
             self._span = (train_share, 1.0)
             evaluation = self._evaluate(dataset) if options.evaluation else None
             self._warn_if_useless(state, evaluation)

@@ -1,0 +1,195 @@
+"""What features are called: their keys are hashes, of which the text is found by reading the data again.
+
+A category is called ``column=value``, a numeric column by its name. Criteo's fields are ``I1`` to ``I13`` and ``C1`` to
+``C26``, and an integer's category is the range of numbers that fall into it, such as ``I3=8..11``.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.columns import Columns
+from paceline.data.dialect import read_dialect
+from paceline.data.streams import ByteStream, open_stream
+from paceline.errors import ModelError
+from paceline.kernels.text_reference import (
+    CRITEO_CATEGORIES,
+    CRITEO_INTEGERS,
+    field_seed,
+    hash_bytes,
+    integer_category,
+    log_thresholds,
+    name_seed,
+)
+from paceline.storage.durable_io import replacing
+
+CRITEO_NAMES = (
+    *(f"I{number}" for number in range(1, CRITEO_INTEGERS + 1)),
+    *(f"C{number}" for number in range(1, CRITEO_CATEGORIES + 1)),
+)
+"""The names of Criteo's fields, as they are called everywhere."""
+
+FEATURE_NAMES = "feature-names.tsv"
+"""The file in a model's directory that holds them."""
+
+_ROWS = 16384
+_LEAST_INTEGER = -16  # of Criteo's negative integers, of which each is a category, there are few
+
+Keys = npt.NDArray[np.uint64]
+
+
+def find_feature_names(files: Sequence[str], format: str, columns: Columns | None, wanted: Keys) -> dict[int, str]:
+    """Return the names of those of the `wanted` keys that occur in the files; none of libsvm, where keys are numbers.
+
+    All of the data is read, unless all names are found before.
+    """
+    finder = _NameFinder(wanted)
+    if format == "criteo":
+        finder.add_integers()
+        seeds = [field_seed(field) for field in range(CRITEO_INTEGERS + 1, CRITEO_INTEGERS + CRITEO_CATEGORIES + 1)]
+        finder.read(CRITEO_NAMES[CRITEO_INTEGERS:], seeds, _criteo_rows(files))
+    elif columns is not None:
+        for name in columns.numeric:
+            finder.add(name_seed(name), name)
+        rows = _csv_rows(files, columns) if format == "csv" else _parquet_rows(files, columns)
+        finder.read(columns.categorical, [name_seed(name) for name in columns.categorical], rows)
+    return finder.names
+
+
+class _NameFinder:
+    """Names of wanted keys as far as they are known."""
+
+    def __init__(self, wanted: Keys) -> None:
+        self._wanted = set(wanted.tolist())
+        self.names: dict[int, str] = {}
+
+    def add(self, key: int, name: str) -> None:
+        if key in self._wanted:
+            self.names[key] = name
+
+    def add_integers(self) -> None:
+        """Add the categories of Criteo's integer fields, which are known beforehand."""
+        thresholds = log_thresholds()
+        ranges = {x: str(x) for x in range(_LEAST_INTEGER, 3)}
+        for first, end in zip((3, *thresholds), (*thresholds, 10**18), strict=True):
+            if first < end and first > 2:
+                ranges[integer_category(first)] = str(first) if end == first + 1 else f"{first}..{end - 1}"
+        for field, name in enumerate(CRITEO_NAMES[:CRITEO_INTEGERS], 1):
+            seed = field_seed(field)
+            self.add(hash_bytes(b"", seed), f"{name}=")
+            for category, text in ranges.items():
+                self.add(hash_bytes((category % 2**64).to_bytes(8, "little"), seed), f"{name}={text}")
+
+    def read(self, names: Sequence[str], seeds: Sequence[int], rows: Iterator[Sequence[str]]) -> None:
+        """Add the values of categorical columns, until there is no more of the data or nothing more is wanted."""
+        seen: list[set[str]] = [set() for _ in names]
+        while len(self.names) < len(self._wanted) and (block := list(islice(rows, _ROWS))):
+            for column, (name, seed) in enumerate(zip(names, seeds, strict=True)):
+                fresh = {row[column] for row in block} - seen[column]
+                seen[column] |= fresh
+                self._add_values(name, seed, sorted(fresh))
+
+    def _add_values(self, name: str, seed: int, values: list[str]) -> None:
+        from paceline.kernels import text as kernels
+
+        if not values:
+            return
+        encoded = [value.encode("utf-8", "surrogateescape") for value in values]
+        offsets = np.zeros(len(values) + 1, np.int64)
+        np.cumsum([len(each) for each in encoded], out=offsets[1:])
+        data = np.frombuffer(b"".join(encoded) or b"\0", np.uint8)
+        keys = np.empty(len(values), np.uint64)
+        kernels.hash_strings(kernels.read_only(data), kernels.read_only(offsets), np.uint64(seed), keys, 0, 1)
+        for key, value in zip(keys.tolist(), values, strict=True):
+            self.add(key, f"{name}={value}")
+
+
+def _criteo_rows(files: Sequence[str]) -> Iterator[Sequence[str]]:
+    for line in _lines(files, "\n"):
+        fields = line.rstrip("\r\n").split("\t")
+        if len(fields) == 1 + len(CRITEO_NAMES):
+            yield fields[1 + CRITEO_INTEGERS :]
+
+
+def _csv_rows(files: Sequence[str], columns: Columns) -> Iterator[Sequence[str]]:
+    for file in files:
+        dialect = read_dialect(file, columns.names)
+        places = [dialect.names.index(name) for name in columns.categorical]
+        rows = csv.reader(_lines([file], ""), delimiter=dialect.separator)
+        for row in islice(rows, int(dialect.has_header), None):
+            if len(row) == len(dialect.names):
+                yield [row[at] for at in places]
+
+
+def _parquet_rows(files: Sequence[str], columns: Columns) -> Iterator[Sequence[str]]:
+    from paceline.data.tables import open_parquet
+
+    for file in files:
+        with open_parquet(file) as opened:
+            for batch in opened.iter_batches(_ROWS, columns=list(columns.categorical), use_threads=False):
+                cells = [batch.column(batch.schema.get_field_index(name)) for name in columns.categorical]
+                texts = [["" if cell is None else cell for cell in _as_text(each)] for each in cells]
+                yield from zip(*texts, strict=True)
+
+
+def _as_text(column: object) -> Iterable[str | None]:
+    texts: Iterable[str | None] = column.cast("string").to_pylist()  # type: ignore[attr-defined]
+    return texts
+
+
+def _lines(files: Sequence[str], newline: str) -> Iterator[str]:
+    for file in files:
+        with io.BufferedReader(_TextFile(open_stream(file)), 1 << 20) as raw:
+            yield from io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", newline=newline)
+
+
+class _TextFile(io.RawIOBase):
+    """A stream of a data file, as Python's own classes read it."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        with memoryview(buffer).cast("B") as view:  # type: ignore[arg-type]
+            return self._stream.readinto(view)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+
+# Names beside a model.
+
+
+def write_feature_names(directory: Path, names: Mapping[int, str]) -> None:
+    """Keep names beside a model: a line of key, tab and name (as JSON writes a text) for each. Raises OSError."""
+    lines = [f"{key}\t{json.dumps(name, ensure_ascii=False)}\n" for key, name in sorted(names.items())]
+    with replacing(directory / FEATURE_NAMES) as aside:
+        aside.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+
+
+def read_feature_names(directory: Path) -> dict[int, str]:
+    """Return the names that are kept beside a model; none where there is no such file. Raises ModelError."""
+    names: dict[int, str] = {}
+    try:
+        with open(directory / FEATURE_NAMES, encoding="utf-8") as lines:
+            for line in lines:
+                key, _, name = line.partition("\t")
+                names[int(key)] = str(json.loads(name))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory / FEATURE_NAMES} holds no names of features: {error}") from None
+    return names
