@@ -1,4 +1,4 @@
-"""How well predicted probabilities agree with what came: a table of groups by rising prediction."""
+"""How well predictions agree with what came: a table of groups by rising prediction."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import DataError, UsageError
-from paceline.models.metrics import ClickEvaluation, evaluate
+from paceline.errors import DataError
+from paceline.models.metrics import Evaluation
 from paceline.models.prediction import Predictor
 from paceline.tables.types import Floats
 
@@ -28,15 +28,15 @@ class CalibrationGroup:
     predicted: float
     """The mean prediction."""
     observed: float
-    """The share of positive examples."""
+    """The mean label: of clicks, their share."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Groups of equal size, and the metrics of all examples."""
+    """Groups of equal size, of a model that predicts one number, and the metrics of all examples."""
 
     groups: list[CalibrationGroup]
-    metrics: ClickEvaluation
+    metrics: Evaluation
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``paceline inspect --json`` says of it."""
@@ -44,25 +44,24 @@ class Calibration:
         return {"groups": groups, "metrics": {"examples": self.metrics.examples, **self.metrics.as_json()}}
 
 
-def calibrate(labels: Floats, probabilities: Floats, num_groups: int = NUM_GROUPS) -> Calibration:
-    """Group examples (float32 [n] each) by prediction, into `num_groups` of equal size or as many as there are."""
-    order = np.argsort(probabilities, kind="stable")
-    labels, ordered = labels[order], probabilities[order]
-    groups = [
+def group_by_prediction(labels: Floats, predictions: Floats, num_groups: int = NUM_GROUPS) -> list[CalibrationGroup]:
+    """Group examples (float32 [n] each) by rising prediction, into so many of equal size, or as many as there are."""
+    order = np.argsort(predictions, kind="stable")
+    labels, ordered = labels[order], predictions[order]
+    return [
         CalibrationGroup(len(p), float(p[0]), float(p[-1]), float(p.mean(dtype=np.float64)), float(y.mean()))
         for y, p in zip(np.array_split(labels, num_groups), np.array_split(ordered, num_groups), strict=True)
         if len(p)
     ]
-    return Calibration(groups, evaluate(labels, ordered))
 
 
 def calibrate_model(directory: Path, data: Sequence[str], format: str | None = None) -> Calibration:
-    """Predict data files with a saved model. Raises UsageError where the model predicts no probability of a click."""
+    """Predict data files with a saved model, and compare."""
     predictor = Predictor(directory)
-    if predictor.model.evaluation is not ClickEvaluation:
-        raise UsageError(f"{directory} is {predictor.model.title}: calibration is of probabilities of clicks")
     with predictor.open_data(data, format) as dataset:
         found = list(predictor.predict(dataset))
     if not found:
         raise DataError(f"{data[0]} has no line that can be predicted")
-    return calibrate(np.concatenate([labels for labels, _ in found]), np.concatenate([p for _, p in found]))
+    labels, predictions = np.concatenate([labels for labels, _ in found]), np.concatenate([p for _, p in found])
+    groups = group_by_prediction(labels, predictions) if predictions.ndim == 1 else []
+    return Calibration(groups, predictor.model.evaluate(labels, predictions))

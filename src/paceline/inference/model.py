@@ -44,6 +44,12 @@ class LoadedModel:
         return self._predictor.model.name
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The model's settings: of several classes which, of factors how many."""
+        described = self._predictor.model.describe()
+        return {name: value for name, value in described.items() if name != "kind"}
+
+    @property
     def format(self) -> str:
         """The format of the data that it was trained on."""
         return self._predictor.format
@@ -67,7 +73,10 @@ class LoadedModel:
         return f"{text}; from {self.directory}>"
 
     def predict(self, X: Any, *, strict: bool = True) -> Floats:
-        """Return the probability of each example (float32 [n]), in order.
+        """Return the probability of a click of each example (float32 [n]), in order.
+
+        A model of quantities returns these; one of several classes their probabilities (float32 [n, classes]), in the
+        order of ``settings["classes"]``.
 
         `X`: a data file's path, or a list of paths; a DataFrame of pandas or polars, or a dict of columns, for a model
         of CSV, Parquet or Criteo data; a NumPy array or SciPy sparse matrix [n, columns], for a model of LIBSVM data,

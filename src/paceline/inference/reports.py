@@ -37,8 +37,9 @@ def describe_calibration(calibration: Calibration) -> str:
         for g in calibration.groups
     ]
     metrics = calibration.metrics
+    sentence = f"on {metrics.examples:,} examples: {metrics.sentence()}"
     table = _text_table(("prediction", "examples", "predicted", "observed"), rows)
-    return f"calibration on {metrics.examples:,} examples: {metrics.sentence()}\n{table}"
+    return f"{sentence}\n{table}" if rows else sentence
 
 
 def describe_difference(difference: ModelDifference) -> str:
@@ -64,7 +65,9 @@ def make_page(summary: ModelSummary, calibration: Calibration | None) -> str:
     parts += [f"{escape(name)}: {escape(_setting(value))}" for name, value in summary.description.items() if value]
     parts.append("</pre>")
     if calibration is not None:
-        parts += ["<h2>Calibration</h2>", _calibration_plot(calibration)]
+        parts.append("<h2>Calibration</h2>")
+        if calibration.groups:
+            parts.append(_calibration_plot(calibration))
         parts.append(f"<pre>{escape(describe_calibration(calibration))}</pre>")
     for table in summary.tables:
         title, *_ = _describe_table(table)
@@ -164,8 +167,10 @@ def _histogram_plot(histogram: Histogram) -> str:
 
 
 def _calibration_plot(calibration: Calibration) -> str:
-    most = max(max(g.predicted, g.observed) for g in calibration.groups) or 1.0
-    points = [(_x(g.predicted / most), _y(g.observed / most)) for g in calibration.groups]
+    ends = [value for g in calibration.groups for value in (g.predicted, g.observed)]
+    least, most = min(0.0, *ends), max(*ends)
+    width = most - least or 1.0
+    points = [(_x((g.predicted - least) / width), _y((g.observed - least) / width)) for g in calibration.groups]
     content = [f'<line class="ideal" x1="{_x(0)}" y1="{_y(0)}" x2="{_x(1)}" y2="{_y(1)}"/>']
     content.append(f'<polyline class="line" points="{" ".join(f"{x},{y}" for x, y in points)}"/>')
     content += [

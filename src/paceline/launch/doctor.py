@@ -56,6 +56,8 @@ def examine() -> Iterator[Finding]:
         yield Finding("ok", package, importlib.metadata.version(package))
     yield _extra("pyarrow", "csv and parquet", "pip install 'paceline[parquet]'")
     yield _extra("torch", "PyTorch models, and Gloo in bench collectives", "pip install torch")
+    yield _extra("scikit-learn", "paceline.sklearn", "pip install 'paceline[sklearn]'", module="sklearn")
+    yield _extra("uvicorn", "paceline serve", "pip install 'paceline[serve]'")
     yield _extra("mpi4py", "Open MPI in bench collectives", "pip install mpi4py; Debian: apt install openmpi-bin")
     yield _kernels()
     yield _cluster()
@@ -81,8 +83,8 @@ def _files() -> Finding:
     )
 
 
-def _extra(package: str, use: str, install: str) -> Finding:
-    if importlib.util.find_spec(package) is not None:
+def _extra(package: str, use: str, install: str, module: str | None = None) -> Finding:
+    if importlib.util.find_spec(module or package) is not None:
         return Finding("ok", package, f"{importlib.metadata.version(package)}, for {use}")
     return Finding("note", package, f"not installed, needed for {use}", install)
 

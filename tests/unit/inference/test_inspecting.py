@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from html.parser import HTMLParser
@@ -12,9 +13,11 @@ import pytest
 
 from paceline import cli
 from paceline.errors import ModelError, UsageError
-from paceline.inference.calibration import calibrate
+from paceline.inference import load
+from paceline.inference.calibration import group_by_prediction
 from paceline.inference.export import export_model
 from paceline.inference.inspection import compare_models, inspect_model
+from paceline.models.softmax import SoftmaxRegression
 from paceline.ps import SGD, to_fields
 from paceline.storage.model_directory import save_model
 from paceline.tables.initializers import Zeros
@@ -62,12 +65,12 @@ def test_calibration_groups_hold_equal_shares_by_rising_prediction() -> None:
     random = np.random.default_rng(1)
     probabilities = random.random(1000, np.float32)
     labels = (random.random(1000) < probabilities).astype(np.float32)
-    found = calibrate(labels, probabilities)
-    assert [group.count for group in found.groups] == [100] * 10
-    assert all(a.highest <= b.lowest for a, b in zip(found.groups, found.groups[1:], strict=False))
-    assert all(abs(group.predicted - group.observed) < 0.15 for group in found.groups)
-    assert np.mean([group.observed for group in found.groups]) == pytest.approx(labels.mean(), rel=1e-5)
-    assert len(calibrate(labels[:3], probabilities[:3]).groups) == 3
+    groups = group_by_prediction(labels, probabilities)
+    assert [group.count for group in groups] == [100] * 10
+    assert all(a.highest <= b.lowest for a, b in itertools.pairwise(groups))
+    assert all(abs(group.predicted - group.observed) < 0.15 for group in groups)
+    assert np.mean([group.observed for group in groups]) == pytest.approx(labels.mean(), rel=1e-5)
+    assert len(group_by_prediction(labels[:3], probabilities[:3])) == 3
 
 
 class Tags(HTMLParser):
@@ -87,7 +90,7 @@ def test_inspect_command(
     arguments = ("inspect", str(libsvm_model), "--data", str(libsvm), "--html", str(page), "--top", "3")
     text = run(capsys, monkeypatch, *arguments)
     assert "4 features, 4 with a weight other than 0" in text
-    assert "calibration on 3 examples: AUC" in text
+    assert "on 3 examples: AUC" in text
     found = json.loads(run(capsys, monkeypatch, *arguments, "--json"))
     assert len(found["tables"][0]["largest_weights"]) == 3
     assert found["calibration"]["metrics"]["examples"] == 3
@@ -132,3 +135,29 @@ def test_features_that_occur_in_the_data_are_named(
     found = json.loads(run(capsys, monkeypatch, "inspect", str(csv_model), "--data", str(csv), "--json"))
     names = {each["name"] for each in found["tables"][0]["largest_weights"]}
     assert names == {"age", "site=news", "site=shop", "site=42", "device=phone", "device=tablet", "device="}
+
+
+def test_a_model_of_several_classes(
+    libsvm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = SoftmaxRegression(classes=(0, 1, 2))
+    (table,) = model.tables
+    rule, start = to_fields(SGD(lr=1.0)), to_fields(Zeros())
+    spec = TableSpec(name=table.name, kind="sparse", dim=table.dim, update=rule, initializer=start)
+    rows = (np.array([1, 3], np.uint64), np.array([[1, 0, -1], [0, 2, 0]], np.float32))
+    described = {**model.describe(), "format": "libsvm", "columns": None}
+    save_model(tmp_path / "classes", [(spec, [rows])], described)
+    loaded = load(tmp_path / "classes")
+    assert loaded.settings == {"classes": (0, 1, 2)}
+    found = loaded.predict([{1: 1.0}, {3: 1.0}, {}])
+    assert found.shape == (3, 3)
+    np.testing.assert_allclose(found.sum(axis=1), 1.0, rtol=1e-6)
+    assert found.argmax(axis=1).tolist()[:2] == [0, 1]
+    np.testing.assert_allclose(found[2], 1 / 3, rtol=1e-6)
+    assert loaded.weights().values.tolist() == [[1, 0, -1], [0, 2, 0]]
+    data = tmp_path / "classes.svm"
+    data.write_text("0 1:1\n1 3:1\n2 5:1\n")
+    text = run(capsys, monkeypatch, "inspect", str(tmp_path / "classes"), "--data", str(data))
+    assert "on 3 examples: accuracy" in text
+    with pytest.raises(UsageError, match="several numbers per feature, and text has one"):
+        export_model(tmp_path / "classes", tmp_path / "w.txt")
