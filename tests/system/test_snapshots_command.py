@@ -13,6 +13,7 @@ import pytest
 
 from paceline.launch import LocalCluster
 from paceline.launch.train.options import SnapshotPlan, TrainOptions
+from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import Training
 from paceline.launch.train.training_run import run_training
 from paceline.models.stored import find_version
@@ -180,7 +181,8 @@ def test_ctrl_c_while_resuming(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with LocalCluster.start(servers=2) as cluster, cluster.connect(observer=True) as client:
-            training = Training(options, client, num_workers=1, processes=cluster, warn=told.append)
+            plan = plan_training(options)
+            training = Training(options, plan, client, num_workers=1, processes=cluster, warn=told.append)
             with pytest.raises(KeyboardInterrupt):
                 training.run()
     finally:

@@ -15,6 +15,8 @@ from . import options
 if TYPE_CHECKING:
     from paceline.launch.train.options import SnapshotPlan
     from paceline.launch.train.results import TrainResult
+    from paceline.models.update import RuleChoice
+    from paceline.ps import UpdateRule
 
 
 def train(
@@ -38,8 +40,16 @@ def train(
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
     numeric_scale: options.NumericScale = "auto",
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 4,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per minibatch of one worker.")] = 256,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Examples per minibatch of one worker; default: 8 to 256, by their number."),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Try a few learning rates and L1 penalties on a sample first.")
+    ] = False,
     servers: Annotated[
         int | None, typer.Option(min=1, help="Server processes, which hold the parameters; default 1.")
     ] = None,
@@ -57,7 +67,9 @@ def train(
     min_replicas: options.OptionalMinReplicas = None,
     non_finite: options.NonFinite = None,
     update: Annotated[str, typer.Option(help="ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.")] = "ftrl",
-    lr: Annotated[float | None, typer.Option(help="Learning rate (FTRL: alpha); default depends on --update.")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate (FTRL: alpha); default: by the data (FTRL), or by --update.")
+    ] = None,
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
     l1: Annotated[float | None, typer.Option(help="FTRL's L1 penalty; default 1.")] = None,
     l2: Annotated[float | None, typer.Option(help="L2 penalty (weight decay for rules other than ftrl).")] = None,
@@ -131,7 +143,6 @@ def train(
     from paceline.launch.train.training_run import run_training
     from paceline.models.registry import make_model
     from paceline.models.softmax import parse_classes
-    from paceline.models.update import make_update
     from paceline.models.weighting import parse_class_weights
     from paceline.protocol import parse_consistency, parse_stale_policy
 
@@ -166,7 +177,8 @@ def train(
             numeric_scale=numeric_scale,
             epochs=epochs,
             batch_size=batch_size,
-            update=make_update(update, lr=lr, l1=l1, l2=l2, beta=beta),
+            update=_choose_update(update, lr=lr, l1=l1, l2=l2, beta=beta),
+            adapt="widely" if tune else "yes",
             weights=ExampleWeights(column=weight, classes=class_weights, keep_negatives=keep_negatives),
             filters=filters,
             pull_filters=pull_filters,
@@ -197,6 +209,20 @@ def train(
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
     else:
         _print(result, save)
+
+
+def _choose_update(
+    name: str, *, lr: float | None, l1: float | None, l2: float | None, beta: float | None
+) -> UpdateRule | RuleChoice:
+    """Return the update rule; of FTRL, what makes it from the rate and the penalty that suit the data."""
+    from paceline.models.update import UPDATE_NAMES, make_update
+
+    rule = make_update(name, lr=lr, l1=l1, l2=l2, beta=beta)
+    if name != UPDATE_NAMES[0]:
+        return rule
+    return lambda suited_lr, suited_l1: make_update(
+        name, lr=suited_lr if lr is None else lr, l1=suited_l1 if l1 is None else l1, l2=l2, beta=beta
+    )
 
 
 def _plan_snapshots(every: str | None, directory: Path | None, keep: int, save: Path | None) -> SnapshotPlan | None:

@@ -41,6 +41,12 @@ class Batch:
             None if self.weights is None else self.weights[start:stop],
         )
 
+    def copy(self) -> Batch:
+        """The same rows in arrays of their own."""
+        values = None if self.values is None else self.values.copy()
+        weights = None if self.weights is None else self.weights.copy()
+        return Batch(self.labels.copy(), self.indptr.copy(), self.keys.copy(), values, weights)
+
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
         """The rows of all `batches` in order; with no batch, no rows."""

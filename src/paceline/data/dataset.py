@@ -18,6 +18,7 @@ from paceline.data.columns import LABEL_NAMES, Columns, import_arrow
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import COLUMN_FORMATS, FORMATS, TEXT_FORMATS, detect_format
 from paceline.data.guessing import guess_columns
+from paceline.data.key_scaling import KeyScaling
 from paceline.data.reader import ShardReader
 from paceline.data.sampling import sample_rows
 from paceline.data.streams import is_gzip_name, line_number, stat_file
@@ -32,7 +33,7 @@ LABELS = ("clicks", "numbers")
 """What labels are read as: 1 where a label is above 0 and 0 elsewhere, or the numbers as they stand."""
 _MAX_IDLE = 4  # readers that wait, each with an open file
 
-Spec = dict[str, str | int | bool | list[str]]
+Spec = dict[str, Any]
 """All that another process needs to open the same dataset; JSON and msgpack can carry it."""
 
 
@@ -44,6 +45,7 @@ def open_dataset(
     strict: bool = False,
     cache_dir: str | Path | None = None,
     labels: str = "clicks",
+    scaling: KeyScaling | None = None,
 ) -> Dataset:
     """Open data files, all of one format and read in this order, as a :class:`Dataset`.
 
@@ -52,6 +54,7 @@ def open_dataset(
     size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
     MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
     parsed shards for later passes. `labels`: ``clicks`` are 1 above 0 and 0 elsewhere, ``numbers`` as they stand.
+    `scaling` changes the values of libsvm.
 
     :exc:`DataError` for a file that is missing, empty, unreadable or of no known format; :exc:`UsageError`
     for arguments that do not fit each other, and where pyarrow is needed and missing.
@@ -74,7 +77,10 @@ def open_dataset(
     elif shard_bytes < 1:
         raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
     columns = _columns_for(files, format, columns)
-    return Dataset(files, format, columns, shard_bytes, strict, None if cache_dir is None else Path(cache_dir), labels)
+    if scaling is not None and format != "libsvm":
+        raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
+    cache_path = None if cache_dir is None else Path(cache_dir)
+    return Dataset(files, format, columns, shard_bytes, strict, cache_path, labels, scaling)
 
 
 def _columns_for(files: list[str], format: str, columns: Columns | None) -> Columns | None:
@@ -108,12 +114,12 @@ def _parquet_schema(path: str) -> Any:
     return parquet_schema(path)
 
 
-def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:
+def open_spec(spec: Mapping[str, Any]) -> Dataset:
     """Open the dataset that :meth:`Dataset.spec` described, in any process that sees the same files."""
     missing = [name for name in _SPEC_NAMES if name not in spec]
     if missing:
         raise UsageError(f"the spec lacks {', '.join(missing)}: pass what Dataset.spec() returned")
-    content: dict[str, Any] = dict(spec)
+    content = dict(spec)
     cache_dir = content["cache_dir"]
     columns = Columns.from_fields(content) if content["label"] else None
     for file in content["files"]:
@@ -126,6 +132,7 @@ def open_spec(spec: Mapping[str, str | int | bool | list[str]]) -> Dataset:
         content["strict"],
         Path(cache_dir) if cache_dir else None,
         content["labels"],
+        None if content.get("scaling") is None else KeyScaling.from_spec(content["scaling"]),
     )
 
 
@@ -146,6 +153,7 @@ class Dataset(Closing):
         strict: bool,
         cache_dir: Path | None,
         labels: str,
+        scaling: KeyScaling | None = None,
     ) -> None:
         self.files = tuple(files)
         self.format = format
@@ -153,6 +161,7 @@ class Dataset(Closing):
         self.shard_bytes = shard_bytes
         self.strict = strict
         self.labels = labels
+        self.scaling = scaling
         self.cache_error: str | None = None
         """Why caching stopped, as when the disk is full; reading goes on without."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
@@ -176,11 +185,21 @@ class Dataset(Closing):
         """How many lines were malformed in each shard, named by file and number, that had any."""
         return self._log.by_shard()
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether shards that were parsed before are kept."""
+        return self._cache is not None
+
+    def can_enter(self, file: int) -> bool:
+        """Whether a file can be read from any shard on, without reading those before."""
+        path = self.files[file]
+        return self.format == "parquet" or (self.format in TEXT_FORMATS and not is_gzip_name(path))
+
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip or csv file until its end was read."""
         if file not in self._num_shards:
             path = self.files[file]
-            if self.format in TEXT_FORMATS and not is_gzip_name(path):
+            if self.format in TEXT_FORMATS and self.can_enter(file):
                 self._num_shards[file] = -(-stat_file(path).st_size // self.shard_bytes)
             elif self.format == "parquet":
                 self._give_back(file, self._take(file))
@@ -229,6 +248,7 @@ class Dataset(Closing):
             "strict": self.strict,
             "cache_dir": "" if self._cache_dir is None else str(self._cache_dir),
             "labels": self.labels,
+            "scaling": None if self.scaling is None else self.scaling.spec(),
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
@@ -255,7 +275,8 @@ class Dataset(Closing):
         reader = self._take(file)
         whole = False
         try:
-            for block in reader.blocks(shard, writing.report):
+            for parsed in reader.blocks(shard, writing.report):
+                block = parsed if self.scaling is None else self.scaling.apply(parsed)
                 writing.append(block)
                 yield block
             self._give_back(file, reader)
@@ -302,9 +323,10 @@ class Dataset(Closing):
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:
             return None
-        identity = {
-            name: value for name, value in self.spec().items() if name not in ("files", "strict", "cache_dir", "labels")
-        }
+        others = ("files", "strict", "cache_dir", "labels", "scaling")
+        identity = {name: value for name, value in self.spec().items() if name not in others}
+        if self.scaling is not None:
+            identity["scaling"] = self.scaling.digest()
         try:
             return ShardCache(self._cache_dir, identity)
         except OSError as error:

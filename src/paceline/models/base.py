@@ -122,6 +122,10 @@ class SparseModel(ABC):
     """Whether labels are classes, which may have weights."""
     diverged_loss: ClassVar[float] = math.inf
     """A mean loss above this is that of a training that diverged."""
+    found: ClassVar[tuple[str, ...]] = ()
+    """The settings that :meth:`starting_from` finds."""
+    is_tuned: ClassVar[bool] = False
+    """Whether :mod:`paceline.models.tuning` knows how to find settings of a training on a sample."""
 
     @property
     @abstractmethod
@@ -143,6 +147,19 @@ class SparseModel(ABC):
 
     def starting_from(self, labels: Floats) -> SparseModel:
         """Return the model with what it must know of the labels, given those of a sample. Raises DataError."""
+        return self
+
+    def continued_from(self, former: SparseModel) -> SparseModel:
+        """Return the model with what `former` has found of the labels, which it goes on from."""
+        if type(former) is not type(self):
+            return self
+        fresh = type(self)()
+        known = {name: getattr(former, name) for name in self.found if getattr(self, name) == getattr(fresh, name)}
+        model: SparseModel = dataclasses.replace(self, **known)  # type: ignore[type-var]
+        return model
+
+    def calibrated(self, labels: Floats, predictions: Floats) -> SparseModel:
+        """Return the model whose predictions are right in the mean, given those of this one on some examples."""
         return self
 
     def describe(self) -> dict[str, Any]:

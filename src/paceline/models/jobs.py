@@ -17,7 +17,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     `model` is what :meth:`SparseModel.describe` returned, `dataset` a :meth:`Dataset.spec`, `update` the rule of those
     tables for which the model has none of its own. `filters` and `pull_filters` (None: the same) are texts of
-    :func:`paceline.filters.parse_filters`.
+    :func:`paceline.filters.parse_filters`. A worker mixes the examples of `shards_at_once` shards.
     """
 
     task: str
@@ -27,6 +27,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     update: dict[str, Any]
     consistency: str
     weighting: Weighting = Weighting()
+    shards_at_once: int = 1
     filters: str = ""
     pull_filters: str | None = None
 

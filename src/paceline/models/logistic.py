@@ -1,12 +1,14 @@
-"""Sparse logistic regression: P(click) = 1/(1 + exp(−(bias + Σ w[key]·value))).
+"""Sparse logistic regression: P(click) = 1/(1 + exp(−(offset + bias + Σ w[key]·value))).
 
-The bias is the weight of a key of its own, which every example has with value 1. Gradients are summed over the
-minibatch, not averaged, as is usual for sparse features (McMahan et al., KDD 2013).
+The offset is fixed before the training begins: the log-odds of a click, so that a weight need only learn by how much a
+feature differs. The bias is the weight of a key of its own, which every example has with value 1. Gradients are summed
+over the minibatch, not averaged, as is usual for sparse features (McMahan et al., KDD 2013).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -19,13 +21,17 @@ from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable,
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.tables.types import Floats, Keys
 
+_GOOD_ENOUGH = 0.05
+_LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
+
 
 class LogisticMinibatch(Minibatch):
     """A minibatch of clicks."""
 
-    __slots__ = ("_rows", "_weights", "labels", "num_examples", "probabilities")
+    __slots__ = ("_offset", "_rows", "_weights", "labels", "num_examples", "probabilities")
 
-    def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
+    def __init__(self, batch: Batch, scratch: KeyScratch, offset: float) -> None:
+        self._offset = np.float32(offset)
         self._rows = KeyedMatrix(batch, scratch)
         self.labels = batch.labels
         self.num_examples = batch.num_examples
@@ -54,7 +60,7 @@ class LogisticMinibatch(Minibatch):
     def _forward(self, weights: Floats, residuals: Floats) -> float:
         rows, margins = self._rows, np.empty(self.num_examples, np.float32)
         csr_dot(rows.indptr, rows.indices, rows.values, weights, margins)
-        margins += weights[-1]
+        margins += weights[-1] + self._offset
         loss = float(logistic(margins, self.labels, self.probabilities, residuals))
         if self._weights is None:
             return loss
@@ -72,6 +78,11 @@ class LogisticRegression(SparseModel):
     loss_name: ClassVar[str] = "log loss"
     evaluation: ClassVar[type[ClickEvaluation]] = ClickEvaluation
     diverged_loss: ClassVar[float] = 20.0  # nats; who always says 0.5 has 0.69
+    found: ClassVar[tuple[str, ...]] = ("offset",)
+    is_tuned: ClassVar[bool] = True
+
+    offset: float = 0.0
+    """What is added to every margin."""
 
     @property
     @override
@@ -80,8 +91,26 @@ class LogisticRegression(SparseModel):
 
     @override
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
-        return LogisticMinibatch(batch, scratch)
+        return LogisticMinibatch(batch, scratch, self.offset)
 
     @override
     def evaluate(self, labels: Floats, predictions: Floats) -> ClickEvaluation:
         return evaluate(labels, predictions)
+
+    @override
+    def starting_from(self, labels: Floats) -> LogisticRegression:
+        positive = float(labels.sum(dtype=np.float64))
+        return dataclasses.replace(self, offset=math.log((positive + 0.5) / (len(labels) - positive + 0.5)))
+
+    @override
+    def calibrated(self, labels: Floats, predictions: Floats) -> LogisticRegression:
+        p, clicks = np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12), float(labels.sum(dtype=np.float64))
+        off = abs(p.sum() - clicks)
+        is_chance = off < 3 * math.sqrt((p * (1 - p)).sum()) or off < _GOOD_ENOUGH * clicks
+        if is_chance or min(clicks, len(labels) - clicks) < _LEAST_LABELS:
+            return self
+        margins, shift = np.log(p / (1 - p)), 0.0
+        for _ in range(20):  # Newton's method
+            p = 1 / (1 + np.exp(-margins - shift))
+            shift -= float(np.clip((p.sum() - clicks) / max(float((p * (1 - p)).sum()), 1e-9), -1, 1))
+        return dataclasses.replace(self, offset=self.offset + shift)

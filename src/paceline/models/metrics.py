@@ -76,6 +76,9 @@ class ClickEvaluation(Evaluation):
         return find_useless(self.log_loss, self.positives, self.examples)
 
 
+_HARDLY_BETTER = 1 - 5e-4
+
+
 def base_log_loss(positives: int, examples: int) -> float:
     """The log loss of always predicting the share of positives: the entropy of the labels, in nats."""
     shares = (positives / examples, 1 - positives / examples)
@@ -85,7 +88,7 @@ def base_log_loss(positives: int, examples: int) -> float:
 def find_useless(log_loss: float, positives: int, examples: int) -> str | None:
     """Say so if a log loss is no better than that of always predicting the share of positives."""
     base = base_log_loss(positives, examples)
-    if base == 0 or log_loss < base:
+    if base == 0 or log_loss < base * _HARDLY_BETTER:
         return None
     return (
         f"the log loss, {log_loss:.4f}, is no better than {base:.4f}, that of always predicting the share of "

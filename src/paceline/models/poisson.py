@@ -43,6 +43,7 @@ class PoissonRegression(LinearModel):
     loss_name: ClassVar[str] = "deviance"
     labels: ClassVar[str] = "numbers"
     evaluation: ClassVar[type[PoissonEvaluation]] = PoissonEvaluation
+    found: ClassVar[tuple[str, ...]] = ("mean", "scale")
 
     mean: float = 1.0
     scale: float = 1.0

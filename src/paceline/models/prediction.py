@@ -19,6 +19,7 @@ from paceline.data import (
     find_label,
     open_dataset,
 )
+from paceline.data.key_scaling import KeyScaling
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.text_reference import name_seed
 from paceline.models.base import KeyScratch
@@ -57,6 +58,9 @@ class Predictor:
         self.format = str(described["format"])
         columns = described.get("columns")
         self.columns = None if columns is None else Columns.from_fields(columns)
+        scaling = described.get("scaling")
+        self.scaling = None if scaling is None else KeyScaling.from_spec(scaling)
+        """How values are changed before they are used."""
         self.stores = [stored.load_store(table.name) for table in self.model.tables]
         """The model's tables; the first has a row for each feature, and one for the bias."""
         self.knows_some = False
@@ -96,6 +100,8 @@ class Predictor:
         return self._predict(batch)[1]
 
     def _predict(self, batch: Batch) -> tuple[Floats, Floats]:
+        if self.scaling is not None:
+            batch = self.scaling.apply(batch)
         minibatch = self.model.prepare(batch, self._scratch.keys)
         if not self.knows_some:
             self.knows_some = bool(self.stores[0].read_records(minibatch.keys[0][:-1])[1].any())

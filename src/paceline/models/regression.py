@@ -40,6 +40,7 @@ class LinearRegression(LinearModel):
     loss_name: ClassVar[str] = "squared error"
     labels: ClassVar[str] = "numbers"
     evaluation: ClassVar[type[RegressionEvaluation]] = RegressionEvaluation
+    found: ClassVar[tuple[str, ...]] = ("center", "scale")
 
     center: float = 0.0
     scale: float = 1.0

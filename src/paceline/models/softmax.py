@@ -62,6 +62,7 @@ class SoftmaxRegression(SparseModel):
     labels: ClassVar[str] = "numbers"
     evaluation: ClassVar[type[ClassEvaluation]] = ClassEvaluation
     diverged_loss: ClassVar[float] = 20.0
+    found: ClassVar[tuple[str, ...]] = ("classes",)
 
     classes: tuple[int, ...] = ()
 

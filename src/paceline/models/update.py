@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 from paceline.errors import UsageError
 from paceline.tables.rules import FTRL, RULES, UpdateRule
@@ -13,6 +14,15 @@ _KINDS: Final[dict[str, Any]] = {
     if kind.logistic_rate is not None
 }
 UPDATE_NAMES: Final = tuple(_KINDS)
+
+
+RuleChoice: TypeAlias = Callable[[float, float], UpdateRule]
+"""Returns an update rule, given a learning rate and an L1 penalty."""
+
+
+def suited_ftrl(alpha: float, l1: float) -> FTRL:
+    """Return FTRL."""
+    return FTRL(alpha=alpha, l1=l1)
 
 
 def make_update(

@@ -28,6 +28,7 @@ from paceline.transport import Transport
 
 from . import jobs
 from .base import KeyScratch, Minibatch, SparseModel, open_tables
+from .mixed_shards import MixedShards
 from .registry import read_model_settings
 
 _PROGRESS_S = 0.2
@@ -146,6 +147,9 @@ class Worker:
         tau = self._client.consistency.tau
         pipeline = _Pipeline(self._client, tables, leases, counters, ahead=0 if tau == 0 else 1)
         self._take_part()
+        if job.shards_at_once > 1:
+            self._train_mixed(job, model, dataset, pipeline, leases)
+            return
         while True:
             lease = leases.next_nowait()
             if lease is None:
@@ -168,6 +172,37 @@ class Worker:
                     self._tell(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
+
+    def _train_mixed(
+        self, job: jobs.Job, model: SparseModel, dataset: Dataset, pipeline: _Pipeline, leases: _Leases
+    ) -> None:
+        shards = MixedShards(dataset, job.weighting, job.batch_size, job.shards_at_once)
+        may_ask = True
+        while True:
+            while may_ask and shards.has_room:
+                lease = leases.next_nowait()
+                if lease is None or lease.lease == ALL_DONE:
+                    may_ask = False
+                else:
+                    shards.open(lease)
+                    leases.prefetch()
+            if not shards:
+                pipeline.drain()
+                self.rest()
+                lease = leases.wait_next()
+                if lease.lease == ALL_DONE:
+                    return
+                self._take_part()
+                shards.open(lease)
+                may_ask = True
+            batch, num_read, ended = shards.next_batch()
+            if batch is not None:
+                pipeline.feed(model.prepare(batch, self._scratch), num_read)
+                self._tell(self._counters)
+            for lease in ended:
+                may_ask = True
+                leases.read(lease.file, dataset.ended(lease.file))
+                pipeline.end_shard(lease)
 
     # Evaluation.
 

@@ -26,8 +26,6 @@ from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
 from paceline.sklearn.weight_table import WeightTable
 from paceline.tables.types import Doubles
 
-_OPTIONS = TrainOptions(data=())
-
 
 class LogisticRegression(ClassifierMixin, BaseEstimator):
     """Logistic regression by minibatches, as ``paceline train`` has it: for two classes.
@@ -56,8 +54,8 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         l1: float | None = None,
         l2: float | None = None,
         beta: float | None = None,
-        epochs: int = _OPTIONS.epochs,
-        batch_size: int = _OPTIONS.batch_size,
+        epochs: int = 4,
+        batch_size: int = 256,
         shuffle: bool = True,
         random_state: Any = None,
         workers: int | None = None,
@@ -99,10 +97,10 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         else:
             if sample_weight is not None:
                 raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
-            options = TrainOptions(data=(), epochs=self.epochs, batch_size=self.batch_size, update=rule)
+            options = TrainOptions(data=(), epochs=self.epochs, batch_size=self.batch_size)
             where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
             order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
-            table = train_on_cluster(rows, order, options, where)
+            table = train_on_cluster(rows, order, options, rule, where)
         self._table = table
         return self
 

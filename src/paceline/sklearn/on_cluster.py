@@ -15,10 +15,12 @@ from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.launch import connect
 from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import Training, train_locally
 from paceline.protocol import parse_consistency
 from paceline.ps import messages, read_model
 from paceline.sklearn.weight_table import WeightTable, take_rows
+from paceline.tables.rules import UpdateRule
 
 _ROWS = 4096
 
@@ -35,20 +37,20 @@ class ClusterChoice:
 
 
 def train_on_cluster(
-    examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, where: ClusterChoice
+    examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, rule: UpdateRule, where: ClusterChoice
 ) -> WeightTable:
     """Train as ``paceline train`` does on examples in this order; return the weights."""
     with tempfile.TemporaryDirectory(prefix="paceline-sklearn-") as folder:
         data, model = Path(folder, "examples.svm"), Path(folder, "model")
         write_libsvm(data, examples, order)
-        options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=model)
+        options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=model, update=rule, adapt="no")
         if where.scheduler is None:
             consistency = parse_consistency(where.consistency)
             train_locally(options, servers=where.servers, workers=where.workers, consistency=consistency)
         else:
             _train_there(options, where.scheduler, where.token)
         (table,) = options.model.tables
-        return WeightTable(options.update, read_model(model).load_store(table.name))
+        return WeightTable(rule, read_model(model).load_store(table.name))
 
 
 def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> None:
@@ -56,7 +58,7 @@ def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> No
         if client.tables():
             raise UsageError(f"the cluster of {scheduler} holds a model already: fit begins with none")
         settings = client.link.call(messages.GetSettings(), messages.Settings)
-        Training(options, client, num_workers=settings.num_workers).run()
+        Training(options, plan_training(options), client, num_workers=settings.num_workers).run()
 
 
 def write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> None:

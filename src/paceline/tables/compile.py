@@ -14,6 +14,7 @@ import numpy as np
 from paceline.kernels import combine, csr, dedup, dense, filters, index, shared, sparse, text
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
+from paceline.tables import logistic_pass
 from paceline.tables.rules import SGD
 from paceline.tables.rules import kernels as rule_kernels
 
@@ -46,6 +47,7 @@ KERNELS: tuple[Any, ...] = (
     sparse.read_records,
     sparse.write_records,
     *filters.KERNELS,
+    *logistic_pass.KERNELS,
     *rule_kernels.KERNELS,
     *shared.KERNELS,
     *text.KERNELS,
@@ -77,6 +79,7 @@ def compile_rest() -> None:
     _compile_index()
     _compile_dense()
     _compile_batch()
+    logistic_pass.compile_kernels()
     text.compile_kernels()
     filters.compile_kernels()
     shared.compile_kernels(combine.combiner("uint8"))

@@ -9,6 +9,7 @@ import pytest
 from paceline.data import open_dataset
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.planning import plan_training
 from paceline.launch.train.snapshots import Resumption, describe_training, parse_every
 from paceline.protocol.jobs import DoneShards, JobAccount
 from paceline.storage.format import SnapshotManifest
@@ -40,7 +41,7 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
     files = [tmp_path / "a.libsvm", tmp_path / "b.libsvm"]
     for file in files:
         file.write_text("1 3:1 5:1\n0 4:1\n")
-    options = TrainOptions(data=files, epochs=2)
+    plan = plan_training(TrainOptions(data=files, epochs=2))
     with open_dataset(files, shard_bytes=10) as dataset:
         manifest = SnapshotManifest(
             number=7,
@@ -50,7 +51,7 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
             account=JobAccount(
                 files=(2, 2), done=(DoneShards(epoch=0, file=1, shards=b"\x03"),), progress={"examples": 4.0}
             ),
-            training=describe_training(dataset, options, "sequential"),
+            training=describe_training(dataset, plan, "sequential"),
         )
         resumption = Resumption(Snapshot(tmp_path, manifest))
         resumption.check_data(dataset)

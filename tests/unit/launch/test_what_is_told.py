@@ -35,6 +35,7 @@ def test_rows_of_a_table_are_named_by_number() -> None:
 def test_no_nan_in_json() -> None:
     result = TrainResult(
         model=make_model(),
+        settings={},
         examples=1,
         seconds=1.0,
         examples_per_s=1.0,

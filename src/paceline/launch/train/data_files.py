@@ -30,10 +30,12 @@ from paceline.data import (
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.plan import TrainingPlan
 from paceline.models.base import SparseModel
 from paceline.models.weighting import BALANCED, Weighting, balance
 from paceline.storage.model_directory import prepare_directory
 
+_MIXED_SHARD_BYTES = 32 << 10
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 
 
@@ -172,22 +174,26 @@ def total_size(files: Sequence[str | Path]) -> int:
 
 
 def open_training_data(
-    options: TrainOptions, num_workers: int, spare: Path | None, shard_bytes: int | None = None
+    options: TrainOptions, plan: TrainingPlan, num_workers: int, spare: Path | None, shard_bytes: int | None = None
 ) -> Dataset:
     """Open the data, in shards that suit the number of workers unless `shard_bytes` is given.
 
-    Several passes are cached in `spare`, given room.
+    Several passes are cached in `spare`, given room. Where shards are mixed they are many and small.
     """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(os.path.getsize(file) for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
-    if cache is None and spare is not None and options.epochs > 1:
+    if cache is None and spare is not None and plan.epochs > 1:
         disk = os.statvfs(spare)
         packed = 8 if any(str(file).endswith(".gz") for file in dataset.files) else 1
         if disk.f_bavail * disk.f_frsize > _CACHE_SPARE * size * packed:
             cache = spare
     if shard_bytes is None:
-        shard_bytes = max(256 << 10, min(size // (16 * num_workers), 16 << 20))
+        if plan.shards_at_once > 1:
+            shard_bytes = max(_MIXED_SHARD_BYTES, min(size // (8 * plan.shards_at_once * num_workers), 16 << 20))
+        else:
+            shard_bytes = max(256 << 10, min(size // (16 * num_workers), 16 << 20))
     format, columns = dataset.format, dataset.columns
     dataset.close()
-    return open_dataset(options.data, format, columns, shard_bytes, options.strict, cache, options.model.labels)
+    labels = plan.model.labels
+    return open_dataset(options.data, format, columns, shard_bytes, options.strict, cache, labels, plan.scaling)

@@ -12,19 +12,20 @@ from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel, open_tables
 from paceline.models.registry import read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
-from paceline.ps import Client, write_records
+from paceline.models.tuning import L1
+from paceline.ps import FTRL, Client, UpdateRule, write_records
 from paceline.tables.settings import to_fields
 
 
 class InitialModel:
     """A model on disk that has the tables of the one that is trained. Raises UsageError if it has others."""
 
-    def __init__(self, stored: StoredModel, options: TrainOptions) -> None:
+    def __init__(self, stored: StoredModel, model: SparseModel, update: UpdateRule) -> None:
         self._stored = stored
-        self._options = options
-        for table in options.model.tables:
+        self._model, self._update = model, update
+        for table in model.tables:
             found = next((each.spec for each in stored.tables if each.spec.name == table.name), None)
-            rule = to_fields(table.update or options.update)
+            rule = to_fields(table.update or update)
             if found is None or found.dim != table.dim or found.update["kind"] != rule["kind"]:
                 kept = "is not there" if found is None else f"is kept as {found}"
                 raise UsageError(
@@ -33,9 +34,9 @@ class InitialModel:
                 )
 
     @classmethod
-    def read(cls, directory: str | os.PathLike[str], options: TrainOptions) -> InitialModel:
+    def read(cls, directory: str | os.PathLike[str], model: SparseModel, update: UpdateRule) -> InitialModel:
         """Read the manifest. Raises ModelError if there is no model."""
-        return cls(read_stored_model(directory), options)
+        return cls(read_stored_model(directory), model, update)
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise DataError unless features of the data have the keys that the model knows them by."""
@@ -51,7 +52,7 @@ class InitialModel:
     def load(self, client: Client, check: Callable[[], None]) -> None:
         """Write its rows into the tables of a new cluster; `check` is called now and then, and may raise."""
         stored = {each.spec.name: each for each in self._stored.tables}
-        handles = open_tables(client, self._options.model, self._options.update)
+        handles = open_tables(client, self._model, self._update)
         if any(table.rows for each in client.statistics() for table in each.tables.values()):
             raise UsageError("the cluster holds a model already: --init-from begins on one that holds none")
         for handle in handles:
@@ -76,7 +77,8 @@ def continue_from(options: TrainOptions) -> TrainOptions:
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
         options = dataclasses.replace(options, columns=known, numeric_scale="none")
     options = dataclasses.replace(options, model=_continue_model(stored, options.model))
-    InitialModel(stored, options)
+    update = options.update
+    InitialModel(stored, options.model, update if isinstance(update, UpdateRule) else update(FTRL().alpha, L1))
     return options
 
 

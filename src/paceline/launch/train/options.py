@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from paceline.data import Columns
 from paceline.filters import FilterChain, parse_filters
 from paceline.models.base import SparseModel
 from paceline.models.registry import make_model
-from paceline.ps import FTRL, UpdateRule
+from paceline.models.update import RuleChoice, suited_ftrl
+from paceline.ps import UpdateRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +56,16 @@ class TrainOptions:
     """The label's column, by name or place, where the others are guessed."""
     numeric_scale: str = "auto"
     """How numeric columns are scaled that have no scales yet: auto, standard, log or none."""
-    epochs: int = 4
-    """Passes over the data."""
-    batch_size: int = 256
-    """Examples per minibatch of one worker."""
-    update: UpdateRule = field(default_factory=lambda: FTRL(alpha=0.05, beta=1.0, l1=1.0))
-    """How servers update weights."""
+    epochs: int | None = None
+    """Passes over the data; None: as many as suit a sample of it."""
+    batch_size: int | None = None
+    """Examples per minibatch of one worker; None: what suits their number."""
+    update: UpdateRule | RuleChoice = suited_ftrl
+    """How servers update weights; or a function that returns it, given a learning rate and an L1 penalty."""
+    adapt: Literal["no", "yes", "widely"] = "yes"
+    """Whether a sample of the data is looked at first, and, ``widely``, a few learning rates and L1 penalties are tried
+    on it. If not, all data is treated alike: 4 epochs, minibatches of 256, a learning rate of 0.05, values as they
+    are."""
     weights: ExampleWeights = ExampleWeights()
     """How often examples count."""
     filters: str = ""

@@ -40,6 +40,8 @@ class TrainResult:
     """What came of a training. Seconds run from the first shard leased to the last update applied."""
 
     model: SparseModel
+    settings: dict[str, Any]
+    """What was chosen: passes, minibatch, update rule."""
     examples: int
     seconds: float
     examples_per_s: float
@@ -67,6 +69,7 @@ class TrainResult:
             "bad_lines": self.bad_lines.count,
             "lost_workers": self.lost_workers,
             "bytes": self.bytes,
+            "settings": self.settings,
         }
 
 

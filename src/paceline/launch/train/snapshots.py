@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.data import Dataset
 from paceline.errors import DataError, PacelineError, UsageError
-from paceline.launch.train.options import SnapshotPlan, TrainOptions
+from paceline.launch.train.options import SnapshotPlan
+from paceline.launch.train.plan import TrainingPlan
 from paceline.models.base import SparseModel
-from paceline.models.registry import describe_settings
+from paceline.models.registry import describe_settings, read_model_settings
 from paceline.protocol.jobs import JobAccount, JobState
-from paceline.ps import Client, messages
+from paceline.ps import Client, messages, to_fields
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.storage.format import SnapshotManifest
@@ -95,14 +96,16 @@ class TrainingSnapshots:
             pass  # the cluster is gone, and with it what was being written
 
 
-def describe_training(dataset: Dataset, options: TrainOptions, consistency: str) -> dict[str, Any]:
+def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) -> dict[str, Any]:
     """Return what a snapshot says of the training that it is of."""
     return {
-        "model": options.model.describe(),
+        "model": plan.model.describe(),
         "dataset": dataset.spec(),
         "files": _files(dataset.files),
-        "epochs": options.epochs,
-        "batch_size": options.batch_size,
+        "epochs": plan.epochs,
+        "batch_size": plan.batch_size,
+        "update": to_fields(plan.update),
+        "shards_at_once": plan.shards_at_once,
         "consistency": consistency,
     }
 
@@ -132,17 +135,26 @@ class Resumption:
         return int(self.account.progress.get("examples", 0))
 
     @property
+    def training(self) -> Mapping[str, Any]:
+        """What :func:`describe_training` said of the training."""
+        return self._training
+
+    @property
+    def model(self) -> SparseModel:
+        """What was trained."""
+        trained = self._training["model"]
+        return read_model_settings({"kind": trained} if isinstance(trained, str) else trained)  # a name: by 0.1
+
+    @property
     def shard_bytes(self) -> int:
         """How the data was cut into shards, and must be again."""
         return int(self._training["dataset"]["shard_bytes"])
 
     def check_model(self, model: SparseModel) -> None:
         """Raise UsageError unless the snapshot's training is of this model."""
-        trained = self._training["model"]
-        before = {"kind": trained} if isinstance(trained, str) else trained  # a name, as 0.1 wrote it
-        if before != model.describe():
+        if self.model != model:
             raise UsageError(
-                f"{self.snapshot} is of a training of {describe_settings(before)}, and it is "
+                f"{self.snapshot} is of a training of {describe_settings(self.model.describe())}, and it is "
                 f"{describe_settings(model.describe())} now: resume with the same model"
             )
 

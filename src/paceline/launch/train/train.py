@@ -6,6 +6,7 @@ and saves the model. Workers do the work (:mod:`paceline.models.worker`).
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +31,12 @@ from paceline.launch.train.data_files import is_weighted, open_training_data, se
 from paceline.launch.train.feature_names import keep_feature_names
 from paceline.launch.train.initial_model import InitialModel
 from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.plan import TrainingPlan
+from paceline.launch.train.planning import plan_training
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
 from paceline.models import jobs
-from paceline.models.base import open_tables
+from paceline.models.base import KeyScratch, open_tables
 from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
 from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
@@ -53,6 +56,7 @@ class Training:
     def __init__(
         self,
         options: TrainOptions,
+        plan: TrainingPlan,
         client: Client,
         *,
         num_workers: int,
@@ -60,11 +64,8 @@ class Training:
         on_progress: Callable[[TrainingState], None] = lambda progress: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        if options.epochs < 1 or options.batch_size < 1:
-            raise UsageError(
-                f"epochs={options.epochs}, batch_size={options.batch_size}: expected positive whole numbers"
-            )
         self._options = options
+        self._plan = plan
         self._client = client
         self._num_workers = num_workers
         self._processes = processes
@@ -83,28 +84,28 @@ class Training:
 
         Raises DataError for what is wrong with the data, PeerError when servers or all workers have died.
         """
-        options, spare = self._options, None if self._processes is None else self._processes.scratch
+        options, plan, spare = self._options, self._plan, None if self._processes is None else self._processes.scratch
         if options.resume is not None:
             self._resumption = Resumption.find(options.resume, self._warn)
         with self._signals:
             before = 0 if self._resumption is None else self._resumption.examples
             shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
-            dataset = open_training_data(options, self._num_workers, spare, shard_bytes)
+            dataset = open_training_data(options, plan, self._num_workers, spare, shard_bytes)
             train_share = 1.0
             if options.evaluation:
-                trained, evaluated = options.epochs * total_size(options.data), total_size(options.evaluation)
+                trained, evaluated = plan.epochs * total_size(options.data), total_size(options.evaluation)
                 train_share = trained / (trained + evaluated)
             self._span = (0.0, train_share)
-            staleness = ObservedStaleness(self._client, options.model)
+            staleness = ObservedStaleness(self._client, plan.model)
             with dataset:
                 if self._resumption is not None:
                     self._resume(self._resumption, dataset)
                 elif options.init_from is not None:
-                    initial = InitialModel.read(options.init_from, options)
+                    initial = InitialModel.read(options.init_from, plan.model, plan.update)
                     initial.check_data(dataset)
                     initial.load(self._client, self._signals.check)
                 try:
-                    state, reports = self._run_job("train", dataset, options.epochs)
+                    state, reports = self._run_job("train", dataset, plan.epochs)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
                         self._check_gone()  # which may be what is behind it
@@ -112,18 +113,19 @@ class Training:
                     raise
             statistics = self._client.statistics()
             found_staleness = staleness.summary()
-            rows = sum(each.tables[options.model.tables[0].name].rows for each in statistics)
+            rows = sum(each.tables[plan.model.tables[0].name].rows for each in statistics)
             examples = int(state.progress.get("examples", 0))
             bad_data = self._report_bad_data(reports)
             if not examples:
                 raise DataError(f"{options.data[0]} has no line that can be trained on")
             if self._resumption is not None and examples == before:
-                done = f"{self._resumption.snapshot} has all examples of {options.epochs} epochs"
+                done = f"{self._resumption.snapshot} has all examples of {plan.epochs} epochs"
                 self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
             loss = state.progress.get("loss", 0.0) / examples
-            if not loss <= options.model.diverged_loss:
-                what = f"its mean {options.model.loss_name} is beyond all measure"
+            if not loss <= plan.model.diverged_loss:
+                what = f"its mean {plan.model.loss_name} is beyond all measure"
                 self._warn(f"the training diverged: {what}; choose a smaller --lr")
+            self._calibrate()
             if options.save is not None:
                 self.save(options.save)
                 if options.feature_names:
@@ -132,7 +134,8 @@ class Training:
             evaluation = self._evaluate(dataset) if options.evaluation else None
             self._warn_if_useless(state, evaluation)
         return TrainResult(
-            model=options.model,
+            model=self._plan.model,
+            settings=self._plan.settings(),
             examples=examples,
             seconds=state.seconds,
             examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
@@ -150,25 +153,38 @@ class Training:
         useless = None
         if evaluation is not None:
             useless = evaluation.find_useless()
-        elif issubclass(self._options.model.evaluation, ClickEvaluation) and not is_weighted(self._options):
+        elif issubclass(self._plan.model.evaluation, ClickEvaluation) and not is_weighted(self._options):
             examples, positives = int(state.progress["examples"]), int(state.progress.get("positives", 0))
             useless = find_useless(state.progress["loss"] / examples, positives, examples)
         if useless is not None:
             self._warn(f"the model may have learned nothing: {useless}")
 
+    def _calibrate(self) -> None:
+        """Have predictions right in the mean on the newest examples of the sample."""
+        recent = self._plan.recent
+        if recent is None:
+            return
+        minibatch = self._plan.model.prepare(recent, KeyScratch())
+        tables = open_tables(self._client, self._plan.model, self._plan.update)
+        weights = [table.pull(keys, assume_unique=True) for table, keys in zip(tables, minibatch.keys, strict=True)]
+        model = self._plan.model.calibrated(minibatch.labels, minibatch.predict(weights))
+        self._plan = dataclasses.replace(self._plan, model=model)
+
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
         """Bring the cluster to where the snapshot was."""
-        resumption.check_model(self._options.model)
+        resumption.check_model(self._plan.model)
         resumption.check_data(dataset)
-        open_tables(self._client, self._options.model, self._options.update)
+        open_tables(self._client, self._plan.model, self._plan.update)
         resumption.load(self._client, self._signals.check)
         self._warn(resumption.describe())
 
     def save(self, directory: str | Path, *, finished: bool = True) -> None:
         """Save the model."""
-        model = self._options.model.describe()
+        plan = self._plan
         columns = None if self._columns is None else self._columns.to_fields()
-        self._client.save(directory, **model, finished=finished, format=self._format, columns=columns)
+        scaling = None if plan.scaling is None else plan.scaling.spec()
+        model = {**plan.model.describe(), "finished": finished, "format": self._format, "columns": columns}
+        self._client.save(directory, **model, scaling=scaling)
 
     def _save_what_there_is(self, reason: BaseException) -> None:
         """Save the unfinished model: after Ctrl-C under the name given, after a failure never over a finished one."""
@@ -191,18 +207,24 @@ class Training:
             self._warn(f"the model so far could not be saved: {error}")
 
     def _evaluate(self, trained_on: Dataset) -> Evaluation:
-        options = self._options
-        format, columns, kind = trained_on.format, self._columns, trained_on.labels
-        with open_dataset(options.evaluation, format, columns, strict=options.strict, labels=kind) as dataset:
+        options, plan = self._options, self._plan
+        with open_dataset(
+            options.evaluation,
+            trained_on.format,
+            self._columns,
+            strict=options.strict,
+            labels=trained_on.labels,
+            scaling=plan.scaling,
+        ) as dataset:
             _, reports = self._run_job("evaluate", dataset, 1)
         found = [np.frombuffer(body, np.float32) for fields, body in reports if fields["kind"] == "predictions"]
         self._report_bad_data(reports)
         if not found:
             raise DataError(f"{options.evaluation[0]} has no line that can be evaluated")
-        width = options.model.num_outputs
+        width = plan.model.num_outputs
         halves = [np.split(body, [len(body) // (1 + width)]) for body in found]
         labels, predictions = (np.concatenate([half[i] for half in halves]) for i in range(2))
-        return options.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
+        return plan.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
 
     # A job, start to end.
 
@@ -211,10 +233,11 @@ class Training:
         consistency: Consistency = self._client.consistency
         job = jobs.Job(
             task=task,
-            model=self._options.model.describe(),
+            model=self._plan.model.describe(),
             dataset=dataset.spec(),
-            batch_size=self._options.batch_size,
-            update=to_fields(self._options.update),
+            batch_size=self._plan.batch_size,
+            update=to_fields(self._plan.update),
+            shards_at_once=self._plan.shards_at_once if task == "train" else 1,
             consistency=str(consistency),
             weighting=weighting_of(self._options) if task == "train" else Weighting(),
             filters=self._options.filter_text(task),
@@ -240,7 +263,7 @@ class Training:
         )
         if task == "train" and self._snapshots is not None:
             examples = 0 if self._resumption is None else self._resumption.examples
-            training = describe_training(dataset, self._options, str(consistency))
+            training = describe_training(dataset, self._plan, str(consistency))
             self._snapshots.begin(number, training, examples)
         try:
             return self._watch_job(task, number)
@@ -307,7 +330,7 @@ class Training:
             TrainingState(
                 task=task,
                 fraction=None if done is None else self._span[0] + done * (self._span[1] - self._span[0]),
-                epoch=None if done is None else min(int(done * self._options.epochs) + 1, self._options.epochs),
+                epoch=None if done is None else min(int(done * self._plan.epochs) + 1, self._plan.epochs),
                 examples=int(state.progress.get("examples", 0)),
                 loss=state.progress.get("loss", 0.0),
                 num_bytes=int(state.progress.get("bytes", 0)),
@@ -366,6 +389,9 @@ def train_locally(
         ) as cluster,
         cluster.connect(observer=True) as client,
     ):
+        plan = plan_training(options, warn)  # while workers start
         cluster.wait_workers(client, workers)
-        training = Training(options, client, num_workers=workers, processes=cluster, on_progress=on_progress, warn=warn)
+        training = Training(
+            options, plan, client, num_workers=workers, processes=cluster, on_progress=on_progress, warn=warn
+        )
         return training.run()

@@ -16,6 +16,8 @@ from paceline.launch.local import LocalCluster
 from paceline.launch.train.data_files import settle_files
 from paceline.launch.train.describing import show_columns
 from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.plan import TrainingPlan
+from paceline.launch.train.planning import plan_training
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.train import Training
 from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
@@ -84,9 +86,15 @@ def run_training(
                 )
                 stack.enter_context(cluster)
                 client = stack.enter_context(cluster.connect(observer=True))
+            plan = plan_training(options, warn)  # while workers start
+            if not quiet and plan.chosen_on:
+                warn(plan.sentence())
+            if cluster is not None:
                 cluster.wait_workers(client, workers)
-            show = _Display(line, client, options).show
-            training = Training(options, client, num_workers=workers, processes=cluster, on_progress=show, warn=warn)
+            show = _Display(line, client, plan).show
+            training = Training(
+                options, plan, client, num_workers=workers, processes=cluster, on_progress=show, warn=warn
+            )
             return training.run()
 
     while True:
@@ -102,13 +110,13 @@ def run_training(
 class _Display:
     """Makes progress line after progress line of what the driver tells."""
 
-    def __init__(self, line: TrainingProgress, client: Client, options: TrainOptions) -> None:
+    def __init__(self, line: TrainingProgress, client: Client, plan: TrainingPlan) -> None:
         self._line = line
-        self._epochs = options.epochs
-        self._loss_name = options.model.loss_name
+        self._epochs = plan.epochs
+        self._loss_name = plan.model.loss_name
         self._examples, self._bytes = RateMeter(), RateMeter()
         self._loss = RunningLoss()
-        self._observed = ObservedStaleness(client, options.model)
+        self._observed = ObservedStaleness(client, plan.model)
         self._staleness: dict[str, Any] = {}
         self._looked = time.monotonic()
 

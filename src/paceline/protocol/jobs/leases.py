@@ -121,7 +121,8 @@ class Leases:
         for instruction in self.pool.handle(event):
             match instruction:
                 case shards.Granted(rank, lease, epoch, file, shard):
-                    self._tell(rank, Lease(lease=lease, epoch=epoch, file=file, shard=shard))
+                    size = self.pool.sizes[file] or 0
+                    self._tell(rank, Lease(lease=lease, epoch=epoch, file=file, shard=shard, num_shards=size))
                 case shards.Exhausted(rank):
                     self._is_exhausted = True
                     self._tell(rank, Lease(lease=ALL_DONE))

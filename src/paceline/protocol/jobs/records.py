@@ -40,10 +40,13 @@ class Lease:
     epoch: int = 0
     file: int = 0
     shard: int = 0
+    num_shards: int = 0
+    """How many the file has; 0 while that is unknown."""
 
     def __post_init__(self) -> None:
         _check("lease", self.lease, _MAX_NUMBER, ALL_DONE)
         _check("shard", self.shard, MAX_SHARDS)
+        _check("num_shards", self.num_shards, MAX_SHARDS)
 
     @property
     def key(self) -> Key:

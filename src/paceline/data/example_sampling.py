@@ -1,0 +1,124 @@
+"""A sample of a data set's examples, from all over its files: what is known of the data before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.batch import Batch
+from paceline.data.dataset import Dataset, open_dataset
+from paceline.data.formats import TEXT_FORMATS
+from paceline.data.reader import BLOCK_BYTES
+from paceline.data.streams import is_gzip_name, stat_file
+
+MAX_ROWS = 65_536
+MAX_PAIRS = 4 << 20
+_PIECE_BYTES = 64 << 10
+_NUM_PIECES = 256
+_NUM_BLOCKS = 64  # of a megabyte of text, or 32,768 rows, of files that are read from their beginning
+_CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExampleSample:
+    """Examples in the order of the files: `batch` has all, the i-th run of neighbours from row ``starts[i]`` on."""
+
+    batch: Batch
+    starts: npt.NDArray[np.int64]
+    num_examples: int
+    """How many examples the whole data set has; estimated, unless `is_whole`."""
+    is_whole: bool
+    """Whether the sample is the data set."""
+
+    def label_rates(self) -> npt.NDArray[np.float64]:
+        """The share of positive labels in each run of neighbours."""
+        return np.array([labels.mean() for labels in np.split(self.batch.labels, self.starts[1:])])
+
+
+def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
+    """Return examples of a data set, in runs of 256 neighbours or fewer; of a small one all.
+
+    Of plain text (criteo, libsvm) 16 MiB are read, in pieces spread evenly; other files are read from their beginnings,
+    64 blocks of 1 MiB of text (parquet: 32,768 rows) in all. Runs beyond `max_rows` or `max_pairs` are left out evenly.
+    Malformed lines are left out too, whatever ``dataset.strict`` says. Raises as :meth:`Dataset.read`.
+    """
+    sizes = [stat_file(file).st_size for file in dataset.files]
+    seekable = dataset.format in TEXT_FORMATS and not any(map(is_gzip_name, dataset.files))
+    is_large = seekable and sum(sizes) > _NUM_PIECES * _PIECE_BYTES
+    shard_bytes = _PIECE_BYTES if is_large else BLOCK_BYTES
+    thinned = _Thinned(max_rows, max_pairs)
+    with open_dataset(
+        list(dataset.files), dataset.format, dataset.columns, shard_bytes, labels=dataset.labels
+    ) as reader:
+        blocks = _Pieces(reader, sizes) if is_large else _Beginnings(reader)
+        for batch in blocks:
+            thinned.add(batch)
+    return thinned.sample(blocks.share_read)
+
+
+class _Pieces:
+    """Pieces spread evenly over files that can be entered anywhere."""
+
+    def __init__(self, reader: Dataset, sizes: list[int]) -> None:
+        self._reader = reader
+        shards = [(file, shard) for file in range(len(sizes)) for shard in range(reader.num_shards(file) or 0)]
+        self._chosen = [shards[i * (len(shards) - 1) // (_NUM_PIECES - 1)] for i in range(_NUM_PIECES)]
+        self.share_read = len(self._chosen) / len(shards)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for file, shard in self._chosen:
+            yield from self._reader.read(file, shard, _CHUNK_ROWS)
+
+
+class _Beginnings:
+    """The beginnings of all files, as many blocks of each."""
+
+    def __init__(self, reader: Dataset) -> None:
+        self._reader = reader
+        self.share_read = 1.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        num_files = len(self._reader.files)
+        each, num_ended = max(_NUM_BLOCKS // num_files, 1), 0
+        for file in range(num_files):
+            for shard in range(each):
+                yield from self._reader.read(file, shard, _CHUNK_ROWS)
+                num_shards = self._reader.ended(file)
+                if num_shards is not None and shard + 1 >= num_shards:
+                    num_ended += 1
+                    break
+        self.share_read = 1.0 if num_ended == num_files else 0.0
+
+
+class _Thinned:
+    """Runs of examples, every 2^k-th of which is kept, so that they stay within bounds."""
+
+    def __init__(self, max_rows: int, max_pairs: int) -> None:
+        self._bounds = np.array([max_rows, max_pairs])
+        self._stride, self._num_runs, self._seen_rows = 1, 0, 0
+        self._kept: list[Batch] = []
+        self._size = np.zeros(2, np.int64)
+
+    def add(self, run: Batch) -> None:
+        self._seen_rows += run.num_examples
+        if self._num_runs % self._stride == 0:
+            self._kept.append(run.copy())  # which lets go of the block that it is a part of
+            self._size += _size(run)
+            while len(self._kept) > 1 and (self._size > self._bounds).any():
+                self._kept = self._kept[::2]
+                self._size = np.sum([_size(kept) for kept in self._kept], axis=0)
+                self._stride *= 2
+        self._num_runs += 1
+
+    def sample(self, share_read: float) -> ExampleSample:
+        starts = np.cumsum([0, *(run.num_examples for run in self._kept)], dtype=np.int64)[:-1]
+        is_whole = share_read == 1.0 and self._stride == 1
+        estimate = self._seen_rows / share_read if share_read else np.inf
+        return ExampleSample(Batch.concatenate(self._kept), starts, int(min(estimate, 1 << 62)), is_whole)
+
+
+def _size(run: Batch) -> tuple[int, int]:
+    return run.num_examples, len(run.keys)

@@ -1,0 +1,47 @@
+"""What a training does, everything chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data.batch import Batch
+from paceline.data.key_scaling import KeyScaling
+from paceline.models.base import SparseModel
+from paceline.ps import FTRL, UpdateRule, to_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """All that a training needs to know beside its files."""
+
+    model: SparseModel
+    epochs: int
+    batch_size: int
+    update: UpdateRule
+    scaling: KeyScaling | None = None
+    """How values are changed as they are read (libsvm)."""
+    shards_at_once: int = 1
+    """Of how many shards a worker mixes the examples: more than 1 where labels stand in runs."""
+    recent: Batch | None = None
+    """Examples on which predictions should be right in the mean: the last ones, or from everywhere if mixed."""
+    chosen_on: int = 0
+    """How many examples were looked at."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return what was chosen, as JSON."""
+        return {
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            **to_fields(self.update),
+            "shards_at_once": self.shards_at_once,
+            "chosen_on": self.chosen_on,
+        }
+
+    def sentence(self) -> str:
+        """Return what was chosen, for people."""
+        update = self.update
+        rate = f"alpha {update.alpha:.3g}, L1 {update.l1:g}" if isinstance(update, FTRL) else f"{update}"
+        passes = "1 pass" if self.epochs == 1 else f"{self.epochs} passes"
+        mixed = "; labels stand in runs, so examples are mixed" if self.shards_at_once > 1 else ""
+        return f"{passes}, minibatches of {self.batch_size}, {rate} (from a look at {self.chosen_on:,} examples){mixed}"

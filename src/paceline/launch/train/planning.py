@@ -1,0 +1,143 @@
+"""The plan of a training: what its options say, and, where they say nothing, what a sample of its data suggests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+from paceline.data import Dataset, open_dataset
+from paceline.data.batch import Batch
+from paceline.data.example_sampling import ExampleSample, sample_examples
+from paceline.data.key_scaling import KeyScaling, find_key_scaling
+from paceline.errors import DataError, UsageError
+from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.plan import TrainingPlan
+from paceline.launch.train.snapshots import Resumption
+from paceline.models.stored import StoredModel, read_stored_model
+from paceline.models.tuning import (
+    L1,
+    RATES,
+    WIDE_L1,
+    WIDE_RATES,
+    is_sorted_by_label,
+    passes_for_all,
+    suggested_alpha,
+    suggested_batch_size,
+    tune,
+)
+from paceline.models.update import RuleChoice
+from paceline.ps import FTRL, RULES, UpdateRule, from_fields
+
+_EPOCHS = 4  # where they are not found by trial
+_BATCH_SIZE = 256
+_SHARDS_AT_ONCE = 8
+_CALIBRATION_ROWS = 16_384
+_RECENT = 8
+
+
+def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda text: None) -> TrainingPlan:
+    """Look at the data, and choose what the options leave open; or go on as the snapshot of ``options.resume`` did.
+
+    Raises DataError if there is nothing to train on, ModelError if there is no snapshot.
+    """
+    for name, value in (("epochs", options.epochs), ("batch_size", options.batch_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name}={value}: expected a positive whole number")
+    if options.resume is not None:
+        return _plan_of_snapshot(options, Resumption.find(options.resume, warn))
+    if options.init_from is not None:
+        return _plan_of_model(options, read_stored_model(options.init_from))
+    if options.adapt == "no":
+        return _fixed_plan(options)
+    with open_dataset(options.data, options.format, options.columns, labels=options.model.labels) as dataset:
+        sample = sample_examples(dataset)
+        if not sample.batch.num_examples:
+            raise DataError(f"{options.data[0]} has no line that can be trained on")
+        scaling = _scaling_of(dataset, sample)
+    if scaling is not None:
+        sample = dataclasses.replace(sample, batch=scaling.apply(sample.batch))
+    is_sorted = is_sorted_by_label(sample)
+    model = options.model
+    if model.labels == "clicks":  # what others must know of the labels, they know by now
+        model = model.starting_from(sample.batch.labels)
+    update = _rule_of(options.update, suggested_alpha(sample))
+    batch_size = options.batch_size or suggested_batch_size(sample.num_examples)
+    epochs = options.epochs
+    if model.is_tuned and isinstance(update, FTRL) and (epochs is None or options.adapt == "widely"):
+        epochs, update = _tuned(options, sample, model.describe()["offset"], batch_size, update, is_sorted=is_sorted)
+    return TrainingPlan(
+        model=model,
+        epochs=epochs or _EPOCHS,
+        batch_size=batch_size,
+        update=update,
+        scaling=scaling,
+        shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
+        recent=_recent(sample, is_sorted=is_sorted),
+        chosen_on=sample.batch.num_examples,
+    )
+
+
+def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
+    """Return what suits a model that is trained further: its own rule, and values scaled as it knows them."""
+    plan, scaling = _fixed_plan(options), stored.described.get("scaling")
+    if not isinstance(options.update, UpdateRule):
+        plan = dataclasses.replace(plan, update=from_fields(RULES, stored.tables[0].spec.update))
+    return dataclasses.replace(plan, scaling=None if scaling is None else KeyScaling.from_spec(scaling))
+
+
+def _fixed_plan(options: TrainOptions) -> TrainingPlan:
+    return TrainingPlan(
+        model=options.model,
+        epochs=options.epochs or _EPOCHS,
+        batch_size=options.batch_size or _BATCH_SIZE,
+        update=_rule_of(options.update, FTRL().alpha),
+    )
+
+
+def _scaling_of(dataset: Dataset, sample: ExampleSample) -> KeyScaling | None:
+    return find_key_scaling(sample.batch) if dataset.format == "libsvm" else None
+
+
+def _rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float = L1) -> UpdateRule:
+    return update if isinstance(update, UpdateRule) else update(alpha, l1)
+
+
+def _tuned(
+    options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_sorted: bool
+) -> tuple[int, FTRL]:
+    """Return the passes and the rule that were best on the sample."""
+    rates, penalties = (WIDE_RATES, WIDE_L1) if options.adapt == "widely" else (RATES, (L1,))
+    tried = (
+        _rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in itertools.product(rates, penalties)
+    )
+    rules = [rule, *(each for each in tried if isinstance(each, FTRL))]
+    best = tune(sample, offset, batch_size, list(dict.fromkeys(rules)), is_sorted=is_sorted)[0]
+    return options.epochs or passes_for_all(best.passes, sample), best.rule
+
+
+def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
+    n = sample.batch.num_examples
+    if not is_sorted:
+        return sample.batch.slice(n - min(max(n // _RECENT, 1), _CALIBRATION_ROWS), n)
+    num_runs = len(sample.starts)
+    ends = [*sample.starts[1:], n]
+    step = max(1, -(-n // _CALIBRATION_ROWS))
+    return Batch.concatenate([sample.batch.slice(sample.starts[i], ends[i]) for i in range(0, num_runs, step)])
+
+
+def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> TrainingPlan:
+    """Return what the training of a snapshot did, but for what the options say now."""
+    training = resumption.training
+    scaling, update = training["dataset"].get("scaling"), options.update
+    if not isinstance(update, UpdateRule):
+        known = training.get("update")  # 0.1 did not say
+        update = _rule_of(update, FTRL().alpha) if known is None else from_fields(RULES, known)
+    return TrainingPlan(
+        model=options.model.continued_from(resumption.model),
+        epochs=options.epochs or int(training["epochs"]),
+        batch_size=options.batch_size or int(training["batch_size"]),
+        update=update,
+        scaling=None if scaling is None else KeyScaling.from_spec(scaling),
+        shards_at_once=int(training.get("shards_at_once", 1)),
+    )

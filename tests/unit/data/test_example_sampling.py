@@ -1,0 +1,71 @@
+"""A sample of examples: from everywhere, within bounds, the same every time."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.data import Columns, open_dataset
+from paceline.data.example_sampling import sample_examples
+
+
+def write_sorted(path: Path, rows: int, width: int = 3) -> Path:
+    """A file whose labels are 0 in its first half; the key is the row's number."""
+    lines = (f"{int(i >= rows // 2)} {i}:1 " + " ".join(f"{rows + k}:2" for k in range(width - 1)) for i in range(rows))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_of_a_small_file_it_is_all(tmp_path: Path) -> None:
+    with open_dataset(write_sorted(tmp_path / "x.svm", 1000)) as dataset:
+        sample = sample_examples(dataset)
+    assert sample.is_whole
+    assert sample.num_examples == sample.batch.num_examples == 1000
+    assert sample.starts.tolist() == [0, 256, 512, 768]
+    assert sample.label_rates() == pytest.approx([0, 12 / 256, 1, 1])
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_more_than_may_be_is_thinned_evenly(tmp_path: Path, pack: bool) -> None:
+    file = write_sorted(tmp_path / "x.svm", 20_000)
+    if pack:
+        file = tmp_path / "x.svm.gz"
+        file.write_bytes(gzip.compress((tmp_path / "x.svm").read_bytes()))
+    with open_dataset(file) as dataset:
+        sample = sample_examples(dataset, max_rows=3000)
+    assert 1500 <= sample.batch.num_examples <= 3000
+    assert not sample.is_whole
+    assert sample.num_examples == 20_000
+    assert sample.batch.labels.mean() == pytest.approx(0.5, abs=0.1)
+    assert np.all(np.diff(sample.batch.keys[sample.batch.indptr[:-1]].astype(np.int64)) > 0)  # in the files' order
+
+
+def test_pairs_are_bounded_too(tmp_path: Path) -> None:
+    with open_dataset(write_sorted(tmp_path / "x.svm", 5000, width=20)) as dataset:
+        sample = sample_examples(dataset, max_pairs=30_000)
+    assert len(sample.batch.keys) <= 30_000
+
+
+def test_of_a_large_file_pieces_are_read(tmp_path: Path) -> None:
+    rows = 600_000  # over 16 MiB
+    with open_dataset(write_sorted(tmp_path / "x.svm", rows)) as dataset:
+        sample, again = sample_examples(dataset), sample_examples(dataset)
+    assert not sample.is_whole
+    assert sample.num_examples == pytest.approx(rows, rel=0.1)
+    assert sample.batch.labels.mean() == pytest.approx(0.5, abs=0.05)
+    assert sample.batch.keys.tobytes() == again.batch.keys.tobytes()
+
+
+def test_of_csv_every_file_is_looked_at(tmp_path: Path) -> None:
+    files = []
+    for number in range(3):
+        files.append(tmp_path / f"{number}.csv")
+        files[-1].write_text("y,c\n" + f"{number % 2},v{number}\n" * 300)
+    with open_dataset(files, "csv", Columns("y", ("c",))) as dataset:
+        sample = sample_examples(dataset)
+    assert sample.is_whole
+    assert sample.num_examples == 900
+    assert len(np.unique(sample.batch.keys)) == 3

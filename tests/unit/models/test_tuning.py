@@ -1,0 +1,166 @@
+"""What is found on a sample: the rate, the passes, whether labels stand in runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch
+from paceline.data.example_sampling import ExampleSample
+from paceline.kernels.csr import csr_dot, logistic
+from paceline.models.base import BIAS_KEY, KeyScratch
+from paceline.models.logistic import LogisticRegression
+from paceline.models.tuning import (
+    is_sorted_by_label,
+    passes_for_all,
+    suggested_alpha,
+    suggested_batch_size,
+    tune,
+)
+from paceline.ps import FTRL
+from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
+
+
+def make_sample(
+    n: int = 2000, *, noise: float = 0.0, num_keys: int = 50, num_examples: int | None = None, seed: int = 0
+) -> ExampleSample:
+    rng = np.random.default_rng(seed)
+    keys = rng.integers(0, num_keys, (n, 5)).astype(np.uint64)
+    weights = rng.normal(0, 1, num_keys)
+    margins = weights[keys.astype(np.int64)].sum(1) + rng.normal(0, 1e-9 + noise, n)
+    labels = (rng.random(n) < 1 / (1 + np.exp(-margins))).astype(np.float32)
+    batch = Batch(labels, np.arange(0, 5 * n + 1, 5), keys.reshape(-1))
+    return ExampleSample(batch, np.arange(0, n, 256), num_examples or n, num_examples is None)
+
+
+def with_labels(labels: np.ndarray) -> ExampleSample:
+    n = len(labels)
+    batch = Batch(labels.astype(np.float32), np.arange(n + 1), np.zeros(n, np.uint64))
+    return ExampleSample(batch, np.arange(0, n, 256), n, True)
+
+
+def test_a_pass_is_what_workers_and_servers_do() -> None:
+    """Against the arithmetic of minibatches and the update rule in NumPy."""
+    sample, rule = make_sample(300), FTRL(alpha=0.1, l1=0.5)
+    unique, ids = np.unique(sample.batch.keys, return_inverse=True)
+    n = len(unique) + 1
+    rows, gradients, touched = np.zeros((n, ROW_WORDS), np.float32), np.zeros(n, np.float32), np.zeros(n, np.uint8)
+    none = np.empty(0, np.float32)
+    logistic_pass(
+        sample.batch.indptr, ids.astype(np.int32), none, sample.batch.labels, none, np.arange(300), 0.25, 64,
+        np.array(rule.hyper), rows, gradients, touched,
+    )  # fmt: skip
+    assert not gradients.any()
+    assert not touched.any()
+    model, scratch = LogisticRegression(offset=0.25), KeyScratch()
+    w, states = np.zeros(n, np.float32), [np.zeros(n, np.float32), np.zeros(n, np.float32)]
+    at = {int(key): i for i, key in enumerate(unique)} | {int(BIAS_KEY): n - 1}
+    for start in range(0, 300, 64):
+        minibatch = model.prepare(sample.batch.slice(start, min(start + 64, 300)), scratch)
+        places = [at[int(key)] for key in minibatch.keys[0]]
+        (gradient,), _ = minibatch.gradients([w[places]])
+        part, parts = w[places], [state[places] for state in states]
+        rule.reference(part, parts, gradient, np.ones(len(part)), np.array(rule.hyper))
+        w[places] = part
+        for state, changed in zip(states, parts, strict=True):
+            state[places] = changed
+    np.testing.assert_allclose(rows[:, 0], w, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(rows[:, 2], states[1], rtol=1e-4, atol=1e-6)
+
+
+def test_weights_count_examples() -> None:
+    """An example of weight 3 is three examples."""
+    sample, rule, none = make_sample(100), np.array(FTRL(alpha=0.1).hyper), np.empty(0, np.float32)
+    _, ids = np.unique(sample.batch.keys, return_inverse=True)
+    results = []
+    for weights, order in ((np.full(100, 3, np.float32), np.arange(100)), (none, np.repeat(np.arange(100), 3))):
+        rows = np.zeros((51, ROW_WORDS), np.float32)
+        logistic_pass(
+            sample.batch.indptr, ids.astype(np.int32), none, sample.batch.labels, weights, order, 0.0, 300,
+            rule, rows, np.zeros(51, np.float32), np.zeros(51, np.uint8),
+        )  # fmt: skip
+        results.append(rows)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-4)
+
+
+def test_the_rate_falls_with_the_number_of_features() -> None:
+    assert suggested_alpha(make_sample()) == pytest.approx(0.35 / 5**0.5)
+    halves = make_sample()
+    halves.batch.values = np.full(len(halves.batch.keys), 2, np.float32)
+    assert suggested_alpha(halves) == pytest.approx(0.35 / 20**0.5)
+
+
+@pytest.mark.parametrize(("examples", "size"), [(1, 8), (500, 8), (2000, 16), (16_384, 256), (10**9, 256)])
+def test_small_data_has_small_minibatches(examples: int, size: int) -> None:
+    assert suggested_batch_size(examples) == size
+
+
+def test_labels_in_runs_are_noticed() -> None:
+    rng = np.random.default_rng(0)
+    mixed = (rng.random(20_000) < 0.2).astype(np.float32)
+    rare = (rng.random(20_000) < 0.001).astype(np.float32)
+    drifting = (rng.random(20_000) < np.linspace(0.1, 0.4, 20_000)).astype(np.float32)
+    assert not any(
+        is_sorted_by_label(with_labels(each)) for each in (mixed, rare, drifting, np.zeros(1000), mixed[:50])
+    )
+    assert all(is_sorted_by_label(with_labels(np.sort(each))) for each in (mixed, rare, drifting))
+    assert is_sorted_by_label(with_labels(np.repeat(rng.integers(0, 2, 40), 500)))
+
+
+def test_more_passes_where_there_is_more_to_learn() -> None:
+    """Rare features of few examples are overfit; a few frequent ones are not."""
+    rule = FTRL(alpha=0.2, l1=1.0)
+    easy = tune(make_sample(8000, num_keys=20), 0.0, 64, [rule], is_sorted=False)[0]
+    sparse = tune(make_sample(8000, num_keys=4000), 0.0, 64, [rule], is_sorted=False)[0]
+    assert 1 <= sparse.passes <= 8
+    assert easy.loss < sparse.loss
+    assert tune(make_sample(8000, num_keys=4000), 0.0, 64, [rule], is_sorted=False)[0] == sparse  # the same every time
+
+
+def test_the_best_rule_comes_first() -> None:
+    rules = [FTRL(alpha=alpha, l1=1.0) for alpha in (1e-4, 0.2, 100.0)]
+    found = tune(make_sample(8000), 0.0, 64, rules, is_sorted=False)
+    assert [each.loss for each in found] == sorted(each.loss for each in found)
+    assert found[0].rule == rules[1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_very_few_examples(n: int) -> None:
+    assert tune(make_sample(n), 0.0, 8, [FTRL()], is_sorted=False)[0].passes >= 1
+
+
+def test_passes_over_far_more_data_are_fewer() -> None:
+    assert passes_for_all(40, make_sample(1000)) == 40
+    assert passes_for_all(40, make_sample(1000, num_examples=4000)) == 10
+    assert passes_for_all(40, make_sample(1000, num_examples=10**7)) == 6
+    assert passes_for_all(2, make_sample(1000, num_examples=10**7)) == 2
+
+
+def test_the_offset_is_the_log_odds_and_calibrates() -> None:
+    labels = np.r_[np.ones(1000), np.zeros(3000)].astype(np.float32)
+    model = LogisticRegression().starting_from(labels)
+    assert model.offset == pytest.approx(np.log(1 / 3), abs=1e-3)
+    assert np.isfinite(LogisticRegression().starting_from(np.zeros(10, np.float32)).offset)
+    fine = np.full(4000, 0.251, np.float32)
+    assert model.calibrated(labels, fine) is model
+    doubled = model.calibrated(labels, np.full(4000, 0.5, np.float32))
+    assert doubled.offset == pytest.approx(model.offset + np.log(1 / 3), abs=1e-3)
+    few = LogisticRegression().calibrated(labels[:1050], np.full(1050, 0.5, np.float32))
+    assert few.offset == 0  # 50 of one kind say too little
+
+
+def test_continuing_takes_what_was_found() -> None:
+    assert LogisticRegression().continued_from(LogisticRegression(offset=-2.0)) == LogisticRegression(offset=-2.0)
+
+
+def test_the_offset_is_in_the_arithmetic() -> None:
+    sample = make_sample(50)
+    plain, shifted = (LogisticRegression(offset=offset).prepare(sample.batch, KeyScratch()) for offset in (0.0, 1.5))
+    zeros = np.zeros(len(plain.keys[0]), np.float32)
+    assert plain.predict([zeros]).tolist() == [0.5] * 50
+    assert shifted.predict([zeros]) == pytest.approx(1 / (1 + np.exp(-1.5)))
+    margins, probabilities, residuals = np.zeros((3, 50), np.float32)
+    csr_dot(sample.batch.indptr, np.zeros(250, np.int32), np.empty(0, np.float32), zeros, margins)
+    assert plain.gradients([zeros])[1] == pytest.approx(
+        logistic(margins, sample.batch.labels, probabilities, residuals)
+    )
