@@ -162,7 +162,7 @@ class Training:
     def _calibrate(self) -> None:
         """Have predictions right in the mean on the newest examples of the sample."""
         recent = self._plan.recent
-        if recent is None:
+        if recent is None or is_weighted(self._options):  # which changes what is right in the mean
             return
         minibatch = self._plan.model.prepare(recent, KeyScratch())
         tables = open_tables(self._client, self._plan.model, self._plan.update)
