@@ -31,6 +31,7 @@ CHAINS = (
     "",
     "key-caching",
     "delta-keys",
+    "key-numbers",
     "compress",
     "float16",
     "bfloat16",
@@ -45,6 +46,8 @@ CHAINS = (
     "key-caching,quantize:8",
     "key-caching,quantize:8,compress",
     "key-caching,quantize:4,compress",
+    "key-caching,key-numbers,quantize:8,compress",
+    "key-caching,key-numbers,quantize:4,compress",
 )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .filters import DeltaKeys as DeltaKeys
     from .filters import Float16 as Float16
     from .filters import KeyCaching as KeyCaching
+    from .filters import KeyNumbers as KeyNumbers
     from .filters import Quantize as Quantize
     from .filters import RandomK as RandomK
     from .filters import RandomSkip as RandomSkip

@@ -7,6 +7,7 @@ from .compress import Compress
 from .delta_keys import DeltaKeys
 from .float16 import Float16
 from .key_caching import KeyCaching
+from .key_numbers import KeyNumbers
 from .quantize import Quantize
 from .random_k import RandomK
 from .random_skip import RandomSkip
@@ -24,6 +25,7 @@ __all__ = [
     "Float16",
     "KeyCaching",
     "KeyFilter",
+    "KeyNumbers",
     "Quantize",
     "RandomK",
     "RandomSkip",

@@ -88,7 +88,7 @@ class RowFilter(Filter, is_abstract=True):
 
 
 class KeyFilter(Filter, is_abstract=True):
-    """Writes keys in fewer bytes. There are two, which a chain knows: they are part of the format of a message."""
+    """Writes keys in fewer bytes. A chain knows these filters by name: they are part of the format of a message."""
 
     stage: ClassVar[int] = 2
     preserves: ClassVar[Preserves] = "exact"

@@ -38,6 +38,35 @@ def _rising(generator: np.random.Generator, count: int, bits: int) -> np.ndarray
     return np.sort(random_keys(generator, count) >> np.uint64(64 - bits))
 
 
+def _number_keys(count: int, limit: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        slots = 1 << (3 * count).bit_length()
+        tables = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
+        keys = random_keys(generator, count, max(1, count // 3))
+        return keys, *tables, np.array([0, limit], np.int64), np.zeros(9 * count, np.uint8)
+
+    return make
+
+
+def _renumber(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        keys, slot_keys, slot_numbers, state, out = _number_keys(count, count)(generator)
+        reference.number_keys(keys, slot_keys, slot_numbers, state, out)
+        return slot_keys, slot_numbers, np.zeros(4 * len(slot_keys), np.uint64), np.zeros(4 * len(slot_keys), np.uint32)
+
+    return make
+
+
+def _read_numbers(count: int, lost: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        *given, out = _number_keys(count, count)(generator)
+        size: int = reference.number_keys(given[0], given[1], given[2], given[3], out)
+        known = np.zeros(count, np.uint64)
+        return out[: size - lost].copy(), known, np.array([0, count], np.int64), np.zeros(count, np.uint64)
+
+    return make
+
+
 def _quantize(count: int, bits: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         values = floats(generator, count)
@@ -75,6 +104,15 @@ def _cases() -> Iterator[ArrayCase]:
             yield ArrayCase(filters.decode_deltas, reference.decode_deltas, label, n, decode, (1,))
             cut = _decode_deltas(n, bits, lost=1)
             yield ArrayCase(filters.decode_deltas, reference.decode_deltas, f"{label}, cut", n, cut, (1,))
+        if n <= MIDDLE:
+            for limit in (n, n // 9):
+                number = _number_keys(n, limit)
+                yield ArrayCase(filters.number_keys, reference.number_keys, f"{n} to {limit}", n, number, (1, 2, 3, 4))
+            yield ArrayCase(filters.renumber, reference.renumber, f"{n}", n, _renumber(n), (2, 3))
+            for lost in (0, 1):
+                read = _read_numbers(n, lost)
+                label = f"{n} less {lost} bytes"
+                yield ArrayCase(filters.read_numbers, reference.read_numbers, label, n, read, (1, 2, 3))
         for bits in _HALVES:
             label = f"{n} in {bits} bits"
             yield ArrayCase(filters.quantize, reference.quantize, label, n, _quantize(n, bits), (4, 5))

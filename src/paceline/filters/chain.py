@@ -16,7 +16,9 @@ import numpy as np
 from paceline.errors import ProtocolError, UsageError
 from paceline.filters.base import ByteFilter, Bytes, Filter, RowFilter, ValueFilter, from_description, parse_filter
 from paceline.filters.delta_keys import DeltaKeys
-from paceline.filters.key_caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, KeyLists, digest_of
+from paceline.filters.key_caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, digest_of
+from paceline.filters.key_memory import KeyMemory
+from paceline.filters.key_numbers import KeyNumbers
 from paceline.kernels.filters import decode_deltas, encode_deltas
 from paceline.tables.types import Floats, Keys
 
@@ -31,13 +33,15 @@ DELTAS: Final = 4
 """The keys are differences."""
 RANGE: Final = 8
 """There are the two bounds of a range instead of keys."""
-_FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, RANGE)
+NUMBERS: Final = 16
+"""Keys that were sent before are numbers; before them stands how many there were."""
+_FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, NUMBERS, STORED | NUMBERS, RANGE)
 
 _Kind = TypeVar("_Kind", bound=Filter)
 
 
 class UnknownKeysError(Exception):
-    """A digest that the receiver does not know (any more): the sender is to send the keys."""
+    """A message refers to keys that the receiver does not know (any more): the sender is to send them."""
 
 
 class Decoded(NamedTuple):
@@ -72,6 +76,9 @@ class FilterChain:
         self.caching = self._only(KeyCaching)
         self.sorts = self._only(DeltaKeys) is not None
         """Whether keys have to rise."""
+        self.numbering = self._only(KeyNumbers)
+        if self.sorts and self.numbering is not None:
+            raise UsageError(f"filters {self}: delta-keys and key-numbers do the same; choose one")
 
     def _only(self, kind: type[_Kind]) -> _Kind | None:  # of which a chain has at most one
         found = [each for each in self.filters if isinstance(each, kind)]
@@ -85,6 +92,12 @@ class FilterChain:
 
     def __bool__(self) -> bool:
         return bool(self.filters)
+
+    def memory(self, *, sends: bool) -> KeyMemory | None:
+        """Return what one end of a connection remembers of keys; None if these filters remember nothing."""
+        if self.caching is None and self.numbering is None:
+            return None
+        return KeyMemory(self.caching, self.numbering, sends=sends)
 
     @property
     def is_exact(self) -> bool:
@@ -102,17 +115,17 @@ class FilterChain:
         keys: Keys,
         values: Floats,
         seed: int,
-        lists: KeyLists | None,
+        memory: KeyMemory | None,
         *,
         is_range: bool = False,
         read: Floats | None = None,
     ) -> Bytes:
         """Return the body for keys (or the bounds of a range) and values (float32 [n * dim], empty for a pull).
 
-        `lists` is what the receiver knows, for key caching. Rows are not chosen here: that is before a push is split.
+        `memory` is what the receiver knows of keys. Rows are not chosen here: that is before a push is split.
         Where there is a filter of values, the values that the receiver will have are written to `read`, if given.
         """
-        form, written = (RANGE, keys.view(np.uint8)) if is_range else self._write_keys(keys, lists)
+        form, written = (RANGE, keys.view(np.uint8)) if is_range else self._write_keys(keys, memory)
         key_bytes = len(written)
         body = np.empty(HEAD_BYTES + (key_bytes + 3 & -4) + self._value_bytes(len(values)), np.uint8)
         at = HEAD_BYTES + key_bytes
@@ -124,8 +137,8 @@ class FilterChain:
             self.values.decode(body[start:], read)
         return self._packed(body, len(keys), len(values), key_bytes, form)
 
-    def _write_keys(self, keys: Keys, lists: KeyLists | None) -> tuple[int, Bytes]:
-        form = 0
+    def _write_keys(self, keys: Keys, memory: KeyMemory | None) -> tuple[int, Bytes]:
+        form, lists = 0, None if memory is None else memory.lists
         if lists is not None and len(keys) >= LEAST_KEYS:
             digest = digest_of(keys)
             if digest in lists:
@@ -133,15 +146,17 @@ class FilterChain:
                 return KNOWN, np.frombuffer(digest, np.uint8)
             lists.add(digest, len(keys))
             form = STORED
+        if memory is not None and memory.sent is not None:
+            return form | NUMBERS, memory.sent.encode(keys)
         if self.sorts:
             out = np.empty(10 * len(keys), np.uint8)
             return form | DELTAS, out[: encode_deltas(keys, out)]
         return form, keys.view(np.uint8)
 
-    def decode(self, body: Bytes, lists: KeyLists | None, max_bytes: int) -> Decoded:
+    def decode(self, body: Bytes, memory: KeyMemory | None, max_bytes: int) -> Decoded:
         """Return what a body was made of.
 
-        Raises UnknownKeysError if the digest is of no list that is known, and ProtocolError if no chain of these
+        Raises UnknownKeysError if it refers to keys that are not known here, and ProtocolError if no chain of these
         filters has made the body, or if it takes more than `max_bytes` decoded.
         """
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
@@ -151,11 +166,12 @@ class FilterChain:
         rest = self._unpacked(body[HEAD_BYTES:], is_packed, start + self._value_bytes(num_values))
         decoded = np.empty(8 * num_keys + 4 * num_values, np.uint8)
         keys, values = decoded[: 8 * num_keys].view(np.uint64), decoded[8 * num_keys :].view(np.float32)
-        self._read_keys(rest[:key_bytes], form, keys, lists)
+        self._read_keys(rest[:key_bytes], form, keys, memory)
         self._read_values(rest[start:], values)
         return Decoded(form == RANGE, keys, values, decoded)
 
-    def _read_keys(self, written: Bytes, form: int, keys: Keys, lists: KeyLists | None) -> None:
+    def _read_keys(self, written: Bytes, form: int, keys: Keys, memory: KeyMemory | None) -> None:
+        lists = None if memory is None else memory.lists
         if form == KNOWN:
             known = written.tobytes()
             if lists is None or known not in lists:
@@ -165,7 +181,13 @@ class FilterChain:
                 raise _malformed(f"{len(keys)} keys by the digest of {len(kept)}")
             keys[:] = kept
             return
-        if form & DELTAS:
+        if form & NUMBERS:
+            received = None if memory is None else memory.received
+            if received is None or not received.follows(written):
+                raise UnknownKeysError
+            if not received.decode(written, keys):
+                raise _malformed(f"{len(keys)} numbers of keys in {len(written)} bytes")
+        elif form & DELTAS:
             if decode_deltas(written, keys) != len(written):
                 raise _malformed(f"{len(keys)} differences of keys in {len(written)} bytes")
         elif len(written) != keys.nbytes or (form == RANGE and len(keys) != 2):

@@ -9,10 +9,13 @@ import numpy.typing as npt
 
 from paceline.filters.base import Bytes
 from paceline.kernels.filters import BLOCK
-from paceline.kernels.reference import MASK, mix
+from paceline.kernels.reference import MASK, Integers, mix
 from paceline.tables.types import Floats, Keys
 
 _GOLDEN, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+
+
+Numbers = npt.NDArray[np.uint32]
 
 
 def digest(keys: Keys, out: Keys) -> None:
@@ -55,6 +58,60 @@ def decode_deltas(data: Bytes, out: Keys) -> int:
                 break
         out[i] = key
     return num_read
+
+
+def number_keys(keys: Keys, slot_keys: Keys, slot_numbers: Numbers, state: Integers, out: Bytes) -> int:
+    """Write numbers of keys, or keys."""
+    written: list[int] = []
+    mask = len(slot_keys) - 1
+    for key, hashed in zip(keys.tolist(), mix(keys).tolist(), strict=True):
+        slot = hashed & mask
+        while slot_numbers[slot] and int(slot_keys[slot]) != key:
+            slot = slot + 1 & mask
+        number = int(slot_numbers[slot])
+        if number:
+            one = np.zeros(10, np.uint8)
+            written += one[: encode_deltas(np.array([number], np.uint64), one)].tolist()
+            continue
+        written += [0, *key.to_bytes(8, "little")]
+        if state[0] < state[1]:
+            state[0] += 1
+            slot_keys[slot], slot_numbers[slot] = key, state[0]
+    out[: len(written)] = written
+    return len(written)
+
+
+def renumber(slot_keys: Keys, slot_numbers: Numbers, new_keys: Keys, new_numbers: Numbers) -> None:
+    """Copy a hash table to a larger one."""
+    for key, number, hashed in zip(slot_keys.tolist(), slot_numbers.tolist(), mix(slot_keys).tolist(), strict=True):
+        if number:
+            slot = hashed & len(new_keys) - 1
+            while new_numbers[slot]:
+                slot = slot + 1 & len(new_keys) - 1
+            new_keys[slot], new_numbers[slot] = key, number
+
+
+def read_numbers(data: Bytes, known: Keys, state: Integers, out: Keys) -> int:
+    """Read numbers of keys, and keys."""
+    rest, count, one = data, int(state[0]), np.zeros(1, np.uint64)
+    for i in range(len(out)):
+        size = decode_deltas(rest, one)
+        number = int(one[0])
+        if size < 0 or number > count:
+            return -1
+        rest = rest[size:]
+        if number:
+            out[i] = known[number - 1]
+            continue
+        if len(rest) < 8:
+            return -1
+        out[i] = int.from_bytes(rest[:8].tobytes(), "little")
+        rest = rest[8:]
+        if count < state[1]:
+            known[count] = out[i]
+            count += 1
+    state[0] = count
+    return len(data) - len(rest)
 
 
 def quantize(values: Floats, bits: int, half: np.float32, seed: np.uint64, scales: Floats, codes: Bytes) -> None:

@@ -80,6 +80,93 @@ def decode_deltas(data, out):  # type: ignore[no-untyped-def]
     return at
 
 
+@njit(cache=True, nogil=True)
+def number_keys(keys, slot_keys, slot_numbers, state, out):  # type: ignore[no-untyped-def]
+    """Write keys (uint64 [n]) to `out` (uint8, 9 bytes for each): those with a number as that (LEB128), others whole.
+
+    A whole key stands behind a zero and gets the next number, from 1, as long as there are such. `slot_keys` uint64 and
+    `slot_numbers` uint32 (0: free) are a hash table, whose size is a power of two. `state` int64 [2]: how many numbers
+    are given, and how many there are. Return how many bytes were written.
+    """
+    mask = np.uint64(len(slot_keys) - 1)
+    count, at = state[0], 0
+    for i in range(len(keys)):
+        key = keys[i]
+        slot = np.int64(mix(key) & mask)
+        while slot_numbers[slot] != 0 and slot_keys[slot] != key:
+            slot = np.int64(np.uint64(slot + 1) & mask)
+        number = np.uint64(slot_numbers[slot])
+        if number == 0:
+            if count < state[1]:
+                count += 1
+                slot_keys[slot] = key
+                slot_numbers[slot] = count
+            out[at] = 0
+            for j in range(8):
+                out[at + 1 + j] = (key >> np.uint64(8 * j)) & np.uint64(255)
+            at += 9
+            continue
+        while number > _U127:
+            out[at] = (number & _U127) | _U128
+            number >>= _U7
+            at += 1
+        out[at] = number
+        at += 1
+    state[0] = count
+    return at
+
+
+@njit(cache=True, nogil=True)
+def renumber(slot_keys, slot_numbers, new_keys, new_numbers):  # type: ignore[no-untyped-def]
+    """Copy the hash table of :func:`number_keys` to a larger one, which is zero."""
+    mask = np.uint64(len(new_keys) - 1)
+    for i in range(len(slot_keys)):
+        if slot_numbers[i] != 0:
+            slot = np.int64(mix(slot_keys[i]) & mask)
+            while new_numbers[slot] != 0:
+                slot = np.int64(np.uint64(slot + 1) & mask)
+            new_keys[slot] = slot_keys[i]
+            new_numbers[slot] = slot_numbers[i]
+
+
+@njit(cache=True, nogil=True)
+def read_numbers(data, known, state, out):  # type: ignore[no-untyped-def]
+    """Read what :func:`number_keys` wrote (uint8 [m]) into `out` (uint64 [n]).
+
+    `known` uint64 has the keys by number, from 1 on, and room for those that come; `state` is as there. Return how many
+    bytes were read, -1 if they are wrong; then `state` is as it was.
+    """
+    count, at = state[0], 0
+    for i in range(len(out)):
+        number, shift = np.uint64(0), np.uint64(0)
+        while True:
+            if at == len(data) or shift > _MAX_SHIFT:
+                return -1
+            byte = np.uint64(data[at])
+            at += 1
+            number += (byte & _U127) << shift
+            shift += _U7
+            if byte < _U128:
+                break
+        if number != 0:
+            if number > np.uint64(count):
+                return -1
+            out[i] = known[np.int64(number) - 1]
+            continue
+        if len(data) - at < 8:
+            return -1
+        key = np.uint64(0)
+        for j in range(8):
+            key |= np.uint64(data[at + j]) << np.uint64(8 * j)
+        at += 8
+        out[i] = key
+        if count < state[1]:
+            known[count] = key
+            count += 1
+    state[0] = count
+    return at
+
+
 @njit(cache=True, nogil=True, error_model="numpy")
 def quantize(values, bits, half, seed, scales, codes):  # type: ignore[no-untyped-def]
     """Round values (float32 [n]) to whole numbers of `bits` bits, up or down by chance so that the mean is right.
@@ -122,7 +209,7 @@ def dequantize(codes, bits, half, scales, out):  # type: ignore[no-untyped-def]
             out[i] = share * scales[block]
 
 
-KERNELS = (digest, encode_deltas, decode_deltas, quantize, dequantize)
+KERNELS = (digest, encode_deltas, decode_deltas, number_keys, renumber, read_numbers, quantize, dequantize)
 
 
 def compile_kernels() -> None:
@@ -132,5 +219,10 @@ def compile_kernels() -> None:
     digest(keys, np.zeros(2, np.uint64))
     encode_deltas(keys, data)
     decode_deltas(data, keys)
+    slots, numbers, state = np.zeros(2, np.uint64), np.zeros(2, np.uint32), np.array([0, 1], np.int64)
+    number_keys(keys, slots, numbers, state, data)
+    renumber(slots, numbers, np.zeros(4, np.uint64), np.zeros(4, np.uint32))
+    read_numbers(data, keys, np.array([0, 1], np.int64), keys)
+    data[:] = 0
     quantize(values, 8, half, np.uint64(0), values, data)
     dequantize(data, 8, half, values, values)

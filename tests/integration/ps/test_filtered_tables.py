@@ -17,6 +17,7 @@ from paceline.filters import (
     FilterChain,
     Float16,
     KeyCaching,
+    KeyNumbers,
     Quantize,
     RandomK,
     RandomSkip,
@@ -41,6 +42,7 @@ CHAINS: list[list[Filter]] = [
     [Float16()],
     [BFloat16()],
     [Quantize(8)],
+    [KeyNumbers(), Compress()],
     [KeyCaching(), DeltaKeys(), Quantize(4), Compress()],
     [TopK(0.5)],
     [RandomK(0.5), KeyCaching()],
@@ -79,7 +81,7 @@ def test_pushes_and_pulls(filters: list[Filter], servers: int, consistency: Cons
         np.testing.assert_array_equal(found, (before - grads)[::-1])
 
 
-@pytest.mark.parametrize("filters", [ALL_EXACT, [KeyCaching()]], ids=names)
+@pytest.mark.parametrize("filters", [ALL_EXACT, [KeyCaching()], [KeyCaching(), KeyNumbers()]], ids=names)
 def test_exact_filters_change_no_bit(filters: list[Filter]) -> None:
     random = np.random.default_rng(1)
     steps = [(random.permutation(KEYS)[:300], random.standard_normal((300, 3)).astype(np.float32)) for _ in range(5)]
@@ -172,16 +174,17 @@ def count_calls(frames: FilteredFrames, calls: list[int]) -> None:
     frames._receive_in_order = counted  # type: ignore[method-assign,assignment]
 
 
+@pytest.mark.parametrize("about_keys", [KeyCaching(), KeyNumbers()], ids=str)
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
-def test_a_server_that_has_forgotten_is_sent_all_again_in_order(consistency: Consistency) -> None:
+def test_a_server_that_has_forgotten_is_sent_all_again_in_order(consistency: Consistency, about_keys: Filter) -> None:
     """Pushes and ticks behind the one that it does not understand must not come before that."""
     with Cluster(servers=2, workers=2, consistency=consistency) as cluster:
         clients = cluster.connect_all()
         for node in cluster.nodes:
-            node.server._filtered._filters.max_list_bytes = 8 * len(KEYS)  # of both workers
+            node.server.filters.max_key_bytes = 8 * len(KEYS)  # of both workers
 
         def work(rank: int) -> None:
-            table = clients[rank].sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching(), Quantize(4)])
+            table = clients[rank].sparse_table("w", update=SGD(lr=1.0), filters=[about_keys, Quantize(4)])
             grads = np.ones((len(KEYS), 1), np.float32)
             for number in range(40):
                 some = slice((number % 3) * 100, None)

@@ -16,19 +16,21 @@ from paceline.filters import (
     FilterChain,
     Float16,
     KeyCaching,
+    KeyNumbers,
     Quantize,
     RandomSkip,
     TopK,
     parse_filters,
 )
 from paceline.filters.chain import HEAD_BYTES, UnknownKeysError, from_descriptions
-from paceline.filters.key_caching import KeyLists
 
 CHAINS = [
     FilterChain(),
     FilterChain([KeyCaching()]),
     FilterChain([DeltaKeys()]),
     FilterChain([Float16()]),
+    FilterChain([KeyNumbers()]),
+    FilterChain([KeyCaching(), KeyNumbers(), Quantize(8), Compress()]),
     FilterChain([Compress()]),
     FilterChain([KeyCaching(), DeltaKeys(), Quantize(4), Compress()]),
     FilterChain([DeltaKeys(), Quantize(1), Compress(9)]),
@@ -50,19 +52,19 @@ def keys_of(numbers: list[int], *, rising: bool) -> np.ndarray[Any, Any]:
 def test_messages_come_back(chain: FilterChain, numbers: list[int], dim: int, seed: int) -> None:
     keys = keys_of(numbers, rising=chain.sorts)
     values = np.random.default_rng(seed).standard_normal(dim * len(keys)).astype(np.float32)
-    ours, theirs = KeyLists(MOST), KeyLists(MOST)
+    ours, theirs = chain.memory(sends=True), chain.memory(sends=False)
     sizes = []
     for _ in range(2):
-        body = chain.encode(keys, values, seed, ours if chain.caching else None)
+        body = chain.encode(keys, values, seed, ours)
         sizes.append(len(body))
-        found = chain.decode(body, theirs if chain.caching else None, MOST)
+        found = chain.decode(body, theirs, MOST)
         assert not found.is_range
         np.testing.assert_array_equal(found.keys, keys)
         np.testing.assert_array_equal(found.values, chain.round_trip(values, seed))
         if chain.is_exact:
             np.testing.assert_array_equal(found.values, values)
         assert found.body.tobytes() == found.keys.tobytes() + found.values.tobytes()
-    assert not (chain.caching and len(keys) > 40) or sizes[1] < sizes[0]
+    assert ours is None or len(keys) <= 40 or sizes[1] < sizes[0]
     answer, out = chain.encode_values(values, seed), np.empty_like(values)
     chain.decode_values(answer, out)
     np.testing.assert_array_equal(out, chain.round_trip(values, seed))
@@ -78,7 +80,9 @@ def test_ranges_keep_their_bounds() -> None:
 
 
 def test_a_list_that_was_forgotten_is_asked_for() -> None:
-    chain, ours, theirs = FilterChain([KeyCaching()]), KeyLists(MOST), KeyLists(MOST)
+    chain = FilterChain([KeyCaching()])
+    ours, theirs = chain.memory(sends=True), chain.memory(sends=False)
+    assert theirs is not None
     keys, nothing = np.arange(10, dtype=np.uint64), np.empty(0, np.float32)
     chain.decode(chain.encode(keys, nothing, 0, ours), theirs, MOST)
     known = chain.encode(keys, nothing, 0, ours)
@@ -93,17 +97,38 @@ def test_a_list_that_was_forgotten_is_asked_for() -> None:
 @given(data=st.data())
 def test_whatever_a_peer_sends_is_refused_or_read(chain: FilterChain, data: st.DataObject) -> None:
     keys = np.arange(20, dtype=np.uint64)
-    lists = KeyLists(MOST)
-    body = bytearray(chain.encode(keys, np.ones(20, np.float32), 1, KeyLists(MOST) if chain.caching else None))
+    memory = chain.memory(sends=False)
+    body = bytearray(chain.encode(keys, np.ones(20, np.float32), 1, chain.memory(sends=True)))
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     cut = np.frombuffer(body, np.uint8)[: data.draw(st.integers(0, len(body)))].copy()
     out = np.empty(20, np.float32)
-    for read in (lambda: chain.decode(cut, lists, MOST), lambda: chain.decode_values(cut, out)):
+    for read in (lambda: chain.decode(cut, memory, MOST), lambda: chain.decode_values(cut, out)):
         try:
             read()
         except (ProtocolError, UnknownKeysError):
             pass
+
+
+def test_numbers_are_those_of_both_ends() -> None:
+    chain = FilterChain([KeyNumbers(1)])
+    ours, theirs = chain.memory(sends=True), chain.memory(sends=False)
+    assert theirs is not None
+    nothing = np.empty(0, np.float32)
+    random = np.random.default_rng(1)
+    for size in (200_000, 3000, 3000, 10):
+        keys = random.integers(0, 300_000, size, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        body = chain.encode(keys, nothing, 0, ours)
+        np.testing.assert_array_equal(chain.decode(body, theirs, 1 << 24).keys, keys)
+    assert theirs.num_bytes == 1 << 20
+    lost = chain.encode(keys, nothing, 0, ours)
+    theirs.clear()
+    with pytest.raises(UnknownKeysError):
+        chain.decode(lost, theirs, MOST)
+    new = chain.encode(keys + np.uint64(1), nothing, 0, chain.memory(sends=True))
+    chain.decode(new, theirs, MOST)
+    with pytest.raises(UnknownKeysError):
+        chain.decode(new, theirs, MOST)
 
 
 def test_no_more_memory_is_taken_than_allowed() -> None:
@@ -120,6 +145,7 @@ def test_no_more_memory_is_taken_than_allowed() -> None:
         ([Quantize(8), KeyCaching()], "expected each once"),
         ([Compress(), Compress(2)], "expected each once"),
         ([Float16(), Quantize(8)], "float16 and quantize do the same"),
+        ([DeltaKeys(), KeyNumbers()], "delta-keys and key-numbers do the same"),
         (["quantize:8"], "expected filters such as"),
     ],
 )

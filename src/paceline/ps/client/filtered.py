@@ -18,7 +18,6 @@ from paceline.errors import PacelineError
 from paceline.filters.base import Filter, ValueFilter
 from paceline.filters.chain import FilterChain
 from paceline.filters.chance import seed_of
-from paceline.filters.key_caching import KeyLists
 from paceline.filters.rows import RowSelection
 from paceline.protocol.client import Request
 from paceline.ps import messages
@@ -105,8 +104,7 @@ class FilteredSender:
         self._connection = connection
         self._chain, self.answers = filters.requests, filters.answers
         self._meta = messages.encode(filters.info)
-        caching = self._chain.caching
-        self._lists = None if caching is None else KeyLists(caching.megabytes << 20)
+        self._memory = self._chain.memory(sends=True)
         self._channel: Channel | None = None
         self._version = 0
         self._is_told = False
@@ -135,7 +133,7 @@ class FilteredSender:
         keys, values = parts[0], parts[1] if len(parts) > 1 else _NO_VALUES
         read = values if self._chain.values is None else np.empty_like(values)
         seed = seed_of(connection.hello.rank, clock, sequence, table, connection.rank)
-        body = self._chain.encode(keys, values, seed, self._lists, is_range=bool(flags & RANGE), read=read)
+        body = self._chain.encode(keys, values, seed, self._memory, is_range=bool(flags & RANGE), read=read)
         frame = frame_parts(
             _FILTERED[kind],
             flags=flags,
@@ -162,8 +160,8 @@ class FilteredSender:
         elif self._version == version:
             return
         self._version = version
-        if self._lists is not None:
-            self._lists.clear()
+        if self._memory is not None:
+            self._memory.clear()
 
     def forget(self) -> None:
         """Take note that the other end does not know what a request refers to."""

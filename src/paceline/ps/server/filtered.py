@@ -1,6 +1,6 @@
 """Filtered frames of workers: read as what they were before the filters, and answered behind them.
 
-The first filtered frame of a table on a connection says which filters these are. Where a list of keys is not known here
+The first filtered frame of a table on a connection says which filters these are. Where keys are not known here
 (any more), the frame and all behind it are refused, until the worker has sent that one again as it was: pushes have to
 come in order.
 """
@@ -16,7 +16,6 @@ from paceline.errors import ProtocolError
 from paceline.filters.base import Bytes
 from paceline.filters.chain import FilterChain, UnknownKeysError, from_descriptions
 from paceline.filters.chance import seed_of
-from paceline.filters.key_caching import KeyLists
 from paceline.ps import messages
 from paceline.ps.messages import (
     FILTERED,
@@ -35,8 +34,8 @@ from paceline.transport import Header, Limits, Peer, frame_parts
 
 _BEFORE: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
 _MAX_BODY_BYTES: Final = Limits().max_frame_bytes
-MAX_LIST_BYTES: Final = 1 << 30
-"""Of all lists of keys of all workers: beyond that the server forgets them."""
+MAX_KEY_BYTES: Final = 1 << 30
+"""Of all keys that all workers refer to: beyond that the server forgets them."""
 _NO_META: Final = memoryview(b"")
 
 Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
@@ -45,17 +44,16 @@ Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
 class _PeerTable:
     """What one connection has said of one table."""
 
-    __slots__ = ("answers", "lists", "requests")
+    __slots__ = ("answers", "memory", "requests")
 
     def __init__(self, info: messages.FilterInfo) -> None:
         self.requests, self.answers = check(info)
-        caching = self.requests.caching
-        self.lists = None if caching is None else KeyLists(caching.megabytes << 20)
+        self.memory = self.requests.memory(sends=False)
 
     @property
     def num_bytes(self) -> int:
-        """What the lists of keys take."""
-        return 0 if self.lists is None else self.lists.num_bytes
+        """What the keys take."""
+        return 0 if self.memory is None else self.memory.num_bytes
 
 
 def check(info: messages.FilterInfo) -> tuple[FilterChain, FilterChain]:
@@ -64,10 +62,10 @@ def check(info: messages.FilterInfo) -> tuple[FilterChain, FilterChain]:
 
 
 class PeerFilters:
-    """The filters of all connections of one server, and the lists of keys that they know."""
+    """The filters of all connections of one server, and the keys that they know."""
 
-    def __init__(self, max_list_bytes: int = MAX_LIST_BYTES) -> None:
-        self.max_list_bytes = max_list_bytes
+    def __init__(self, max_key_bytes: int = MAX_KEY_BYTES) -> None:
+        self.max_key_bytes = max_key_bytes
         self._tables: dict[Peer, dict[int, _PeerTable]] = {}
         self._num_bytes = 0
 
@@ -82,10 +80,10 @@ class PeerFilters:
         if table is None:
             raise UnknownKeysError
         before = table.num_bytes
-        found = table.requests.decode(np.frombuffer(body, np.uint8), table.lists, _MAX_BODY_BYTES)
+        found = table.requests.decode(np.frombuffer(body, np.uint8), table.memory, _MAX_BODY_BYTES)
         self._num_bytes += table.num_bytes - before
-        if self._num_bytes > self.max_list_bytes:
-            self.forget_lists()
+        if self._num_bytes > self.max_key_bytes:
+            self.forget_keys()
         if found.is_range != bool(header.flags & RANGE):
             raise ProtocolError("a filtered request for a range has keys, or one for keys has a range")
         kind, flags = _BEFORE[header.kind], header.flags | FILTERED
@@ -100,13 +98,13 @@ class PeerFilters:
         seed = seed_of(peer.hello.rank, header.clock, header.request, header.table)
         return table.answers.encode_values(values, seed)
 
-    def forget_lists(self) -> None:
-        """Forget all lists of keys."""
+    def forget_keys(self) -> None:
+        """Forget all keys."""
         self._num_bytes = 0
         for tables in self._tables.values():
             for table in tables.values():
-                if table.lists is not None:
-                    table.lists.clear()
+                if table.memory is not None:
+                    table.memory.clear()
 
     def disconnected(self, peer: Peer) -> None:
         """Forget a connection."""
@@ -131,8 +129,8 @@ class FilteredFrames:
         self._lacks_no_more(peer)
 
     def view_changed(self) -> None:
-        """Forget what goes by the view before: the lists of keys, and what was refused, which is replaced."""
-        self._filters.forget_lists()
+        """Forget what goes by the view before: the keys, and what was refused, which is replaced."""
+        self._filters.forget_keys()
         for peer in list(self._lacking):
             self._lacks_no_more(peer)
 

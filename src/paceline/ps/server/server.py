@@ -89,8 +89,8 @@ class Server(Handler):
             consistency, expected_workers=expected_workers, replicas=replicas, min_replicas=min_replicas
         )
         policy = StaleGradients(stale)
-        filters = PeerFilters()
-        self._answers = Answers(self.tables, self.core, policy, min_replicas, filters)
+        self.filters = PeerFilters()
+        self._answers = Answers(self.tables, self.core, policy, min_replicas, self.filters)
         guard = NonFinite(non_finite)
         self.snapshots = ServerSnapshots(self.tables, self.core, guard)
         self.runtime = Runtime(
@@ -115,7 +115,7 @@ class Server(Handler):
             SYNCED: requests.synced, READY: self._ready, FORWARD: self._chain, STATE: self._chain, CLOCKS: self._chain,
             CHECK: self._chain, PING: self._chain,
         }  # fmt: skip
-        self._filtered = FilteredFrames(filters, self._handlers)
+        self._filtered = FilteredFrames(self.filters, self._handlers)
 
     @property
     def rank(self) -> int:

@@ -67,7 +67,7 @@ def _stand_ins(world: World, network: Network, disk: Disk) -> dict[int, Any]:
         (end_process, lambda who, error: _end(world, error)),
         (own_process, lambda: _process_info(world)),
         (Scheduler, lambda **arguments: _role(world, Scheduler(**arguments))),
-        (Server, lambda **arguments: _role(world, Server(**arguments))),
+        (Server, lambda **arguments: _role(world, _forgetful(Server(**arguments)))),
         (make_node_name, lambda role: f"{role}-{world.current.process.name}-{world.random.randbytes(3).hex()}"),
     ]
     return {id(real): stand_in for real, stand_in in (*pairs, *disk.stand_ins())}
@@ -78,6 +78,12 @@ def _role(world: World, role: Any) -> Any:
     process = world.current.process
     process.role, process.loop = role, asyncio.get_running_loop()
     return role
+
+
+def _forgetful(server: Server) -> Server:
+    """Return a server that often forgets the lists of keys that workers have sent."""
+    server.filters.max_key_bytes = 1000
+    return server
 
 
 def _process_info(world: World) -> ProcessInfo:

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from paceline.filters import Compress, DeltaKeys, Filter, KeyCaching, KeyNumbers, Quantize
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps import Client
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
@@ -51,6 +52,10 @@ class Plan:
     initializer: Initializer = field(default_factory=Zeros)
     is_shared: bool = False
     """Whether all workers push to the same keys; then gradients are whole numbers."""
+    filters: tuple[Filter, ...] = ()
+    """What requests go behind; values that are read, only as far as that changes no bit."""
+    is_signs: bool = False
+    """Whether gradients are 1 and -1: what filters of few bits do not change, whatever chance decides."""
 
     @property
     def size(self) -> int:
@@ -60,7 +65,15 @@ class Plan:
     def declare(self, client: Client) -> Any:
         """Return a client's table."""
         if self.kind == "sparse":
-            return client.sparse_table(self.name, dim=self.dim, update=self.rule, initializer=self.initializer, seed=7)
+            return client.sparse_table(
+                self.name,
+                dim=self.dim,
+                update=self.rule,
+                initializer=self.initializer,
+                seed=7,
+                filters=self.filters,
+                pull_filters=[each for each in self.filters if each.preserves == "exact"],
+            )
         return client.dense_table(self.name, size=self.size, update=self.rule, initializer=self.initializer, seed=7)
 
     def keys_of(self, slot: int) -> Keys:
@@ -92,6 +105,9 @@ OTHERS: Final = (
     Plan("adagrad", "sparse", Adagrad(lr=0.1), dim=3, initializer=Uniform(low=-0.5, high=0.5)),
     Plan("ftrl", "sparse", FTRL(alpha=0.1, l1=0.01)),
     Plan("adam", "sparse", Adam(lr=0.01), dim=5),
+    Plan("cached", "sparse", Adagrad(lr=0.1), dim=2, filters=(KeyCaching(), DeltaKeys(), Compress())),
+    Plan("signs", "sparse", SGD(lr=1.0), is_shared=True, filters=(KeyCaching(), Quantize(2)), is_signs=True),
+    Plan("numbered", "sparse", FTRL(alpha=0.1), dim=2, filters=(KeyNumbers(), Compress())),
     Plan("dense adam", "dense", Adam(lr=0.01)),
     Plan("dense adagrad", "dense", Adagrad(lr=0.1), initializer=Uniform(low=-1, high=1)),
     Plan("dense ftrl", "dense", FTRL(alpha=0.2)),

@@ -106,6 +106,8 @@ class Worker(Participant):
             keys = keys[first : first + int(numbers.integers(1, len(keys) + 1))]
         else:
             keys = keys[np.sort(numbers.permutation(len(keys))[: int(numbers.integers(1, len(keys) + 1))])]
+        if plan.is_signs:
+            return keys, np.where(numbers.random((len(keys), plan.dim)) < 0.5, -1, 1).astype(np.float32)
         if plan.is_shared:
             return keys, numbers.integers(-8, 9, (len(keys), plan.dim)).astype(np.float32)
         return keys, numbers.standard_normal((len(keys), plan.dim)).astype(np.float32)

@@ -1,0 +1,96 @@
+"""A key that the server has seen goes as its number."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.filters.base import Bytes, KeyFilter
+from paceline.kernels.filters import number_keys, read_numbers, renumber
+from paceline.tables.types import Keys
+
+BASE_BYTES = 4
+_LEAST_SLOTS = 1 << 10
+_MOST_BYTES = 9
+"""Of a key: a zero and the key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyNumbers(KeyFilter):
+    """1 to 4 bytes for a key that was sent before on this connection, 9 for a new one.
+
+    Keys are numbered as they come, so those that are in most minibatches get the least numbers. Both ends remember them
+    until they take `megabytes`; later ones get no number. The worker needs three times that. All is forgotten when the
+    connection or the map of the cluster changes.
+    """
+
+    megabytes: int = 64
+
+    name: ClassVar[str] = "key-numbers"
+    ns_per_value: ClassVar[float] = 25.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.megabytes, int) or isinstance(self.megabytes, bool) or not 1 <= self.megabytes <= 4096:
+            raise UsageError(f"KeyNumbers(megabytes={self.megabytes!r}): expected a whole number from 1 to 4096")
+
+
+class SentNumbers:
+    """The sender's end: the number of each key."""
+
+    num_bytes = 0
+
+    def __init__(self, megabytes: int) -> None:
+        self._limit = megabytes << 17
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._state = np.array([0, self._limit], np.int64)
+        self._keys, self._numbers = np.zeros(_LEAST_SLOTS, np.uint64), np.zeros(_LEAST_SLOTS, np.uint32)
+
+    def encode(self, keys: Keys) -> Bytes:
+        """Return how many keys have a number (uint32), and then these keys."""
+        most = min(int(self._state[0]) + len(keys), self._limit)
+        if 2 * most > len(self._keys):
+            size = 1 << (3 * most).bit_length()
+            grown_keys, grown_numbers = np.zeros(size, np.uint64), np.zeros(size, np.uint32)
+            renumber(self._keys, self._numbers, grown_keys, grown_numbers)
+            self._keys, self._numbers = grown_keys, grown_numbers
+        out = np.empty(BASE_BYTES + _MOST_BYTES * len(keys), np.uint8)
+        out[:BASE_BYTES].view(np.uint32)[0] = self._state[0]
+        return out[: BASE_BYTES + number_keys(keys, self._keys, self._numbers, self._state, out[BASE_BYTES:])]
+
+
+class ReceivedNumbers:
+    """The receiver's end: the key of each number."""
+
+    def __init__(self, megabytes: int) -> None:
+        self._limit = megabytes << 17
+        self.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """What the keys take."""
+        return self._keys.nbytes
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._state = np.array([0, self._limit], np.int64)
+        self._keys: Keys = np.zeros(0, np.uint64)
+
+    def follows(self, data: Bytes) -> bool:
+        """Whether as many keys have a number here as had one where these were written."""
+        return len(data) >= BASE_BYTES and int(data[:BASE_BYTES].view(np.uint32)[0]) == int(self._state[0])
+
+    def decode(self, data: Bytes, out: Keys) -> bool:
+        """Read keys (uint64 [n]); return False if this is no such list."""
+        most = min(int(self._state[0]) + len(out), self._limit)
+        if most > len(self._keys):
+            grown = np.zeros(min(2 * most, self._limit), np.uint64)
+            grown[: len(self._keys)] = self._keys
+            self._keys = grown
+        num_read: int = read_numbers(data[BASE_BYTES:], self._keys, self._state, out)
+        return num_read == len(data) - BASE_BYTES
