@@ -21,7 +21,9 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
+import psutil
 
+from paceline.bench.others import Others
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.launch.train.options import TrainOptions
@@ -132,7 +134,10 @@ def main() -> None:
                 assert server.stderr is not None
                 port = int(server.stderr.readline().split(", until")[0].rpartition(":")[2])
                 asyncio.run(ask(port, requests, arguments.rate, 2.0, arguments.connections))  # to warm up
+                others, watched = Others(), psutil.Process(server.pid)
+                before = sum(watched.cpu_times()[:2])
                 latencies = asyncio.run(_measure(port, requests, arguments, options))
+                cpu_ms = (sum(watched.cpu_times()[:2]) - before) / len(latencies) * 1e3
             finally:
                 server.send_signal(signal.SIGINT)
     p50, p99, p999 = np.percentile(np.array(latencies) * 1e3, [50, 99, 99.9])
@@ -145,13 +150,16 @@ def main() -> None:
         "p99_ms": p99,
         "p999_ms": p999,
         "max_ms": max(latencies) * 1e3,
+        "server_cpu_ms": cpu_ms,
+        "others_share": others.share(),
     }
     if arguments.json:
         print(json.dumps(found))
     else:
         print(
             f"{len(latencies):,} requests of {arguments.rows} rows at {arguments.rate:g}/s, {features:,} features: "
-            f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, p99.9 {p999:.2f} ms, slowest {found['max_ms']:.1f} ms"
+            f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, p99.9 {p999:.2f} ms, slowest {found['max_ms']:.1f} ms\n"
+            f"{cpu_ms:.2f} ms of a core for each in the server; other processes had {others.share():.0%} of all cores"
         )
 
 

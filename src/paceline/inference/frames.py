@@ -26,6 +26,7 @@ from paceline.kernels.text_reference import REASONS
 
 _ROWS = 32768
 _LOOKED_AT = 256
+_TEXT, _FLOATS = {str, type(None)}, {float, type(None)}
 _PADDING = 64  # the parser may load eight bytes behind the end
 
 IsKnown = Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.bool_]]
@@ -111,6 +112,11 @@ class ColumnReader(FrameReader):
 
     def _to_arrow(self, name: str, column: Any) -> Any:
         arrow, types = self._arrow, self._arrow.types
+        kinds = {*map(type, column)} if type(column) is tuple else {object}
+        if kinds <= _TEXT:  # of rows, which are few: all that follows takes longer
+            return arrow.array(column, arrow.string())
+        if kinds <= _FLOATS and name in self._columns.numeric:
+            return arrow.array(column, arrow.float64())
         try:
             array = column.to_arrow() if hasattr(column, "to_arrow") else arrow.array(column, from_pandas=True)
             if isinstance(array, arrow.ChunkedArray):
