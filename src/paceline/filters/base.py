@@ -45,7 +45,7 @@ class Filter(ABC):
     """To be raised when what goes over the wire changes: both ends must have the same one."""
     preserves: ClassVar[Preserves]
     ns_per_value: ClassVar[float]
-    """About what both ends together take for a value (a key, where it is about keys), on one core."""
+    """About what both ends together take for a value (a key, where it is about keys), in messages of some thousand."""
     stage: ClassVar[int]
     """Where in a chain it stands."""
 

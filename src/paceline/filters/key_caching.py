@@ -32,7 +32,7 @@ class KeyCaching(KeyFilter):
     megabytes: int = 64
 
     name: ClassVar[str] = "key-caching"
-    ns_per_value: ClassVar[float] = 2.0
+    ns_per_value: ClassVar[float] = 4.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.megabytes, int) or isinstance(self.megabytes, bool) or not 1 <= self.megabytes <= 4096:

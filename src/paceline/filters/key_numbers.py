@@ -30,7 +30,7 @@ class KeyNumbers(KeyFilter):
     megabytes: int = 64
 
     name: ClassVar[str] = "key-numbers"
-    ns_per_value: ClassVar[float] = 25.0
+    ns_per_value: ClassVar[float] = 30.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.megabytes, int) or isinstance(self.megabytes, bool) or not 1 <= self.megabytes <= 4096:

@@ -22,7 +22,7 @@ class RandomK(RowFilter):
 
     name: ClassVar[str] = "random-k"
     preserves: ClassVar[Preserves] = "nothing"
-    ns_per_value: ClassVar[float] = 70.0
+    ns_per_value: ClassVar[float] = 60.0
     keeps_rest: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ class RandomSkip(RowFilter):
 
     name: ClassVar[str] = "random-skip"
     preserves: ClassVar[Preserves] = "unbiased"
-    ns_per_value: ClassVar[float] = 15.0
+    ns_per_value: ClassVar[float] = 18.0
     keeps_rest: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

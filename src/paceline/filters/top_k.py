@@ -22,7 +22,7 @@ class TopK(RowFilter):
 
     name: ClassVar[str] = "top-k"
     preserves: ClassVar[Preserves] = "nothing"
-    ns_per_value: ClassVar[float] = 80.0
+    ns_per_value: ClassVar[float] = 70.0
     keeps_rest: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -305,3 +305,51 @@ def test_what_a_peer_may_not_send() -> None:
             with pytest.raises(Exception, match=message):
                 ask(meta, wrong, flags)
         assert {PUSH, TICK} < set(cluster.nodes[0].server._handlers)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize(
+    "filters",
+    [[Float16()], [Quantize(8), Compress()], [KeyCaching(), BFloat16()], [KeyNumbers(), Quantize(2)]],
+    ids=names,
+)
+def test_dense_tables(filters: list[Filter], replicas: int) -> None:
+    plan = FaultPlan([Fault(action="cut", rank=0, step=4, kind=FILTERED_PUSH, when="after")])
+    transport = FaultyTransport(SocketTransport(TOKEN), plan)
+    with Cluster(servers=2, replicas=replicas, transport=transport) as cluster:
+        client = cluster.connect()
+        table = client.dense_table("w", size=3000, update=SGD(lr=1.0), filters=filters, pull_filters=[Compress()])
+        expected = np.zeros(3000, np.float32)
+        grads = np.where(np.arange(3000) % 3 > 0, -1, 1).astype(np.float32)
+        keys = np.arange(0, 3000, 7)
+        for _ in range(4):
+            table.push(grads)
+            table.push(grads[:1000], start=500)
+            table.push(grads[: len(keys)], keys=keys, tick=True)
+            expected -= grads
+            expected[500:1500] -= grads[:1000]
+            expected[keys] -= grads[: len(keys)]
+            np.testing.assert_array_equal(table.pull(), expected)
+            np.testing.assert_array_equal(table.pull(start=100, stop=2000), expected[100:2000])
+            np.testing.assert_array_equal(table.pull(keys=keys[::-1].copy()), expected[keys[::-1]])
+            found = table.push_pull(grads[:600], start=9)
+            expected[9:609] -= grads[:600]
+            np.testing.assert_array_equal(found, expected[9:609])
+        plan.check_all_fired()
+        if replicas:
+            assert cluster.compare_replicas() > 0
+
+
+@pytest.mark.parametrize("chosen", [TopK(0.5), DeltaKeys()], ids=str)
+def test_what_is_for_sparse_tables(chosen: Filter) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        with pytest.raises(UsageError, match="is for sparse tables: a dense one is pushed and pulled by ranges"):
+            client.dense_table("w", size=10, update=SGD(lr=1.0), filters=[chosen])
+        table = client.dense_table("w", size=10, update=SGD(lr=1.0))
+        with pytest.raises(UsageError, match="is for sparse tables"):
+            table.set_filters([chosen])
+        table.set_filters([Quantize(8)])
+        table.push(np.ones(10, np.float32)).wait()
+        table.set_filters()
+        np.testing.assert_allclose(table.pull(), -np.ones(10), rtol=1e-6)

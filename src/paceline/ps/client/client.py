@@ -228,12 +228,18 @@ class Client:
         update: UpdateRule,
         initializer: Initializer | None = None,
         seed: int = 0,
+        filters: Sequence[Filter] = (),
+        pull_filters: Sequence[Filter] | None = None,
     ) -> DenseTable:
-        """Declare a dense table: `size` float32 with keys 0 to size - 1, there at once. Raises as sparse_table."""
+        """Declare a dense table: `size` float32 with keys 0 to size - 1, there at once.
+
+        Other arguments and errors as :meth:`sparse_table`; filters are those of values and bytes, and, for pushes and
+        pulls by key, :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
+        """
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise UsageError(f"dense_table({name!r}, size={size!r}): expected a positive whole number")
         spec = make_spec(name, "dense", update, initializer, seed, size=int(size))
-        table = self.open_table(spec)
+        table = self.open_table(spec, TableFilters(filters, pull_filters, is_dense=True))
         assert isinstance(table, DenseTable)
         return table
 
@@ -243,7 +249,7 @@ class Client:
         return found
 
     def open_table(self, spec: TableSpec, filters: TableFilters | None = None) -> SparseTable | DenseTable:
-        """Open a table as :meth:`tables` lists it; filters are those of a sparse one."""
+        """Open a table as :meth:`tables` lists it."""
         servers, filters = self.servers, filters or None
         with servers.lock:
             # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
@@ -260,8 +266,8 @@ class Client:
             if filters is not None:
                 servers.call_all(messages.CheckFilters(filters=filters.info))
             servers.call_all(messages.CreateTable(number=number, spec=spec))
-            is_sparse = spec.kind == "sparse"
-            table = SparseTable(self, number, spec, filters) if is_sparse else DenseTable(self, number, spec)
+            kind = SparseTable if spec.kind == "sparse" else DenseTable
+            table: SparseTable | DenseTable = kind(self, number, spec, filters)
             self._tables[spec.name] = table
             servers.specs[number] = spec
             return table

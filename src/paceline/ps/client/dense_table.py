@@ -12,6 +12,8 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
+from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.table import Table
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
@@ -29,8 +31,8 @@ class DenseTable(Table):
     Every method takes either a range or `keys`: ``push(grads, start=0)`` means [0, len(grads)).
     """
 
-    def __init__(self, client: Client, number: int, spec: TableSpec) -> None:
-        super().__init__(client, number, spec)
+    def __init__(self, client: Client, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
+        super().__init__(client, number, spec, filters)
         self._runs: list[Sequence[tuple[int, int]]] = []  # of each server
         self._runs_of = 0  # version of the map
 
@@ -158,7 +160,7 @@ class DenseTable(Table):
             core.check_takes_part()
         flags = TICKS if ticks else 0
         sequence = core.next_sequence() if grads is not None else core.sequence
-        connections = servers.newest()
+        connections = self._connections()
         buckets = dense_buckets(self.size, keys)
         if servers.routes.lost:
             servers.check_there(bucket_set(np.unique(buckets).tolist()))
@@ -192,6 +194,11 @@ class DenseTable(Table):
 
         return Ticket(servers, sent, finish)
 
+    def _connections(self) -> Sequence[ServerConnection | FilteredSender]:
+        """What sends to the servers of the newest map."""
+        connections = self._servers.newest()
+        return connections if self.filters is None else self.filters.senders(connections)
+
     def _runs_now(self) -> list[Sequence[tuple[int, int]]]:
         """The elements of each of the client's connections, as ranges."""
         routes = self._servers.routes
@@ -209,7 +216,7 @@ class DenseTable(Table):
         flags = RANGE | (TICKS if ticks else 0)
         sequence = core.next_sequence() if grads is not None else core.sequence
         bounds = np.array([start, stop], np.uint64)
-        connections = servers.newest()
+        connections = self._connections()
         if servers.routes.lost:
             servers.check_there(range_buckets(self.size, start, stop))
         sent: list[Request] = []

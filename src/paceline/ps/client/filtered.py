@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 from paceline.filters.base import Filter, ValueFilter
 from paceline.filters.chain import FilterChain
 from paceline.filters.chance import seed_of
+from paceline.filters.delta_keys import DeltaKeys
 from paceline.filters.rows import RowSelection
 from paceline.protocol.client import Request
 from paceline.ps import messages
@@ -46,8 +47,13 @@ _NO_VALUES = np.empty(0, np.float32)
 class TableFilters:
     """The filters of one table, as one client has them: those of its requests, and those of their answers."""
 
-    def __init__(self, requests: Sequence[Filter], answers: Sequence[Filter] | None = None) -> None:
+    def __init__(
+        self, requests: Sequence[Filter], answers: Sequence[Filter] | None = None, *, is_dense: bool = False
+    ) -> None:
         self.requests = FilterChain(requests)
+        sparse = [*self.requests.rows, *(each for each in self.requests.filters if isinstance(each, DeltaKeys))]
+        if is_dense and sparse:
+            raise UsageError(f"filter {sparse[0]} is for sparse tables: a dense one is pushed and pulled by ranges")
         given = self.requests.filters if answers is None else answers
         self.answers = FilterChain([each for each in FilterChain(given).filters if each.stage >= ValueFilter.stage])
         sent = [each.describe() for each in self.requests.filters if each not in self.requests.rows]

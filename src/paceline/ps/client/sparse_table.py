@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import UsageError
-from paceline.filters.base import Filter
 from paceline.filters.chance import seed_of
 from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
 from paceline.protocol.client import Request
@@ -33,20 +32,6 @@ class SparseTable(Table):
     def dim(self) -> int:
         """Values per row."""
         return self.spec.dim
-
-    def set_filters(self, filters: Sequence[Filter] = (), pull_filters: Sequence[Filter] | None = None) -> None:
-        """Have later requests of this client go behind other filters, as :meth:`Client.sparse_table` has them.
-
-        What filters before have held back is lost. Raises UsageError if a server does not have them; then nothing has
-        changed.
-        """
-        chosen = TableFilters(filters, pull_filters) or None
-        with self._servers.lock:
-            if chosen is not None and not chosen.are(self.filters):
-                self._servers.call_all(messages.CheckFilters(filters=chosen.info))
-                self.filters = chosen
-            elif chosen is None:
-                self.filters = None
 
     def push(
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, *, tick: bool = False, assume_unique: bool = False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import UsageError
+from paceline.filters.base import Filter
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.ps import messages
 from paceline.ps.client.filtered import TableFilters
@@ -65,6 +67,20 @@ class Table:
             self._servers.call_all(messages.SetUpdate(table=self._number, update=fields))
             self._client.link.call(messages.NoteUpdate(table=self.name, update=fields))
             self.spec = self.spec.with_update(fields)
+
+    def set_filters(self, filters: Sequence[Filter] = (), pull_filters: Sequence[Filter] | None = None) -> None:
+        """Have later requests of this client go behind other filters, as those of its declaration.
+
+        What filters before have held back is lost. Raises UsageError if a server does not have them; then nothing has
+        changed.
+        """
+        chosen = TableFilters(filters, pull_filters, is_dense=self.spec.kind == "dense") or None
+        with self._servers.lock:
+            if chosen is not None and not chosen.are(self.filters):
+                self._servers.call_all(messages.CheckFilters(filters=chosen.info))
+                self.filters = chosen
+            elif chosen is None:
+                self.filters = None
 
     def _check_keys(self, keys: npt.ArrayLike) -> Keys:
         array = np.asarray(keys)

@@ -74,7 +74,14 @@ class Plan:
                 filters=self.filters,
                 pull_filters=[each for each in self.filters if each.preserves == "exact"],
             )
-        return client.dense_table(self.name, size=self.size, update=self.rule, initializer=self.initializer, seed=7)
+        return client.dense_table(
+            self.name,
+            size=self.size,
+            update=self.rule,
+            initializer=self.initializer,
+            seed=7,
+            filters=self.filters,
+        )
 
     def keys_of(self, slot: int) -> Keys:
         """Return the keys that a worker pushes to."""
@@ -109,6 +116,7 @@ OTHERS: Final = (
     Plan("signs", "sparse", SGD(lr=1.0), is_shared=True, filters=(KeyCaching(), Quantize(2)), is_signs=True),
     Plan("numbered", "sparse", FTRL(alpha=0.1), dim=2, filters=(KeyNumbers(), Compress())),
     Plan("dense adam", "dense", Adam(lr=0.01)),
+    Plan("dense packed", "dense", Adam(lr=0.01), filters=(KeyNumbers(), Compress())),
     Plan("dense adagrad", "dense", Adagrad(lr=0.1), initializer=Uniform(low=-1, high=1)),
     Plan("dense ftrl", "dense", FTRL(alpha=0.2)),
 )
