@@ -91,3 +91,24 @@ def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None
         refused = paceline.run("train", "weighted.csv", *arguments, "-q")
         assert refused.status
         assert message in refused.err
+
+
+def test_factorization_machine(paceline: Commands, tmp_path: Path) -> None:
+    """It learns what only pairs of features tell, on two servers; its three tables are saved and read again."""
+    for name, seed in (("train.svm", 0), ("eval.svm", 1)):
+        rng = np.random.default_rng(seed)
+        pairs = rng.integers(0, 6, (8000, 2))
+        labels = rng.random(8000) < np.where(pairs.sum(axis=1) % 2 == 0, 0.85, 0.15)
+        lines = (f"{label:d} {a}:1 {6 + b}:1\n" for label, (a, b) in zip(labels, pairs, strict=True))
+        (tmp_path / name).write_text("".join(lines))
+    common: list[str | Path] = ["train", "train.svm", "--servers", "2", "--workers", "2", "--eval", "eval.svm", "-q"]
+    common += ["--consistency", "sequential", "--l1", "0", "--epochs", "12", "--batch-size", "32", "--json"]
+    factors = ["--dim", "4", "--factor-lr", "0.1", "--factor-l2", "0", "--factor-min-count", "100"]
+    trained = paceline.succeed(*common, "--model", "fm", *factors, "--save", "model").json
+    assert trained["auc"] > 0.75
+    assert trained["num_features"] == 12
+    predicted = paceline.succeed("predict", "model", "eval.svm", "--json").json
+    assert predicted["auc"] == pytest.approx(trained["auc"], abs=1e-6)
+    refused = paceline.run(*common, "--dim", "4")
+    assert refused.status
+    assert "--dim is nothing that --model lr takes: it is for fm" in refused.err

@@ -28,9 +28,16 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="lr: logistic regression; regression: squared loss; poisson: counts; softmax: several classes."
+            help="lr: logistic regression; fm: factorization machine; regression: squared loss; poisson: counts; "
+            "softmax: several classes."
         ),
     ] = "lr",
+    dim: Annotated[int | None, typer.Option(help="fm: factors of a feature; default 8.")] = None,
+    factor_lr: Annotated[float | None, typer.Option(help="fm: learning rate of the factors.")] = None,
+    factor_l2: Annotated[float | None, typer.Option(help="fm: L2 penalty of the factors.")] = None,
+    factor_min_count: Annotated[
+        int | None, typer.Option(help="fm: how often a feature must have occurred to have factors; default 300.")
+    ] = None,
     classes: Annotated[
         str | None,
         typer.Option(help="softmax: how many classes (10: 0 to 9), or all as in 1,2,5; default: those in a sample."),
@@ -169,7 +176,14 @@ def train(
     result = run_training(
         TrainOptions(
             data=data,
-            model=make_model(model, classes=None if classes is None else parse_classes(classes)),
+            model=make_model(
+                model,
+                dim=dim,
+                factor_lr=factor_lr,
+                factor_l2=factor_l2,
+                factor_min_count=factor_min_count,
+                classes=None if classes is None else parse_classes(classes),
+            ),
             evaluation=evaluation or (),
             format=format,
             columns=options.choose_columns(label, categorical, numeric, weight),

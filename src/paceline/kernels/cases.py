@@ -120,6 +120,20 @@ def _csr(
     return make
 
 
+def _interactions(
+    num_rows: int, dim: int, *, ones: bool, backward: bool
+) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        indptr, indices, values, factors, sums = _csr(num_rows, 39, ones=ones, transposed=False, dim=dim)(generator)
+        per_row = floats(generator, num_rows)
+        if not backward:
+            return indptr, indices, values, factors, sums, per_row
+        sums[:] = floats(generator, sums.size).reshape(sums.shape)
+        return indptr, indices, values, factors, sums, per_row, np.zeros_like(factors)
+
+    return make
+
+
 def _logistic(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         margins = floats(generator, count) * np.float32(10)
@@ -206,6 +220,12 @@ def _array_cases() -> Iterator[ArrayCase]:
             make = _csr(n, 39, ones=ones, transposed=True, dim=5)
             yield ArrayCase(
                 csr.csr_transposed_dot_rows, reference.csr_transposed_dot_rows, name, items, make, (4,), 1e-4
+            )
+            make, backward = (_interactions(n, 8, ones=ones, backward=each) for each in (False, True))
+            kernels, twins = csr, reference
+            yield ArrayCase(kernels.add_interactions, twins.add_interactions, name, items, make, (4, 5), 1e-3)
+            yield ArrayCase(
+                kernels.interaction_gradients, twins.interaction_gradients, name, items, backward, (6,), 1e-3
             )
     for n in (1, 1000, 1_000_000):
         yield ArrayCase(dense.dense_pull, reference.dense_pull, f"{n}", n, _dense_pull(n), (3,))

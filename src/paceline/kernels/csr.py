@@ -1,4 +1,4 @@
-"""Sparse minibatches as CSR matrices: times a vector or rows, transposed times them, logistic loss between."""
+"""Sparse minibatches as CSR matrices: times vector or rows, transposed times them, pairs of columns, logistic loss."""
 
 from __future__ import annotations
 
@@ -65,6 +65,50 @@ def csr_transposed_dot_rows(indptr, indices, values, rows, out):  # type: ignore
             value = np.float32(1) if ones else values[k]
             for j in range(dim):
                 row[j] += value * rows[i, j]
+
+
+@njit(cache=True, nogil=True)
+def add_interactions(indptr, indices, values, factors, sums, margins):  # type: ignore[no-untyped-def]
+    """Add ½ Σ_f ((Σ_k v_kf x_k)² − Σ_k (v_kf x_k)²) of each row to `margins` (float32 [n]).
+
+    `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 where every value is 1;
+    `factors` float32 [columns, dim]. The inner sums are written to `sums` (float32 [n, dim]).
+    """
+    ones, dim = len(values) == 0, factors.shape[1]
+    for i in range(len(margins)):
+        own = sums[i]
+        own[:] = np.float32(0)
+        squares = np.float32(0)
+        for k in range(indptr[i], indptr[i + 1]):
+            row = factors[indices[k]]
+            value = np.float32(1) if ones else values[k]
+            for f in range(dim):
+                product = value * row[f]
+                own[f] += product
+                squares += product * product
+        total = np.float32(0)
+        for f in range(dim):
+            total += own[f] * own[f]
+        margins[i] += np.float32(0.5) * (total - squares)
+
+
+@njit(cache=True, nogil=True)
+def interaction_gradients(indptr, indices, values, factors, sums, residuals, out):  # type: ignore[no-untyped-def]
+    """Write the gradient by `factors` to `out` (float32 [columns, dim]): Σ r_i x_k (sums_if − v_kf x_k).
+
+    Arguments as `add_interactions` has them; `residuals` float32 [n] are derivatives by margin.
+    """
+    ones, dim = len(values) == 0, factors.shape[1]
+    out[:] = np.float32(0)
+    for i in range(len(residuals)):
+        own = sums[i]
+        for k in range(indptr[i], indptr[i + 1]):
+            at = indices[k]
+            row, target = factors[at], out[at]
+            value = np.float32(1) if ones else values[k]
+            scale = residuals[i] * value
+            for f in range(dim):
+                target[f] += scale * (own[f] - value * row[f])
 
 
 @njit(cache=True, nogil=True)

@@ -7,6 +7,8 @@ the same case (see :mod:`paceline.kernels.cases`). Those of the kernels that app
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -171,6 +173,30 @@ def csr_transposed_dot_rows(
     """Write the transposed matrix times `rows` to `out`."""
     for j in range(rows.shape[1]):
         csr_transposed_dot(indptr, indices, values, rows[:, j], out[:, j])
+
+
+def add_interactions(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, factors: Floats, sums: Floats, margins: Floats
+) -> None:
+    """Add the pairwise part to `margins`."""
+    for i, (start, stop) in enumerate(pairwise(indptr)):
+        rows = factors[indices[start:stop]].astype(np.float64)
+        rows *= values[start:stop, np.newaxis] if len(values) else 1.0
+        sums[i] = rows.sum(axis=0)
+        products = rows @ rows.T
+        margins[i] += np.triu(products, 1).sum()
+
+
+def interaction_gradients(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, factors: Floats, sums: Floats, residuals: Floats,
+    out: Floats,
+) -> None:  # fmt: skip
+    """Write the gradient of the pairwise part by `factors` to `out`."""
+    wide = np.zeros(out.shape)
+    for i, (start, stop) in enumerate(pairwise(indptr)):
+        own, x = indices[start:stop], values[start:stop, np.newaxis] if len(values) else np.ones((stop - start, 1))
+        np.add.at(wide, own, residuals[i] * x * (sums[i] - x * factors[own]))
+    out[:] = wide
 
 
 def _row_numbers(indptr: Integers) -> Integers:

@@ -8,7 +8,6 @@ over the minibatch, not averaged, as is usual for sparse features (McMahan et al
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -17,12 +16,9 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot, logistic
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel
-from paceline.models.metrics import ClickEvaluation, evaluate
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable
+from paceline.models.clicks import ClickProbabilityModel
 from paceline.tables.types import Floats, Keys
-
-_GOOD_ENOUGH = 0.05
-_LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
 
 
 class LogisticMinibatch(Minibatch):
@@ -70,19 +66,11 @@ class LogisticMinibatch(Minibatch):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogisticRegression(SparseModel):
+class LogisticRegression(ClickProbabilityModel):
     """P(click) from a weight per feature."""
 
     name: ClassVar[str] = "lr"
     title: ClassVar[str] = "a sparse logistic regression"
-    loss_name: ClassVar[str] = "log loss"
-    evaluation: ClassVar[type[ClickEvaluation]] = ClickEvaluation
-    diverged_loss: ClassVar[float] = 20.0  # nats; who always says 0.5 has 0.69
-    found: ClassVar[tuple[str, ...]] = ("offset",)
-    is_tuned: ClassVar[bool] = True
-
-    offset: float = 0.0
-    """What is added to every margin."""
 
     @property
     @override
@@ -92,25 +80,3 @@ class LogisticRegression(SparseModel):
     @override
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
         return LogisticMinibatch(batch, scratch, self.offset)
-
-    @override
-    def evaluate(self, labels: Floats, predictions: Floats) -> ClickEvaluation:
-        return evaluate(labels, predictions)
-
-    @override
-    def starting_from(self, labels: Floats) -> LogisticRegression:
-        positive = float(labels.sum(dtype=np.float64))
-        return dataclasses.replace(self, offset=math.log((positive + 0.5) / (len(labels) - positive + 0.5)))
-
-    @override
-    def calibrated(self, labels: Floats, predictions: Floats) -> LogisticRegression:
-        p, clicks = np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12), float(labels.sum(dtype=np.float64))
-        off = abs(p.sum() - clicks)
-        is_chance = off < 3 * math.sqrt((p * (1 - p)).sum()) or off < _GOOD_ENOUGH * clicks
-        if is_chance or min(clicks, len(labels) - clicks) < _LEAST_LABELS:
-            return self
-        margins, shift = np.log(p / (1 - p)), 0.0
-        for _ in range(20):  # Newton's method
-            p = 1 / (1 + np.exp(-margins - shift))
-            shift -= float(np.clip((p.sum() - clicks) / max(float((p * (1 - p)).sum()), 1e-9), -1, 1))
-        return dataclasses.replace(self, offset=self.offset + shift)

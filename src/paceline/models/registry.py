@@ -8,13 +8,15 @@ from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.models.base import SparseModel
+from paceline.models.fm import FactorizationMachine
 from paceline.models.logistic import LogisticRegression
 from paceline.models.poisson import PoissonRegression
 from paceline.models.regression import LinearRegression
 from paceline.models.softmax import SoftmaxRegression
 
 MODELS: Final[dict[str, type[SparseModel]]] = {
-    kind.name: kind for kind in (LogisticRegression, LinearRegression, PoissonRegression, SoftmaxRegression)
+    kind.name: kind
+    for kind in (LogisticRegression, FactorizationMachine, LinearRegression, PoissonRegression, SoftmaxRegression)
 }
 """Every model by its name."""
 

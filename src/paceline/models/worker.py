@@ -373,10 +373,9 @@ class _Pipeline:
         minibatch, num_read, asked = self._current
         self._current = None
         gradients, loss = minibatch.gradients([ticket.result() for ticket in asked])
-        last = len(self._tables) - 1
-        all_keys = minibatch.gradient_keys
-        for number, (table, keys, gradient) in enumerate(zip(self._tables, all_keys, gradients, strict=True)):
-            pushed = table.push(keys, gradient, tick=number == last, assume_unique=True)
+        for number, keys in reversed(list(enumerate(minibatch.gradient_keys))):  # the first table ends the iteration
+            if len(keys) or not number:
+                pushed = self._tables[number].push(keys, gradients[number], tick=not number, assume_unique=True)
         self._counters.examples += num_read
         self._counters.loss += loss
         self._counters.positives += int(np.count_nonzero(minibatch.labels))

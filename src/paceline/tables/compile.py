@@ -19,10 +19,12 @@ from paceline.tables.rules import SGD
 from paceline.tables.rules import kernels as rule_kernels
 
 KERNELS: tuple[Any, ...] = (
+    csr.add_interactions,
     csr.csr_dot,
     csr.csr_dot_rows,
     csr.csr_transposed_dot,
     csr.csr_transposed_dot_rows,
+    csr.interaction_gradients,
     csr.logistic,
     dedup.dedup,
     dedup.put_rows,
@@ -154,3 +156,5 @@ def _compile_batch() -> None:
     wide, wide_out = np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32)
     csr.csr_dot_rows(indptr, indices, rows, wide, wide_out)
     csr.csr_transposed_dot_rows(indptr, indices, rows, wide, wide_out)
+    csr.add_interactions(indptr, indices, rows, wide, wide_out, out)
+    csr.interaction_gradients(indptr, indices, rows, wide, wide_out, out, np.zeros((1, 1), np.float32))

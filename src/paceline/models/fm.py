@@ -1,0 +1,135 @@
+"""Factorization machine (Rendle, ICDM 2010): a weight per feature, and a vector whose products weigh pairs of features.
+
+margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k], v[l]⟩·x_k·x_l. The vectors lie in a table of their own, with
+another update rule. A feature takes part in pairs, and has a vector, once it has occurred often enough and where its
+weight is not 0: the vectors of rare features would take memory and learn examples by heart (Li et al., DiFacto, WSDM
+2016, section 3). How often it has occurred is in a third table, which counts as far as that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.data import Batch
+from paceline.errors import UsageError
+from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients, logistic
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable
+from paceline.models.clicks import ClickProbabilityModel
+from paceline.tables.initializers import Normal
+from paceline.tables.rules import SGD, Adagrad
+from paceline.tables.types import Floats, Keys
+
+MAX_FACTORS = 1024
+_MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
+
+
+class FactorizationMinibatch(Minibatch):
+    """A minibatch of clicks, of a factorization machine."""
+
+    __slots__ = ("_active", "_model", "_new", "_rows", "_weights", "labels", "num_examples", "probabilities")
+
+    def __init__(self, model: FactorizationMachine, batch: Batch, scratch: KeyScratch) -> None:
+        self._model = model
+        self._rows = KeyedMatrix(batch, scratch)
+        self._weights = batch.weights
+        self._active = self._new = np.empty(0, np.int64)
+        self.labels = batch.labels
+        self.num_examples = batch.num_examples
+        self.probabilities = np.empty(self.num_examples, np.float32)
+
+    @property
+    @override
+    def keys(self) -> tuple[Keys, ...]:
+        features = self._rows.keys[:-1]
+        return self._rows.keys, features, features
+
+    @property
+    @override
+    def gradient_keys(self) -> tuple[Keys, ...]:
+        keys = self._rows.keys
+        return keys, keys[self._active], keys[self._new]
+
+    @override
+    def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
+        rows, first = self._rows, weights[0].reshape(-1)
+        residuals = np.empty(self.num_examples, np.float32)
+        factors, sums, loss = self._forward(weights, residuals)
+        gradient, of_factors = np.empty(len(rows.keys), np.float32), np.empty(factors.shape, np.float32)
+        csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
+        gradient[-1] = residuals.sum(dtype=np.float64)
+        interaction_gradients(rows.indptr, rows.indices, rows.values, factors, sums, residuals, of_factors)
+        counts = weights[2].reshape(-1)
+        self._active = np.flatnonzero(self._are_active(first, counts))
+        self._new = np.flatnonzero(counts < self._model.factor_min_count)
+        occurrences = np.bincount(rows.indices, minlength=len(counts))[self._new]
+        return (gradient, of_factors[self._active], -occurrences.astype(np.float32)), loss
+
+    @override
+    def predict(self, weights: Sequence[Floats]) -> Floats:
+        self._forward(weights, np.empty(self.num_examples, np.float32))
+        return self.probabilities
+
+    def _are_active(self, first: Floats, counts: Floats) -> npt.NDArray[np.bool_]:
+        """Return which features take part in pairs."""
+        active: npt.NDArray[np.bool_] = (first[:-1] != 0) & (counts >= self._model.factor_min_count)
+        return active
+
+    def _forward(self, weights: Sequence[Floats], residuals: Floats) -> tuple[Floats, Floats, float]:
+        rows, margins, first = self._rows, np.empty(self.num_examples, np.float32), weights[0].reshape(-1)
+        csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
+        margins += first[-1] + np.float32(self._model.offset)
+        factors = weights[1] * self._are_active(first, weights[2].reshape(-1))[:, np.newaxis]
+        sums = np.empty((self.num_examples, factors.shape[1]), np.float32)
+        add_interactions(rows.indptr, rows.indices, rows.values, factors, sums, margins)
+        loss = float(logistic(margins, self.labels, self.probabilities, residuals))
+        if self._weights is not None:
+            residuals *= self._weights
+            wide = margins.astype(np.float64)
+            loss = float(((np.logaddexp(0.0, wide) - wide * self.labels) * self._weights).sum())
+        return factors, sums, loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactorizationMachine(ClickProbabilityModel):
+    """P(click) from a weight and `dim` factors per feature.
+
+    `factor_lr` and `factor_l2` are rate and penalty of AdaGrad on the factors, `factor_std` their initial deviation. A
+    feature has factors once it has occurred `factor_min_count` times.
+    """
+
+    name: ClassVar[str] = "fm"
+    title: ClassVar[str] = "a factorization machine"
+
+    dim: int = 8
+    factor_lr: float = 0.03
+    factor_l2: float = 0.5
+    factor_std: float = 0.05
+    factor_min_count: int = 300
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.dim <= MAX_FACTORS:
+            raise UsageError(f"--dim {self.dim}: expected 1 to {MAX_FACTORS:,} factors")
+        if not 0 <= self.factor_min_count <= _MOST_COUNTED:
+            raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {_MOST_COUNTED:,}")
+        _ = self.tables  # whose settings are checked
+
+    @property
+    @override
+    def tables(self) -> tuple[ModelTable, ...]:
+        factors = ModelTable(
+            "fm factors",
+            dim=self.dim,
+            update=Adagrad(lr=self.factor_lr, weight_decay=self.factor_l2, initial_accumulator=1.0),
+            initializer=Normal(std=self.factor_std),
+        )
+        return ModelTable("fm"), factors, ModelTable("fm counts", update=SGD(lr=1.0))
+
+    @override
+    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+        return FactorizationMinibatch(self, batch, scratch)

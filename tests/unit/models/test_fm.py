@@ -1,0 +1,116 @@
+"""The factorization machine: what no linear model can learn, and which features have factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from paceline.data import Batch
+from paceline.errors import UsageError
+from paceline.models.base import KeyScratch, SparseModel
+from paceline.models.fm import FactorizationMachine
+from paceline.models.logistic import LogisticRegression
+from paceline.models.metrics import auc
+from paceline.ps import FTRL, SparseStore
+from paceline.tables.initializers import Zeros
+
+N, NUM_VALUES = 8000, 6
+Array = npt.NDArray[Any]
+
+
+def make_pairs(seed: int) -> Batch:
+    """Examples of two categories, each as often with a click as without; only the pair tells."""
+    rng = np.random.default_rng(seed)
+    categories = rng.integers(0, NUM_VALUES, (N, 2))
+    is_likely = (categories[:, 0] + categories[:, 1]) % 2 == 0
+    labels = rng.random(N) < np.where(is_likely, 0.8, 0.2)
+    categories[:, 1] += NUM_VALUES
+    indptr = np.arange(0, 2 * N + 1, 2, dtype=np.int64)
+    return Batch(labels.astype(np.float32), indptr, categories.reshape(-1).astype(np.uint64))
+
+
+def train(model: SparseModel, batch: Batch, rule: FTRL, epochs: int = 6) -> tuple[Array, list[SparseStore]]:
+    """Train without a cluster; return the predictions for other examples, and the tables."""
+    stores = [
+        SparseStore(dim=each.dim, rule=each.update or rule, initializer=each.initializer or Zeros(), seed=0)
+        for each in model.tables
+    ]
+    scratch = KeyScratch()
+
+    def pull(keys: tuple[Array, ...]) -> list[Array]:
+        weights = [np.empty((len(each), store.dim), np.float32) for each, store in zip(keys, stores, strict=True)]
+        for each, store, out in zip(keys, stores, weights, strict=True):
+            store.pull(each, out)
+        return weights
+
+    for _ in range(epochs):
+        for start in range(0, batch.num_examples, 64):
+            minibatch = model.prepare(batch.slice(start, start + 64), scratch)
+            gradients, _ = minibatch.gradients(pull(minibatch.keys))
+            for keys, store, gradient in zip(minibatch.gradient_keys, stores, gradients, strict=True):
+                store.push(keys, np.ascontiguousarray(gradient).reshape(-1))
+    minibatch = model.prepare(make_pairs(1), scratch)
+    return minibatch.predict(pull(minibatch.keys)), stores
+
+
+def test_what_no_linear_model_learns() -> None:
+    batch, labels = make_pairs(0), make_pairs(1).labels
+    rule = FTRL(alpha=0.1, l1=0.0)
+    linear, _ = train(LogisticRegression(), batch, rule)
+    assert abs(auc(labels, linear) - 0.5) < 0.03
+    machine, _ = train(
+        FactorizationMachine(dim=4, factor_lr=0.1, factor_l2=0.0, factor_std=0.1, factor_min_count=0), batch, rule
+    )
+    assert auc(labels, machine) > 0.77  # the truth's is 0.8
+
+
+def test_features_without_a_weight_have_no_factors() -> None:
+    """Neither rows nor a part in predictions."""
+    model = FactorizationMachine(dim=4, factor_min_count=0)
+    _, stores = train(model, make_pairs(0), FTRL(l1=1e6))
+    assert [len(store) for store in stores] == [2 * NUM_VALUES + 1, 0, 0]
+    minibatch = model.prepare(make_pairs(0), KeyScratch())
+    rng = np.random.default_rng(0)
+    weights, factors = (rng.normal(size=(len(minibatch.keys[0]), 1)), rng.normal(size=(len(minibatch.keys[1]), 4)))
+    weights[:3] = 0
+    wide = [each.astype(np.float32) for each in (weights, factors, np.ones((len(factors), 1)))]
+    predicted = minibatch.predict(wide).copy()
+    gradients, _ = minibatch.gradients(wide)
+    assert set(minibatch.gradient_keys[1]) == set(minibatch.keys[1][3:])
+    assert gradients[1].shape == (2 * NUM_VALUES - 3, 4)
+    wide[1][:3] = 100
+    assert np.array_equal(minibatch.predict(wide), predicted)
+
+
+def test_features_have_factors_from_their_nth_occurrence() -> None:
+    """They are counted as far as that."""
+    batch = make_pairs(0).slice(0, 640)
+    model = FactorizationMachine(dim=4, factor_min_count=80)
+    keys, counts = np.unique(batch.keys, return_counts=True)
+    assert counts.min() > 80
+    _, stores = train(model, batch, FTRL(alpha=0.1), epochs=1)
+    counted = np.empty((len(keys), 1), np.float32)
+    stores[2].pull(keys, counted)
+    assert ((counted >= 80) & (counted < 80 + 64)).all()
+    assert 0 < len(stores[1]) <= len(keys)
+    _, stores = train(FactorizationMachine(dim=4, factor_min_count=800), batch, FTRL(alpha=0.1), epochs=1)
+    stores[2].pull(keys, counted)
+    assert np.array_equal(counted[:, 0], counts)
+    assert len(stores[1]) == 0
+
+
+def test_settings() -> None:
+    refused: tuple[dict[str, Any], ...] = (
+        {"dim": 0},
+        {"dim": 5000},
+        {"factor_lr": -1.0},
+        {"factor_min_count": -1},
+        {"factor_l2": -1.0},
+        {"factor_std": float("nan")},
+    )
+    for settings in refused:
+        with pytest.raises(UsageError):
+            FactorizationMachine(**settings)
