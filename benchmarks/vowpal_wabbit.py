@@ -60,7 +60,7 @@ def main() -> None:
         theirs: list[float] = []
         for _ in range(arguments.runs):
             result = train_locally(
-                TrainOptions(data=[folder / "train.tsv"], evaluation=[folder / "eval.tsv"], epochs=1),
+                TrainOptions(data=[folder / "train.tsv"], evaluation=[folder / "eval.tsv"], epochs=1, adapt="no"),
                 servers=1,
                 workers=1,
                 consistency=BoundedDelay(tau=4),

@@ -59,6 +59,14 @@ def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: in
     return thinned.sample(blocks.share_read)
 
 
+def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
+    """Return examples of those in memory, as :func:`sample_examples` does of those in files."""
+    thinned = _Thinned(max_rows, max_pairs)
+    for start in range(0, batch.num_examples, _CHUNK_ROWS):
+        thinned.add(batch.slice(start, min(start + _CHUNK_ROWS, batch.num_examples)))
+    return thinned.sample(1.0)
+
+
 class _Pieces:
     """Pieces spread evenly over files that can be entered anywhere."""
 

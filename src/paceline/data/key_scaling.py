@@ -52,15 +52,31 @@ class KeyScaling:
     def apply(self, batch: Batch) -> Batch:
         """Return the examples with their values changed; centred keys come first in every row."""
         values = np.ones(len(batch.keys)) if batch.values is None else batch.values.astype(np.float64)
-        at = np.searchsorted(self.keys, batch.keys)
-        if len(self.keys):
-            at[self.keys[np.minimum(at, len(self.keys) - 1)] != batch.keys] = len(self.keys)
-        scaled = ((values - np.append(self.means, 0.0)[at]) / np.append(self.scales, self.other_scale)[at]).astype(
-            np.float32
-        )
+        at = self._find(batch.keys)
+        means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
+        scaled = ((values - means) / scales).astype(np.float32)
         if not len(self._centred):
             return Batch(batch.labels, batch.indptr, batch.keys, scaled, batch.weights)
         return self._with_centred(batch, self._place[at], scaled)
+
+    def unscaled(
+        self, keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Return the weights for values as they were, and what the bias gets more.
+
+        `keys` uint64 [n] and `weights` float32 [n, dim] are those of a linear model of scaled values.
+        """
+        at = self._find(keys)
+        means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
+        weights = weights / scales[:, np.newaxis]
+        return weights.astype(np.float32), -(weights * means[:, np.newaxis]).sum(axis=0).astype(np.float32)
+
+    def _find(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Return the place of each key among those of the scaling; one behind the last where it is none."""
+        at = np.searchsorted(self.keys, keys)
+        if len(self.keys):
+            at[self.keys[np.minimum(at, len(self.keys) - 1)] != keys] = len(self.keys)
+        return at
 
     def _with_centred(self, batch: Batch, place: npt.NDArray[np.int64], scaled: npt.NDArray[np.float32]) -> Batch:
         n, width = batch.num_examples, len(self._centred)

@@ -7,14 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paceline.data.key_scaling import KeyScaling
 from paceline.models.base import BIAS_KEY
 from paceline.models.stored import StoredModel
 from paceline.storage.format import StoredTable
 from paceline.tables.types import Floats, Keys
 
+_LINEAR = ("lr", "regression", "poisson", "softmax")
+
 
 class Weights(NamedTuple):
-    """A table's values by feature, and those of the bias."""
+    """A table's values by feature, and those of the bias.
+
+    Those of linear models of libsvm data are for values as the data has them, whatever scale they were trained on; a
+    logistic regression's offset is part of its bias.
+    """
 
     keys: Keys
     """Of features, rising: uint64 [n]."""
@@ -26,7 +33,21 @@ class Weights(NamedTuple):
 
 def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
     """Read a table's weights, without the state of its update rule."""
-    return join_weights(saved.records(table), table.spec.dim)
+    weights, described = join_weights(saved.records(table), table.spec.dim), saved.described
+    if described.get("kind") in _LINEAR:
+        scaling = described.get("scaling")
+        known = None if scaling is None else KeyScaling.from_spec(scaling)
+        return unscaled_weights(weights, known, described.get("offset", 0.0))
+    return weights
+
+
+def unscaled_weights(weights: Weights, scaling: KeyScaling | None, offset: float) -> Weights:
+    """Return the weights of a linear model of values as they were before scaling; the offset is added to the bias."""
+    values, bias = weights.values, weights.bias + np.float32(offset)
+    if scaling is not None:
+        values, shift = scaling.unscaled(weights.keys, values)
+        bias = bias + shift
+    return Weights(weights.keys, values, bias)
 
 
 def join_weights(pieces: Iterable[tuple[Keys, Floats]], dim: int) -> Weights:

@@ -15,15 +15,19 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, colu
 from typing_extensions import Self
 
 from paceline.data import Batch, Columns
+from paceline.data.example_sampling import sample_batch
 from paceline.errors import UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, is_frame
 from paceline.launch import prepare_kernels
 from paceline.launch.train.options import TrainOptions
-from paceline.models.update import make_update
+from paceline.launch.train.planning import plan_on_sample
+from paceline.models.tuning import L1, suggested_batch_size
+from paceline.models.update import UPDATE_NAMES, make_update
+from paceline.ps import FTRL, UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
-from paceline.sklearn.weight_table import WeightTable
+from paceline.sklearn.weight_table import WeightTable, take_rows
 from paceline.tables.types import Doubles
 
 
@@ -36,7 +40,8 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
     Parameters, whose defaults are those of ``paceline train``:
 
     - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, as options of that command.
-    - `epochs`, `batch_size`: passes over the data, and examples per minibatch.
+    - `epochs`, `batch_size`: passes over the data, and examples per minibatch; None: chosen, as the rate (FTRL's alpha)
+      is, by a look at a sample of X, whose values are scaled too (docs/defaults.md).
     - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and by what.
     - `workers`: None trains in this process. A number starts a cluster on this machine for each :meth:`fit`, of so many
       worker processes and `servers` servers, with this `consistency`.
@@ -54,8 +59,8 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         l1: float | None = None,
         l2: float | None = None,
         beta: float | None = None,
-        epochs: int = 4,
-        batch_size: int = 256,
+        epochs: int | None = None,
+        batch_size: int | None = None,
         shuffle: bool = True,
         random_state: Any = None,
         workers: int | None = None,
@@ -89,23 +94,29 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         self.classes_ = self._find_classes(targets)
         rows = self._to_batch(X, self._to_labels(targets), sample_weight)
         random = check_random_state(self.random_state)
-        rule = make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta)
+        order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
+        chosen = self._options()
         if self.workers is None and self.scheduler is None:
-            table = WeightTable(rule)
-            for _ in range(self.epochs):
-                table.train(rows, self.batch_size, random.permutation(rows.num_examples) if self.shuffle else None)
+            rows = take_rows(rows, order)
+            plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
+            table = WeightTable(plan.update, offset=plan.model.describe()["offset"], scaling=plan.scaling)
+            rows = table.scaled(rows)
+            for epoch in range(plan.epochs):
+                again = random.permutation(rows.num_examples) if self.shuffle and epoch else None
+                table.train(rows, plan.batch_size, again)
         else:
             if sample_weight is not None:
                 raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
-            options = TrainOptions(data=(), epochs=self.epochs, batch_size=self.batch_size)
             where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
-            order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
-            table = train_on_cluster(rows, order, options, rule, where)
+            table = train_on_cluster(rows, order, chosen, where)
         self._table = table
         return self
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train on more examples: one pass, in this process, in their order. The first call names both `classes`."""
+        """Train on more examples: one pass, in this process, in their order.
+
+        The first call names both `classes`; by its examples rate and scale are chosen.
+        """
         self._check_parameters()
         if self.workers is not None or self.scheduler is not None:
             raise UsageError("partial_fit trains in this process: leave out workers and scheduler, or call fit")
@@ -115,10 +126,14 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
             if classes is None:
                 raise UsageError("the first call of partial_fit names all classes: partial_fit(X, y, classes=[0, 1])")
             self.classes_ = self._find_classes(np.asarray(classes))
-            self._table = WeightTable(make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta))
+            chosen = TrainOptions(data=(), epochs=1, batch_size=self.batch_size, update=self._rule)
+            first = self._to_batch(X, self._to_labels(targets), sample_weight)
+            plan = plan_on_sample(chosen, sample_batch(first), has_keys=self._columns is None)
+            self._table = WeightTable(plan.update, offset=plan.model.describe()["offset"], scaling=plan.scaling)
         elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
             raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
-        self._table.train(self._to_batch(X, self._to_labels(targets), sample_weight), self.batch_size, None)
+        rows = self._to_batch(X, self._to_labels(targets), sample_weight)
+        self._table.train(self._table.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
         return self
 
     def decision_function(self, X: Any) -> Doubles:
@@ -160,13 +175,26 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         check_is_fitted(self, "_table")
         self._table.save(directory, self._columns)
 
+    def _rule(self, suited_lr: float, suited_l1: float) -> UpdateRule:
+        """Return the update rule; of FTRL, with what suits the data where nothing is given."""
+        lr, l1 = self.lr, self.l1
+        if self.update == UPDATE_NAMES[0]:
+            lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
+        return make_update(self.update, lr=lr, l1=l1, l2=self.l2, beta=self.beta)
+
+    def _options(self) -> TrainOptions:
+        return TrainOptions(data=(), epochs=self.epochs, batch_size=self.batch_size, update=self._rule)
+
     # Data.
 
     def _check_parameters(self) -> None:
         for name in ("epochs", "batch_size"):
             value = getattr(self, name)
+            if value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise UsageError(f"{name}={value!r}: expected a positive whole number")
+                raise UsageError(f"{name}={value!r}: expected a positive whole number, or None")
+        self._rule(FTRL().alpha, L1)
         prepare_kernels()
 
     def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:

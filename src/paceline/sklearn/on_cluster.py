@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch
+from paceline.data.key_scaling import KeyScaling
 from paceline.errors import UsageError
 from paceline.launch import connect
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import Training, train_locally
+from paceline.models.stored import read_stored_model
 from paceline.protocol import parse_consistency
-from paceline.ps import messages, read_model
+from paceline.ps import RULES, from_fields, messages
 from paceline.sklearn.weight_table import WeightTable, take_rows
-from paceline.tables.rules import UpdateRule
 
 _ROWS = 4096
 
@@ -37,20 +38,27 @@ class ClusterChoice:
 
 
 def train_on_cluster(
-    examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, rule: UpdateRule, where: ClusterChoice
+    examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, where: ClusterChoice
 ) -> WeightTable:
     """Train as ``paceline train`` does on examples in this order; return the weights."""
     with tempfile.TemporaryDirectory(prefix="paceline-sklearn-") as folder:
         data, model = Path(folder, "examples.svm"), Path(folder, "model")
         write_libsvm(data, examples, order)
-        options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=model, update=rule, adapt="no")
+        options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=model)
         if where.scheduler is None:
             consistency = parse_consistency(where.consistency)
             train_locally(options, servers=where.servers, workers=where.workers, consistency=consistency)
         else:
             _train_there(options, where.scheduler, where.token)
-        (table,) = options.model.tables
-        return WeightTable(rule, read_model(model).load_store(table.name))
+        stored = read_stored_model(model)
+        (table,) = stored.tables
+        scaling = stored.described.get("scaling")
+        return WeightTable(
+            from_fields(RULES, table.spec.update),
+            stored.load_store(table.spec.name),
+            offset=stored.described["offset"],
+            scaling=None if scaling is None else KeyScaling.from_spec(scaling),
+        )
 
 
 def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch, Columns
-from paceline.inference.weights import join_weights
+from paceline.data.key_scaling import KeyScaling
+from paceline.inference.weights import Weights, join_weights, unscaled_weights
 from paceline.kernels.csr import csr_dot
-from paceline.models.base import BIAS_KEY, KeyedMatrix, KeyScratch
+from paceline.models.base import KeyedMatrix, KeyScratch
 from paceline.models.logistic import LogisticRegression as SparseLogisticRegression
 from paceline.ps import SparseStore, UpdateRule, to_fields
 from paceline.storage.model_directory import save_model
@@ -25,19 +26,29 @@ _BATCH = 4096
 class WeightTable:
     """A row for each feature, and one for the bias, with the state of an update rule."""
 
-    def __init__(self, rule: UpdateRule, store: SparseStore | None = None) -> None:
+    def __init__(
+        self,
+        rule: UpdateRule,
+        store: SparseStore | None = None,
+        *,
+        offset: float = 0.0,
+        scaling: KeyScaling | None = None,
+    ) -> None:
         self._rule = rule
+        self._scaling = scaling
         self._store = SparseStore(dim=1, rule=rule) if store is None else store
         self._scratch = KeyScratch()
-        self._model = SparseLogisticRegression()
+        self._model = SparseLogisticRegression(offset=offset)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return rule and rows: memory at an address does not travel."""
         keys, records = self._rows()
-        return {"rule": self._rule, "keys": keys, "records": records}
+        scaling = None if self._scaling is None else self._scaling.spec()
+        return {"rule": self._rule, "keys": keys, "records": records, "offset": self._model.offset, "scaling": scaling}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["rule"])  # type: ignore[misc]
+        scaling = None if state["scaling"] is None else KeyScaling.from_spec(state["scaling"])
+        self.__init__(state["rule"], offset=state["offset"], scaling=scaling)  # type: ignore[misc]
         self._store.write_records(state["keys"], state["records"])
 
     def _rows(self) -> tuple[Keys, Floats]:
@@ -46,8 +57,12 @@ class WeightTable:
         none = np.empty((0, self._store.row_words), np.float32)
         return keys, np.concatenate([none, *(records for _, records in pieces)])
 
+    def scaled(self, examples: Batch) -> Batch:
+        """Return examples with the values that :meth:`train` takes."""
+        return examples if self._scaling is None else self._scaling.apply(examples)
+
     def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:
-        """Make a pass over examples, in an order if one is given."""
+        """Make a pass over examples whose values are scaled, in an order if one is given."""
         if order is not None:
             examples = take_rows(examples, order)
         for start in range(0, examples.num_examples, batch_size):
@@ -62,13 +77,13 @@ class WeightTable:
         """Return the logit of each example (float64 [n])."""
         margins = np.empty(examples.num_examples, np.float32)
         for start in range(0, examples.num_examples, _BATCH):
-            part = examples.slice(start, start + _BATCH)
+            part = self.scaled(examples.slice(start, start + _BATCH))
             rows = KeyedMatrix(part, self._scratch)
             weights = np.empty(len(rows.keys), np.float32)
             self._store.pull(rows.keys, weights)
             out = margins[start : start + _BATCH]
             csr_dot(rows.indptr, rows.indices, rows.values, weights, out)
-            out += weights[-1]
+            out += weights[-1] + np.float32(self._model.offset)
         return margins.astype(np.float64)
 
     def is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
@@ -77,17 +92,18 @@ class WeightTable:
 
     @property
     def bias(self) -> float:
-        """The weight of the bias."""
-        out = np.empty(1, np.float32)
-        self._store.pull(np.array([BIAS_KEY]), out)
-        return float(out[0])
+        """What is added to all logits, where values are as they were given."""
+        return float(self._weights().bias[0])
 
     def spread(self, num_features: int) -> Doubles:
         """Return the weights of features that are numbered (float64 [num_features])."""
-        weights = join_weights(self._store.items(), 1)
+        weights = self._weights()
         out = np.zeros(num_features)
         out[weights.keys.astype(np.int64)] = weights.values[:, 0]
         return out
+
+    def _weights(self) -> Weights:
+        return unscaled_weights(join_weights(self._store.items(), 1), self._scaling, self._model.offset)
 
     def save(self, directory: str | os.PathLike[str], columns: Columns | None) -> None:
         """Write a model as trainings do: of numbered features, or of the columns of a frame."""
@@ -95,6 +111,8 @@ class WeightTable:
         (table,) = self._model.tables
         spec = TableSpec(name=table.name, kind="sparse", update=update, initializer=start, dim=table.dim)
         described = {**self._model.describe(), "finished": True, "format": "libsvm", "columns": None}
+        if self._scaling is not None:
+            described = {**described, "scaling": self._scaling.spec()}
         if columns is not None:
             described = {**described, "format": "parquet", "columns": columns.to_fields()}
         save_model(directory, [(spec, self._store.items())], described)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
-from paceline.data import Dataset, open_dataset
+from paceline.data import open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling
@@ -54,7 +54,13 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
             raise DataError(f"{options.data[0]} has no line that can be trained on")
-        scaling = _scaling_of(dataset, sample)
+        has_keys = dataset.format == "libsvm"
+    return plan_on_sample(options, sample, has_keys=has_keys)
+
+
+def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bool) -> TrainingPlan:
+    """Choose what the options leave open; of features that `has_keys` says to be numbered, the scale too."""
+    scaling = find_key_scaling(sample.batch) if has_keys else None
     if scaling is not None:
         sample = dataclasses.replace(sample, batch=scaling.apply(sample.batch))
     is_sorted = is_sorted_by_label(sample)
@@ -93,10 +99,6 @@ def _fixed_plan(options: TrainOptions) -> TrainingPlan:
         batch_size=options.batch_size or _BATCH_SIZE,
         update=_rule_of(options.update, FTRL().alpha),
     )
-
-
-def _scaling_of(dataset: Dataset, sample: ExampleSample) -> KeyScaling | None:
-    return find_key_scaling(sample.batch) if dataset.format == "libsvm" else None
 
 
 def _rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float = L1) -> UpdateRule:
