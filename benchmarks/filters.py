@@ -1,12 +1,15 @@
 """What filters save and cost: bytes, seconds and AUC of a training with each, and with several together.
 
     python benchmarks/filters.py [--data train.tsv[.gz]] [--rows 200000] [--epochs 4] [--workers 1] [--runs 1]
-                                 [--filters CHAIN ...] [--consistency bounded:4] [--json]
+                                 [--filters CHAIN ...] [--consistency bounded:4] [--mbit 1000 100] [--json]
 
 Logistic regression by FTRL over a Criteo log (the first four fifths; the AUC is that of the last fifth), with 1 server,
 over loopback. Bytes are those of all workers' connections to servers, both ways, in the first pass and in the mean of
 the later ones: the difference of a training of one pass and one of all. Seconds are those of the training of all
 passes, the median of `runs`. On loopback bytes cost next to nothing: times show what filters cost, not what they gain.
+
+With `--mbit`, each training is done again between hosts (network namespaces, as in ``hosts.py``; needs root, iproute2
+and the kernel's tbf): scheduler and server on one, workers on the other, with links of so many Mbit/s.
 """
 
 from __future__ import annotations
@@ -14,10 +17,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside this program
 
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.launch.train.options import TrainOptions
@@ -25,6 +33,7 @@ from paceline.launch.train.results import TrainResult
 from paceline.launch.train.train import train_locally
 from paceline.models.metrics import ClickEvaluation
 from paceline.protocol import parse_consistency
+from paceline.transport.security.authentication import make_token
 
 TRAIN_SHARE = 0.8
 CHAINS = (
@@ -60,6 +69,7 @@ def main() -> None:
     parser.add_argument("--filters", nargs="+", help="chains to try, besides none")
     parser.add_argument("--consistency", default="bounded:4")
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--mbit", type=int, nargs="+", default=[], help="links between hosts to try, besides loopback")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.epochs < 2:
@@ -101,7 +111,38 @@ def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str
         "later_pass_bytes": (total - first.bytes) / (arguments.epochs - 1),
         "seconds": statistics.median(result.seconds for result in results),
         "auc": statistics.median(aucs),
+        **{f"seconds_at_{mbit}_mbit": train_between_hosts(folder, chain, mbit, arguments) for mbit in arguments.mbit},
     }
+
+
+def train_between_hosts(folder: Path, chain: str, mbit: int, arguments: argparse.Namespace) -> float:
+    """Return how many seconds the training takes with workers on another host than the server."""
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(make_token())
+    where = ["--scheduler", f"{NETWORK}.1:7337", "--token-file", str(token)]
+    with network(2, mbit) as names:
+
+        def command(host: int, *words: object) -> list[str]:
+            return ["ip", "netns", "exec", names[host], sys.executable, "-m", "paceline", *map(str, words)]
+
+        numbers = ["--servers", "1", "--workers", str(arguments.workers), "--consistency", arguments.consistency]
+        commands = [
+            command(0, "scheduler", "--host", f"{NETWORK}.1", "--token-file", token, *numbers),
+            command(0, "server", "--host", f"{NETWORK}.1", *where),
+            *(command(1, "worker", *where) for _ in range(arguments.workers)),
+        ]
+        processes = [subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for each in commands]
+        try:
+            options = ["--epochs", arguments.epochs, "--format", "criteo", "--filters", chain, "--json", "--quiet"]
+            trained = command(1, "train", folder / "train.tsv", *where, *options)
+            told = subprocess.run(trained, check=True, capture_output=True, text=True, timeout=600).stdout
+        finally:
+            processes[0].send_signal(signal.SIGINT)  # which ends the cluster
+            for process in processes:
+                process.wait(60)
+    seconds: float = json.loads(told)["seconds"]
+    return seconds
 
 
 def print_line(found: dict[str, Any], plain: dict[str, Any], as_json: bool, *, is_first: bool) -> None:
@@ -111,12 +152,16 @@ def print_line(found: dict[str, Any], plain: dict[str, Any], as_json: bool, *, i
         return
     if is_first:
         heads = f"{'MB':>8} {'×':>6} {'1st pass':>9} {'×':>6} {'later':>8} {'×':>6} {'s':>6} {'AUC':>8} {'−':>9}"
-        print(f"{'filters':34} {heads}")
+        links = [name.removeprefix("seconds_at_").replace("_", " ") for name in found if name.startswith("seconds_at_")]
+        print(f"{'filters':46} {heads}" + "".join(f" {f's, {link}':>14} {'×':>5}" for link in links))
     cells = ""
     for name, width in (("bytes", 8), ("first_pass_bytes", 9), ("later_pass_bytes", 8)):
         cells += f" {found[name] / 1e6:{width}.1f} {plain[name] / found[name]:6.1f}"
     cells += f" {found['seconds']:6.2f} {found['auc']:8.5f} {plain['auc'] - found['auc']:+9.5f}"
-    print(f"{found['filters'] or 'none':34}{cells}", flush=True)
+    for name in found:
+        if name.startswith("seconds_at_"):
+            cells += f" {found[name]:14.2f} {plain[name] / found[name]:5.1f}"
+    print(f"{found['filters'] or 'none':46}{cells}", flush=True)
 
 
 def generate(folder: Path, rows: int) -> Path:
