@@ -11,6 +11,7 @@ from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.snapshots import Resumption, describe_training, parse_every
+from paceline.models.registry import make_model
 from paceline.protocol.jobs import DoneShards, JobAccount
 from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import Snapshot
@@ -55,6 +56,12 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
         )
         resumption = Resumption(Snapshot(tmp_path, manifest))
         resumption.check_data(dataset)
+        resumption.check_model(plan.model)
+        for other in (make_model("fm", dim=4), make_model("regression")):
+            with pytest.raises(
+                UsageError, match=rf"is of a training of lr\(.*, and it is {other.name}\(.*the same model"
+            ):
+                resumption.check_model(other)
         assert resumption.shard_bytes == 10
         assert resumption.describe().endswith("snapshot-000007: 2 of 8 shards done, 4 examples, iteration 12")
     with open_dataset(files[::-1], shard_bytes=10) as dataset, pytest.raises(DataError, match=r"file 1 was a.libsvm"):
