@@ -33,10 +33,6 @@ class ExampleSample:
     is_whole: bool
     """Whether the sample is the data set."""
 
-    def label_rates(self) -> npt.NDArray[np.float64]:
-        """The share of positive labels in each run of neighbours."""
-        return np.array([labels.mean() for labels in np.split(self.batch.labels, self.starts[1:])])
-
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
     """Return examples of a data set, in runs of 256 neighbours or fewer; of a small one all.

@@ -66,13 +66,13 @@ def suggested_batch_size(num_examples: int) -> int:
 
 def is_sorted_by_label(sample: ExampleSample) -> bool:
     """Return whether where an example stands tells much of its label: over 0.3 of the labels' variance."""
-    rates = sample.label_rates()
-    sizes = np.diff([*sample.starts, sample.batch.num_examples])
-    rate, many = float(sample.batch.labels.mean()), sizes > 1
-    if not 0 < rate < 1 or many.sum() < 2:
+    labels = sample.batch.labels.astype(np.float64)
+    runs = [run for run in np.split(labels, sample.starts[1:]) if len(run) > 1]
+    total = float(labels.var())
+    if not total or len(runs) < 2:
         return False
-    within = rates[many] * (1 - rates[many]) * sizes[many] / (sizes[many] - 1)  # unbiased by a run's own mean
-    return float(np.average(within, weights=sizes[many])) < _SORTED * rate * (1 - rate)
+    within = [run.var(ddof=1) for run in runs]  # unbiased by a run's own mean
+    return float(np.average(within, weights=[len(run) for run in runs])) < _SORTED * total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

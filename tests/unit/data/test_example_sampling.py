@@ -25,7 +25,6 @@ def test_of_a_small_file_it_is_all(tmp_path: Path) -> None:
     assert sample.is_whole
     assert sample.num_examples == sample.batch.num_examples == 1000
     assert sample.starts.tolist() == [0, 256, 512, 768]
-    assert sample.label_rates() == pytest.approx([0, 12 / 256, 1, 1])
 
 
 @pytest.mark.parametrize("pack", [False, True])

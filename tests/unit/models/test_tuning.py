@@ -105,6 +105,9 @@ def test_labels_in_runs_are_noticed() -> None:
     )
     assert all(is_sorted_by_label(with_labels(np.sort(each))) for each in (mixed, rare, drifting))
     assert is_sorted_by_label(with_labels(np.repeat(rng.integers(0, 2, 40), 500)))
+    classes, quantities = rng.integers(0, 10, 20_000), rng.normal(1e6, 5, 20_000)
+    assert not any(is_sorted_by_label(with_labels(each)) for each in (classes, quantities))
+    assert all(is_sorted_by_label(with_labels(np.sort(each))) for each in (classes, quantities))
 
 
 def test_more_passes_where_there_is_more_to_learn() -> None:
