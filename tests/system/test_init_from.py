@@ -8,17 +8,25 @@ import numpy as np
 
 import paceline as package
 from paceline.inference.inspection import compare_models
+from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.train import train_locally
+from paceline.protocol import Sequential
 
 from .running import Commands
 
 CSV = "label,site,age,size\n" + "1,news,31,2\n0,shop,20,3\n1,news,17,5\n0,42,2,8\n" * 25
 
 
-def test_two_passes_are_one_and_one_more(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
-    common: list[str | Path] = ["train", click_log[0], "-q", "--consistency", "sequential", "--workers", "1"]
-    paceline.succeed(*common, "--epochs", "2", "--save", "at-once")
-    paceline.succeed(*common, "--epochs", "1", "--save", "first")
-    paceline.succeed(*common, "--epochs", "1", "--servers", "2", "--init-from", "first", "--save", "second")
+def test_two_passes_are_one_and_one_more(click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    def train(epochs: int, save: str, init_from: Path | None = None, servers: int = 1) -> None:
+        options = TrainOptions(
+            data=[click_log[0]], epochs=epochs, save=tmp_path / save, init_from=init_from, adapt="no"
+        )
+        train_locally(options, servers=servers, workers=1, consistency=Sequential())
+
+    train(2, "at-once")
+    train(1, "first")
+    train(1, "second", tmp_path / "first", servers=2)
     (table,) = compare_models(tmp_path / "at-once", tmp_path / "second").tables
     assert table.changed == 0
     (table,) = compare_models(tmp_path / "at-once", tmp_path / "first").tables

@@ -111,6 +111,9 @@ def inspect_model(
     saved = read_stored_model(directory)
     described = dict(saved.described)
     kind, finished = str(described.pop("kind", "")), bool(described.pop("finished", True))
+    scaling = described.pop("scaling", None)
+    if scaling is not None:
+        described["scaling"] = f"values of {len(scaling['keys']):,} keys, those of others by {scaling['other_scale']:g}"
     _check_kind(saved, kind)
     tables = [_summarize(table.spec.name, read_weights(saved, table), top, names or {}) for table in saved.tables]
     return ModelSummary(str(saved.directory), kind, finished, saved.paceline, described, tables)

@@ -15,7 +15,7 @@ from paceline.data import Batch, Columns
 from paceline.errors import ModelError, UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, CriteoReader, FrameReader, is_frame, list_names
-from paceline.inference.weights import Weights, join_weights
+from paceline.inference.weights import Weights, join_weights, weights_of_data
 from paceline.launch import prepare_kernels
 from paceline.models.base import BIAS_KEY
 from paceline.models.prediction import Predictor
@@ -100,8 +100,10 @@ class LoadedModel:
 
         Of a model with several tables they are the first one's.
         """
-        pieces = list(self._predictor.stores[0].items())
-        return join_weights(pieces, self._predictor.stores[0].dim)
+        predictor = self._predictor
+        scaling = None if predictor.scaling is None else predictor.scaling.spec()
+        found = join_weights(predictor.stores[0].items(), predictor.stores[0].dim)
+        return weights_of_data(found, {**predictor.model.describe(), "scaling": scaling})
 
     def _batches(self, X: Any, strict: bool) -> Iterator[Batch]:
         if type(X) is list and X and all(type(each) is dict for each in X):  # the others' tests take longer

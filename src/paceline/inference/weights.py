@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,11 @@ class Weights(NamedTuple):
 
 def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
     """Read a table's weights, without the state of its update rule."""
-    weights, described = join_weights(saved.records(table), table.spec.dim), saved.described
+    return weights_of_data(join_weights(saved.records(table), table.spec.dim), saved.described)
+
+
+def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
+    """Return weights of values as they stand in the data, where a linear model scales them; see its manifest."""
     if described.get("kind") in _LINEAR:
         scaling = described.get("scaling")
         known = None if scaling is None else KeyScaling.from_spec(scaling)

@@ -64,6 +64,7 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
         "finished": False,
         "format": dataset.get("format"),
         "columns": columns if columns.get("label") else None,
+        "scaling": dataset.get("scaling"),
     }
     return StoredModel(path, described, snapshot.tables, snapshot.paceline, None)
 

@@ -44,13 +44,14 @@ def save_weights(
     bias: float = 0.0,
     format: str = "libsvm",
     columns: Columns | None = None,
+    described: dict[str, Any] | None = None,
 ) -> Path:
-    """Save a logistic regression."""
+    """Save a logistic regression; `described` is what else its manifest says."""
     store = SparseStore(dim=1, rule=SGD(lr=1.0))
     keys = np.array([*weights, BIAS_KEY], np.uint64)
     store.write_records(keys, np.array([*weights.values(), bias], np.float32).reshape(-1, 1))
     spec = TableSpec(name="lr", kind="sparse", update=to_fields(SGD(lr=1.0)), initializer=to_fields(Zeros()), dim=1)
-    described: dict[str, Any] = {"kind": "lr", "finished": True, "format": format, "columns": None}
+    described = {"kind": "lr", "finished": True, "format": format, "columns": None, **(described or {})}
     if columns is not None:
         described["columns"] = columns.to_fields()
     save_model(directory, [(spec, store.items())], described)

@@ -17,6 +17,7 @@ from paceline.inference import load
 from paceline.inference.calibration import group_by_prediction
 from paceline.inference.export import export_model
 from paceline.inference.inspection import compare_models, inspect_model
+from paceline.models.logistic import LogisticRegression as SparseLogisticRegression
 from paceline.models.softmax import SoftmaxRegression
 from paceline.ps import SGD, to_fields
 from paceline.storage.model_directory import save_model
@@ -161,3 +162,19 @@ def test_a_model_of_several_classes(
     assert "on 3 examples: accuracy" in text
     with pytest.raises(UsageError, match="several numbers per feature, and text has one"):
         export_model(tmp_path / "classes", tmp_path / "w.txt")
+
+
+def test_weights_are_of_values_as_they_stand_in_the_data(tmp_path: Path) -> None:
+    model = SparseLogisticRegression(offset=-1.5)
+    scaling = {"keys": [3, 9], "means": [0.25, 0.0], "scales": [2.0, 4.0], "other_scale": 0.5}
+    directory = save_weights(tmp_path / "m", WEIGHTS, bias=0.25, described={**model.describe(), "scaling": scaling})
+    loaded = load(directory)
+    keys, values, bias = loaded.weights()
+    rows = [{3: 1.0}, {3: 2.0, 9: -1.0}, {2**64 - 1: 0.125}, {}]
+    weight = dict(zip(keys.tolist(), values[:, 0].tolist(), strict=True))
+    margins = [bias[0] + sum(weight[key] * value for key, value in row.items()) for row in rows]
+    np.testing.assert_allclose(loaded.predict(rows), 1 / (1 + np.exp(-np.array(margins))), rtol=1e-5)
+    summary = inspect_model(directory)
+    assert (summary.description["offset"], "values of 2 keys" in summary.description["scaling"]) == (-1.5, True)
+    export_model(directory, tmp_path / "w.txt")
+    assert (tmp_path / "w.txt").read_text().startswith(f"Constant:{bias[0]:.9g}\n3:0.25\n9:0.375\n")
