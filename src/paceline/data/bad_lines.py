@@ -17,8 +17,8 @@ _MAX_TEXT = 80
 class BadLine:
     """One malformed line.
 
-    `file`: its path; `offset`: where it begins, in bytes of (decompressed) text, for criteo and libsvm;
-    `row`: its number among the file's rows, from 1, for csv and parquet; the other is None. `text` is
+    `file`: its path; `offset`: where it begins, in bytes of (decompressed) text; of parquet
+    None, and `row` is its number among the file's rows, from 1, None elsewhere. `text` is
     shortened.
     """
 

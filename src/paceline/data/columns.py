@@ -88,7 +88,7 @@ def import_arrow() -> Any:
         import pyarrow
     except ImportError as error:
         raise UsageError(
-            "reading csv and parquet needs pyarrow, which is not installed: pip install 'paceline[parquet]'"
+            "reading parquet and frames needs pyarrow, which is not installed: pip install 'paceline[parquet]'"
         ) from error
     return pyarrow
 
@@ -127,7 +127,6 @@ class Converter:
 
     def __init__(self, path: str, columns: Columns) -> None:
         from paceline.kernels import text as kernels
-        from paceline.kernels.scaling import scale_numbers
 
         self._path = path
         self._columns = columns
@@ -135,7 +134,7 @@ class Converter:
         self._kernels = kernels
         self._powers = powers_of_ten()
         self._scales = [scale.as_array() for scale in columns.scales]
-        self._scale = scale_numbers
+        self._scale = kernels.scale_numbers
         self._seeds = [np.uint64(name_seed(name)) for name in (*columns.categorical, *columns.numeric)]
 
     def convert(self, record_batch: Any, first_row: int) -> Converted:

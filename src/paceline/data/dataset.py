@@ -88,7 +88,6 @@ def _columns_for(files: list[str], format: str, columns: Columns | None) -> Colu
         if columns is not None:
             raise UsageError(f"{format} has no columns to choose: leave columns out, or say csv or parquet")
         return None
-    import_arrow()
     if columns is None:
         columns = guess_columns(files[0], sample_rows(files, format, LABEL_NAMES)).columns
     for file in files:
@@ -191,15 +190,14 @@ class Dataset(Closing):
         return self._cache is not None
 
     def can_enter(self, file: int) -> bool:
-        """Whether a file can be read from any shard on, without reading those before."""
-        path = self.files[file]
-        return self.format == "parquet" or (self.format in TEXT_FORMATS and not is_gzip_name(path))
+        """Whether a file can be read from any shard on, without parsing those before."""
+        return self.format == "parquet" or not is_gzip_name(self.files[file])
 
     def num_shards(self, file: int) -> int | None:
-        """How many shards a file has; None for a gzip or csv file until its end was read."""
+        """How many shards a file has; None for a gzip file until its end was read."""
         if file not in self._num_shards:
             path = self.files[file]
-            if self.format in TEXT_FORMATS and self.can_enter(file):
+            if self.format != "parquet" and self.can_enter(file):
                 self._num_shards[file] = -(-stat_file(path).st_size // self.shard_bytes)
             elif self.format == "parquet":
                 self._give_back(file, self._take(file))
@@ -313,11 +311,13 @@ class Dataset(Closing):
             from paceline.data.text import TextReader
 
             return TextReader(path, self.format, self.shard_bytes, size)
-        from paceline.data.tables import CsvReader, ParquetReader
-
         assert self.columns is not None
         if self.format == "csv":
-            return CsvReader(path, self.columns, self.shard_bytes)
+            from paceline.data.csv_text import CsvReader
+
+            return CsvReader(path, self.columns, self.shard_bytes, size)
+        from paceline.data.tables import ParquetReader
+
         return ParquetReader(path, self.columns)
 
     def _open_cache(self) -> ShardCache | None:

@@ -17,11 +17,9 @@ from paceline.data.batch import Batch
 from paceline.data.dialect import BYTE_ORDER_MARK
 from paceline.data.formats import detect_format
 from paceline.data.reader import BLOCK_BYTES, Report
-from paceline.data.streams import is_gzip_name, open_stream
+from paceline.data.streams import is_gzip_name
+from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
-
-MAX_LINE_BYTES = 1 << 24
-_PADDING = 64  # the kernels may load eight bytes behind the end, and a final newline may be missing
 
 
 @dataclass(slots=True)
@@ -39,101 +37,78 @@ class Block:
 class LineReader:
     """Whole lines of a stream by ranges of bytes; the buffer is reused from block to block.
 
-    The invariant: ``buffer[begin]``, byte ``base + begin`` of the text, begins a line, and it is the first
-    line that begins at `low` or later.
+    The invariant: the window begins with the first line that begins at `low` or later.
     """
 
     def __init__(self, path: str, block_bytes: int = BLOCK_BYTES) -> None:
         self._path = path
-        self._stream = open_stream(path)
+        self._window = TextWindow(path, block_bytes)
         self._block_bytes = block_bytes
-        self._buffer = bytearray(block_bytes + _PADDING)
-        self._base = self._begin = self._end = self._low = 0
-        self.num_bytes: int | None = None
+        self._low = 0
+
+    @property
+    def num_bytes(self) -> int | None:
         """The length of the text, once its end was seen."""
+        return self._window.num_bytes
 
     def close(self) -> None:
         """Close the stream."""
-        self._stream.close()
+        self._window.close()
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """The lines that begin in [start, stop). A block is valid until the next is asked for."""
         self._go_to(start)
+        window = self._window
         grown = 0
-        while self._base + self._begin < stop:
-            self._fill(grown or min(self._block_bytes, max(stop - self._base - self._begin + 4096, 65536)))
-            buffer, begin = self._buffer, self._begin
-            cut = buffer.rfind(b"\n", begin, self._end) + 1
-            if self._base + cut >= stop:  # the line with byte stop - 1 is the last that begins before stop
-                cut = buffer.find(b"\n", max(stop - 1 - self._base, begin), self._end) + 1
+        while window.position < stop:
+            window.fill(grown or min(self._block_bytes, max(stop - window.position + 4096, 65536)))
+            buffer, begin, base = window.buffer, window.begin, window.base
+            cut = buffer.rfind(b"\n", begin, window.end) + 1
+            if base + cut >= stop:  # the line with byte stop - 1 is the last that begins before stop
+                cut = buffer.find(b"\n", max(stop - 1 - base, begin), window.end) + 1
                 end = cut
-            elif self.num_bytes is not None:
-                end = cut = self._end
+            elif window.num_bytes is not None:
+                end = cut = window.end
                 if begin == cut:
                     break
                 if buffer[cut - 1] != 10:
                     buffer[cut] = 10
                     end = cut + 1
             elif cut == 0:
-                if self._end - begin >= MAX_LINE_BYTES:
+                if window.end - begin >= MAX_LINE_BYTES:
                     raise DataError(
                         f"{self._path} has a line of more than {MAX_LINE_BYTES >> 20} MiB, "
-                        f"from byte {self._base + begin:,} on: it is no text with one example a line"
+                        f"from byte {base + begin:,} on: it is no text with one example a line"
                     )
-                grown = min(2 * (self._end - begin), MAX_LINE_BYTES)
+                grown = min(2 * (window.end - begin), MAX_LINE_BYTES)
                 continue
             else:
                 end = cut
-            self._begin = cut
-            self._low = min(self._base + cut, stop)
+            window.begin = cut
+            self._low = min(base + cut, stop)
             grown = 0
-            yield Block(buffer, begin, end, self._base, self._base + cut == self.num_bytes)
+            yield Block(buffer, begin, end, base, base + cut == window.num_bytes)
 
     def _go_to(self, start: int) -> None:
-        """Make `begin` the first line that begins at `start` or later."""
-        if self._low <= start <= self._base + self._begin:
+        """Make the window begin with the first line that begins at `start` or later."""
+        window = self._window
+        if self._low <= start <= window.position:
             return
         if start == 0:
-            self._drop(0)
+            window.seek(0)
         else:
-            if start < self._low or start - 1 > self._base + self._end:
-                self._drop(start - 1)
+            if start < self._low or start - 1 > window.base + window.end:
+                window.seek(start - 1)
             else:
-                self._begin = start - 1 - self._base
-            while not (newline := self._buffer.find(b"\n", self._begin, self._end) + 1):
-                self._begin = self._end
-                if self.num_bytes is not None:
+                window.begin = start - 1 - window.base
+            while not (newline := window.buffer.find(b"\n", window.begin, window.end) + 1):
+                window.begin = window.end
+                if window.num_bytes is not None:
                     break
-                self._fill(65536)
+                window.fill(65536)
             else:
-                self._begin = newline
-        self._low = start if self._base + self._begin >= start else self._base + self._begin
-
-    def _drop(self, position: int) -> None:
-        self._stream.seek(position)
-        self._base, self._begin, self._end = self._stream.position, 0, 0
-        self.num_bytes = None
-
-    def _fill(self, num_bytes: int) -> None:
-        """Have `num_bytes` in the buffer from `begin` on, or all there is."""
-        held = self._end - self._begin
-        if held >= num_bytes or self.num_bytes is not None:
-            return
-        if num_bytes + _PADDING > len(self._buffer):
-            larger = bytearray(num_bytes + _PADDING)
-            larger[:held] = memoryview(self._buffer)[self._begin : self._end]
-            self._buffer = larger
-        else:
-            self._buffer[:held] = self._buffer[self._begin : self._end]
-        self._base += self._begin
-        self._begin, self._end = 0, held
-        with memoryview(self._buffer) as view:
-            while self._end < num_bytes:
-                count = self._stream.readinto(view[self._end : num_bytes])
-                if not count:
-                    self.num_bytes = self._base + self._end
-                    break
-                self._end += count
+                window.begin = newline
+        self._low = min(start, window.position)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, Arrow string columns.
+"""Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, Arrow columns, and their scales.
 
 Each has its twin in :mod:`paceline.kernels.text_reference`, which also defines the hash. The parsers read
 ``text[start:end]``, whole lines of which the last ends in a newline, and may load (never use) eight bytes
@@ -13,7 +13,6 @@ import numpy as np
 
 from paceline.kernels import text_reference as reference
 from paceline.kernels.jit import njit
-from paceline.kernels.scaling import scale_numbers
 from paceline.kernels.text_bytes import (
     as_bits,
     byte_at,
@@ -44,6 +43,9 @@ NUM_COUNTS = 5
 
 FLOAT_OK, FLOAT_MISSING, FLOAT_BAD = range(3)
 """What :func:`parse_floats` says about each string."""
+
+MOST_DEVIATIONS = 1000.0
+"""A value farther from the mean counts as one that is so far: no sample has shown anything like it."""
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _COLON, _HASH = 9, 10, 13, 32, 58, 35
 
@@ -172,7 +174,7 @@ def parse_criteo(  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
+def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     """The number at ``text[at:stop]``: (value, position behind it), or (0, -1) if it is no finite float32."""
     negative = False
     if at < stop and byte_at(text, at) in (43, 45):
@@ -281,7 +283,7 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
             at = _line_end(text, at)
             continue
         why, pair = 0, pairs
-        label, at = _read_float(text, at, end, powers)
+        label, at = read_float(text, at, end, powers)
         if at < 0 or not _ends_word(byte_at(text, at)):
             why = BAD_LABEL
         while why == 0:
@@ -297,7 +299,7 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
             if at < 0 or byte_at(text, at) != _COLON:
                 why = BAD_INDEX
                 break
-            value, at = _read_float(text, at + 1, end, powers)
+            value, at = read_float(text, at + 1, end, powers)
             if at < 0 or not _ends_word(byte_at(text, at)):
                 why = BAD_VALUE
                 break
@@ -370,12 +372,28 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
         if at == stop:
             status[i] = FLOAT_MISSING
             continue
-        value, behind = _read_float(data, at, stop, powers)
+        value, behind = read_float(data, at, stop, powers)
         if behind == stop:
             out[i] = value
             status[i] = FLOAT_OK
         else:
             status[i] = FLOAT_BAD
+
+
+@njit()
+def scale_number(value, log, mean, deviation):  # type: ignore[no-untyped-def]
+    """(value - mean) / deviation, of the signed logarithm sign(x) log(1 + |x|) where `log` is not 0; float64."""
+    if log != 0.0:
+        value = np.copysign(np.log1p(abs(value)), value)
+    value = (value - mean) / deviation
+    return min(max(value, -MOST_DEVIATIONS), MOST_DEVIATIONS)
+
+
+@njit(cache=True, nogil=True)
+def scale_numbers(values, scale):  # type: ignore[no-untyped-def]
+    """Scale `values` (float32 [n]) in place; `scale` is float64 [3]: log (0 or 1), mean, deviation."""
+    for i in range(len(values)):
+        values[i] = scale_number(np.float64(values[i]), scale[0], scale[1], scale[2])
 
 
 KERNELS = (parse_criteo, parse_libsvm, hash_strings, parse_floats, scale_numbers)

@@ -1,9 +1,11 @@
 """What the kernels of :mod:`paceline.kernels.text` are made of: bytes and words at a position, and the hash.
 
 `byte_at` and `word_at` load one and eight bytes, and check no bounds; `low_bytes` keeps the first bytes of a word,
-`has_control` says whether one of them is below 32. The hash of :mod:`paceline.kernels.text_reference` is
-`hash_start`, `hash_step` for each word (`as_bits` of a number), `hash_finish`; `hash_span` is all of it. Words are
-little-endian, as on every platform that Numba supports.
+`has_control` says whether one of them is below 32. `repeat_byte` makes a word of one byte; `first_match` finds it in
+another word, `first_ending` it or a byte below 32: the number of bytes before, 8 if there is none. `first_bytes` keeps
+one to eight bytes; `digits_of` reads them as a number, -1 if one is no digit. The hash of
+:mod:`paceline.kernels.text_reference` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
+`hash_finish`; `hash_span` is all of it. Words are little-endian, as on every platform that Numba supports.
 """
 
 # ruff: noqa: D103
@@ -19,6 +21,8 @@ from numba.extending import intrinsic
 from paceline.kernels import text_reference as reference
 from paceline.kernels.jit import njit
 
+_ONES, _TOPS, _ZEROS = 0x0101010101010101, 0x8080808080808080, 0x3030303030303030
+
 if config.DISABLE_JIT:  # type: ignore[attr-defined]  # for coverage: the same loops on Python's integers
 
     def byte_at(text: Any, at: int) -> int:
@@ -32,6 +36,24 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]  # for coverage: the same l
 
     def has_control(word: int) -> bool:
         return any(byte < 32 for byte in word.to_bytes(8, "little"))
+
+    def first_bytes(word: int, count: int) -> int:
+        return word & ((1 << (8 * int(count))) - 1)
+
+    def digits_of(word: int, count: int) -> int:
+        text = word.to_bytes(8, "little")[:count]
+        return int(text) if text.isdigit() else -1
+
+    def repeat_byte(byte: int) -> int:
+        return int(byte) * _ONES
+
+    def first_match(word: int, pattern: int) -> int:
+        wanted = pattern & 255
+        return next((k for k, byte in enumerate(word.to_bytes(8, "little")) if byte == wanted), 8)
+
+    def first_ending(word: int, pattern: int) -> int:
+        wanted = pattern & 255
+        return next((k for k, byte in enumerate(word.to_bytes(8, "little")) if byte == wanted or byte < 32), 8)
 
     def as_bits(x: int) -> int:
         return int(x) & reference.MASK
@@ -75,6 +97,51 @@ else:
         # "Bit Twiddling Hacks": is there a byte below 32?
         below = word - np.uint64(0x2020202020202020)
         return (below & ~word & np.uint64(0x8080808080808080)) != np.uint64(0)
+
+    def _count_zeros(typing_context: Any, word: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.cttz(arguments[0], context.get_constant(types.boolean, False))
+
+        return types.uint64(types.uint64), generate
+
+    _trailing_zeros: Any = intrinsic(_count_zeros)
+
+    @njit()
+    def first_bytes(word, count):  # type: ignore[no-untyped-def]
+        unwanted = np.uint64(64) - np.uint64(count) * np.uint64(8)
+        return (word << unwanted) >> unwanted
+
+    @njit()
+    def digits_of(word, count):  # type: ignore[no-untyped-def]
+        # Lemire, "Quickly parsing eight digits", 2018: to the right, behind zeros, three multiplications
+        unwanted = np.uint64(64) - np.uint64(count) * np.uint64(8)
+        digits = (word << unwanted) ^ np.uint64(_ZEROS)
+        if unwanted > 0:
+            digits ^= np.uint64(_ZEROS) >> (np.uint64(64) - unwanted)
+        if ((digits + np.uint64(0x7676767676767676)) | digits) & np.uint64(_TOPS):
+            return np.int64(-1)
+        digits = (digits * np.uint64(10)) + (digits >> np.uint64(8))
+        low = (digits & np.uint64(0x000000FF000000FF)) * np.uint64(0x000F424000000064)
+        high = ((digits >> np.uint64(16)) & np.uint64(0x000000FF000000FF)) * np.uint64(0x0000271000000001)
+        return np.int64((low + high) >> np.uint64(32))
+
+    @njit()
+    def repeat_byte(byte):  # type: ignore[no-untyped-def]
+        return np.uint64(byte) * np.uint64(_ONES)
+
+    @njit()
+    def first_match(word, pattern):  # type: ignore[no-untyped-def]
+        # "Bit Twiddling Hacks": the lowest byte that is zero; those above it may be taken for one wrongly
+        other = word ^ pattern
+        zeros = (other - np.uint64(_ONES)) & ~other & np.uint64(_TOPS)
+        return np.int64(_trailing_zeros(zeros) >> np.uint64(3))
+
+    @njit()
+    def first_ending(word, pattern):  # type: ignore[no-untyped-def]
+        other = word ^ pattern
+        zeros = (other - np.uint64(_ONES)) & ~other
+        controls = (word - np.uint64(0x2020202020202020)) & ~word
+        return np.int64(_trailing_zeros((zeros | controls) & np.uint64(_TOPS)) >> np.uint64(3))
 
     @njit()
     def as_bits(x):  # type: ignore[no-untyped-def]

@@ -49,6 +49,19 @@ BAD_LABEL = 5
 BAD_INDEX = 6
 BAD_VALUE = 7
 
+BAD_WIDTH = 8
+BAD_QUOTE = 9
+NO_LABEL = 10
+NO_LABEL_NUMBER = 11
+NO_NUMBER = 12
+NO_WEIGHT = 13
+NO_WEIGHT_NUMBER = 14
+DETAIL = 16
+"""What ails a csv row is one of the last seven, and DETAIL times its number of cells, or the number of its column."""
+
+LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT = -1, -2, -3
+"""Where a csv column has no feature: it is the label, the row's weight, or not read."""
+
 REASONS = {
     BAD_FIELDS: "it does not have 40 fields with tabs between them",
     BAD_CRITEO_LABEL: "its label is neither 0 nor 1",
@@ -183,6 +196,50 @@ def parse_float(text: bytes) -> float | None:
         return None
     value = float(text)
     return value if abs(value) <= MAX_FLOAT32 else None
+
+
+def csv_number(cell: str) -> float | str | None:
+    """A numeric cell: the number; None if it is missing; else the word that stands there, in lower case."""
+    word = cell.strip(" \t\r\n")
+    value = parse_float(word.encode())
+    if value is not None:
+        return value
+    return None if word.lower() in ("", "na", "n/a", "nan", "null", "none") else word.lower()
+
+
+def csv_row(
+    cells: Sequence[str], slots: Sequence[int], seeds: Sequence[int], num_numeric: int
+) -> tuple[float, float, list[int], list[float]] | int:
+    """Label, weight, keys and values of a csv row, with slots and seeds as the kernel takes them; else what ails it."""
+    if len(cells) != len(slots):
+        return BAD_WIDTH + DETAIL * len(cells)
+    label, weight, pairs, faults = 0.0, 1.0, {}, []
+    for column, (cell, slot) in enumerate(zip(cells, slots, strict=True)):
+        if slot == LABEL_SLOT:
+            found = csv_number(cell)
+            if isinstance(found, str):
+                found = {"true": 1.0, "false": 0.0}.get(found, found)
+            if not isinstance(found, float):
+                return (NO_LABEL if not cell else NO_LABEL_NUMBER) + DETAIL * column
+            label = found
+        elif slot == WEIGHT_SLOT:
+            found = csv_number(cell)
+            if isinstance(found, float) and found >= 0:
+                weight = float(np.float32(found))
+            else:
+                faults.append((NO_WEIGHT_NUMBER if cell else NO_WEIGHT) + DETAIL * column)
+        elif slot >= len(seeds) - num_numeric:
+            number = csv_number(cell)
+            if isinstance(number, str):
+                faults.append(NO_NUMBER + DETAIL * column)
+            elif number is not None:
+                pairs[slot] = (seeds[slot], float(np.float32(number)))
+        elif slot >= 0:
+            pairs[slot] = (hash_bytes(cell.encode(), seeds[slot]), 1.0)
+    if faults:
+        return faults[0]
+    ordered = [pairs[slot] for slot in sorted(pairs)]
+    return float(np.float32(label)), weight, [key for key, _ in ordered], [value for _, value in ordered]
 
 
 def hash_strings(strings: Sequence[bytes], seed: int) -> npt.NDArray[np.uint64]:

@@ -37,7 +37,7 @@ class _OpenShard:
 class MixedShards:
     """The shards of a data set that are open; `most` of them at a time, as far as the file can be entered anywhere.
 
-    A file that cannot (gzip, csv) is read in its order once, and mixed in later epochs, if its shards are cached.
+    A file that cannot (gzip) is read in its order once, and mixed in later epochs, if its shards are cached.
     """
 
     def __init__(self, dataset: Dataset, weighting: Weighting, batch_size: int, most: int) -> None:

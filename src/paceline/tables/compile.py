@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.kernels import combine, csr, dedup, dense, filters, index, shared, sparse, text
+from paceline.kernels import combine, csr, csv_text, dedup, dense, filters, index, shared, sparse, text
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
 from paceline.tables import logistic_pass
@@ -52,6 +52,7 @@ KERNELS: tuple[Any, ...] = (
     *logistic_pass.KERNELS,
     *rule_kernels.KERNELS,
     *shared.KERNELS,
+    *csv_text.KERNELS,
     *text.KERNELS,
 )
 """Every kernel that is called from Python."""
@@ -83,6 +84,7 @@ def compile_rest() -> None:
     _compile_batch()
     logistic_pass.compile_kernels()
     text.compile_kernels()
+    csv_text.compile_kernels()
     filters.compile_kernels()
     shared.compile_kernels(combine.combiner("uint8"))
 

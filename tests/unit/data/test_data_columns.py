@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,19 +143,47 @@ def test_csv_categories_alone_have_no_values(tmp_path: Path) -> None:
     assert batch.keys.tolist() == [key("site", site) for site in ("a.example", 'b, "quoted"\nand broken', "", "ä")]
 
 
-def test_csv_shards_are_runs_of_record_batches(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    path.write_text("click,site,ad,price\n" + "".join(f"{i % 2},s{i},a,{i}\n" for i in range(3000)))
-    everything = [expected(i % 2, f"s{i}", "a", float(i)) for i in range(3000)]
-    with open_dataset(path, columns=COLUMNS, shard_bytes=5000) as dataset:
-        assert dataset.num_shards(0) is None
+@pytest.mark.parametrize("shard_bytes", [7, 100, 5000, 70_000, 10**6])
+@pytest.mark.parametrize("how", ["plain", "quoted", "carriage returns", "no last newline", "gz"])
+def test_csv_shards_have_each_row_once(tmp_path: Path, shard_bytes: int, how: str) -> None:
+    """Whatever stands in quotes, wherever shards begin, in whatever order they are read."""
+    count = 40 if shard_bytes < 1000 else 9000
+    ads = [f'a{i}\n0,"b",{i}' if how == "quoted" and i % 5 == 0 else f"a{i}" for i in range(count)]
+    lines = [("click", "site", "ad", "price"), *((str(i % 2), f"s{i}", ad, str(i)) for i, ad in enumerate(ads))]
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\r\n" if how == "carriage returns" else "\n").writerows(lines)
+    text = out.getvalue().encode()
+    path = tmp_path / ("x.csv.gz" if how == "gz" else "x.csv")
+    path.write_bytes(gzip.compress(text) if how == "gz" else text[: -1 if how == "no last newline" else None])
+    everything = [expected(i % 2, f"s{i}", ads[i], float(i)) for i in range(count)]
+    with open_dataset(path, "csv", COLUMNS, shard_bytes=shard_bytes) as dataset:
+        assert dataset.num_shards(0) == (None if how == "gz" else -(-path.stat().st_size // shard_bytes))
         assert rows(dataset) == everything
-        count = dataset.ended(0)
-        assert count is not None
-        assert count > 5
-        backwards = [[row for b in dataset.read(0, shard, 7) for row in batch_rows(b)] for shard in range(count)[::-1]]
-        assert [row for shard in backwards[::-1] for row in shard] == everything
-        assert list(dataset.read(0, count, 7)) == []
+        shards = dataset.ended(0)
+        assert shards == -(-(len(text) - (how == "no last newline")) // shard_bytes)
+        order = list(range(shards))[:: -1 if shards < 100 else -97]
+        random.Random(shard_bytes).shuffle(order)
+        found = {shard: [row for b in dataset.read(0, shard, 7) for row in batch_rows(b)] for shard in order}
+        if len(order) == shards:
+            assert [row for shard in range(shards) for row in found[shard]] == everything
+        assert list(dataset.read(0, shards, 7)) == []
+    with open_dataset(path, "csv", COLUMNS, shard_bytes=shard_bytes) as dataset:
+        assert [row for b in dataset.read(0, shards // 2, 7) for row in batch_rows(b)] == found.get(
+            shards // 2, []
+        ) or (shards // 2 not in found)
+        assert dataset.bad_lines.count == 0
+
+
+def test_a_row_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(b'click,site,ad,price\n1,a,b,1\n0,"a,b,1\n' + b"0,a,b,1\n" * (3 << 20))
+    with open_dataset(path, "csv", COLUMNS) as dataset, pytest.raises(DataError, match="row of more than 16 MiB, from"):
+        rows(dataset)
+    path.write_bytes(b'click,site,ad,price\n1,a,b,1\n0,"a,b,1\n0,a,b,1\n')
+    with open_dataset(path, "csv", COLUMNS) as dataset:
+        assert rows(dataset) == [expected(1, "a", "b", 1.0)]
+        (line,) = dataset.bad_lines.first
+        assert (line.offset, line.reason) == (28, "a quote is opened and not closed")
 
 
 def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
@@ -267,9 +298,30 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
         open_dataset(path, columns=COLUMNS)
 
 
-def test_without_pyarrow_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.csv"
-    path.write_bytes(CSV)
+def test_without_pyarrow_csv_is_read_and_parquet_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(table(), tmp_path / "x.parquet")
+    (tmp_path / "x.csv").write_bytes(CSV)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with open_dataset(tmp_path / "x.csv", "csv", COLUMNS) as dataset:
+        assert rows(dataset) == CSV_ROWS
     with pytest.raises(UsageError, match=r"pip install 'paceline\[parquet\]'"):
-        open_dataset(path, "csv")
+        open_dataset(tmp_path / "x.parquet", "parquet")
+
+
+def test_csv_has_the_keys_and_values_of_an_arrow_table(tmp_path: Path) -> None:
+    """So models that were saved when Arrow read csv stay valid."""
+    cells = ["a", "exactly8", "longer than eight", "", "NA", "ä€", 'quo"ted', "two\nlines", " blank "]
+    numbers = ["1", "-2.5", "", "nan", "1e-3", "12345678", "123456789", "+7", " 3 ", "0.1"]
+    data = [[str(i % 2), cells[i % 9], cells[i * 7 % 9], numbers[i % 10]] for i in range(90)]
+    with open(tmp_path / "x.csv", "w", encoding="utf-8", newline="") as out:
+        csv.writer(out).writerows([["click", "site", "ad", "price"], *data])
+    columns = list(zip(*data, strict=True))
+    pq.write_table(pa.table(dict(zip(["click", "site", "ad", "price"], columns, strict=True))), tmp_path / "x.parquet")
+    found = []
+    for name in ("x.csv", "x.parquet"):
+        with open_dataset(tmp_path / name, columns=COLUMNS) as dataset:
+            found.append(Batch.concatenate(list(dataset.batches(32))))
+    for part in ("labels", "indptr", "keys", "values"):
+        np.testing.assert_array_equal(getattr(found[0], part), getattr(found[1], part))

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.data import Columns, Scale, check_numeric_scale, fit_scale, open_dataset, open_spec
 from paceline.errors import UsageError
-from paceline.kernels.scaling import MOST_DEVIATIONS, scale_numbers
+from paceline.kernels.text import MOST_DEVIATIONS, scale_numbers
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet")

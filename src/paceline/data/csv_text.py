@@ -1,0 +1,237 @@
+"""The reader of csv: byte ranges to whole rows, rows to batches, by our own kernels.
+
+A shard is a range of bytes of the (gunzipped) text, and has the rows that begin in it. Where a row begins depends on
+all quotes before it, so a reader that enters a file in the middle looks through what is before: where that has no quote
+and no carriage return it takes the next newline, which costs little more than reading the bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
+from paceline.data.batch import Batch
+from paceline.data.columns import Columns
+from paceline.data.dialect import BYTE_ORDER_MARK, Dialect, read_dialect
+from paceline.data.reader import BLOCK_BYTES, Report
+from paceline.data.streams import is_gzip_name
+from paceline.data.text import Parsed
+from paceline.data.window import MAX_LINE_BYTES, TextWindow
+from paceline.errors import DataError
+
+Text = npt.NDArray[np.uint8]
+ParseRows = Callable[[Text, int, int, int, bool], Parsed]
+
+_LEAST_CELL_BYTES = 3
+
+
+def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
+    """A function that parses the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``."""
+    from paceline.kernels import csv_text as kernels
+    from paceline.kernels.text_reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT, name_seed, powers_of_ten
+
+    features = [*columns.categorical, *columns.numeric]
+    places = {name: slot for slot, name in enumerate(features)} | {columns.label: LABEL_SLOT}
+    if columns.weight:
+        places[columns.weight] = WEIGHT_SLOT
+    slots = np.array([places.get(name, SKIPPED_SLOT) for name in dialect.names], np.int64)
+    seeds = np.array([name_seed(name) for name in features], np.uint64)
+    scales = np.zeros((3, len(columns.numeric)), np.float64)
+    for at, scale in enumerate(columns.scales):
+        scales[:, at] = scale.as_array()
+    separator, powers = ord(dialect.separator), powers_of_ten()
+    scratch = np.empty(0, np.uint8)
+
+    def parse(text: Text, start: int, end: int, limit: int, last: bool) -> Parsed:
+        nonlocal scratch
+        if len(scratch) < len(text):
+            scratch = np.empty(len(text), np.uint8)
+        capacity = (end - start) // (_LEAST_CELL_BYTES * len(slots)) + 16
+        labels, indptr = np.empty(capacity, np.float32), np.empty(capacity + 1, np.int64)
+        weights = np.empty(capacity if columns.weight else 0, np.float32)
+        keys = np.empty(capacity * len(seeds), np.uint64)
+        values = np.empty(len(keys) if columns.numeric else 0, np.float32)
+        bad_at, bad_why = np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64)
+        counts = np.empty(kernels.NUM_COUNTS, np.int64)
+        kernels.parse_csv(
+            *(text, start, end, limit, int(last), separator, slots, seeds, scales, powers, scratch),
+            *(labels, weights, indptr, keys, values, bad_at, bad_why, counts),
+        )
+        rows, num_bad, position, pairs = counts.tolist()
+        batch = Batch(
+            labels[:rows],
+            indptr[: rows + 1],
+            keys[:pairs],
+            values[:pairs] if columns.numeric else None,
+            weights[:rows] if columns.weight else None,
+        )
+        bad = list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
+        return Parsed(batch, position, num_bad, bad)
+
+    return parse
+
+
+def describe_bad_row(why: int, dialect: Dialect, columns: Columns) -> str:
+    """Say what ails a row, by what the kernel says of it."""
+    from paceline.kernels import text_reference as reference
+
+    detail, kind = divmod(why, reference.DETAIL)
+    if kind == reference.BAD_QUOTE:
+        return "a quote is opened and not closed"
+    if kind == reference.BAD_WIDTH:
+        return f"it has {detail} cells where the first row has {len(dialect.names)}"
+    name = dialect.names[detail]
+    what = f"its label '{name}'" if name == columns.label else f"its column '{name}'"
+    if kind in (reference.NO_LABEL, reference.NO_WEIGHT):
+        return f"{what} is missing"
+    return f"{what} is not a finite number" + (" from 0 up" if name == columns.weight else "")
+
+
+class CsvReader:
+    """Shards of a csv file.
+
+    The invariant: the window begins with the first row that begins at byte `low` or later, the header aside. Where rows
+    begin is remembered now and then, so that a place is looked for once.
+    """
+
+    def __init__(self, path: str, columns: Columns, shard_bytes: int, num_bytes: int) -> None:
+        from paceline.kernels.csv_text import skip_rows
+
+        self._path = path
+        self._columns = columns
+        self._dialect = read_dialect(path, columns.names)
+        columns.check_in(path, self._dialect.names)
+        self._shard_bytes = shard_bytes
+        self._parse = csv_parser(self._dialect, columns)
+        self._skip_rows = skip_rows
+        self._window = TextWindow(path)
+        self._low = 0
+        self._row_starts: list[int] = []
+        self._is_judged = False
+        self.num_shards = None if is_gzip_name(path) else -(-num_bytes // shard_bytes)
+        self._go_to_first_row()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._window.close()
+
+    def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
+        """The shard's rows, about 1 MiB of text at a time."""
+        start = shard * self._shard_bytes
+        stop = start + self._shard_bytes
+        self._go_to(start)
+        window = self._window
+        while window.position < stop:
+            window.fill(min(BLOCK_BYTES, max(stop - window.position + 4096, 65536)))
+            while True:
+                text, end, last = self._text()
+                before = window.position
+                parsed = self._parse(text, window.begin, end, stop - window.base, last)
+                base = window.base
+                window.begin = min(parsed.position, window.end)
+                self._low = min(window.position, stop)
+                if window.position > before or last:
+                    break
+                self._grow()
+            self._note_row_start()
+            if parsed.num_bad:
+                self._judge(parsed)
+                report(parsed.num_bad, [self._describe(base, at, why) for at, why in parsed.bad])
+            self._is_judged = True
+            if parsed.batch.num_examples:
+                yield parsed.batch
+            elif last and window.begin == window.end:
+                break
+        if self.num_shards is None and window.num_bytes is not None:
+            self.num_shards = -(-window.num_bytes // self._shard_bytes)
+
+    def _text(self) -> tuple[Text, int, bool]:
+        """The window as the kernels take it: its buffer, where it ends, whether the text ends there."""
+        window = self._window
+        last = window.num_bytes is not None
+        end = window.end
+        if last and end > window.begin and window.buffer[end - 1] != 10:
+            window.buffer[end] = 10
+            end += 1
+        window.buffer[end] = 10
+        return np.frombuffer(window.buffer, np.uint8), end, last
+
+    def _grow(self) -> None:
+        """Have more of the row that the window begins with, which does not end in it."""
+        window = self._window
+        held = window.end - window.begin
+        if held >= MAX_LINE_BYTES:
+            raise DataError(
+                f"{self._path} has a row of more than {MAX_LINE_BYTES >> 20} MiB, from byte {window.position:,} on: is "
+                "a quote opened there that is never closed?"
+            )
+        window.fill(min(2 * held + 65536, MAX_LINE_BYTES))
+
+    def _go_to_first_row(self) -> None:
+        window = self._window
+        window.seek(0)
+        window.fill(65536)
+        if window.buffer.startswith(BYTE_ORDER_MARK):
+            window.begin = len(BYTE_ORDER_MARK)
+        while window.begin < window.end and window.buffer[window.begin] in b"\r\n":
+            window.begin += 1
+        if self._dialect.has_header:
+            self._skip_to(window.position + 1)
+        self._low = 0
+
+    def _go_to(self, start: int) -> None:
+        """Make the window begin with the first row that begins at `start` or later."""
+        known = bisect_right(self._row_starts, start)
+        if start < self._low or (known and self._row_starts[known - 1] > self._window.position):
+            if known:
+                self._window.seek(self._row_starts[known - 1])
+            else:
+                self._go_to_first_row()
+        self._skip_to(start)
+        self._low = min(start, self._window.position)
+
+    def _skip_to(self, position: int) -> None:
+        window = self._window
+        while window.position < position:
+            window.fill(min(BLOCK_BYTES, position - window.position + 65536))
+            before = window.position
+            wanted = position - window.base
+            newline = 0
+            if all(window.buffer.find(byte, window.begin, window.end) < 0 for byte in (b'"', b"\r")):
+                if wanted <= window.end:
+                    newline = window.buffer.find(b"\n", wanted - 1, window.end) + 1
+                newline = newline or window.buffer.rfind(b"\n", window.begin, window.end) + 1
+            if newline:
+                window.begin = newline
+            else:
+                text, end, last = self._text()
+                scratch = np.empty(len(text), np.uint8)
+                reached = self._skip_rows(text, window.begin, end, wanted, ord(self._dialect.separator), scratch)
+                window.begin = min(reached, window.end)
+                if last:
+                    if reached < wanted:
+                        window.begin = window.end
+                    return
+            if window.position == before:
+                self._grow()
+            self._note_row_start()
+
+    def _note_row_start(self) -> None:
+        position = self._window.position
+        if not self._row_starts or position > self._row_starts[-1]:
+            self._row_starts.append(position)
+
+    def _judge(self, parsed: Parsed) -> None:
+        """Refuse a file whose first rows are all bad."""
+        if not self._is_judged and not parsed.batch.num_examples and parsed.num_bad >= 10:
+            reason = describe_bad_row(parsed.bad[0][1], self._dialect, self._columns)
+            raise DataError(f"{self._path} has no good row at its start: {reason}")
+
+    def _describe(self, base: int, at: int, why: int) -> BadLine:
+        buffer = self._window.buffer
+        line = bytes(buffer[at : buffer.find(b"\n", at)][:1000])
+        return BadLine(self._path, base + at, None, shorten(line), describe_bad_row(why, self._dialect, self._columns))

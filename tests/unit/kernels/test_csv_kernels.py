@@ -1,0 +1,145 @@
+"""The csv kernels against their plain twin, over rows that Python's csv module splits."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.kernels import csv_text as kernels
+from paceline.kernels import text_reference as reference
+from paceline.kernels.text_reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
+
+SLOTS = [1, LABEL_SLOT, 3, SKIPPED_SLOT, 0, 2, WEIGHT_SLOT]
+SEEDS = [reference.name_seed(name) for name in "abcd"]
+NUM_NUMERIC = 2
+CELLS = st.one_of(
+    st.sampled_from(["", "1", "0", "-2.5", " 7 ", "NA", "nan", "True", "x", '"', '""', '"a', 'a"b', "1e5", "12345678"]),
+    st.sampled_from(["exactly8", "nine char", "\n", "\r\n", "a\rb", "inf", "1e999", "\t5", "ä€😀"]),
+    st.text(st.sampled_from(' ,;\t"\r\nab1.-'), max_size=20),
+    st.integers(-(10**12), 10**12).map(str),
+)
+ROWS = st.lists(st.one_of(st.lists(CELLS, min_size=7, max_size=7), st.lists(CELLS, min_size=1, max_size=8)), max_size=8)
+Rows = list[tuple[float, float, list[int], list[float]]]
+
+
+def padded(text: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(bytearray(text + b"\n" + b"\xa5" * 16), dtype=np.uint8)
+
+
+def parse(text: bytes, separator: str, *, last: bool = True, capacity: int = 20, start: int = 0, limit: int = 1 << 40):  # type: ignore[no-untyped-def]
+    """Rows, what ails the bad ones, the position; `text` as the kernel takes it."""
+    array = padded(text)
+    labels, weights = np.empty(capacity, np.float32), np.empty(capacity, np.float32)
+    indptr = np.empty(capacity + 1, np.int64)
+    keys, values = np.empty(capacity * len(SEEDS), np.uint64), np.empty(capacity * len(SEEDS), np.float32)
+    bad_at, bad_why, counts = np.empty(50, np.int64), np.empty(50, np.int64), np.empty(kernels.NUM_COUNTS, np.int64)
+    kernels.parse_csv(
+        *(array, start, len(text), limit, int(last), ord(separator)),
+        *(np.array(SLOTS), np.array(SEEDS, np.uint64), np.zeros((3, NUM_NUMERIC)), reference.powers_of_ten()),
+        *(np.empty(len(array), np.uint8), labels, weights, indptr, keys, values, bad_at, bad_why, counts),
+    )
+    count, bad, position, pairs = counts.tolist()
+    assert indptr[count] == pairs
+    rows = [
+        (float(labels[i]), float(weights[i]), keys[a:b].tolist(), values[a:b].tolist())
+        for i, (a, b) in enumerate(zip(indptr[:count].tolist(), indptr[1 : count + 1].tolist(), strict=True))
+    ]
+    return rows, bad_why[:bad].tolist(), position
+
+
+def expect(text: bytes, separator: str) -> tuple[Rows, list[int]]:
+    rows, bad = [], []
+    for cells in csv.reader(io.StringIO(text.decode(), newline=""), delimiter=separator):
+        if cells:
+            found = reference.csv_row(cells, SLOTS, SEEDS, NUM_NUMERIC)
+            if isinstance(found, int):
+                bad.append(found)
+            else:
+                rows.append(found)
+    return rows, bad
+
+
+@settings(max_examples=400, deadline=None)
+@given(rows=ROWS, separator=st.sampled_from(",;\t"), end=st.sampled_from(["\n", "\r\n", "\r"]), quoting=st.booleans())
+def test_what_python_writes_is_read_as_python_reads_it(
+    rows: list[list[str]], separator: str, end: str, quoting: bool
+) -> None:
+    out = io.StringIO(newline="")
+    if quoting:
+        csv.writer(out, delimiter=separator, lineterminator=end, quoting=csv.QUOTE_ALL).writerows(rows)
+    else:
+        csv.writer(out, delimiter=separator, lineterminator=end).writerows(rows)
+    text = out.getvalue().encode()
+    assert parse(text + b"\n", separator)[:2] == expect(text, separator)
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=st.text(st.sampled_from(',"\r\nab1.'), max_size=60))
+def test_whatever_python_reads_is_read_alike(text: str) -> None:
+    """But for a quote that is open at the end, which Python closes."""
+    found, bad, _ = parse(text.encode() + b"\n", ",")
+    if bad and bad[-1] == reference.BAD_QUOTE:
+        bad.pop()
+        rows, faults = expect(text.encode(), ",")
+        assert len(rows) + len(faults) == len(found) + len(bad) + 1
+        assert (found, bad) == (rows[: len(found)], faults[: len(bad)])
+    else:
+        assert (found, bad) == expect(text.encode(), ",")
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=ROWS, cut=st.integers(0, 400), capacity=st.integers(1, 3))
+def test_an_unfinished_row_waits_for_its_rest(rows: list[list[str]], cut: int, capacity: int) -> None:
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    text = out.getvalue().encode() + b"\n"
+    cut = min(cut, len(text))
+    whole, bad, _ = parse(text, ",")
+    first, first_bad, position = parse(text[:cut], ",", last=False)
+    assert position <= cut
+    rest, rest_bad, end = parse(text, ",", start=position)
+    assert (first + rest, first_bad + rest_bad, end) == (whole, bad, len(text))
+    at, pieces = 0, []
+    while at < len(text):
+        piece, _, at = parse(text, ",", start=at, capacity=capacity)
+        pieces += piece
+    assert pieces == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=ROWS, limit=st.integers(0, 300))
+def test_rows_before_a_limit_and_behind_it(rows: list[list[str]], limit: int) -> None:
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    text = out.getvalue().encode() + b"\n"
+    limit = min(limit, len(text))
+    whole, bad, _ = parse(text, ",")
+    array = padded(text)
+    reached = kernels.skip_rows(array, 0, len(text), limit, 44, np.empty(len(array), np.uint8))
+    assert reached >= limit
+    before, bad_before, _ = parse(text, ",", limit=limit)
+    behind, bad_behind, _ = parse(text, ",", start=reached)
+    assert (before + behind, bad_before + bad_behind) == (whole, bad)
+
+
+def test_faults_have_names_and_places() -> None:
+    bad = [b"a,1,2,,b,c,1", b"a,,2,,b,3,1", b"a,x,2,,b,3,1", b"a,1,2,,b,3,", b"a,1,2,,b,3,-1"]
+    bad += [b"a,1", b"a,1,2,,b,3,4,5", b'"a,1,2,,b,3']
+    _, why, _ = parse(b"\n".join(bad) + b"\n", ",")
+    assert [divmod(each, reference.DETAIL) for each in why] == [
+        (5, reference.NO_NUMBER),
+        (1, reference.NO_LABEL),
+        (1, reference.NO_LABEL_NUMBER),
+        (6, reference.NO_WEIGHT),
+        (6, reference.NO_WEIGHT_NUMBER),
+        (2, reference.BAD_WIDTH),
+        (8, reference.BAD_WIDTH),
+        (0, reference.BAD_QUOTE),
+    ]
