@@ -29,7 +29,9 @@ from paceline.models.tuning import (
 from paceline.models.update import RuleChoice
 from paceline.ps import FTRL, RULES, UpdateRule, from_fields
 
-_EPOCHS = 4  # where they are not found by trial
+_EPOCHS = 4  # where they are not found by trial, and so many examples are trained on by then
+_EXAMPLES = 100_000
+_MOST_EPOCHS = 40
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
 _CALIBRATION_ROWS = 16_384
@@ -74,7 +76,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
         epochs, update = _tuned(options, sample, model.describe()["offset"], batch_size, update, is_sorted=is_sorted)
     return TrainingPlan(
         model=model,
-        epochs=epochs or _EPOCHS,
+        epochs=epochs or max(_EPOCHS, min(-(-_EXAMPLES // sample.num_examples), _MOST_EPOCHS)),
         batch_size=batch_size,
         update=update,
         scaling=scaling,
