@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from paceline.data.batch import Batch
 from paceline.data.dataset import Dataset, open_dataset
-from paceline.data.formats import TEXT_FORMATS
 from paceline.data.reader import BLOCK_BYTES
-from paceline.data.streams import is_gzip_name, stat_file
+from paceline.data.streams import stat_file
 
 MAX_ROWS = 65_536
 MAX_PAIRS = 4 << 20
@@ -37,13 +36,13 @@ class ExampleSample:
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
     """Return examples of a data set, in runs of 256 neighbours or fewer; of a small one all.
 
-    Of plain text (criteo, libsvm) 16 MiB are read, in pieces spread evenly; other files are read from their beginnings,
+    Of plain text 16 MiB are read, in pieces spread evenly; other files are read from their beginnings,
     64 blocks of 1 MiB of text (parquet: 32,768 rows) in all. Runs beyond `max_rows` or `max_pairs` are left out evenly.
     Malformed lines are left out too, whatever ``dataset.strict`` says. Raises as :meth:`Dataset.read`.
     """
     sizes = [stat_file(file).st_size for file in dataset.files]
-    seekable = dataset.format in TEXT_FORMATS and not any(map(is_gzip_name, dataset.files))
-    is_large = seekable and sum(sizes) > _NUM_PIECES * _PIECE_BYTES
+    is_text = dataset.format != "parquet" and all(map(dataset.can_enter, range(len(sizes))))
+    is_large = is_text and sum(sizes) > _NUM_PIECES * _PIECE_BYTES
     shard_bytes = _PIECE_BYTES if is_large else BLOCK_BYTES
     thinned = _Thinned(max_rows, max_pairs)
     with open_dataset(
