@@ -23,8 +23,8 @@ def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> 
 
 
 def sentences(text: str) -> list[str]:
-    """What was said besides the progress lines."""
-    return [line for line in text.splitlines() if "examples/s" not in line]
+    """What was said besides the progress lines and what was chosen."""
+    return [line for line in text.splitlines() if "examples/s" not in line and "(from a look at" not in line]
 
 
 def test_an_interrupted_training_saves_what_it_has(

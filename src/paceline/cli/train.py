@@ -172,6 +172,8 @@ def train(
     given = [name for name, value in own_cluster.items() if value is not None]
     if scheduler is not None and given:
         raise UsageError(f"{', '.join(given)}: the cluster of --scheduler has its own; give it to 'paceline scheduler'")
+    if tune and (resume or init_from or update != "ftrl" or model not in ("lr", "fm")):
+        raise UsageError("--tune tries rates of FTRL for --model lr or fm that begins anew: leave it out")
     servers = servers or 1
     result = run_training(
         TrainOptions(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 256
 _NUM_BLOCKS = 64  # of a megabyte of text, or 32,768 rows, of files that are read from their beginning
 _CHUNK_ROWS = 256
+_GROUP_RUNS = 128  # 32,768 rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +83,7 @@ class _Beginnings:
 
     def __init__(self, reader: Dataset) -> None:
         self._reader = reader
+        self._is_cut = False
         self.share_read = 1.0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -88,12 +91,23 @@ class _Beginnings:
         each, num_ended = max(_NUM_BLOCKS // num_files, 1), 0
         for file in range(num_files):
             for shard in range(each):
-                yield from self._reader.read(file, shard, _CHUNK_ROWS)
+                yield from self._read(file, shard, each)
                 num_shards = self._reader.ended(file)
                 if num_shards is not None and shard + 1 >= num_shards:
                     num_ended += 1
                     break
-        self.share_read = 1.0 if num_ended == num_files else 0.0
+        if num_ended < num_files or self._is_cut:
+            self.share_read = 0.0
+
+    def _read(self, file: int, shard: int, most: int) -> Iterator[Batch]:
+        """Read a shard; of a large row group of a parquet file only the beginning."""
+        num_groups = self._reader.num_shards(file) if self._reader.format == "parquet" else None
+        runs = self._reader.read(file, shard, _CHUNK_ROWS)
+        if num_groups is None:
+            yield from runs
+            return
+        yield from itertools.islice(runs, _GROUP_RUNS * most // min(num_groups, most))
+        self._is_cut |= next(runs, None) is not None
 
 
 class _Thinned:

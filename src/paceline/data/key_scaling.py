@@ -21,6 +21,7 @@ _LEAST_SEEN = 8
 _MAX_KEYS = 1 << 16
 _SAME = 2.0**0.5
 _CENTRED_SHARE = 0.5
+_MOST = 1000.0  # a wild value far beyond all that the sample has would undo what was learned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +29,8 @@ class KeyScaling:
     """How values are changed: (value - mean) / scale.
 
     `keys` uint64 [n], rising; `means` and `scales` float64 [n]; the values of other keys are divided by `other_scale`.
-    A key whose mean is not 0 is *centred*: examples that lack it have the value 0, and get it as 0 - mean.
+    What is more than 1,000 scales away counts as 1,000. A key whose mean is not 0 is *centred*: examples that lack it
+    have the value 0, and get it as 0 - mean.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -54,7 +56,7 @@ class KeyScaling:
         values = np.ones(len(batch.keys)) if batch.values is None else batch.values.astype(np.float64)
         at = self._find(batch.keys)
         means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
-        scaled = ((values - means) / scales).astype(np.float32)
+        scaled = np.clip((values - means) / scales, -_MOST, _MOST).astype(np.float32)
         if not len(self._centred):
             return Batch(batch.labels, batch.indptr, batch.keys, scaled, batch.weights)
         return self._with_centred(batch, self._place[at], scaled)

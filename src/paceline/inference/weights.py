@@ -19,8 +19,8 @@ _LINEAR = ("lr", "regression", "poisson", "softmax")
 class Weights(NamedTuple):
     """A table's values by feature, and those of the bias.
 
-    Those of linear models of libsvm data are for values as the data has them, whatever scale they were trained on; a
-    logistic regression's offset is part of its bias.
+    Those of linear models of libsvm data are for values as the data has them, whatever scale they were trained on; what
+    a model adds to all margins is part of the bias. Those of numeric columns are for values as they were scaled.
     """
 
     keys: Keys
@@ -41,7 +41,12 @@ def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
     if described.get("kind") in _LINEAR:
         scaling = described.get("scaling")
         known = None if scaling is None else KeyScaling.from_spec(scaling)
-        return unscaled_weights(weights, known, described.get("offset", 0.0))
+        weights = unscaled_weights(weights, known, described.get("offset", 0.0))
+    if described.get("kind") == "regression":  # which learns by how many `scale` a label is above `center`
+        scale, center = np.float32(described["scale"]), np.float32(described["center"])
+        weights = Weights(weights.keys, weights.values * scale, weights.bias * scale + center)
+    elif described.get("kind") == "poisson":
+        weights = weights._replace(bias=weights.bias + np.log(np.float32(described["mean"])))
     return weights
 
 

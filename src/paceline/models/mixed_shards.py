@@ -59,8 +59,9 @@ class MixedShards:
     def open(self, lease: Lease) -> None:
         """Begin to read the shard of a lease, or one in its place."""
         dataset, shard = self._dataset, lease.shard
-        num_shards = lease.num_shards if dataset.can_enter(lease.file) or (lease.epoch and dataset.is_cached) else 0
-        self._in_order = not num_shards
+        can_enter = dataset.can_enter(lease.file)
+        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # as every worker has it
+        self._in_order = not num_shards or not (can_enter or dataset.is_cached)
         if num_shards:
             shard = leaping(shard, num_shards, lease.epoch)
         rows = self._batch_size if self._in_order else max(self._batch_size // self._most, 1)

@@ -17,12 +17,13 @@ from starlette.routing import Route
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.serving.metrics import RequestMetrics
 from paceline.serving.source import ModelSource
+from paceline.transport import known
 
 MAX_BODY_BYTES = 16 << 20
 _AT_ONCE_BYTES = 32 << 10  # larger requests are predicted in a thread, and the others do not wait for them
 _JSON = "application/json"
-_NUMBERED = msgspec.json.Decoder(list[dict[int, float]])
-_NAMED = msgspec.json.Decoder(list[dict[str, Any]])
+_NUMBERED = msgspec.json.Decoder(known(list[dict[int, float]]))
+_NAMED = msgspec.json.Decoder(known(list[dict[str, Any]]))
 
 
 class PredictionService:

@@ -6,7 +6,6 @@ import logging
 import os
 from pathlib import Path
 
-from paceline.errors import PacelineError
 from paceline.inference import LoadedModel, load
 from paceline.models.stored import find_version
 
@@ -34,7 +33,7 @@ class ModelSource:
                 return
             self._failed = version  # until it has not
             model = load(self._directory)
-        except (PacelineError, OSError) as error:  # a model is about to be replaced, or is damaged
+        except Exception as error:  # a model is about to be replaced, or is damaged, or there is no memory for it
             self.failures += 1
             _logger.warning("the newer model is not served: %s", error)
             return

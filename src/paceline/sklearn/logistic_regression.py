@@ -183,7 +183,10 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         return make_update(self.update, lr=lr, l1=l1, l2=self.l2, beta=self.beta)
 
     def _options(self) -> TrainOptions:
-        return TrainOptions(data=(), epochs=self.epochs, batch_size=self.batch_size, update=self._rule)
+        scale = "auto" if self._columns is None else "none"  # which the columns of a frame are by now
+        return TrainOptions(
+            data=(), epochs=self.epochs, batch_size=self.batch_size, update=self._rule, numeric_scale=scale
+        )
 
     # Data.
 
@@ -234,25 +237,26 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         return labels
 
     def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None = None, sample_weight: Any = None) -> Batch:
-        batch = Batch.concatenate(list(self._read(X)))
+        batch = Batch.concatenate(list(self._read(X, is_training=labels is not None)))
         if labels is not None:
             batch.labels = labels
         if sample_weight is not None:
             batch.weights = _check_sample_weight(sample_weight, X, dtype=np.float32, ensure_non_negative=True)
         return batch
 
-    def _read(self, X: Any) -> Iterator[Batch]:
+    def _read(self, X: Any, *, is_training: bool) -> Iterator[Batch]:
         if self._columns is None:
             return ArrayReader(None).batches(X)
         if not is_frame(X):
             raise UsageError(
                 f"X is a {type(X).__name__}: expected a DataFrame, since fit was given one with categories"
             )
-        return self._frame_reader(self._columns).batches(X)
+        return self._frame_reader(self._columns, is_training=is_training).batches(X)
 
-    def _frame_reader(self, columns: Columns) -> ColumnReader:
+    def _frame_reader(self, columns: Columns, *, is_training: bool) -> ColumnReader:
         table: WeightTable | None = getattr(self, "_table", None)
-        return ColumnReader(columns, from_text=False, is_known=None if table is None else table.is_known)
+        is_known = None if table is None or is_training else table.is_known
+        return ColumnReader(columns, from_text=False, is_known=is_known)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

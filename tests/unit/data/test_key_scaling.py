@@ -104,3 +104,14 @@ def test_distinct_keys() -> None:
     keys, ids = distinct_keys(np.array([7, 7, 2, 7, 9], np.uint64))
     assert keys.tolist() == [7, 2, 9]
     assert ids.tolist() == [0, 0, 1, 0, 2]
+
+
+def test_wild_values_are_bounded_and_weights_go_back() -> None:
+    scaling = KeyScaling(np.array([5], np.uint64), np.array([10.0]), np.array([2.0]), 4.0)
+    wild = Batch(np.zeros(1, np.float32), np.array([0, 1]), np.array([5], np.uint64), np.array([1e30], np.float32))
+    scaled = scaling.apply(wild)
+    assert scaled.values is not None
+    assert scaled.values.tolist() == [1000]
+    weights, shift = scaling.unscaled(np.array([5, 9], np.uint64), np.array([[4.0], [8.0]], np.float32))
+    assert weights.reshape(-1).tolist() == [2, 2]
+    assert shift.tolist() == [-20]

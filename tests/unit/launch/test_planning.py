@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import plan_training
+from paceline.launch.train.train import train_locally
 from paceline.models.registry import make_model
 from paceline.models.update import make_update
 from paceline.ps import FTRL, SGD
@@ -81,3 +83,16 @@ def test_bad_numbers_and_empty_data(data: Path) -> None:
     data.write_text("\n")
     with pytest.raises(DataError):
         plan_training(TrainOptions(data=[data], format="libsvm"))
+
+
+def test_going_on_takes_the_former_rule_but_for_what_is_given(data: Path, tmp_path: Path) -> None:
+    train_locally(TrainOptions(data=[data], epochs=1, update=FTRL(alpha=0.2, l1=0.5, l2=0.1), save=tmp_path / "m"))
+    further = TrainOptions(data=[data], init_from=tmp_path / "m")
+    assert plan_training(further).update == FTRL(alpha=0.2, l1=0.5, l2=0.1)
+    given = dataclasses.replace(further, update=lambda lr, l1: make_update(lr=0.7, l1=l1))
+    assert plan_training(given).update == FTRL(alpha=0.7, l1=0.5, l2=0.1)
+    assert plan_training(dataclasses.replace(further, update=FTRL(alpha=3.0))).update == FTRL(alpha=3.0)
+
+
+def test_values_may_be_left_as_they_are(data: Path) -> None:
+    assert plan_training(TrainOptions(data=[data], numeric_scale="none")).scaling is None

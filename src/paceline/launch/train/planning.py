@@ -56,7 +56,7 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
             raise DataError(f"{options.data[0]} has no line that can be trained on")
-        has_keys = dataset.format == "libsvm"
+        has_keys = dataset.format == "libsvm" and options.numeric_scale != "none"
     return plan_on_sample(options, sample, has_keys=has_keys)
 
 
@@ -89,8 +89,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
 def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
     """Return what suits a model that is trained further: its own rule, and values scaled as it knows them."""
     plan, scaling = _fixed_plan(options), stored.described.get("scaling")
-    if not isinstance(options.update, UpdateRule):
-        plan = dataclasses.replace(plan, update=from_fields(RULES, stored.tables[0].spec.update))
+    plan = dataclasses.replace(plan, update=_rule_after(from_fields(RULES, stored.tables[0].spec.update), options))
     return dataclasses.replace(plan, scaling=None if scaling is None else KeyScaling.from_spec(scaling))
 
 
@@ -105,6 +104,20 @@ def _fixed_plan(options: TrainOptions) -> TrainingPlan:
 
 def _rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float = L1) -> UpdateRule:
     return update if isinstance(update, UpdateRule) else update(alpha, l1)
+
+
+def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
+    """Return the rule that goes on from a former one: that, but for what the options give."""
+    if isinstance(options.update, UpdateRule) or not isinstance(former, FTRL):
+        return _rule_of(options.update, FTRL().alpha)
+    rule = options.update(former.alpha, former.l1)
+    if not isinstance(rule, FTRL):
+        return rule
+    usual = FTRL()
+    beta, l2 = (
+        getattr(former if getattr(rule, name) == getattr(usual, name) else rule, name) for name in ("beta", "l2")
+    )
+    return dataclasses.replace(rule, beta=beta, l2=l2)
 
 
 def _tuned(
@@ -133,15 +146,13 @@ def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> TrainingPlan:
     """Return what the training of a snapshot did, but for what the options say now."""
     training = resumption.training
-    scaling, update = training["dataset"].get("scaling"), options.update
-    if not isinstance(update, UpdateRule):
-        known = training.get("update")  # 0.1 did not say
-        update = _rule_of(update, FTRL().alpha) if known is None else from_fields(RULES, known)
+    scaling, known = training["dataset"].get("scaling"), training.get("update")
+    former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # 0.1 did not say
     return TrainingPlan(
         model=options.model.continued_from(resumption.model),
         epochs=options.epochs or int(training["epochs"]),
         batch_size=options.batch_size or int(training["batch_size"]),
-        update=update,
+        update=_rule_after(former, options),
         scaling=None if scaling is None else KeyScaling.from_spec(scaling),
         shards_at_once=int(training.get("shards_at_once", 1)),
     )
