@@ -121,7 +121,7 @@ class ColumnReader(FrameReader):
             array = column.to_arrow() if hasattr(column, "to_arrow") else arrow.array(column, from_pandas=True)
             if isinstance(array, arrow.ChunkedArray):
                 array = array.combine_chunks()
-        except (arrow.ArrowException, TypeError, ValueError, AttributeError) as error:
+        except (arrow.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = str(error).partition("\n")[0]
             raise UsageError(f"column {name!r} is no column of text or numbers: {text}") from None
         found = array.type.value_type if types.is_dictionary(array.type) else array.type

@@ -353,3 +353,19 @@ def test_what_is_for_sparse_tables(chosen: Filter) -> None:
         table.push(np.ones(10, np.float32)).wait()
         table.set_filters()
         np.testing.assert_allclose(table.pull(), -np.ones(10), rtol=1e-6)
+
+
+@pytest.mark.parametrize("filters", [[KeyNumbers()], [KeyCaching(), KeyNumbers()]])
+def test_calls_stay_behind_a_push_that_is_asked_for_again(filters: list[Filter]) -> None:
+    """A server that has forgotten keys refuses the push; what follows must not overtake it."""
+    with Cluster(servers=1) as cluster:
+        table = cluster.connect().sparse_table("t", update=SGD(lr=1.0), filters=filters)
+        keys, ones = np.arange(1000, dtype=np.uint64), np.ones((1000, 1), np.float32)
+        table.push(keys, ones).wait()
+        cluster.nodes[0].call(cluster.nodes[0].server.filters.forget_keys)
+        table.push(keys + 500, ones)
+        assert len(table) == 1500
+        cluster.nodes[0].call(cluster.nodes[0].server.filters.forget_keys)
+        table.push(keys, ones)
+        table.set_update(SGD(lr=100.0))
+        assert float(table.pull(keys).sum()) == -2500

@@ -11,6 +11,7 @@ import pytest
 from paceline.data import Columns, Sample, describe_named, guess_columns, open_dataset, sample_rows
 from paceline.data.guessing import judge_column
 from paceline.errors import UsageError
+from paceline.launch.train.data_files import look_at
 
 ROWS = 4000
 RANDOM = random.Random(1)
@@ -100,3 +101,11 @@ def test_columns_that_were_named_are_described_too() -> None:
         ("a", "left out", 1),
         ("b", "numeric", 2),
     ]
+
+
+def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("0.25,0,1\n" + "".join(f"{i / 7},{i % 2},{i % 3}\n" for i in range(200)))
+    look = look_at([tmp_path / "x.csv"], label="1")
+    assert look.columns is not None
+    assert look.columns.label == "c2"
+    assert sum(look.labels.values()) == 201

@@ -27,6 +27,7 @@ from paceline.data import (
     sample_labels,
     sample_rows,
 )
+from paceline.data.dialect import is_number
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.options import TrainOptions
@@ -76,7 +77,7 @@ def look_at(
         open_dataset(data, format, columns).close()
         wanted: Sequence[str] = columns.names
     else:
-        wanted = LABEL_NAMES if label is None else (label,)
+        wanted = LABEL_NAMES if label is None or is_number(label) else (label,)  # a number is a place
     sample = sample_rows([str(file) for file in data], format, wanted)
     guesses = guess_columns(first, sample, label, weight or "") if columns is None else describe_named(sample, columns)
     taken = guesses.columns

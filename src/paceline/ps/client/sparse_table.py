@@ -129,6 +129,7 @@ class SparseTable(Table):
 
     def __len__(self) -> int:
         """Return the number of rows on all servers."""
+        self._settle()
         return sum(server.tables[self.name].rows for server in self._client.statistics())
 
     def _check_ahead(self, ahead: int) -> None:

@@ -62,6 +62,7 @@ class Table:
         """
         if not isinstance(update, UpdateRule):
             raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
+        self._settle()
         with self._servers.lock:
             fields = to_fields(update)
             self._servers.call_all(messages.SetUpdate(table=self._number, update=fields))
@@ -75,12 +76,18 @@ class Table:
         changed.
         """
         chosen = TableFilters(filters, pull_filters, is_dense=self.spec.kind == "dense") or None
+        self._settle()
         with self._servers.lock:
             if chosen is not None and not chosen.are(self.filters):
                 self._servers.call_all(messages.CheckFilters(filters=chosen.info))
                 self.filters = chosen
             elif chosen is None:
                 self.filters = None
+
+    def _settle(self) -> None:
+        """Have what was sent behind filters arrive before anything else: a server may ask for it again."""
+        if self.filters is not None:
+            self._client.flush()
 
     def _check_keys(self, keys: npt.ArrayLike) -> Keys:
         array = np.asarray(keys)
