@@ -59,6 +59,7 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     """
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
+    sample = _without_copies(sample)
     for name, type in zip(sample.names, sample.types, strict=True):
         cells = sample.column(name)
         counts = Counter(cell for cell in cells if cell)
@@ -72,6 +73,12 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
         reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
         raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
     return Guesses(Columns(label, categorical, numeric, weight=weight), tuple(guesses), len(sample.rows))
+
+
+def _without_copies(sample: Sample) -> Sample:
+    """Leave out rows that are copies of others, unless most are: else no column of theirs would identify rows."""
+    rows = list(dict.fromkeys(map(tuple, sample.rows)))
+    return sample if 2 * len(rows) < len(sample.rows) else Sample(sample.names, sample.types, list(map(list, rows)))
 
 
 def describe_named(sample: Sample, columns: Columns) -> Guesses:

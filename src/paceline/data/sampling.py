@@ -18,7 +18,7 @@ from paceline.data.streams import ByteStream, is_gzip_name, open_stream, stat_fi
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
 _SAMPLED_GROUPS = 16
-_SAMPLED_ROWS = 1000
+_SAMPLED_ROWS = 16_000
 _LABEL_WORDS = {"true": 1.0, "false": 0.0}
 
 
@@ -73,8 +73,10 @@ def _sample_parquet(files: Sequence[str]) -> Sample:
             schema = file.schema_arrow
             if not names:
                 names, types = tuple(schema.names), tuple(map(_kind_of, schema.types))
-            for group in spread(file.metadata.num_row_groups, max(1, _SAMPLED_GROUPS // len(chosen))):
-                for record_batch in file.iter_batches(_SAMPLED_ROWS, row_groups=[group], use_threads=False):
+            groups = spread(file.metadata.num_row_groups, max(1, _SAMPLED_GROUPS // len(chosen)))
+            of_each = _SAMPLED_ROWS // max(len(groups) * len(chosen), 1)
+            for group in groups:
+                for record_batch in file.iter_batches(of_each, row_groups=[group], use_threads=False):
                     there = record_batch.schema.names
                     cells = [
                         [_as_text(cell) for cell in record_batch.column(there.index(name)).to_pylist()]

@@ -109,3 +109,15 @@ def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) ->
     assert look.columns is not None
     assert look.columns.label == "c2"
     assert sum(look.labels.values()) == 201
+
+
+def test_copies_of_rows_do_not_hide_what_identifies_rows(tmp_path: Path) -> None:
+    rows = [f"{i % 2},{10**9 + 7919 * i},{'ab'[i % 3 == 0]},{i % 37}\n" for i in range(500)]
+    (tmp_path / "x.csv").write_text("bought,user_id,site,age\n" + "".join(rows + rows[:100]))
+    look = look_at([tmp_path / "x.csv"], label="bought")
+    assert look.columns is not None
+    assert "user_id" not in look.columns.names
+    (tmp_path / "few.csv").write_text("y,c,d\n" + "".join(f"{i % 2},{i % 5},{i % 3}\n" for i in range(300)))
+    few = look_at([tmp_path / "few.csv"], label="y")
+    assert few.columns is not None
+    assert few.columns.names == ["y", "c", "d"]
