@@ -21,7 +21,7 @@ from .running import Commands
 
 KEYS = {
     "auc", "log_loss", "calibration", "accuracy", "eval_examples", "train_log_loss", "examples", "seconds",
-    "examples_per_s", "num_features", "staleness", "bad_lines", "lost_workers", "bytes", "settings",
+    "examples_per_s", "num_features", "staleness", "bad_lines", "lost_workers", "bytes", "settings", "progressive",
 }  # fmt: skip
 
 
@@ -91,7 +91,9 @@ def test_train_save_predict(
 ) -> None:
     data, evaluation = (write_as(format, path, tmp_path) for path in click_log)
     evaluating = [argument for path in evaluation for argument in ("--eval", str(path))]
-    trained = paceline_afresh.succeed("train", *data, *evaluating, *how, "--epochs", "3", "--save", "model", "--json")
+    trained = paceline_afresh.succeed(
+        "train", *data, *evaluating, *how, "--epochs", "3", "--save", "model", "--json", "--progressive"
+    )
     result = trained.json
     assert set(result) == KEYS
     assert result["examples"] == 36_000
@@ -103,6 +105,11 @@ def test_train_save_predict(
     assert set(result["staleness"]) == {"mean", "max", "histogram"}
     assert sum(result["staleness"]["histogram"]) > 0
     assert "evaluating" in trained.err  # the progress line went elsewhere
+    assert result["progressive"][-1]["examples"] == 12_000  # of the first pass
+    assert 0.4 < result["progressive"][-1]["loss"] < 0.6
+    lines = trained.err.splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.split()[:3] == ["loss", "since", "last"])
+    assert len(lines[heading + 1].split()) == 6
 
     predicted = paceline_afresh.succeed("predict", "model", *evaluation, "-o", "probabilities", "--json").json
     assert predicted["auc"] == pytest.approx(result["auc"], abs=1e-9)

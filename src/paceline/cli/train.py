@@ -128,6 +128,10 @@ def train(
     strict: options.Strict = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
+    progressive: Annotated[
+        bool,
+        typer.Option("--progressive", help="Print the losses before learning (first pass), at doubling rows."),
+    ] = False,
     heartbeat_timeout: options.OptionalHeartbeatTimeout = None,
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
@@ -218,6 +222,7 @@ def train(
         token=None if scheduler is None else options.find_token(token_file),
         tls=options.find_tls(tls_cert, tls_key, tls_ca),
         quiet=quiet,
+        progressive=progressive,
         heartbeat_timeout_s=heartbeat_timeout or 10.0,
         fork_server=fork_server,
     )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from paceline.data import Batch
 from paceline.kernels.dedup import dedup, scratch_size
 from paceline.models.metrics import Evaluation
+from paceline.models.progressive import ExampleSums
 from paceline.ps import Client, SparseTable
 from paceline.tables.initializers import Initializer
 from paceline.tables.rules import UpdateRule
@@ -74,6 +75,16 @@ class KeyedMatrix:
         self.num_examples = batch.num_examples
 
 
+def sum_examples(rows: KeyedMatrix, labels: Floats, weights: Floats | None, predictions: Floats | None) -> ExampleSums:
+    """Return sums over the examples of a minibatch; arguments float32 [n], `weights` None where all count once."""
+    sums = [
+        None if each is None else float(each.sum(dtype=np.float64) if weights is None else each @ weights)
+        for each in (labels, predictions)
+    ]
+    total = rows.num_examples if weights is None else float(weights.sum(dtype=np.float64))
+    return ExampleSums(total, sums[0] or 0.0, sums[1], len(rows.indices))
+
+
 class Minibatch(ABC):
     """A minibatch ready for arithmetic. `weights` are float32 [len(keys), dim], a table's after the other's."""
 
@@ -99,6 +110,10 @@ class Minibatch(ABC):
 
         They are those of :attr:`gradient_keys`: float32 [n, dim], or [n] where dim is 1.
         """
+
+    @abstractmethod
+    def sums(self) -> ExampleSums:
+        """Return sums over the examples, of the predictions too that the last :meth:`gradients` are of."""
 
     @abstractmethod
     def predict(self, weights: Sequence[Floats]) -> Floats:

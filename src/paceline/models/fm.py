@@ -19,8 +19,9 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients, logistic
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, sum_examples
 from paceline.models.clicks import ClickProbabilityModel
+from paceline.models.progressive import ExampleSums
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.types import Floats, Keys
@@ -69,6 +70,10 @@ class FactorizationMinibatch(Minibatch):
         self._new = np.flatnonzero(counts < self._model.factor_min_count)
         occurrences = np.bincount(rows.indices, minlength=len(counts))[self._new]
         return (gradient, of_factors[self._active], -occurrences.astype(np.float32)), loss
+
+    @override
+    def sums(self) -> ExampleSums:
+        return sum_examples(self._rows, self.labels, self._weights, self.probabilities)
 
     @override
     def predict(self, weights: Sequence[Floats]) -> Floats:

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
+from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats, Keys
 
 
@@ -47,12 +48,13 @@ class LinearModel(SparseModel):
 class LinearMinibatch(Minibatch):
     """A minibatch of a linear model."""
 
-    __slots__ = ("_model", "_rows", "_weights", "labels", "num_examples")
+    __slots__ = ("_model", "_predictions", "_rows", "_weights", "labels", "num_examples")
 
     def __init__(self, model: LinearModel, batch: Batch, scratch: KeyScratch) -> None:
         self._model = model
         self._rows = KeyedMatrix(batch, scratch)
         self._weights = batch.weights
+        self._predictions = np.empty(0, np.float32)
         self.labels = batch.labels
         self.num_examples = batch.num_examples
 
@@ -64,13 +66,19 @@ class LinearMinibatch(Minibatch):
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
         rows = self._rows
-        losses, slopes = self._model.losses(self._margins(weights[0].reshape(-1)), self.labels)
+        margins = self._margins(weights[0].reshape(-1))
+        losses, slopes = self._model.losses(margins, self.labels)
+        self._predictions = self._model.outcome(margins).astype(np.float32)
         if self._weights is not None:
             losses, slopes = losses * self._weights, slopes * self._weights
         residuals, gradient = slopes.astype(np.float32), np.empty(len(rows.keys), np.float32)
         csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
         gradient[-1] = slopes.sum()
         return (gradient,), float(losses.sum())
+
+    @override
+    def sums(self) -> ExampleSums:
+        return sum_examples(self._rows, self.labels, self._weights, self._predictions)
 
     @override
     def predict(self, weights: Sequence[Floats]) -> Floats:

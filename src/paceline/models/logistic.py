@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot, logistic
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, sum_examples
 from paceline.models.clicks import ClickProbabilityModel
+from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Floats, Keys
 
 
@@ -47,6 +48,10 @@ class LogisticMinibatch(Minibatch):
         csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
         gradient[-1] = residuals.sum(dtype=np.float64)
         return (gradient,), loss
+
+    @override
+    def sums(self) -> ExampleSums:
+        return sum_examples(self._rows, self.labels, self._weights, self.probabilities)
 
     @override
     def predict(self, weights: Sequence[Floats]) -> Floats:

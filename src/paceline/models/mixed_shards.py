@@ -56,6 +56,11 @@ class MixedShards:
         """Whether another shard may be opened."""
         return len(self._open) < (1 if self._in_order else self._most)
 
+    @property
+    def is_first_pass(self) -> bool:
+        """Whether all that is open is read for the first time."""
+        return all(each.lease.epoch == 0 for each in self._open)
+
     def open(self, lease: Lease) -> None:
         """Begin to read the shard of a lease, or one in its place."""
         dataset, shard = self._dataset, lease.shard

@@ -17,8 +17,9 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import DataError, UsageError
 from paceline.kernels.csr import csr_dot_rows, csr_transposed_dot_rows
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
 from paceline.models.metrics import Evaluation
+from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats, Keys
 
 MAX_CLASSES = 4096
@@ -167,6 +168,10 @@ class SoftmaxMinibatch(Minibatch):
         csr_transposed_dot_rows(rows.indptr, rows.indices, rows.values, slopes.astype(np.float32), gradient[:-1])
         gradient[-1] = slopes.sum(axis=0)
         return (gradient,), float(losses.sum())
+
+    @override
+    def sums(self) -> ExampleSums:
+        return sum_examples(self._rows, self.labels, self._weights, None)
 
     @override
     def predict(self, weights: Sequence[Floats]) -> Floats:

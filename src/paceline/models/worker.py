@@ -29,6 +29,7 @@ from paceline.transport import Transport
 from . import jobs
 from .base import KeyScratch, Minibatch, SparseModel, open_tables
 from .mixed_shards import MixedShards
+from .progressive import FirstPass
 from .registry import read_model_settings
 
 _PROGRESS_S = 0.2
@@ -90,6 +91,7 @@ class _Counters:
     loss: float = 0.0
     positives: int = 0
     bad_lines: int = 0
+    first_pass: FirstPass = field(default_factory=FirstPass)
     start_bytes: tuple[int, int] = (0, 0)
     told: float = field(default_factory=time.monotonic)
 
@@ -102,6 +104,7 @@ class _Counters:
             "positives": self.positives,
             "bad_lines": self.bad_lines,
             "bytes": received + sent - sum(self.start_bytes),
+            **self.first_pass.counters,
         }
 
 
@@ -161,14 +164,15 @@ class Worker:
                 return
             self._take_part()
             leases.prefetch()
+            is_first = lease.epoch == 0
             if job.weighting.is_plain:
                 for batch in dataset.read(lease.file, lease.shard, job.batch_size):
-                    pipeline.feed(model.prepare(batch, self._scratch), batch.num_examples)
+                    pipeline.feed(model.prepare(batch, self._scratch), batch.num_examples, is_first)
                     self._tell(counters)
             else:
                 blocks = dataset.read(lease.file, lease.shard, max(job.batch_size, _WEIGHED_AT_ONCE))
                 for batch, num_read in job.weighting.apply(blocks, lease, job.batch_size):
-                    pipeline.feed(model.prepare(batch, self._scratch), num_read)
+                    pipeline.feed(model.prepare(batch, self._scratch), num_read, is_first)
                     self._tell(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
@@ -195,9 +199,10 @@ class Worker:
                 self._take_part()
                 shards.open(lease)
                 may_ask = True
+            is_first = shards.is_first_pass
             batch, num_read, ended = shards.next_batch()
             if batch is not None:
-                pipeline.feed(model.prepare(batch, self._scratch), num_read)
+                pipeline.feed(model.prepare(batch, self._scratch), num_read, is_first)
                 self._tell(self._counters)
             for lease in ended:
                 may_ask = True
@@ -336,11 +341,11 @@ class _Pipeline:
         self._leases = leases
         self._counters = counters
         self._ahead = ahead
-        self._current: tuple[Minibatch, int, list[Ticket]] | None = None
+        self._current: tuple[Minibatch, int, bool, list[Ticket]] | None = None
         self._shards: list[Lease] = []  # whose last minibatch is the current one
         self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
 
-    def feed(self, minibatch: Minibatch, num_read: int) -> None:
+    def feed(self, minibatch: Minibatch, num_read: int, is_first_pass: bool) -> None:
         """Take the next minibatch, which stands for so many examples; finish the one before."""
         if self._ahead and self._current is not None:
             asked = _ask(self._tables, minibatch, ahead=1)
@@ -348,7 +353,7 @@ class _Pipeline:
         else:
             self._finish_current()
             asked = _ask(self._tables, minibatch)
-        self._current = (minibatch, num_read, asked)
+        self._current = (minibatch, num_read, is_first_pass, asked)
         if self._unconfirmed and self._unconfirmed[0][0].done():
             self._confirm()
 
@@ -370,7 +375,7 @@ class _Pipeline:
     def _finish_current(self) -> None:
         if self._current is None:
             return
-        minibatch, num_read, asked = self._current
+        minibatch, num_read, is_first_pass, asked = self._current
         self._current = None
         gradients, loss = minibatch.gradients([ticket.result() for ticket in asked])
         for number, keys in reversed(list(enumerate(minibatch.gradient_keys))):  # the first table ends the iteration
@@ -379,6 +384,8 @@ class _Pipeline:
         self._counters.examples += num_read
         self._counters.loss += loss
         self._counters.positives += int(np.count_nonzero(minibatch.labels))
+        if is_first_pass:
+            self._counters.first_pass.add(num_read, loss, minibatch.sums())
         if self._shards:
             self._unconfirmed.append((pushed, self._shards, self._counters.as_progress(self._client)))
             self._shards = []

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from paceline.launch.train.bad_data import BadData
 from paceline.models.base import SparseModel
 from paceline.models.metrics import Evaluation
+from paceline.models.progressive import ProgressiveLoss
 from paceline.ps import Client
 from paceline.tables.staleness import HISTOGRAM_SIZE
 
@@ -33,6 +34,8 @@ class TrainingState:
     num_bytes: int
     num_workers: int
     seconds: float
+    progressive: Sequence[ProgressiveLoss] = ()
+    """The losses before learning in the first pass, as far as they will not change any more."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class TrainResult:
     bad_lines: BadData
     lost_workers: int
     bytes: int
+    progressive: Sequence[ProgressiveLoss] = ()
+    """The losses before learning in the first pass."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the final object of ``paceline train --json``."""
@@ -70,6 +75,7 @@ class TrainResult:
             "lost_workers": self.lost_workers,
             "bytes": self.bytes,
             "settings": self.settings,
+            "progressive": [each.as_json() for each in self.progressive],
         }
 
 

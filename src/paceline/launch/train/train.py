@@ -38,6 +38,7 @@ from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, descr
 from paceline.models import jobs
 from paceline.models.base import KeyScratch, open_tables
 from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
+from paceline.models.progressive import progressive_losses
 from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobSpec, JobState, TakenReport
@@ -146,6 +147,7 @@ class Training:
             bad_lines=bad_data,
             lost_workers=self._health.num_lost_workers,
             bytes=int(state.progress.get("bytes", 0)),
+            progressive=progressive_losses(state.progress),
         )
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
@@ -336,6 +338,7 @@ class Training:
                 num_bytes=int(state.progress.get("bytes", 0)),
                 num_workers=state.num_workers,
                 seconds=state.seconds,
+                progressive=progressive_losses(state.progress, 0 if state.finished else max(state.num_workers, 1)),
             )
         )
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.train import Training
+from paceline.models.progressive import HEADING, ProgressiveLoss
 from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import Client, messages
@@ -44,13 +46,14 @@ def run_training(
     token: str | None = None,
     tls: TLS | None = None,
     quiet: bool = False,
+    progressive: bool = False,
     heartbeat_timeout_s: float = 10.0,
     fork_server: ForkServer | None = None,
 ) -> TrainResult:
     """Train with a progress line; on the cluster of `scheduler`, or on processes that live as long as this call.
 
     With `auto_resume` a training on own processes that loses a part of its model goes on, on new ones, from its newest
-    snapshot.
+    snapshot. With `progressive` the losses before learning in the first pass are printed as they become known.
     """
     console = Console(stderr=True)
     options, look = settle_files(options)
@@ -91,7 +94,7 @@ def run_training(
                 warn(plan.sentence())
             if cluster is not None:
                 cluster.wait_workers(client, workers)
-            show = _Display(line, client, plan).show
+            show = _Display(line, client, plan, console if progressive else None).show
             training = Training(
                 options, plan, client, num_workers=workers, processes=cluster, on_progress=show, warn=warn
             )
@@ -108,10 +111,17 @@ def run_training(
 
 
 class _Display:
-    """Makes progress line after progress line of what the driver tells."""
+    """Makes progress line after progress line of what the driver tells.
 
-    def __init__(self, line: TrainingProgress, client: Client, plan: TrainingPlan) -> None:
+    The losses before learning go to `losses`, a line each.
+    """
+
+    def __init__(
+        self, line: TrainingProgress, client: Client, plan: TrainingPlan, losses: Console | None = None
+    ) -> None:
         self._line = line
+        self._losses_to = losses
+        self._num_losses = 0
         self._epochs = plan.epochs
         self._loss_name = plan.model.loss_name
         self._examples, self._bytes = RateMeter(), RateMeter()
@@ -131,6 +141,8 @@ class _Display:
             self._staleness = self._observed.summary()
         if not progress.examples:
             return
+        if training and self._losses_to is not None:
+            self._show_losses(self._losses_to, progress.progressive)
         self._line.update(
             ProgressSnapshot(
                 examples=progress.examples,
@@ -146,6 +158,13 @@ class _Display:
                 phase=None if training else "evaluating",
             )
         )
+
+    def _show_losses(self, console: Console, found: Sequence[ProgressiveLoss]) -> None:
+        if found and not self._num_losses:
+            console.print(HEADING, highlight=False, soft_wrap=True)
+        for each in found[self._num_losses :]:
+            console.print(each.line(), highlight=False, soft_wrap=True)
+        self._num_losses = max(self._num_losses, len(found))
 
 
 class RunningLoss:
