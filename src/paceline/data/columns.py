@@ -14,7 +14,7 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
 from paceline.data.scaling import Scale
 from paceline.errors import UsageError
-from paceline.kernels.text_reference import MAX_FLOAT32, name_seed, powers_of_ten
+from paceline.kernels.text.reference import MAX_FLOAT32, name_seed, powers_of_ten
 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
@@ -126,7 +126,8 @@ class Converter:
     """Arrow record batches, with the columns in ``columns.names``'s order, to :class:`Batch`."""
 
     def __init__(self, path: str, columns: Columns) -> None:
-        from paceline.kernels import text as kernels
+        from paceline.kernels.scaling import scale_numbers
+        from paceline.kernels.text import lines as kernels
 
         self._path = path
         self._columns = columns
@@ -134,7 +135,7 @@ class Converter:
         self._kernels = kernels
         self._powers = powers_of_ten()
         self._scales = [scale.as_array() for scale in columns.scales]
-        self._scale = kernels.scale_numbers
+        self._scale = scale_numbers
         self._seeds = [np.uint64(name_seed(name)) for name in (*columns.categorical, *columns.numeric)]
 
     def convert(self, record_batch: Any, first_row: int) -> Converted:

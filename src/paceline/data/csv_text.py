@@ -31,8 +31,8 @@ _LEAST_CELL_BYTES = 3
 
 def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
     """A function that parses the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``."""
-    from paceline.kernels import csv_text as kernels
-    from paceline.kernels.text_reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT, name_seed, powers_of_ten
+    from paceline.kernels.text import csv as kernels
+    from paceline.kernels.text.reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT, name_seed, powers_of_ten
 
     features = [*columns.categorical, *columns.numeric]
     places = {name: slot for slot, name in enumerate(features)} | {columns.label: LABEL_SLOT}
@@ -77,7 +77,7 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
 
 def describe_bad_row(why: int, dialect: Dialect, columns: Columns) -> str:
     """Say what ails a row, by what the kernel says of it."""
-    from paceline.kernels import text_reference as reference
+    from paceline.kernels.text import reference
 
     detail, kind = divmod(why, reference.DETAIL)
     if kind == reference.BAD_QUOTE:
@@ -99,7 +99,7 @@ class CsvReader:
     """
 
     def __init__(self, path: str, columns: Columns, shard_bytes: int, num_bytes: int) -> None:
-        from paceline.kernels.csv_text import skip_rows
+        from paceline.kernels.text.csv import skip_rows
 
         self._path = path
         self._columns = columns

@@ -20,7 +20,7 @@ from paceline.data.columns import Columns
 from paceline.data.dialect import read_dialect
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import ModelError
-from paceline.kernels.text_reference import (
+from paceline.kernels.text.reference import (
     CRITEO_CATEGORIES,
     CRITEO_INTEGERS,
     field_seed,
@@ -98,7 +98,7 @@ class _NameFinder:
                 self._add_values(name, seed, sorted(fresh))
 
     def _add_values(self, name: str, seed: int, values: list[str]) -> None:
-        from paceline.kernels import text as kernels
+        from paceline.kernels.text import lines as kernels
 
         if not values:
             return

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import DataError, UsageError
-from paceline.kernels import text_reference as reference
-from paceline.kernels.text_reference import CRITEO_CATEGORIES, CRITEO_FEATURES, CRITEO_INTEGERS
+from paceline.kernels.text import reference
+from paceline.kernels.text.reference import CRITEO_CATEGORIES, CRITEO_FEATURES, CRITEO_INTEGERS
 from paceline.storage.durable_io import replacing
 
 Words = npt.NDArray[np.uint64]

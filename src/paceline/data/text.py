@@ -126,8 +126,8 @@ Parse = Callable[[npt.NDArray[np.uint8], int, int], Parsed]
 
 def criteo_parser() -> Parse:
     """A function that parses ``text[start:stop]`` as Criteo rows, as many as it made room for."""
-    from paceline.kernels import text as kernels
-    from paceline.kernels.text_reference import CRITEO_FEATURES, criteo_tables
+    from paceline.kernels.text import lines as kernels
+    from paceline.kernels.text.reference import CRITEO_FEATURES, criteo_tables
 
     tables = criteo_tables()
 
@@ -147,8 +147,8 @@ def criteo_parser() -> Parse:
 
 def libsvm_parser() -> Parse:
     """A function that parses ``text[start:stop]`` as LIBSVM rows, as many as it made room for."""
-    from paceline.kernels import text as kernels
-    from paceline.kernels.text_reference import powers_of_ten
+    from paceline.kernels.text import lines as kernels
+    from paceline.kernels.text.reference import powers_of_ten
 
     powers = powers_of_ten()
 
@@ -220,7 +220,7 @@ class TextReader:
                 yield parsed.batch
 
     def _describe(self, block: Block, at: int, why: int) -> BadLine:
-        from paceline.kernels.text_reference import REASONS
+        from paceline.kernels.text.reference import REASONS
 
         line = bytes(block.buffer[at : block.buffer.find(b"\n", at)][:1000])
         return BadLine(self._path, block.base + at, None, shorten(line), REASONS[why])

@@ -22,7 +22,7 @@ from paceline.data.columns import Converter, import_arrow
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.data.text import criteo_parser
 from paceline.errors import UsageError
-from paceline.kernels.text_reference import REASONS
+from paceline.kernels.text.reference import REASONS
 
 _ROWS = 32768
 _LOOKED_AT = 256

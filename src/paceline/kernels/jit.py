@@ -20,7 +20,7 @@ import numba
 from typing_extensions import override
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = (*_PACKAGE.glob("kernels/*.py"), *_PACKAGE.glob("tables/rules/*.py"))
+_SOURCES = (*_PACKAGE.glob("kernels/**/*.py"), *_PACKAGE.glob("tables/rules/*.py"))
 
 
 @cache

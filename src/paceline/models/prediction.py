@@ -21,7 +21,7 @@ from paceline.data import (
 )
 from paceline.data.key_scaling import KeyScaling
 from paceline.errors import DataError, ModelError, UsageError
-from paceline.kernels.text_reference import name_seed
+from paceline.kernels.text.reference import name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.registry import MODELS, read_model_settings
 from paceline.models.stored import read_stored_model

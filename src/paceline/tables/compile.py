@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.kernels import combine, csr, csv_text, dedup, dense, filters, index, shared, sparse, text
+from paceline.kernels import checksum, combine, csr, dedup, dense, filters, index, scaling, shared, sparse
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
+from paceline.kernels.text import csv, lines
 from paceline.tables import logistic_pass
 from paceline.tables.rules import SGD
 from paceline.tables.rules import kernels as rule_kernels
@@ -51,9 +52,11 @@ KERNELS: tuple[Any, ...] = (
     *filters.KERNELS,
     *logistic_pass.KERNELS,
     *rule_kernels.KERNELS,
+    *checksum.KERNELS,
+    *scaling.KERNELS,
     *shared.KERNELS,
-    *csv_text.KERNELS,
-    *text.KERNELS,
+    *csv.KERNELS,
+    *lines.KERNELS,
 )
 """Every kernel that is called from Python."""
 
@@ -83,8 +86,10 @@ def compile_rest() -> None:
     _compile_dense()
     _compile_batch()
     logistic_pass.compile_kernels()
-    text.compile_kernels()
-    csv_text.compile_kernels()
+    checksum.compile_kernels()
+    scaling.compile_kernels()
+    lines.compile_kernels()
+    csv.compile_kernels()
     filters.compile_kernels()
     shared.compile_kernels(combine.combiner("uint8"))
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.data import Batch, detect_format, open_dataset
-from paceline.kernels import text as kernels
-from paceline.kernels import text_reference as reference
+from paceline.kernels.text import lines as kernels
+from paceline.kernels.text import reference
 
 
 def test_criteo(real_data: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.data import Columns, Scale, check_numeric_scale, fit_scale, open_dataset, open_spec
 from paceline.errors import UsageError
-from paceline.kernels.text import MOST_DEVIATIONS, scale_numbers
+from paceline.kernels.scaling import MOST_DEVIATIONS, scale_columns, scale_numbers
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -90,3 +90,16 @@ def test_readers_scale_and_specs_cache_and_models_carry_it(tmp_path: Path) -> No
             (batch,) = dataset.read(0, 0, 10)
             assert batch.values is not None
             np.testing.assert_allclose(batch.values, [2, 0, 6, 10])
+
+
+def test_numeric_columns_of_rows_are_scaled_where_they_stand() -> None:
+    """Rows whose numbers come last, of which some are missing."""
+    seeds = np.array([7, 5, 9], np.uint64)
+    scales = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 2.0], [2.0, 1.0, 4.0]])
+    rows = [[(100, 1.0), (7, 3.0), (5, -3.0), (9, 10.0)], [(5, 0.0)], [], [(7, 1.0), (9, 1e30)], [(100, 1.0)]]
+    indptr = np.cumsum([0, *map(len, rows)])
+    keys = np.array([key for row in rows for key, _ in row], np.uint64)
+    values = np.array([value for row in rows for _, value in row], np.float32)
+    scale_columns(indptr, keys, values, seeds, scales)
+    expected = [1.0, 1.0, -np.log1p(3.0), 2.0, 0.0, 0.0, MOST_DEVIATIONS, 1.0]
+    np.testing.assert_allclose(values, expected, rtol=1e-6)

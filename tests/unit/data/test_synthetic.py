@@ -14,7 +14,7 @@ import pytest
 
 from paceline.data import ClickLogSpec, open_dataset, synthetic, write_click_log
 from paceline.errors import DataError, UsageError
-from paceline.kernels import text_reference as reference
+from paceline.kernels.text import reference
 from paceline.models.metrics import auc, log_loss
 
 Array = npt.NDArray[Any]

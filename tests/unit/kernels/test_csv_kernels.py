@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.kernels import csv_text as kernels
-from paceline.kernels import text_reference as reference
-from paceline.kernels.text_reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT
+from paceline.kernels.text import csv as kernels
+from paceline.kernels.text import reference
+from paceline.kernels.text.reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.kernels import text as kernels
-from paceline.kernels import text_reference as reference
+from paceline.kernels.text import lines as kernels
+from paceline.kernels.text import reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 

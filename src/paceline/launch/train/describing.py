@@ -13,7 +13,7 @@ from rich.table import Table
 
 from paceline.data import Batch, Columns, describe_not_binary, open_dataset
 from paceline.errors import DataError, printable
-from paceline.kernels.text_reference import name_seed
+from paceline.kernels.text.reference import name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.data_files import DataLook, look_at
 

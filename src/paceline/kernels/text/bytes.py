@@ -4,7 +4,7 @@
 `has_control` says whether one of them is below 32. `repeat_byte` makes a word of one byte; `first_match` finds it in
 another word, `first_ending` it or a byte below 32: the number of bytes before, 8 if there is none. `first_bytes` keeps
 one to eight bytes; `digits_of` reads them as a number, -1 if one is no digit. The hash of
-:mod:`paceline.kernels.text_reference` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
+:mod:`paceline.kernels.text.reference` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
 `hash_finish`; `hash_span` is all of it. Words are little-endian, as on every platform that Numba supports.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 from numba import config, types
 from numba.extending import intrinsic
 
-from paceline.kernels import text_reference as reference
 from paceline.kernels.jit import njit
+from paceline.kernels.text import reference
 
 _ONES, _TOPS, _ZEROS = 0x0101010101010101, 0x8080808080808080, 0x3030303030303030
 

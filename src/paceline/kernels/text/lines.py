@@ -1,6 +1,6 @@
-"""Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, Arrow columns, and their scales.
+"""Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, and Arrow columns.
 
-Each has its twin in :mod:`paceline.kernels.text_reference`, which also defines the hash. The parsers read
+Each has its twin in :mod:`paceline.kernels.text.reference`, which also defines the hash. The parsers read
 ``text[start:end]``, whole lines of which the last ends in a newline, and may load (never use) eight bytes
 behind ``end``: ``text`` must be that much longer.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.kernels import text_reference as reference
 from paceline.kernels.jit import njit
-from paceline.kernels.text_bytes import (
+from paceline.kernels.text import reference
+from paceline.kernels.text.bytes import (
     as_bits,
     byte_at,
     has_control,
@@ -24,7 +24,7 @@ from paceline.kernels.text_bytes import (
     low_bytes,
     word_at,
 )
-from paceline.kernels.text_reference import (
+from paceline.kernels.text.reference import (
     BAD_BYTE,
     BAD_CRITEO_LABEL,
     BAD_FIELDS,
@@ -43,9 +43,6 @@ NUM_COUNTS = 5
 
 FLOAT_OK, FLOAT_MISSING, FLOAT_BAD = range(3)
 """What :func:`parse_floats` says about each string."""
-
-MOST_DEVIATIONS = 1000.0
-"""A value farther from the mean counts as one that is so far: no sample has shown anything like it."""
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _COLON, _HASH = 9, 10, 13, 32, 58, 35
 
@@ -380,23 +377,7 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
             status[i] = FLOAT_BAD
 
 
-@njit()
-def scale_number(value, log, mean, deviation):  # type: ignore[no-untyped-def]
-    """(value - mean) / deviation, of the signed logarithm sign(x) log(1 + |x|) where `log` is not 0; float64."""
-    if log != 0.0:
-        value = np.copysign(np.log1p(abs(value)), value)
-    value = (value - mean) / deviation
-    return min(max(value, -MOST_DEVIATIONS), MOST_DEVIATIONS)
-
-
-@njit(cache=True, nogil=True)
-def scale_numbers(values, scale):  # type: ignore[no-untyped-def]
-    """Scale `values` (float32 [n]) in place; `scale` is float64 [3]: log (0 or 1), mean, deviation."""
-    for i in range(len(values)):
-        values[i] = scale_number(np.float64(values[i]), scale[0], scale[1], scale[2])
-
-
-KERNELS = (parse_criteo, parse_libsvm, hash_strings, parse_floats, scale_numbers)
+KERNELS = (parse_criteo, parse_libsvm, hash_strings, parse_floats)
 """Every kernel that is called from Python, for :func:`compile_kernels` and its test."""
 
 
@@ -412,7 +393,6 @@ def compile_kernels() -> None:
     data, offsets = read_only(text), read_only(np.zeros(2, np.int64))
     hash_strings(data, offsets, np.uint64(0), keys, 0, 1)
     parse_floats(data, offsets, powers, values, np.empty(1, np.uint8))
-    scale_numbers(values, np.ones(3))
 
 
 def read_only(array: Any) -> Any:

@@ -3,7 +3,7 @@
 Cells are split as RFC 4180 has it, and as Python's `csv` module and Arrow do: a quote counts at the beginning of a
 cell alone, a doubled one inside quotes stands for itself, what follows the closing quote belongs to the cell; a row
 ends with a newline, a carriage return, or both; empty lines are no rows. The twin is
-:func:`paceline.kernels.text_reference.csv_row`.
+:func:`paceline.kernels.text.reference.csv_row`.
 
 The parsers read ``text[start:end]``, and may load (never use) eight bytes behind `end`. ``text[end]`` must be a
 newline: a row that ends there is unfinished.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.jit import njit
-from paceline.kernels.text import FLOAT_BAD, FLOAT_MISSING, FLOAT_OK, read_float, scale_number
-from paceline.kernels.text_bytes import (
+from paceline.kernels.scaling import scale_number
+from paceline.kernels.text.bytes import (
     byte_at,
     digits_of,
     first_bytes,
@@ -28,7 +28,8 @@ from paceline.kernels.text_bytes import (
     repeat_byte,
     word_at,
 )
-from paceline.kernels.text_reference import (
+from paceline.kernels.text.lines import FLOAT_BAD, FLOAT_MISSING, FLOAT_OK, read_float
+from paceline.kernels.text.reference import (
     BAD_QUOTE,
     BAD_WIDTH,
     DETAIL,
