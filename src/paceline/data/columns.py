@@ -12,16 +12,17 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
+from paceline.data.dialect import is_missing
 from paceline.data.scaling import Scale
 from paceline.errors import UsageError
 from paceline.kernels.text.reference import MAX_FLOAT32, name_seed, powers_of_ten
 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
+LABEL_WORDS = {"true": 1.0, "false": 0.0}
+"""What a label may be written as besides numbers, in any case."""
 
 _PLACE = re.compile(r"-?[0-9]{1,9}")
-_MISSING = frozenset({"na", "n/a", "nan", "null", "none"})
-_LABEL_WORDS = {"true": 1.0, "false": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Converter:
     def convert(self, record_batch: Any, first_row: int) -> Converted:
         """Convert a record batch whose first row is row `first_row` of the file, counted from 0."""
         num_rows, num_categorical = record_batch.num_rows, len(self._columns.categorical)
-        label, label_ok, label_missing = self._numbers(record_batch.column(0), _LABEL_WORDS)
+        label, label_ok, label_missing = self._numbers(record_batch.column(0), LABEL_WORDS)
         label_ok &= ~label_missing
         good = label_ok.copy()
         width = len(self._seeds)
@@ -247,7 +248,7 @@ class Converter:
         self._kernels.parse_floats(*self._buffers(strings), self._powers, numbers, status)
         for row in np.flatnonzero(status == self._kernels.FLOAT_BAD).tolist():
             word = strings[row].as_py().strip().lower()
-            if word in _MISSING:
+            if word and is_missing(word):
                 status[row] = self._kernels.FLOAT_MISSING
             elif word in words:
                 numbers[row], status[row] = words[word], self._kernels.FLOAT_OK

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.data.columns import Columns, import_arrow
+from paceline.data.columns import LABEL_WORDS, Columns, import_arrow
 from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
 from paceline.data.formats import TEXT_FORMATS
 from paceline.data.streams import ByteStream, is_gzip_name, open_stream, stat_file
@@ -19,7 +19,6 @@ _PIECES = 64
 _PIECE_BYTES = 32 << 10
 _SAMPLED_GROUPS = 16
 _SAMPLED_ROWS = 16_000
-_LABEL_WORDS = {"true": 1.0, "false": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ def count_labels(cells: Iterable[str]) -> dict[float, int]:
     """How often each label is there; what is no label is passed over."""
     counts: dict[float, int] = {}
     for cell in cells:
-        value = float(cell) if is_number(cell) else _LABEL_WORDS.get(cell.strip().lower())
+        value = float(cell) if is_number(cell) else LABEL_WORDS.get(cell.strip().lower())
         if value is not None:
             counts[value] = counts.get(value, 0) + 1
     return counts
