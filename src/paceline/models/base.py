@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.dedup import dedup, scratch_size
@@ -118,6 +119,23 @@ class Minibatch(ABC):
     @abstractmethod
     def predict(self, weights: Sequence[Floats]) -> Floats:
         """Return what the model says of each example: float32 [n], or [n, :attr:`SparseModel.num_outputs`]."""
+
+
+class KeyedMinibatch(Minibatch):
+    """A minibatch as a matrix of distinct keys; all are needed of one table. Abstract: arithmetic is missing."""
+
+    __slots__ = ("_rows", "_weights", "labels", "num_examples")
+
+    def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
+        self._rows = KeyedMatrix(batch, scratch)
+        self._weights = batch.weights
+        self.labels = batch.labels
+        self.num_examples = batch.num_examples
+
+    @property
+    @override
+    def keys(self) -> tuple[Keys, ...]:
+        return (self._rows.keys,)
 
 
 class SparseModel(ABC):

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import Self, override
 
+from paceline.kernels.csr import logistic
 from paceline.models.base import SparseModel
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.tables.types import Floats
@@ -51,3 +52,18 @@ class ClickProbabilityModel(SparseModel):
             p = 1 / (1 + np.exp(-margins - shift))
             shift -= float(np.clip((p.sum() - clicks) / max(float((p * (1 - p)).sum()), 1e-9), -1, 1))
         return dataclasses.replace(self, offset=self.offset + shift)
+
+
+def click_loss(
+    margins: Floats, labels: Floats, weights: Floats | None, probabilities: Floats, residuals: Floats
+) -> float:
+    """Return the log loss summed over a minibatch; write P(click), and the loss's derivative by each margin.
+
+    All arrays are float32 [n]; `weights` say how often each example counts, None that all count once.
+    """
+    loss = float(logistic(margins, labels, probabilities, residuals))
+    if weights is None:
+        return loss
+    residuals *= weights
+    wide = margins.astype(np.float64)
+    return float(((np.logaddexp(0.0, wide) - wide * labels) * weights).sum())

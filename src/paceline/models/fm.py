@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.errors import UsageError
-from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients, logistic
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, sum_examples
-from paceline.models.clicks import ClickProbabilityModel
+from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
+from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, sum_examples
+from paceline.models.clicks import ClickProbabilityModel, click_loss
 from paceline.models.progressive import ExampleSums
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
@@ -30,18 +30,15 @@ MAX_FACTORS = 1024
 _MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
 
 
-class FactorizationMinibatch(Minibatch):
+class FactorizationMinibatch(KeyedMinibatch):
     """A minibatch of clicks, of a factorization machine."""
 
-    __slots__ = ("_active", "_model", "_new", "_rows", "_weights", "labels", "num_examples", "probabilities")
+    __slots__ = ("_active", "_model", "_new", "probabilities")
 
     def __init__(self, model: FactorizationMachine, batch: Batch, scratch: KeyScratch) -> None:
+        super().__init__(batch, scratch)
         self._model = model
-        self._rows = KeyedMatrix(batch, scratch)
-        self._weights = batch.weights
         self._active = self._new = np.empty(0, np.int64)
-        self.labels = batch.labels
-        self.num_examples = batch.num_examples
         self.probabilities = np.empty(self.num_examples, np.float32)
 
     @property
@@ -92,12 +89,7 @@ class FactorizationMinibatch(Minibatch):
         factors = weights[1] * self._are_active(first, weights[2].reshape(-1))[:, np.newaxis]
         sums = np.empty((self.num_examples, factors.shape[1]), np.float32)
         add_interactions(rows.indptr, rows.indices, rows.values, factors, sums, margins)
-        loss = float(logistic(margins, self.labels, self.probabilities, residuals))
-        if self._weights is not None:
-            residuals *= self._weights
-            wide = margins.astype(np.float64)
-            loss = float(((np.logaddexp(0.0, wide) - wide * self.labels) * self._weights).sum())
-        return factors, sums, loss
+        return factors, sums, click_loss(margins, self.labels, self._weights, self.probabilities, residuals)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

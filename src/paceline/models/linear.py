@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
+from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
 from paceline.models.progressive import ExampleSums
-from paceline.tables.types import Doubles, Floats, Keys
+from paceline.tables.types import Doubles, Floats
 
 
 class LinearModel(SparseModel):
@@ -45,23 +45,15 @@ class LinearModel(SparseModel):
         """
 
 
-class LinearMinibatch(Minibatch):
+class LinearMinibatch(KeyedMinibatch):
     """A minibatch of a linear model."""
 
-    __slots__ = ("_model", "_predictions", "_rows", "_weights", "labels", "num_examples")
+    __slots__ = ("_model", "_predictions")
 
     def __init__(self, model: LinearModel, batch: Batch, scratch: KeyScratch) -> None:
+        super().__init__(batch, scratch)
         self._model = model
-        self._rows = KeyedMatrix(batch, scratch)
-        self._weights = batch.weights
         self._predictions = np.empty(0, np.float32)
-        self.labels = batch.labels
-        self.num_examples = batch.num_examples
-
-    @property
-    @override
-    def keys(self) -> tuple[Keys, ...]:
-        return (self._rows.keys,)
 
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:

@@ -15,30 +15,22 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.data import Batch
-from paceline.kernels.csr import csr_dot, csr_transposed_dot, logistic
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, sum_examples
-from paceline.models.clicks import ClickProbabilityModel
+from paceline.kernels.csr import csr_dot, csr_transposed_dot
+from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, sum_examples
+from paceline.models.clicks import ClickProbabilityModel, click_loss
 from paceline.models.progressive import ExampleSums
-from paceline.tables.types import Floats, Keys
+from paceline.tables.types import Floats
 
 
-class LogisticMinibatch(Minibatch):
+class LogisticMinibatch(KeyedMinibatch):
     """A minibatch of clicks."""
 
-    __slots__ = ("_offset", "_rows", "_weights", "labels", "num_examples", "probabilities")
+    __slots__ = ("_offset", "probabilities")
 
     def __init__(self, batch: Batch, scratch: KeyScratch, offset: float) -> None:
+        super().__init__(batch, scratch)
         self._offset = np.float32(offset)
-        self._rows = KeyedMatrix(batch, scratch)
-        self.labels = batch.labels
-        self.num_examples = batch.num_examples
-        self._weights = batch.weights
         self.probabilities = np.empty(self.num_examples, np.float32)
-
-    @property
-    @override
-    def keys(self) -> tuple[Keys, ...]:
-        return (self._rows.keys,)
 
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
@@ -62,12 +54,7 @@ class LogisticMinibatch(Minibatch):
         rows, margins = self._rows, np.empty(self.num_examples, np.float32)
         csr_dot(rows.indptr, rows.indices, rows.values, weights, margins)
         margins += weights[-1] + self._offset
-        loss = float(logistic(margins, self.labels, self.probabilities, residuals))
-        if self._weights is None:
-            return loss
-        residuals *= self._weights
-        wide = margins.astype(np.float64)
-        return float(((np.logaddexp(0.0, wide) - wide * self.labels) * self._weights).sum())
+        return click_loss(margins, self.labels, self._weights, self.probabilities, residuals)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

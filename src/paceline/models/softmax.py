@@ -17,10 +17,10 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import DataError, UsageError
 from paceline.kernels.csr import csr_dot_rows, csr_transposed_dot_rows
-from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
+from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import ExampleSums
-from paceline.tables.types import Doubles, Floats, Keys
+from paceline.tables.types import Doubles, Floats
 
 MAX_CLASSES = 4096
 _LARGEST_CLASS = 1 << 24
@@ -135,22 +135,14 @@ class SoftmaxRegression(SparseModel):
         )
 
 
-class SoftmaxMinibatch(Minibatch):
+class SoftmaxMinibatch(KeyedMinibatch):
     """A minibatch of examples of several classes."""
 
-    __slots__ = ("_model", "_rows", "_weights", "labels", "num_examples")
+    __slots__ = ("_model",)
 
     def __init__(self, model: SoftmaxRegression, batch: Batch, scratch: KeyScratch) -> None:
+        super().__init__(batch, scratch)
         self._model = model
-        self._rows = KeyedMatrix(batch, scratch)
-        self._weights = batch.weights
-        self.labels = batch.labels
-        self.num_examples = batch.num_examples
-
-    @property
-    @override
-    def keys(self) -> tuple[Keys, ...]:
-        return (self._rows.keys,)
 
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:

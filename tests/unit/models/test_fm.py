@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from tests.unit.models.training import train
 
 from paceline.data import Batch
 from paceline.errors import UsageError
-from paceline.models.base import KeyScratch, SparseModel
+from paceline.models.base import KeyScratch
 from paceline.models.fm import FactorizationMachine
 from paceline.models.logistic import LogisticRegression
 from paceline.models.metrics import auc
-from paceline.ps import FTRL, SparseStore
-from paceline.tables.initializers import Zeros
+from paceline.ps import FTRL
 
 N, NUM_VALUES = 8000, 6
-Array = npt.NDArray[Any]
 
 
 def make_pairs(seed: int) -> Batch:
@@ -32,37 +30,17 @@ def make_pairs(seed: int) -> Batch:
     return Batch(labels.astype(np.float32), indptr, categories.reshape(-1).astype(np.uint64))
 
 
-def train(model: SparseModel, batch: Batch, rule: FTRL, epochs: int = 6) -> tuple[Array, list[SparseStore]]:
-    """Train without a cluster; return the predictions for other examples, and the tables."""
-    stores = [
-        SparseStore(dim=each.dim, rule=each.update or rule, initializer=each.initializer or Zeros(), seed=0)
-        for each in model.tables
-    ]
-    scratch = KeyScratch()
-
-    def pull(keys: tuple[Array, ...]) -> list[Array]:
-        weights = [np.empty((len(each), store.dim), np.float32) for each, store in zip(keys, stores, strict=True)]
-        for each, store, out in zip(keys, stores, weights, strict=True):
-            store.pull(each, out)
-        return weights
-
-    for _ in range(epochs):
-        for start in range(0, batch.num_examples, 64):
-            minibatch = model.prepare(batch.slice(start, start + 64), scratch)
-            gradients, _ = minibatch.gradients(pull(minibatch.keys))
-            for keys, store, gradient in zip(minibatch.gradient_keys, stores, gradients, strict=True):
-                store.push(keys, np.ascontiguousarray(gradient).reshape(-1))
-    minibatch = model.prepare(make_pairs(1), scratch)
-    return minibatch.predict(pull(minibatch.keys)), stores
-
-
 def test_what_no_linear_model_learns() -> None:
     batch, labels = make_pairs(0), make_pairs(1).labels
     rule = FTRL(alpha=0.1, l1=0.0)
-    linear, _ = train(LogisticRegression(), batch, rule)
+    linear, _ = train(LogisticRegression(), batch, rule, epochs=6, unseen=make_pairs(1))
     assert abs(auc(labels, linear) - 0.5) < 0.03
     machine, _ = train(
-        FactorizationMachine(dim=4, factor_lr=0.1, factor_l2=0.0, factor_std=0.1, factor_min_count=0), batch, rule
+        FactorizationMachine(dim=4, factor_lr=0.1, factor_l2=0.0, factor_std=0.1, factor_min_count=0),
+        batch,
+        rule,
+        epochs=6,
+        unseen=make_pairs(1),
     )
     assert auc(labels, machine) > 0.77  # the truth's is 0.8
 
@@ -70,7 +48,7 @@ def test_what_no_linear_model_learns() -> None:
 def test_features_without_a_weight_have_no_factors() -> None:
     """Neither rows nor a part in predictions."""
     model = FactorizationMachine(dim=4, factor_min_count=0)
-    _, stores = train(model, make_pairs(0), FTRL(l1=1e6))
+    _, stores = train(model, make_pairs(0), FTRL(l1=1e6), epochs=6)
     assert [len(store) for store in stores] == [2 * NUM_VALUES + 1, 0, 0]
     minibatch = model.prepare(make_pairs(0), KeyScratch())
     rng = np.random.default_rng(0)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from tests.unit.models.training import Array, train
 
 from paceline.data import Batch
 from paceline.errors import DataError, UsageError
@@ -16,11 +15,9 @@ from paceline.models.base import KeyScratch, SparseModel
 from paceline.models.poisson import PoissonRegression
 from paceline.models.regression import LinearRegression
 from paceline.models.softmax import SoftmaxRegression, parse_classes
-from paceline.ps import FTRL, SparseStore
-from paceline.tables.initializers import Zeros
+from paceline.ps import FTRL
 
 N, WIDTH = 6000, 8
-Array = npt.NDArray[Any]
 
 
 def make_examples(seed: int = 0) -> Array:
@@ -35,30 +32,8 @@ def as_batch(examples: Array, labels: Array) -> Batch:
     return Batch(labels.astype(np.float32), indptr, column.astype(np.uint64), values)
 
 
-def train(model: SparseModel, batch: Batch, epochs: int = 30) -> Array:
-    """Train without a cluster; return the predictions."""
-    stores = [
-        SparseStore(
-            dim=table.dim, rule=table.update or FTRL(alpha=0.1), initializer=table.initializer or Zeros(), seed=0
-        )
-        for table in model.tables
-    ]
-    scratch = KeyScratch()
-
-    def pull(keys: tuple[Array, ...]) -> list[Array]:
-        weights = [np.empty((len(each), store.dim), np.float32) for each, store in zip(keys, stores, strict=True)]
-        for each, store, out in zip(keys, stores, weights, strict=True):
-            store.pull(each, out)
-        return weights
-
-    for _ in range(epochs):
-        for start in range(0, batch.num_examples, 64):
-            minibatch = model.prepare(batch.slice(start, start + 64), scratch)
-            gradients, _ = minibatch.gradients(pull(minibatch.keys))
-            for keys, store, gradient in zip(minibatch.keys, stores, gradients, strict=True):
-                store.push(keys, np.ascontiguousarray(gradient).reshape(-1))
-    minibatch = model.prepare(batch, scratch)
-    return minibatch.predict(pull(minibatch.keys))
+def trained_predictions(model: SparseModel, batch: Batch) -> Array:
+    return train(model, batch, FTRL(alpha=0.1), epochs=30)[0]
 
 
 def test_regression_is_least_squares() -> None:
@@ -66,7 +41,7 @@ def test_regression_is_least_squares() -> None:
     labels = 500 + 40 * (examples @ rng.normal(size=WIDTH)) + 30 * rng.normal(size=N)
     batch = as_batch(examples, labels)
     model = LinearRegression().starting_from(batch.labels)
-    predicted = train(model, batch)
+    predicted = trained_predictions(model, batch)
     with_bias = np.c_[examples, np.ones(N)]
     expected = with_bias @ np.linalg.solve(with_bias.T @ with_bias, with_bias.T @ labels)
     assert np.sqrt(np.mean((predicted - expected) ** 2)) < 0.02 * expected.std()
@@ -100,7 +75,7 @@ def test_poisson_finds_the_rates() -> None:
     rates = np.exp(3 + 0.3 * (examples @ rng.normal(size=WIDTH)))
     batch = as_batch(examples, rng.poisson(rates))
     model = PoissonRegression().starting_from(batch.labels)
-    predicted = train(model, batch)
+    predicted = trained_predictions(model, batch)
     assert np.abs(np.log(predicted / rates)).mean() < 0.03
     found = model.evaluate(batch.labels, predicted)
     assert found.calibration == pytest.approx(1, abs=0.02)
@@ -116,7 +91,7 @@ def test_softmax_finds_the_probabilities() -> None:
     batch = as_batch(examples, classes[places])
     model = SoftmaxRegression().starting_from(batch.labels)
     assert model.classes == (-3, 0, 7, 1000)
-    predicted = train(model, batch)
+    predicted = trained_predictions(model, batch)
     truth = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     assert np.abs(predicted - truth).mean() < 0.02
     np.testing.assert_allclose(predicted.sum(axis=1), 1, rtol=1e-5)
