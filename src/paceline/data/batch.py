@@ -41,6 +41,17 @@ class Batch:
             None if self.weights is None else self.weights[start:stop],
         )
 
+    def take(self, rows: npt.NDArray[np.int64]) -> Batch:
+        """The rows at these places, in this order, copied."""
+        indptr, pairs = pairs_of(self.indptr, rows)
+        return Batch(
+            self.labels[rows],
+            indptr,
+            self.keys[pairs],
+            None if self.values is None else self.values[pairs],
+            None if self.weights is None else self.weights[rows],
+        )
+
     def copy(self) -> Batch:
         """The same rows in arrays of their own."""
         values = None if self.values is None else self.values.copy()
@@ -73,6 +84,17 @@ class Batch:
             values,
             weights,
         )
+
+
+def pairs_of(
+    indptr: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the `indptr` of some of the rows of a matrix (int64 [rows + 1]), and where their pairs are in it."""
+    starts = indptr[rows]
+    sizes = indptr[rows + 1] - starts
+    chosen = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(sizes, out=chosen[1:])
+    return chosen, np.repeat(starts - chosen[:-1], sizes) + np.arange(chosen[-1])
 
 
 def _or_ones(array: npt.NDArray[np.float32] | None, count: int) -> npt.NDArray[np.float32]:

@@ -18,7 +18,7 @@ from paceline.data.columns import LABEL_NAMES, Columns, import_arrow
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import COLUMN_FORMATS, FORMATS, TEXT_FORMATS, detect_format
 from paceline.data.guessing import guess_columns
-from paceline.data.key_scaling import KeyScaling
+from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.reader import ShardReader
 from paceline.data.sampling import sample_rows
 from paceline.data.streams import is_gzip_name, line_number, stat_file
@@ -131,7 +131,7 @@ def open_spec(spec: Mapping[str, Any]) -> Dataset:
         content["strict"],
         Path(cache_dir) if cache_dir else None,
         content["labels"],
-        None if content.get("scaling") is None else KeyScaling.from_spec(content["scaling"]),
+        read_key_scaling(content),
     )
 
 

@@ -8,6 +8,7 @@ the saved model; readers apply it to all that they read.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +122,12 @@ class KeyScaling:
             return cls(keys, means, scales, float(spec["other_scale"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"this describes no scaling of values: {error!r}") from None
+
+
+def read_key_scaling(described: Mapping[str, Any]) -> KeyScaling | None:
+    """Return the scaling that the description of a model or of a data set has, or None. Raises UsageError."""
+    scaling = described.get("scaling")
+    return None if scaling is None else KeyScaling.from_spec(scaling)
 
 
 def find_key_scaling(batch: Batch) -> KeyScaling | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data.key_scaling import KeyScaling
+from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.models.base import BIAS_KEY
 from paceline.models.stored import StoredModel
 from paceline.storage.format import StoredTable
@@ -39,9 +39,7 @@ def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
 def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
     """Return weights of values as they stand in the data, where a linear model scales them; see its manifest."""
     if described.get("kind") in _LINEAR:
-        scaling = described.get("scaling")
-        known = None if scaling is None else KeyScaling.from_spec(scaling)
-        weights = unscaled_weights(weights, known, described.get("offset", 0.0))
+        weights = unscaled_weights(weights, read_key_scaling(described), described.get("offset", 0.0))
     if described.get("kind") == "regression":  # which learns by how many `scale` a label is above `center`
         scale, center = np.float32(described["scale"]), np.float32(described["center"])
         weights = Weights(weights.keys, weights.values * scale, weights.bias * scale + center)

@@ -19,7 +19,7 @@ from paceline.data import (
     find_label,
     open_dataset,
 )
-from paceline.data.key_scaling import KeyScaling
+from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.text.reference import name_seed
 from paceline.models.base import KeyScratch
@@ -58,8 +58,7 @@ class Predictor:
         self.format = str(described["format"])
         columns = described.get("columns")
         self.columns = None if columns is None else Columns.from_fields(columns)
-        scaling = described.get("scaling")
-        self.scaling = None if scaling is None else KeyScaling.from_spec(scaling)
+        self.scaling = read_key_scaling(described)
         """How values are changed before they are used."""
         self.stores = [stored.load_store(table.name) for table in self.model.tables]
         """The model's tables; the first has a row for each feature, and one for the bias."""

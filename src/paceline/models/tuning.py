@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.batch import pairs_of
 from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.environment import num_cores
@@ -158,11 +159,8 @@ class _SampleTrial:
     def _rows_of(self, positions: Positions) -> tuple[Positions, npt.NDArray[np.int32], Floats]:
         """Return some of the examples, as CSR."""
         indptr, ids, values, _, _ = self._arrays
-        sizes = np.diff(indptr)[positions]
-        ends = np.zeros(len(positions) + 1, np.int64)
-        np.cumsum(sizes, out=ends[1:])
-        pairs = np.repeat(indptr[positions] - ends[:-1], sizes) + np.arange(ends[-1])
-        return ends, ids[pairs], values[pairs] if len(values) else values
+        chosen, pairs = pairs_of(indptr, positions)
+        return chosen, ids[pairs], values[pairs] if len(values) else values
 
 
 class _HeldOut:

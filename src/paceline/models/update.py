@@ -25,6 +25,11 @@ def suited_ftrl(alpha: float, l1: float) -> FTRL:
     return FTRL(alpha=alpha, l1=l1)
 
 
+def rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float) -> UpdateRule:
+    """Return an update rule that was given, or the one that is chosen for a learning rate and an L1 penalty."""
+    return update if isinstance(update, UpdateRule) else update(alpha, l1)
+
+
 def make_update(
     name: str = "ftrl",
     *,

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from paceline.data import Batch
 from paceline.data.batch import rebatch
@@ -70,19 +69,8 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             is_negative = batch.labels == 0
             is_kept = ~is_negative | (generator.random(batch.num_examples) < self.keep_negatives)
             weights[is_negative] /= np.float32(self.keep_negatives)
-            batch, weights = select_rows(batch, is_kept), weights[is_kept]
+            batch, weights = batch.take(np.flatnonzero(is_kept)), weights[is_kept]
         return Batch(batch.labels, batch.indptr, batch.keys, batch.values, weights)
-
-
-def select_rows(batch: Batch, is_chosen: npt.NDArray[np.bool_]) -> Batch:
-    """Return some of the rows of a batch."""
-    lengths = np.diff(batch.indptr)
-    indptr = np.zeros(np.count_nonzero(is_chosen) + 1, np.int64)
-    np.cumsum(lengths[is_chosen], out=indptr[1:])
-    pairs = np.repeat(is_chosen, lengths)
-    values = None if batch.values is None else batch.values[pairs]
-    weights = None if batch.weights is None else batch.weights[is_chosen]
-    return Batch(batch.labels[is_chosen], indptr, batch.keys[pairs], values, weights)
 
 
 def parse_class_weights(text: str) -> dict[str, float] | str:

@@ -27,7 +27,7 @@ from paceline.models.update import UPDATE_NAMES, make_update
 from paceline.ps import FTRL, UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
-from paceline.sklearn.weight_table import WeightTable, take_rows
+from paceline.sklearn.weight_table import WeightTable
 from paceline.tables.types import Doubles
 
 
@@ -97,7 +97,7 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
         chosen = self._options()
         if self.workers is None and self.scheduler is None:
-            rows = take_rows(rows, order)
+            rows = rows.take(order)
             plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
             table = WeightTable(plan.update, offset=plan.model.describe()["offset"], scaling=plan.scaling)
             rows = table.scaled(rows)
@@ -126,13 +126,13 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
             if classes is None:
                 raise UsageError("the first call of partial_fit names all classes: partial_fit(X, y, classes=[0, 1])")
             self.classes_ = self._find_classes(np.asarray(classes))
-            chosen = TrainOptions(data=(), epochs=1, batch_size=self.batch_size, update=self._rule)
-            first = self._to_batch(X, self._to_labels(targets), sample_weight)
-            plan = plan_on_sample(chosen, sample_batch(first), has_keys=self._columns is None)
-            self._table = WeightTable(plan.update, offset=plan.model.describe()["offset"], scaling=plan.scaling)
         elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
             raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
         rows = self._to_batch(X, self._to_labels(targets), sample_weight)
+        if is_first:
+            chosen = TrainOptions(data=(), epochs=1, batch_size=self.batch_size, update=self._rule)
+            plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
+            self._table = WeightTable(plan.update, offset=plan.model.describe()["offset"], scaling=plan.scaling)
         self._table.train(self._table.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
         return self
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch
-from paceline.data.key_scaling import KeyScaling
+from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import UsageError
 from paceline.launch import connect
 from paceline.launch.train.options import TrainOptions
@@ -21,7 +21,7 @@ from paceline.launch.train.train import Training, train_locally
 from paceline.models.stored import read_stored_model
 from paceline.protocol import parse_consistency
 from paceline.ps import RULES, from_fields, messages
-from paceline.sklearn.weight_table import WeightTable, take_rows
+from paceline.sklearn.weight_table import WeightTable
 
 _ROWS = 4096
 
@@ -52,12 +52,11 @@ def train_on_cluster(
             _train_there(options, where.scheduler, where.token)
         stored = read_stored_model(model)
         (table,) = stored.tables
-        scaling = stored.described.get("scaling")
         return WeightTable(
             from_fields(RULES, table.spec.update),
             stored.load_store(table.spec.name),
             offset=stored.described["offset"],
-            scaling=None if scaling is None else KeyScaling.from_spec(scaling),
+            scaling=read_key_scaling(stored.described),
         )
 
 
@@ -73,7 +72,7 @@ def write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> N
     """Write examples as LIBSVM text, exactly: a float32 has at most nine digits."""
     with open(path, "w", encoding="ascii") as out:
         for start in range(0, len(order), _ROWS):
-            part = take_rows(examples, order[start : start + _ROWS])
+            part = examples.take(order[start : start + _ROWS])
             values = [1.0] * len(part.keys) if part.values is None else part.values.tolist()
             pairs = [f"{key}:{value:.9g}" for key, value in zip(part.keys.tolist(), values, strict=True)]
             ends = part.indptr.tolist()

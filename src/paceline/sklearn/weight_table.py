@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch, Columns
-from paceline.data.key_scaling import KeyScaling
+from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.inference.weights import Weights, join_weights, unscaled_weights
 from paceline.kernels.csr import csr_dot
 from paceline.models.base import KeyedMatrix, KeyScratch
@@ -47,8 +47,7 @@ class WeightTable:
         return {"rule": self._rule, "keys": keys, "records": records, "offset": self._model.offset, "scaling": scaling}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        scaling = None if state["scaling"] is None else KeyScaling.from_spec(state["scaling"])
-        self.__init__(state["rule"], offset=state["offset"], scaling=scaling)  # type: ignore[misc]
+        self.__init__(state["rule"], offset=state["offset"], scaling=read_key_scaling(state))  # type: ignore[misc]
         self._store.write_records(state["keys"], state["records"])
 
     def _rows(self) -> tuple[Keys, Floats]:
@@ -64,7 +63,7 @@ class WeightTable:
     def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:
         """Make a pass over examples whose values are scaled, in an order if one is given."""
         if order is not None:
-            examples = take_rows(examples, order)
+            examples = examples.take(order)
         for start in range(0, examples.num_examples, batch_size):
             minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
             (keys,) = minibatch.keys
@@ -116,14 +115,3 @@ class WeightTable:
         if columns is not None:
             described = {**described, "format": "parquet", "columns": columns.to_fields()}
         save_model(directory, [(spec, self._store.items())], described)
-
-
-def take_rows(examples: Batch, order: npt.NDArray[np.int64]) -> Batch:
-    """Return examples in another order."""
-    lengths = np.diff(examples.indptr)[order]
-    indptr = np.zeros(len(order) + 1, np.int64)
-    np.cumsum(lengths, out=indptr[1:])
-    places = np.arange(indptr[-1]) + np.repeat(examples.indptr[order] - indptr[:-1], lengths)
-    values = None if examples.values is None else examples.values[places]
-    weights = None if examples.weights is None else examples.weights[order]
-    return Batch(examples.labels[order], indptr, examples.keys[places], values, weights)

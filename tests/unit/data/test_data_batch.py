@@ -38,6 +38,19 @@ def test_a_slice_is_a_view_with_its_own_indptr() -> None:
     assert batch.slice(2, 2).num_examples == 0
 
 
+def test_rows_are_taken_in_any_order() -> None:
+    batch = make([2, 0, 3, 1])
+    batch.weights = np.arange(4, dtype=np.float32)
+    order = np.array([3, 1, 0, 3])
+    taken = batch.take(order)
+    assert rows([taken]) == [rows([batch])[i] for i in order]
+    assert taken.weights is not None
+    assert taken.weights.tolist() == [3, 1, 0, 3]
+    assert taken.indptr.dtype == np.int64
+    nothing = make([1], ones=True).take(np.empty(0, np.int64))
+    assert (nothing.num_examples, nothing.indptr.tolist(), nothing.values) == (0, [0], None)
+
+
 def test_concatenate_fills_in_ones_where_only_some_have_values() -> None:
     whole = Batch.concatenate([make([1, 2]), make([2], 10, ones=True), make([])])
     assert whole.values is not None

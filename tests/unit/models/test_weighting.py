@@ -7,7 +7,7 @@ import pytest
 
 from paceline.data import Batch
 from paceline.errors import UsageError
-from paceline.models.weighting import Weighting, balance, parse_class_weights, select_rows
+from paceline.models.weighting import Weighting, balance, parse_class_weights
 from paceline.protocol.jobs import Lease
 
 N = 10_000
@@ -75,7 +75,6 @@ def test_nothing_is_left() -> None:
     batch = Batch(np.zeros(N, np.float32), batch.indptr, batch.keys)
     found = apply(Weighting(keep_negatives=1e-9), batch)
     assert [(each.num_examples, count) for each, count in found] == [(0, N)]
-    assert select_rows(batch, np.zeros(N, np.bool_)).num_examples == 0
 
 
 def test_balanced() -> None:

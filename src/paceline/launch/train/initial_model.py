@@ -13,6 +13,7 @@ from paceline.models.base import SparseModel, open_tables
 from paceline.models.registry import read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import L1
+from paceline.models.update import rule_of
 from paceline.ps import FTRL, Client, UpdateRule, write_records
 from paceline.tables.settings import to_fields
 
@@ -77,8 +78,7 @@ def continue_from(options: TrainOptions) -> TrainOptions:
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
         options = dataclasses.replace(options, columns=known, numeric_scale="none")
     options = dataclasses.replace(options, model=_continue_model(stored, options.model))
-    update = options.update
-    InitialModel(stored, options.model, update if isinstance(update, UpdateRule) else update(FTRL().alpha, L1))
+    InitialModel(stored, options.model, rule_of(options.update, FTRL().alpha, L1))
     return options
 
 

@@ -9,6 +9,7 @@ from paceline.data.batch import Batch
 from paceline.data.key_scaling import KeyScaling
 from paceline.models.base import SparseModel
 from paceline.ps import FTRL, UpdateRule, to_fields
+from paceline.storage.snapshot_directory import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class TrainingPlan:
     """Examples on which predictions should be right in the mean: the last ones, or from everywhere if mixed."""
     chosen_on: int = 0
     """How many examples were looked at."""
+
+    resumed: Snapshot | None = None
+    """What the training goes on from."""
 
     def settings(self) -> dict[str, Any]:
         """Return what was chosen, as JSON."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from paceline.data import open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
-from paceline.data.key_scaling import KeyScaling, find_key_scaling
+from paceline.data.key_scaling import find_key_scaling, read_key_scaling
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
@@ -26,7 +26,7 @@ from paceline.models.tuning import (
     suggested_batch_size,
     tune,
 )
-from paceline.models.update import RuleChoice
+from paceline.models.update import rule_of
 from paceline.ps import FTRL, RULES, UpdateRule, from_fields
 
 _EPOCHS = 4  # where they are not found by trial, and so many examples are trained on by then
@@ -69,7 +69,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
     model = options.model
     if model.labels == "clicks":  # what others must know of the labels, they know by now
         model = model.starting_from(sample.batch.labels)
-    update = _rule_of(options.update, suggested_alpha(sample))
+    update = rule_of(options.update, suggested_alpha(sample), L1)
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples)
     epochs = options.epochs
     if model.is_tuned and isinstance(update, FTRL) and (epochs is None or options.adapt == "widely"):
@@ -88,9 +88,8 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
 
 def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
     """Return what suits a model that is trained further: its own rule, and values scaled as it knows them."""
-    plan, scaling = _fixed_plan(options), stored.described.get("scaling")
-    plan = dataclasses.replace(plan, update=_rule_after(from_fields(RULES, stored.tables[0].spec.update), options))
-    return dataclasses.replace(plan, scaling=None if scaling is None else KeyScaling.from_spec(scaling))
+    update = _rule_after(from_fields(RULES, stored.tables[0].spec.update), options)
+    return dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
 
 
 def _fixed_plan(options: TrainOptions) -> TrainingPlan:
@@ -98,18 +97,14 @@ def _fixed_plan(options: TrainOptions) -> TrainingPlan:
         model=options.model,
         epochs=options.epochs or _EPOCHS,
         batch_size=options.batch_size or _BATCH_SIZE,
-        update=_rule_of(options.update, FTRL().alpha),
+        update=rule_of(options.update, FTRL().alpha, L1),
     )
-
-
-def _rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float = L1) -> UpdateRule:
-    return update if isinstance(update, UpdateRule) else update(alpha, l1)
 
 
 def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
     """Return the rule that goes on from a former one: that, but for what the options give."""
     if isinstance(options.update, UpdateRule) or not isinstance(former, FTRL):
-        return _rule_of(options.update, FTRL().alpha)
+        return rule_of(options.update, FTRL().alpha, L1)
     rule = options.update(former.alpha, former.l1)
     if not isinstance(rule, FTRL):
         return rule
@@ -126,7 +121,7 @@ def _tuned(
     """Return the passes and the rule that were best on the sample."""
     rates, penalties = (WIDE_RATES, WIDE_L1) if options.adapt == "widely" else (RATES, (L1,))
     tried = (
-        _rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in itertools.product(rates, penalties)
+        rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in itertools.product(rates, penalties)
     )
     rules = [rule, *(each for each in tried if isinstance(each, FTRL))]
     best = tune(sample, offset, batch_size, list(dict.fromkeys(rules)), is_sorted=is_sorted)[0]
@@ -146,13 +141,14 @@ def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> TrainingPlan:
     """Return what the training of a snapshot did, but for what the options say now."""
     training = resumption.training
-    scaling, known = training["dataset"].get("scaling"), training.get("update")
+    known = training.get("update")
     former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # 0.1 did not say
     return TrainingPlan(
         model=options.model.continued_from(resumption.model),
         epochs=options.epochs or int(training["epochs"]),
         batch_size=options.batch_size or int(training["batch_size"]),
         update=_rule_after(former, options),
-        scaling=None if scaling is None else KeyScaling.from_spec(scaling),
+        scaling=read_key_scaling(training["dataset"]),
         shards_at_once=int(training.get("shards_at_once", 1)),
+        resumed=resumption.snapshot,
     )

@@ -86,8 +86,8 @@ class Training:
         Raises DataError for what is wrong with the data, PeerError when servers or all workers have died.
         """
         options, plan, spare = self._options, self._plan, None if self._processes is None else self._processes.scratch
-        if options.resume is not None:
-            self._resumption = Resumption.find(options.resume, self._warn)
+        if plan.resumed is not None:
+            self._resumption = Resumption(plan.resumed)
         with self._signals:
             before = 0 if self._resumption is None else self._resumption.examples
             shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
