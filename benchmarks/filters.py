@@ -28,7 +28,7 @@ from typing import Any
 from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside this program
 
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.options import TrafficFilters, TrainOptions
 from paceline.launch.train.results import TrainResult
 from paceline.launch.train.train import train_locally
 from paceline.models.metrics import ClickEvaluation
@@ -93,7 +93,7 @@ def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str
                 evaluation=[folder / "eval.tsv"],
                 format="criteo",
                 epochs=epochs,
-                filters=chain,
+                filters=TrafficFilters(pushed=chain),
             ),
             servers=1,
             workers=arguments.workers,

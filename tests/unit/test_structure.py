@@ -30,7 +30,7 @@ LARGE_CLASSES = {
     "collectives/p2p/progress.py:ProgressLoop": (12, 19),
     "environment.py:Environment": (1, 19),
     "launch/run/run.py:RunOptions": (0, 22),
-    "launch/train/options.py:TrainOptions": (2, 21),
+    "launch/train/options.py:TrainOptions": (0, 21),
     "protocol/replication/core.py:Replication": (38, 10),
     "ps/client/servers.py:Servers": (19, 16),
     "ps/server/replicator.py:Replicator": (24, 9),

@@ -13,7 +13,7 @@ from paceline.launch.fork_server import ForkServer
 from . import options
 
 if TYPE_CHECKING:
-    from paceline.launch.train.options import SnapshotPlan
+    from paceline.launch.train.options import EarlyStopping, SnapshotPlan
     from paceline.launch.train.results import TrainResult
     from paceline.models.update import RuleChoice
     from paceline.ps import UpdateRule
@@ -49,6 +49,16 @@ def train(
     numeric_scale: options.NumericScale = "auto",
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
+    ] = None,
+    validation: Annotated[
+        list[str] | None,
+        typer.Option(help="File whose loss ends the training when it falls no more; the best pass's model is kept."),
+    ] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Passes without progress on --validation before the end; default 2.")
+    ] = None,
+    min_delta: Annotated[
+        float | None, typer.Option(help="By how much that loss must fall to be progress; default 0.")
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -150,7 +160,7 @@ def train(
 
     from paceline.environment import num_cores
     from paceline.errors import UsageError
-    from paceline.launch.train.options import ExampleWeights, TrainOptions
+    from paceline.launch.train.options import ExampleWeights, TrafficFilters, TrainOptions
     from paceline.launch.train.training_run import run_training
     from paceline.models.registry import make_model
     from paceline.models.softmax import parse_classes
@@ -200,8 +210,8 @@ def train(
             update=_choose_update(update, lr=lr, l1=l1, l2=l2, beta=beta),
             adapt="widely" if tune else "yes",
             weights=ExampleWeights(column=weight, classes=class_weights, keep_negatives=keep_negatives),
-            filters=filters,
-            pull_filters=pull_filters,
+            filters=TrafficFilters(pushed=filters, pulled=pull_filters),
+            stopping=_choose_stopping(validation, patience, min_delta),
             save=save,
             feature_names=feature_names,
             cache=cache,
@@ -243,6 +253,22 @@ def _choose_update(
         return rule
     return lambda suited_lr, suited_l1: make_update(
         name, lr=suited_lr if lr is None else lr, l1=suited_l1 if l1 is None else l1, l2=l2, beta=beta
+    )
+
+
+def _choose_stopping(
+    validation: list[str] | None, patience: int | None, min_delta: float | None
+) -> EarlyStopping | None:
+    from paceline.errors import UsageError
+    from paceline.launch.train.options import EarlyStopping
+
+    if validation is None:
+        for name, value in (("--patience", patience), ("--min-delta", min_delta)):
+            if value is not None:
+                raise UsageError(f"{name} is for a validation file: give one with --validation, or leave {name} out")
+        return None
+    return EarlyStopping(
+        validation=validation, patience=2 if patience is None else patience, min_delta=min_delta or 0.0
     )
 
 

@@ -43,6 +43,11 @@ class Evaluation(ABC):
         found = {name: float(getattr(self, name)) for name in self.names()}
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
+    @property
+    @abstractmethod
+    def loss(self) -> float:
+        """What a training makes small; less is better."""
+
     @abstractmethod
     def sentence(self) -> str:
         """Return the metrics for people; one that these labels do not have is left out in words."""
@@ -61,6 +66,11 @@ class ClickEvaluation(Evaluation):
     calibration: float
     accuracy: float
     positives: int = dataclasses.field(default=0, metadata={"metric": False})
+
+    @property
+    @override
+    def loss(self) -> float:
+        return self.log_loss
 
     @override
     def sentence(self) -> str:

@@ -25,6 +25,11 @@ class PoissonEvaluation(Evaluation):
     d2: float
     calibration: float
 
+    @property
+    @override
+    def loss(self) -> float:
+        return self.deviance
+
     @override
     def sentence(self) -> str:
         return f"deviance {self.deviance:.4f}, D² {self.d2:.4f}, calibration {self.calibration:.3f}"

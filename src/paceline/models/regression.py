@@ -22,6 +22,11 @@ class RegressionEvaluation(Evaluation):
     mae: float
     r2: float
 
+    @property
+    @override
+    def loss(self) -> float:
+        return self.rmse
+
     @override
     def sentence(self) -> str:
         return f"RMSE {self.rmse:.6g}, MAE {self.mae:.6g}, R² {self.r2:.4f}"

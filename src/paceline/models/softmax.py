@@ -35,6 +35,11 @@ class ClassEvaluation(Evaluation):
     accuracy: float
     log_loss: float
 
+    @property
+    @override
+    def loss(self) -> float:
+        return self.log_loss
+
     @override
     def sentence(self) -> str:
         return f"accuracy {self.accuracy:.4f}, log loss {self.log_loss:.4f}"

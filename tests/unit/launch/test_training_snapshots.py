@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from paceline.data import open_dataset
@@ -57,6 +58,10 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
         resumption = Resumption(Snapshot(tmp_path, manifest))
         resumption.check_data(dataset)
         resumption.check_model(plan.model)
+        assert resumption.num_passes == 0
+        whole = (DoneShards(epoch=0, file=0, shards=b"\x03"), DoneShards(epoch=0, file=1, shards=b"\x03"))
+        further = msgspec.structs.replace(manifest, account=JobAccount(files=(2, 2), done=whole))
+        assert Resumption(Snapshot(tmp_path, further)).num_passes == 1
         for other in (make_model("fm", dim=4), make_model("regression")):
             with pytest.raises(
                 UsageError, match=rf"is of a training of lr\(.*, and it is {other.name}\(.*the same model"

@@ -115,8 +115,10 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     if weights.classes == BALANCED:
         weights = dataclasses.replace(weights, classes=balance(_as_model_sees(look.labels, model)))
     _check_formats(options, look.format)
-    if options.evaluation:
-        open_dataset(options.evaluation, look.format, look.columns and look.columns.unweighted).close()
+    validation = () if options.stopping is None else options.stopping.validation
+    for files in (options.evaluation, validation):
+        if files:
+            open_dataset(files, look.format, look.columns and look.columns.unweighted).close()
     _check_place(options.save)
     settled = dataclasses.replace(options, model=model, format=look.format, columns=look.columns, weights=weights)
     weighting_of(settled)
@@ -149,7 +151,8 @@ def _as_model_sees(labels: Mapping[float, int], model: SparseModel) -> dict[floa
 
 def _check_formats(options: TrainOptions, format: str) -> None:
     if options.format is None:
-        for file in (*options.data, *options.evaluation):
+        validation = () if options.stopping is None else options.stopping.validation
+        for file in (*options.data, *options.evaluation, *validation):
             found = detect_format(file)
             if found != format:
                 raise DataError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from paceline.data import Columns
+from paceline.errors import UsageError
 from paceline.filters import FilterChain, parse_filters
 from paceline.models.base import SparseModel
 from paceline.models.registry import make_model
@@ -36,6 +38,45 @@ class ExampleWeights:
     """Of the examples of a label; ``balanced``: so that all labels count as much together."""
     keep_negatives: float = 1.0
     """The share of the negatives that is trained on; each counts as often as would bring their number back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficFilters:
+    """What pushes and pulls go behind, as :func:`paceline.filters.parse_filters` reads it. Raises UsageError."""
+
+    pushed: str = ""
+    """Of workers' pushes and pulls."""
+    pulled: str | None = None
+    """Of pulled values; None: the same, as far as they are for values and bytes."""
+
+    def __post_init__(self) -> None:
+        parse_filters(self.pushed)
+        parse_filters(self.pulled or "")
+
+    def of(self, task: str) -> tuple[str, str | None]:
+        """Return both for a task: an evaluation is of the weights as they are."""
+        if task != "evaluate":
+            return self.pushed, self.pulled
+        chain = parse_filters(self.pushed)
+        return str(FilterChain([each for each in chain.filters if each.preserves == "exact"])), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """When a training ends before its last pass, and that the model is the best pass's. Raises UsageError."""
+
+    validation: Sequence[str | Path]
+    """Files whose loss is taken after every pass."""
+    patience: int = 2
+    """After so many passes that were no better than the best one the training ends."""
+    min_delta: float = 0.0
+    """By how much the loss must be less for a pass to be better."""
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise UsageError(f"--patience {self.patience}: expected at least 1 pass")
+        if not 0 <= self.min_delta < math.inf:
+            raise UsageError(f"--min-delta {self.min_delta:g}: expected a number from 0 up")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +109,10 @@ class TrainOptions:
     are."""
     weights: ExampleWeights = ExampleWeights()
     """How often examples count."""
-    filters: str = ""
-    """What workers' pushes and pulls go behind, as :func:`paceline.filters.parse_filters` reads it."""
-    pull_filters: str | None = None
-    """What pulled values go behind; None: the same, as far as they are for values and bytes."""
+    filters: TrafficFilters = TrafficFilters()
+    """What pushes and pulls go behind."""
+    stopping: EarlyStopping | None = None
+    """Whether the training ends when passes make nothing better; `epochs` are its most passes then."""
     save: str | Path | None = None
     """Directory for the model."""
     feature_names: bool = False
@@ -86,14 +127,3 @@ class TrainOptions:
     """Directory of snapshots, whose newest whole one is gone on from."""
     init_from: str | Path | None = None
     """Directory of a saved model, or of snapshots, with whose weights and state the training begins."""
-
-    def __post_init__(self) -> None:
-        parse_filters(self.filters)
-        parse_filters(self.pull_filters or "")
-
-    def filter_text(self, task: str) -> str:
-        """Return the filters of a task: an evaluation is of the weights as they are."""
-        chain = parse_filters(self.filters)
-        if task == "evaluate":
-            chain = FilterChain([each for each in chain.filters if each.preserves == "exact"])
-        return str(chain)

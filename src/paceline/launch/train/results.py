@@ -58,6 +58,8 @@ class TrainResult:
     bytes: int
     progressive: Sequence[ProgressiveLoss] = ()
     """The losses before learning in the first pass."""
+    validation: dict[str, Any] | None = None
+    """The metrics on the validation file after each pass, and which pass was best; None if there is no such file."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the final object of ``paceline train --json``."""
@@ -65,7 +67,7 @@ class TrainResult:
         return {
             **(dict.fromkeys(self.model.evaluation.names()) if found is None else found.as_json()),
             "eval_examples": None if found is None else found.examples,
-            f"train_{self.model.loss_name.replace(' ', '_')}": _number(self.train_loss),
+            f"train_{self.model.loss_name.replace(' ', '_')}": json_number(self.train_loss),
             "examples": self.examples,
             "seconds": self.seconds,
             "examples_per_s": self.examples_per_s,
@@ -76,11 +78,12 @@ class TrainResult:
             "bytes": self.bytes,
             "settings": self.settings,
             "progressive": [each.as_json() for each in self.progressive],
+            "validation": self.validation,
         }
 
 
-def _number(value: float) -> float | None:
-    """A number as JSON knows it: infinity and NaN are null there."""
+def json_number(value: float) -> float | None:
+    """Return a number as JSON knows it: infinity and NaN are null there."""
     return float(value) if math.isfinite(value) else None
 
 

@@ -19,7 +19,7 @@ from paceline.launch.train.options import SnapshotPlan
 from paceline.launch.train.plan import TrainingPlan
 from paceline.models.base import SparseModel
 from paceline.models.registry import describe_settings, read_model_settings
-from paceline.protocol.jobs import JobAccount, JobState
+from paceline.protocol.jobs import JobAccount, JobState, shards_in
 from paceline.ps import Client, messages, to_fields
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
@@ -56,12 +56,19 @@ class TrainingSnapshots:
         self.newest: SnapshotManifest | None = None
         """The last one of this training."""
 
-    def begin(self, job: int, training: dict[str, Any], examples: int) -> None:
-        """Take them of a job from now on; `examples` were done before."""
-        self._job = job
+    def begin(self, training: dict[str, Any], examples: int) -> None:
+        """Take them of a training whose first job comes now; `examples` were done before."""
         self._training = training
         self._last_s = time.monotonic()
         self._last_examples = examples
+
+    def follow(self, job: int) -> None:
+        """Take them of this job from now on."""
+        self._job = job
+
+    def describe(self, **news: Any) -> None:
+        """Have the next ones say this too of the training."""
+        self._training = {**self._training, **news}
 
     def look(self, state: JobState) -> None:
         """Begin a snapshot if one is due, go on with the one that is being taken; never waits."""
@@ -133,6 +140,19 @@ class Resumption:
     def examples(self) -> int:
         """Those of the shards that were done."""
         return int(self.account.progress.get("examples", 0))
+
+    @property
+    def num_passes(self) -> int:
+        """How many passes over the data are whole."""
+        files, num_done = self.account.files, 0
+        done: dict[tuple[int, int], int] = {}
+        for epoch, file, _ in shards_in(self.account.done):
+            done[epoch, file] = done.get((epoch, file), 0) + 1
+        while num_done < self._training["epochs"] and all(
+            size is not None and done.get((num_done, file), 0) >= size for file, size in enumerate(files)
+        ):
+            num_done += 1
+        return num_done
 
     @property
     def training(self) -> Mapping[str, Any]:

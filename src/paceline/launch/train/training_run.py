@@ -96,7 +96,14 @@ def run_training(
                 cluster.wait_workers(client, workers)
             show = _Display(line, client, plan, console if progressive else None).show
             training = Training(
-                options, plan, client, num_workers=workers, processes=cluster, on_progress=show, warn=warn
+                options,
+                plan,
+                client,
+                num_workers=workers,
+                processes=cluster,
+                on_progress=show,
+                on_news=(lambda text: None) if quiet else warn,
+                warn=warn,
             )
             return training.run()
 
