@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from paceline.data.batch import Batch
-from paceline.data.cache import TRAILER, ShardCache
+from paceline.data.binary.blocks import TRAILER
+from paceline.data.binary.cache import ShardCache
 from paceline.errors import PacelineError
 from paceline.ps import SGD, Adagrad, Zeros, messages, read_model
 from paceline.storage.format import PartUse, SnapshotManifest, StoredTable

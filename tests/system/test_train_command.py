@@ -294,3 +294,23 @@ def test_training_behind_filters(paceline: Commands, click_log: tuple[Path, Path
         refused = paceline.run(*arguments, option, "quantize:3")
         assert (refused.status, refused.out, refused.err.count("\n")) == (2, "", 1)
         assert "Quantize(bits=3): expected 8, 4, 2 or 1" in refused.err
+
+
+def test_converted_data_is_as_good_as_its_sources(
+    paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path
+) -> None:
+    (data,), (evaluation,) = (write_as("csv", path, tmp_path) for path in click_log)
+    converted = paceline.succeed("convert", data, "train.paceline", "--json")
+    assert converted.json["examples"] == 12_000
+    assert "columns, by" in converted.err
+    paceline.succeed("convert", evaluation, "eval.paceline", "-q")
+    how = ("--epochs", "1", "--consistency", "sequential", "--workers", "1", "--json", "-q")
+    results = [
+        paceline.succeed("train", path, "--eval", other, *how, "--save", path.stem).json
+        for path, other in ((data, evaluation), (tmp_path / "train.paceline", evaluation))
+    ]
+    assert results[0]["auc"] == pytest.approx(results[1]["auc"], abs=0.002)
+    predicted = [paceline.succeed("predict", "train", path).out for path in (evaluation, tmp_path / "eval.paceline")]
+    assert predicted[0] == predicted[1]
+    refused = paceline.run("convert", evaluation, data)
+    assert (refused.status, "'paceline convert' did not write it" in refused.err) == (2, True)

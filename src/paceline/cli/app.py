@@ -8,7 +8,7 @@ import typer
 
 from paceline.version import __version__
 
-from . import bench, describe, doctor, inspect, model, predict, roles, run, serve, train
+from . import bench, convert, describe, doctor, inspect, model, predict, roles, run, serve, train
 
 app = typer.Typer(
     name="paceline",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("train", no_args_is_help=True)(train.train)
 app.command("describe", no_args_is_help=True)(describe.describe)
+app.command("convert", no_args_is_help=True)(convert.convert)
 app.command("predict", no_args_is_help=True)(predict.predict)
 app.command("inspect", no_args_is_help=True)(inspect.inspect)
 app.command("run", no_args_is_help=True, context_settings=run.CONTEXT)(run.run)

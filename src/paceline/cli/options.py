@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
 Format = Annotated[
-    str | None, typer.Option("--format", help="criteo, libsvm, csv or parquet; guessed from the content if not given.")
+    str | None,
+    typer.Option("--format", help="criteo, libsvm, csv, parquet or paceline; guessed from the content if not given."),
 ]
 Label = Annotated[
     str | None, typer.Option(help="csv, parquet: the column that holds the label, by name or place (from 0).")
@@ -33,6 +34,9 @@ NumericScale = Annotated[
         help="csv, parquet: how numeric columns are scaled: standard (mean 0, deviation 1), log (of logarithms), "
         "none, or auto (log where values spread widely).",
     ),
+]
+Weight = Annotated[
+    str | None, typer.Option(help="csv, parquet: the column that says how often a row counts, a number from 0 up.")
 ]
 Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]

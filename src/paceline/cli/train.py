@@ -90,9 +90,7 @@ def train(
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
     l1: Annotated[float | None, typer.Option(help="FTRL's L1 penalty; default 1.")] = None,
     l2: Annotated[float | None, typer.Option(help="L2 penalty (weight decay for rules other than ftrl).")] = None,
-    weight: Annotated[
-        str | None, typer.Option(help="csv, parquet: the column that says how often a row counts, a number from 0 up.")
-    ] = None,
+    weight: options.Weight = None,
     class_weight: Annotated[
         str | None,
         typer.Option(help="How often examples of a label count: 0:1,1:5; balanced: all labels as much together."),

@@ -7,10 +7,11 @@ something is read. ``write_click_log(path)`` makes a log up whose best possible 
 
 from paceline.data.bad_lines import BadLine, BadLines
 from paceline.data.batch import Batch
-from paceline.data.columns import LABEL_NAMES, Columns, find_label
+from paceline.data.binary.converted import ConvertedFile, DataWriter, Description, describe_converted, merge_guesses
+from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, find_label
 from paceline.data.dataset import Dataset, Spec, column_names, open_dataset, open_spec
-from paceline.data.formats import COLUMN_FORMATS, FORMATS, detect_format
-from paceline.data.guessing import Guess, Guesses, describe_named, guess_columns
+from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, detect_format, source_format
+from paceline.data.guessing import describe_named, guess_columns
 from paceline.data.sampling import Sample, count_labels, describe_not_binary, sample_labels, sample_rows
 from paceline.data.scaling import NUMERIC_SCALES, Scale, check_numeric_scale, fit_scale
 from paceline.data.streams import line_number
@@ -21,10 +22,14 @@ __all__ = [
     "BadLines",
     "Batch",
     "COLUMN_FORMATS",
+    "CONVERTED",
     "ClickLogSpec",
     "ClickLogTruth",
     "Columns",
+    "ConvertedFile",
+    "DataWriter",
     "Dataset",
+    "Description",
     "FORMATS",
     "Guess",
     "Guesses",
@@ -36,6 +41,7 @@ __all__ = [
     "check_numeric_scale",
     "column_names",
     "count_labels",
+    "describe_converted",
     "describe_named",
     "describe_not_binary",
     "detect_format",
@@ -43,9 +49,11 @@ __all__ = [
     "fit_scale",
     "guess_columns",
     "line_number",
+    "merge_guesses",
     "open_dataset",
     "open_spec",
     "sample_labels",
     "sample_rows",
+    "source_format",
     "write_click_log",
 ]

@@ -83,6 +83,28 @@ class Columns:
                 raise UsageError(f"{path} has more than one column '{name}': rename all but one")
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What one column was taken for: ``label``, ``weight``, ``categorical``, ``numeric`` or ``left out``, and why."""
+
+    name: str
+    kind: str
+    reason: str
+    num_distinct: int
+    """In the rows looked at; a missing value is none."""
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What the columns of some files were taken for."""
+
+    columns: Columns
+    guesses: tuple[Guess, ...]
+    num_rows: int
+    """So many rows were looked at."""
+
+
 def import_arrow() -> Any:
     """The module pyarrow, or a :exc:`UsageError` that says how to get it."""
     try:

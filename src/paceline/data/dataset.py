@@ -13,10 +13,11 @@ import numpy as np
 from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
-from paceline.data.cache import CacheWriter, ShardCache
+from paceline.data.binary.cache import CacheWriter, ShardCache
+from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
 from paceline.data.columns import LABEL_NAMES, Columns, import_arrow
 from paceline.data.dialect import read_dialect
-from paceline.data.formats import COLUMN_FORMATS, FORMATS, TEXT_FORMATS, detect_format
+from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, TEXT_FORMATS, detect_format
 from paceline.data.guessing import guess_columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.reader import ShardReader
@@ -31,6 +32,7 @@ _GZIP_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
 LABELS = ("clicks", "numbers")
 """What labels are read as: 1 where a label is above 0 and 0 elsewhere, or the numbers as they stand."""
+_RANDOM_ACCESS = ("parquet", CONVERTED)
 _MAX_IDLE = 4  # readers that wait, each with an open file
 
 Spec = dict[str, Any]
@@ -49,7 +51,7 @@ def open_dataset(
 ) -> Dataset:
     """Open data files, all of one format and read in this order, as a :class:`Dataset`.
 
-    `format` is one of ``criteo``, ``libsvm``, ``csv``, ``parquet``; None tells it from the first file's
+    `format` is one of :data:`FORMATS`; None tells it from the first file's
     content. `columns` is for csv and parquet, and guessed from rows spread over the files if None. `shard_bytes` is the
     size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
     MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
@@ -76,11 +78,31 @@ def open_dataset(
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     elif shard_bytes < 1:
         raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
-    columns = _columns_for(files, format, columns)
-    if scaling is not None and format != "libsvm":
+    source_format = format
+    if format == CONVERTED:
+        source_format, columns = _look_at_converted(files, columns)
+    else:
+        columns = _columns_for(files, format, columns)
+    if scaling is not None and source_format != "libsvm":
         raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)
-    return Dataset(files, format, columns, shard_bytes, strict, cache_path, labels, scaling)
+    return Dataset(files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format)
+
+
+def _look_at_converted(files: list[str], columns: Columns | None) -> tuple[str, Columns | None]:
+    """The format of the sources of converted files, and the columns that are read of them."""
+    first: ConvertedFile | None = None
+    for file in files:
+        found = describe_converted(file)
+        first = first or found
+        stored, format = found.description.columns, found.description.format
+        if format != first.description.format and stored is None:
+            raise DataError(f"{file} was converted from {format}, and {files[0]} from {first.description.format}")
+        check_columns(file, stored, first.description.columns if columns is None else columns)
+    assert first is not None
+    if columns is not None and first.description.columns is None:
+        raise UsageError(f"{first.description.format} has no columns to choose: leave columns out")
+    return first.description.format, columns or first.description.columns
 
 
 def _columns_for(files: list[str], format: str, columns: Columns | None) -> Columns | None:
@@ -132,6 +154,7 @@ def open_spec(spec: Mapping[str, Any]) -> Dataset:
         Path(cache_dir) if cache_dir else None,
         content["labels"],
         read_key_scaling(content),
+        content.get("source_format"),
     )
 
 
@@ -153,9 +176,12 @@ class Dataset(Closing):
         cache_dir: Path | None,
         labels: str,
         scaling: KeyScaling | None = None,
+        source_format: str | None = None,
     ) -> None:
         self.files = tuple(files)
         self.format = format
+        self.source_format = source_format or format
+        """The format that features come from: of converted data, that of its sources."""
         self.columns = columns
         self.shard_bytes = shard_bytes
         self.strict = strict
@@ -191,16 +217,16 @@ class Dataset(Closing):
 
     def can_enter(self, file: int) -> bool:
         """Whether a file can be read from any shard on, without parsing those before."""
-        return self.format == "parquet" or not is_gzip_name(self.files[file])
+        return self.format in _RANDOM_ACCESS or not is_gzip_name(self.files[file])
 
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip file until its end was read."""
         if file not in self._num_shards:
             path = self.files[file]
-            if self.format != "parquet" and self.can_enter(file):
-                self._num_shards[file] = -(-stat_file(path).st_size // self.shard_bytes)
-            elif self.format == "parquet":
+            if self.format in _RANDOM_ACCESS:
                 self._give_back(file, self._take(file))
+            elif self.can_enter(file):
+                self._num_shards[file] = -(-stat_file(path).st_size // self.shard_bytes)
         return self._num_shards.get(file)
 
     def ended(self, file: int) -> int | None:
@@ -247,11 +273,12 @@ class Dataset(Closing):
             "cache_dir": "" if self._cache_dir is None else str(self._cache_dir),
             "labels": self.labels,
             "scaling": None if self.scaling is None else self.scaling.spec(),
+            "source_format": self.source_format,
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
         for block in self._blocks_as_stored(file, shard):
-            if self.labels == "clicks" and self.format != "criteo":  # which has no others
+            if self.labels == "clicks" and self.source_format != "criteo":  # which has no others
                 np.greater(block.labels, 0, out=block.labels)
             yield block
 
@@ -307,6 +334,8 @@ class Dataset(Closing):
     def _open_reader(self, file: int) -> ShardReader:
         path = self.files[file]
         size = stat_file(path).st_size
+        if self.format == CONVERTED:
+            return ConvertedReader(path, self.columns, self.shard_bytes)
         if self.format in TEXT_FORMATS:
             from paceline.data.text import TextReader
 
@@ -323,7 +352,7 @@ class Dataset(Closing):
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:
             return None
-        others = ("files", "strict", "cache_dir", "labels", "scaling")
+        others = ("files", "strict", "cache_dir", "labels", "scaling", "source_format")
         identity = {name: value for name, value in self.spec().items() if name not in others}
         if self.scaling is not None:
             identity["scaling"] = self.scaling.digest()

@@ -43,8 +43,8 @@ def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: in
     Malformed lines are left out too, whatever ``dataset.strict`` says. Raises as :meth:`Dataset.read`.
     """
     sizes = [stat_file(file).st_size for file in dataset.files]
-    is_text = dataset.format != "parquet" and all(map(dataset.can_enter, range(len(sizes))))
-    is_large = is_text and sum(sizes) > _NUM_PIECES * _PIECE_BYTES
+    has_pieces = dataset.format != "parquet" and all(map(dataset.can_enter, range(len(sizes))))
+    is_large = has_pieces and sum(sizes) > _NUM_PIECES * _PIECE_BYTES
     shard_bytes = _PIECE_BYTES if is_large else BLOCK_BYTES
     thinned = _Thinned(max_rows, max_pairs)
     with open_dataset(

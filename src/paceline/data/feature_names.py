@@ -6,6 +6,7 @@ A category is called ``column=value``, a numeric column by its name. Criteo's fi
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -16,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.binary.converted import ConvertedFile
 from paceline.data.columns import Columns
 from paceline.data.dialect import read_dialect
+from paceline.data.formats import CONVERTED
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import ModelError
 from paceline.kernels.text.reference import (
@@ -51,6 +54,8 @@ def find_feature_names(files: Sequence[str], format: str, columns: Columns | Non
 
     All of the data is read, unless all names are found before.
     """
+    if format == CONVERTED:
+        return _names_of_converted(files, wanted)
     finder = _NameFinder(wanted)
     if format == "criteo":
         finder.add_integers()
@@ -62,6 +67,14 @@ def find_feature_names(files: Sequence[str], format: str, columns: Columns | Non
         rows = _csv_rows(files, columns) if format == "csv" else _parquet_rows(files, columns)
         finder.read(columns.categorical, [name_seed(name) for name in columns.categorical], rows)
     return finder.names
+
+
+def _names_of_converted(files: Sequence[str], wanted: Keys) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for path in files:
+        with contextlib.closing(ConvertedFile(path)) as file:
+            names |= file.names() or {}
+    return {key: names[key] for key in wanted.tolist() if key in names}
 
 
 class _NameFinder:

@@ -7,19 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.data.bad_lines import shorten
+from paceline.data.binary.blocks import MAGIC
 from paceline.data.dialect import BYTE_ORDER_MARK, HEAD_BYTES, NUMBER, guess_dialect
 from paceline.data.streams import read_head, stat_file
 from paceline.errors import DataError
 
-FORMATS = ("criteo", "libsvm", "csv", "parquet")
+FORMATS = ("criteo", "libsvm", "csv", "parquet", "paceline")
 TEXT_FORMATS = ("criteo", "libsvm")
 COLUMN_FORMATS = ("csv", "parquet")
+CONVERTED = "paceline"
+"""The format of what ``paceline convert`` writes."""
 
 _LIBSVM = re.compile(rf"[ \t]*{NUMBER.pattern}(?:[ \t]+(?:qid:[0-9]+|[0-9]+:{NUMBER.pattern}))*[ \t]*(?:#.*)?")
 
 
 def detect_format(path: str | Path) -> str:
-    """The format of `path` (``criteo``, ``libsvm``, ``csv`` or ``parquet``), told from its first 64 KiB.
+    """The format of `path` (one of :data:`FORMATS`), told from its first 64 KiB.
 
     :exc:`DataError` if the file cannot be read, or if it fits no format.
     """
@@ -28,6 +31,8 @@ def detect_format(path: str | Path) -> str:
     head, whole = read_head(path, HEAD_BYTES)
     if head.startswith(b"PAR1"):
         return "parquet"
+    if head.startswith(MAGIC):
+        return CONVERTED
     lines = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace").split("\n")
     if not whole and len(lines) > 1:
         lines.pop()  # it may be cut
@@ -42,6 +47,14 @@ def detect_format(path: str | Path) -> str:
             return "csv"
     first = f"its first line is '{shorten(lines[0])}'" if lines else "it holds no line of text"
     raise DataError(f"{path} looks like none of {', '.join(FORMATS)}: {first}; if it is one, say so with --format")
+
+
+def source_format(path: str | Path, format: str | None = None) -> str:
+    """The format that the features of a file come from: of converted data, that of its sources; raises DataError."""
+    from paceline.data.binary.converted import describe_converted
+
+    format = format or detect_format(path)
+    return describe_converted(str(path)).description.format if format == CONVERTED else format
 
 
 def _share(lines: list[str], fits: Callable[[str], bool]) -> float:

@@ -10,10 +10,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.data.columns import Columns, find_label, resolve_label
+from paceline.data.columns import Columns, Guess, Guesses, find_label, resolve_label
 from paceline.data.dialect import is_missing, is_number
 from paceline.data.sampling import Sample
 from paceline.errors import UsageError
@@ -27,28 +26,6 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _PADDED = re.compile(r"[+-]?0[0-9]+")
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _BINS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """What one column was taken for: ``label``, ``weight``, ``categorical``, ``numeric`` or ``left out``, and why."""
-
-    name: str
-    kind: str
-    reason: str
-    num_distinct: int
-    """In the rows looked at; a missing value is none."""
-    examples: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Guesses:
-    """What the columns of some files were taken for."""
-
-    columns: Columns
-    guesses: tuple[Guess, ...]
-    num_rows: int
-    """So many rows were looked at."""
 
 
 def guess_columns(path: str, sample: Sample, label: str | None = None, weight: str = "") -> Guesses:

@@ -6,13 +6,15 @@ reached without unpacking all before it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import LABEL_WORDS, Columns, import_arrow
 from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
-from paceline.data.formats import TEXT_FORMATS
+from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.streams import ByteStream, is_gzip_name, open_stream, stat_file
 
 _PIECES = 64
@@ -107,7 +109,12 @@ def _kind_of(type: Any) -> str:
 
 
 def sample_labels(files: Sequence[str], format: str, columns: Columns | None = None) -> dict[float, int]:
-    """The labels in rows spread over the files, as numbers, and how often each was seen."""
+    """The labels in rows spread over the files (of converted data: in all), and how often each was seen."""
+    if format == CONVERTED:
+        counts: Counter[float] = Counter()
+        for file in files:
+            counts.update(describe_converted(file).labels)
+        return dict(sorted(counts.items()))
     if format in TEXT_FORMATS:
         words = (
             line.split(None, 1)[0] for _, _, lines in text_pieces(files) for line in lines.split(b"\n") if line.strip()

@@ -18,6 +18,7 @@ from paceline.data import (
     detect_format,
     find_label,
     open_dataset,
+    source_format,
 )
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import DataError, ModelError, UsageError
@@ -74,10 +75,12 @@ class Predictor:
         """
         for path in paths:
             found = format or self._format_of(path)
-            if found != self.format and not {found, self.format} <= set(COLUMN_FORMATS):
+            features = source_format(path, found)
+            if features != self.format and not {features, self.format} <= set(COLUMN_FORMATS):
                 raise DataError(
-                    f"{path} {'is said to be' if format else 'looks like'} {found}, and the model in {self._directory} "
-                    f"was trained on {self.format}, whose features are others: give it data of that format"
+                    f"{path} {'is said to be' if format else 'looks like'} {features}, and the model in "
+                    f"{self._directory} was trained on {self.format}, whose features are others: give it "
+                    "data of that format"
                 )
         columns = self.columns
         if columns is None and found in COLUMN_FORMATS:

@@ -62,7 +62,7 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
     described = {
         **({"kind": model} if isinstance(model, str) else model),  # a name, as 0.1 wrote it
         "finished": False,
-        "format": dataset.get("format"),
+        "format": dataset.get("source_format", dataset.get("format")),
         "columns": columns if columns.get("label") else None,
         "scaling": dataset.get("scaling"),
     }

@@ -58,7 +58,7 @@ def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -
 )
 def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
     text = failure(write(tmp_path / "x", content))
-    assert text.startswith("X looks like none of criteo, libsvm, csv, parquet: ")
+    assert text.startswith("X looks like none of criteo, libsvm, csv, parquet, paceline: ")
     assert "--format" in text
 
 

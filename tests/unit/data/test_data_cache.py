@@ -15,7 +15,8 @@ import pytest
 
 from paceline.data import Batch, Dataset, open_dataset, open_spec
 from paceline.data import text as text_reader
-from paceline.data.cache import TRAILER, VERSION, ShardCache
+from paceline.data.binary.blocks import TRAILER, VERSION
+from paceline.data.binary.cache import ShardCache
 from paceline.errors import DataError, UsageError
 
 LINES = [b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)]
@@ -123,7 +124,19 @@ def flip_footer(path: Path) -> None:
 
 def cut_inside(path: Path) -> None:
     content = path.read_bytes()
-    path.write_bytes(content[:64] + content[128:])
+    path.write_bytes(content[:128] + content[192:])
+
+
+def flip_label(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[64] ^= 1
+    path.write_bytes(content)
+
+
+def flip_version(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[8] ^= 1
+    path.write_bytes(content)
 
 
 def flip_indptr(path: Path) -> None:
@@ -133,7 +146,9 @@ def flip_indptr(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [damage_nothing, cut, empty, flip_footer, cut_inside, flip_indptr])
+@pytest.mark.parametrize(
+    "damage", [damage_nothing, cut, empty, flip_footer, cut_inside, flip_indptr, flip_label, flip_version]
+)
 def test_a_broken_cache_is_ignored_and_written_anew(source: Path, folder: Path, parsed: list[int], damage: Any) -> None:
     plain = read(open_dataset(source, cache_dir=folder))
     (entry,) = folder.iterdir()
@@ -285,7 +300,7 @@ def test_a_cache_that_is_a_pipe(source: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("part", "value"),
-    [("blocks", [[1 << 63, 2, 4, 2, 1]]), ("blocks", [[0, 1 << 62, 4, 2, 1]]), ("bad", [[1, 2, 3, 4, 5]])],
+    [("blocks", [[1 << 63, 2, 4, 2, 1, 0, 0]]), ("blocks", [[64, 1 << 62, 4, 2, 1, 0, 0]]), ("bad", [[1, 2, 3, 4, 5]])],
 )
 def test_numbers_that_no_file_has(tmp_path: Path, part: str, value: Any) -> None:
     source = tmp_path / "data"
@@ -295,10 +310,10 @@ def test_numbers_that_no_file_has(tmp_path: Path, part: str, value: Any) -> None
     writer.commit(1)
     path = cache.path_of(str(source), 0)
     data = path.read_bytes()
-    footer = {**json.loads(data[: -TRAILER.size]), part: value}
+    footer = {**json.loads(data[64 : -TRAILER.size]), part: value}
     text = json.dumps(footer).encode()
     assert cache.load(str(source), 0) is not None
-    path.write_bytes(text + TRAILER.pack(len(text), zlib.crc32(text), VERSION, b"PACELINE"))
+    path.write_bytes(data[:64] + text + TRAILER.pack(len(text), zlib.crc32(text), VERSION, b"PACELINE"))
     assert cache.load(str(source), 0) is None
 
 

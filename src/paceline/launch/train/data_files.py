@@ -12,20 +12,26 @@ import numpy as np
 
 from paceline.data import (
     COLUMN_FORMATS,
+    CONVERTED,
     LABEL_NAMES,
     Columns,
+    ConvertedFile,
     Dataset,
     Guesses,
+    Sample,
     check_numeric_scale,
     count_labels,
+    describe_converted,
     describe_named,
     describe_not_binary,
     detect_format,
     fit_scale,
     guess_columns,
+    merge_guesses,
     open_dataset,
     sample_labels,
     sample_rows,
+    source_format,
 )
 from paceline.data.dialect import is_number
 from paceline.errors import DataError, ModelError, UsageError
@@ -51,7 +57,11 @@ class DataLook:
     guesses: Guesses | None
     """What the columns of csv and parquet files were taken for."""
     guessed: bool
-    """Whether anybody said what the columns are."""
+    """Whether nobody said what the columns are."""
+    sample: Sample | None = None
+    """Rows of csv and parquet files, as text."""
+    known: tuple[ConvertedFile, ...] = ()
+    """Of converted files, what they say."""
 
 
 def look_at(
@@ -66,6 +76,8 @@ def look_at(
     check_numeric_scale(numeric_scale)
     first = str(data[0])
     format = format or detect_format(first)
+    if format == CONVERTED:
+        return _look_at_converted([str(file) for file in data], columns, label, numeric_scale, weight)
     if format not in COLUMN_FORMATS:
         if label is not None and columns is None:
             raise UsageError(f"{format} has no columns to choose: leave --label out, or say --format csv or parquet")
@@ -86,7 +98,25 @@ def look_at(
         taken = dataclasses.replace(taken, scales=scales)
     open_dataset(data, format, taken).close()
     labels = count_labels(sample.column(taken.label))
-    return DataLook(format, taken, labels, guesses, columns is None)
+    return DataLook(format, taken, labels, guesses, columns is None, sample)
+
+
+def _look_at_converted(
+    files: Sequence[str], columns: Columns | None, label: str | None, numeric_scale: str, weight: str | None
+) -> DataLook:
+    known = tuple(map(describe_converted, files))
+    first = known[0].description
+    stored = first.columns
+    if label is not None and (stored is None or label != stored.label):
+        raise UsageError(f"{files[0]} is converted, its label too: leave --label out, or convert the sources with it")
+    if weight is not None and (stored is None or weight != stored.weight):
+        raise UsageError(f"{files[0]} is converted, without --weight {weight}: convert the sources with it")
+    taken = stored if columns is None else columns
+    if taken is not None and stored is not None and not taken.scales and numeric_scale != "none":
+        scales = dict(zip(stored.numeric, first.scales[numeric_scale], strict=True))
+        taken = dataclasses.replace(taken, scales=tuple(scales[name] for name in taken.numeric if name in scales))
+    open_dataset(files, CONVERTED, taken).close()
+    return DataLook(CONVERTED, taken, sample_labels(files, CONVERTED), merge_guesses(known), False, None, known)
 
 
 def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
@@ -98,6 +128,7 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     look = look_at(
         options.data, options.format, options.columns, options.label, options.numeric_scale, options.weights.column
     )
+    _check_names(options, look)
     model = options.model
     if model.labels == "clicks":
         odd = describe_not_binary(look.labels)
@@ -118,7 +149,8 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     validation = () if options.stopping is None else options.stopping.validation
     for files in (options.evaluation, validation):
         if files:
-            open_dataset(files, look.format, look.columns and look.columns.unweighted).close()
+            format = format_of_evaluation(files, look.format)
+            open_dataset(files, format, look.columns and look.columns.unweighted).close()
     _check_place(options.save)
     settled = dataclasses.replace(options, model=model, format=look.format, columns=look.columns, weights=weights)
     weighting_of(settled)
@@ -150,14 +182,34 @@ def _as_model_sees(labels: Mapping[float, int], model: SparseModel) -> dict[floa
 
 
 def _check_formats(options: TrainOptions, format: str) -> None:
-    if options.format is None:
-        validation = () if options.stopping is None else options.stopping.validation
-        for file in (*options.data, *options.evaluation, *validation):
-            found = detect_format(file)
-            if found != format:
-                raise DataError(
-                    f"{file} looks like {found}, and {options.data[0]} like {format}: all must be of one format"
-                )
+    if options.format is not None:
+        return
+    features = source_format(options.data[0], format)
+    validation = () if options.stopping is None else options.stopping.validation
+    for file in (*options.data, *options.evaluation, *validation):
+        found = detect_format(file)
+        of_one_kind = found == format or (file not in options.data and CONVERTED in (found, format))
+        if not of_one_kind or (source_format(file, found) != features and format not in COLUMN_FORMATS):
+            raise DataError(
+                f"{file} looks like {found}, and {options.data[0]} like {format}: all must be of one format"
+            )
+
+
+def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
+    """Return the format of the files to evaluate on: that of the data, unless one of the two is converted."""
+    try:
+        found = detect_format(files[0])
+    except DataError:
+        return format
+    return found if CONVERTED in (found, format) else format
+
+
+def _check_names(options: TrainOptions, look: DataLook) -> None:
+    for path, file in zip(options.data, look.known, strict=False):  # none of other formats
+        if options.feature_names and file.description.format != "libsvm" and not file.has_names:
+            raise UsageError(
+                f"{path} has no names of features: convert its sources with --feature-names, or leave that out here"
+            )
 
 
 def _check_place(save: str | Path | None) -> None:
@@ -187,7 +239,8 @@ def open_training_data(
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(os.path.getsize(file) for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
-    if cache is None and spare is not None and plan.epochs > 1:
+    is_cache = dataset.format == CONVERTED and plan.scaling is None  # which reads as fast as one
+    if cache is None and spare is not None and plan.epochs > 1 and not is_cache:
         disk = os.statvfs(spare)
         packed = 8 if any(str(file).endswith(".gz") for file in dataset.files) else 1
         if disk.f_bavail * disk.f_frsize > _CACHE_SPARE * size * packed:

@@ -38,6 +38,7 @@ def describe_data(
         return {
             "format": look.format,
             "files": list(data),
+            "converted": _describe_converted(look),
             "bytes": sum(os.path.getsize(file) for file in dataset.files),
             "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
             "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
@@ -45,6 +46,17 @@ def describe_data(
             "columns": _describe_columns(look),
             "first_row": {"label": float(first.labels[0]), "features": _describe_row(look, first)},
         }
+
+
+def _describe_converted(look: DataLook) -> dict[str, Any] | None:
+    if not look.known:
+        return None
+    return {
+        "format": look.known[0].description.format,
+        "examples": sum(file.num_examples for file in look.known),
+        "positives": sum(file.num_positives for file in look.known),
+        "sources": [source for file in look.known for source in file.description.sources],
+    }
 
 
 def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
@@ -84,7 +96,7 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     """Print what :func:`describe_data` returned."""
     labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
     for name, text in (
-        ("format", found["format"]),
+        ("format", found["format"] + _converted_from(found["converted"])),
         ("files", f"{len(found['files']):,}, {found['bytes']:,} bytes"),
         ("rows", f"{found['rows_looked_at']:,} looked at" + (f"; labels {labels}" if labels else "")),
         ("warning", found["warning"]),
@@ -99,6 +111,15 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
         table.add_row(_plain(feature["column"] or ""), str(feature["key"]), f"{feature['value']:g}")
     console.print(f"\nthe first row has label {found['first_row']['label']:g} and these features:", highlight=False)
     console.print(table, highlight=False)
+
+
+def _converted_from(converted: dict[str, Any] | None) -> str:
+    if converted is None:
+        return ""
+    return (
+        f", converted from {converted['format']}: {converted['examples']:,} examples, "
+        f"{converted['positives']:,} of them above 0"
+    )
 
 
 def show_columns(console: Console, look: DataLook) -> None:

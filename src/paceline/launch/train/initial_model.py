@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from paceline.data import COLUMN_FORMATS, Columns, Dataset, detect_format
+from paceline.data import COLUMN_FORMATS, Columns, Dataset, source_format
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel, open_tables
@@ -41,7 +41,7 @@ class InitialModel:
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise DataError unless features of the data have the keys that the model knows them by."""
-        _check_format(self._stored, dataset.format)
+        _check_format(self._stored, dataset.source_format)
         columns = self._stored.described.get("columns")
         read = None if dataset.columns is None else dataset.columns.unweighted
         if columns is not None and read != Columns.from_fields(columns).unweighted:
@@ -72,7 +72,7 @@ def continue_from(options: TrainOptions) -> TrainOptions:
     if options.resume is not None:
         raise UsageError("--resume goes on from a snapshot, and --init-from begins with a model: give one of them")
     stored = read_stored_model(options.init_from)
-    _check_format(stored, options.format or detect_format(str(options.data[0])))
+    _check_format(stored, source_format(options.data[0], options.format))
     columns = stored.described.get("columns")
     if columns is not None and options.columns is None and options.label is None:
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")

@@ -56,7 +56,7 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
             raise DataError(f"{options.data[0]} has no line that can be trained on")
-        has_keys = dataset.format == "libsvm" and options.numeric_scale != "none"
+        has_keys = dataset.source_format == "libsvm" and options.numeric_scale != "none"
     return plan_on_sample(options, sample, has_keys=has_keys)
 
 

@@ -21,7 +21,14 @@ from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
 from paceline.launch.train.cluster_health import ClusterHealth
-from paceline.launch.train.data_files import is_weighted, open_training_data, settle_files, total_size, weighting_of
+from paceline.launch.train.data_files import (
+    format_of_evaluation,
+    is_weighted,
+    open_training_data,
+    settle_files,
+    total_size,
+    weighting_of,
+)
 from paceline.launch.train.early_stopping import FOLDER, BestPass, PassLosses
 from paceline.launch.train.feature_names import keep_feature_names
 from paceline.launch.train.initial_model import InitialModel
@@ -90,7 +97,7 @@ class Training:
             before = 0 if self._resumption is None else self._resumption.examples
             shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
             dataset = open_training_data(options, plan, self._num_workers, spare, shard_bytes)
-            self._format, self._columns = dataset.format, dataset.columns and dataset.columns.unweighted
+            self._format, self._columns = dataset.source_format, dataset.columns and dataset.columns.unweighted
             train_share = 1.0
             if options.evaluation:
                 trained, evaluated = plan.epochs * total_size(options.data), total_size(options.evaluation)
@@ -276,7 +283,7 @@ class Training:
         plan = self._plan
         with open_dataset(
             files,
-            trained_on.format,
+            format_of_evaluation(files, trained_on.format),
             self._columns,
             strict=self._options.strict,
             labels=trained_on.labels,

@@ -1,0 +1,63 @@
+"""``paceline convert``."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options
+
+
+def convert(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="DATA... OUT", help="Files to read, in this order, and the file to write.")
+    ],
+    format: options.Format = None,
+    label: options.Label = None,
+    categorical: options.Categorical = None,
+    numeric: options.Numeric = None,
+    weight: options.Weight = None,
+    feature_names: Annotated[
+        bool, typer.Option("--feature-names", help="Keep the names of features, for which the data is read twice.")
+    ] = False,
+    strict: options.Strict = False,
+    json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
+) -> None:
+    """Write data files as one that is read without parsing: paceline convert DATA... OUT.
+
+    'train', 'predict' and 'describe' take OUT like any data file. It is checksummed, and it is written whole or not at
+    all.
+
+    Example: paceline convert day1.tsv.gz day2.tsv.gz days.paceline
+    """
+    from rich.console import Console
+
+    from paceline.errors import UsageError
+    from paceline.launch.train.converting import convert_data, look_at_sources
+    from paceline.launch.train.describing import show_columns
+
+    if len(sources) < 2:
+        raise UsageError(f"which file is to be written? paceline convert {sources[0]} OUT")
+    *data, out = sources
+    columns = options.choose_columns(label, categorical, numeric, weight)
+    look = look_at_sources(data, Path(out), format=format, columns=columns, label=label, weight=weight)
+    console = Console(stderr=True)
+    if look.guessed and not quiet:
+        show_columns(console, look)
+    is_shown = console.is_terminal and not quiet
+    with console.status("converting ...") if is_shown else contextlib.nullcontext() as status:
+
+        def show(num_examples: int) -> None:
+            if status is not None:
+                status.update(f"converting: {num_examples:,} examples")
+
+        done = convert_data(data, Path(out), look, strict=strict, feature_names=feature_names, on_progress=show)
+    if json:
+        typer.echo(json_module.dumps(done.as_json()))
+    else:
+        typer.echo(done.sentence())

@@ -1,0 +1,252 @@
+"""Blocks of examples as arrays in a file, which are mapped into memory and checked when they are read.
+
+All numbers are little-endian, and all sections begin at multiples of 64 bytes::
+
+    header      magic (8 bytes); version (uint32)
+    per block   labels float32 [n]; indptr int64 [n+1] unless all rows are as wide; keys uint64;
+                values float32, or nothing; weights float32 [n], or nothing
+    ...         what the footer names besides
+    footer      JSON: the blocks, each with the XXH64 of its bytes, and what the writer adds
+    trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic
+
+What is read may have been made up: all that says where arrays lie is checked, so that no kernel is led beyond them.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.closing import Closing
+from paceline.data.bad_lines import BadLine
+from paceline.data.batch import Batch
+
+VERSION = 3
+MAGIC = b"PACELINE"
+TRAILER = struct.Struct("<QII8s")
+_ALIGNMENT = 64
+_HEADER = (MAGIC + struct.pack("<I", VERSION)).ljust(_ALIGNMENT, b"\0")
+_RAGGED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEntry:
+    """Where a block lies and what it holds; `width` is how many pairs each row has, or -1 if they differ."""
+
+    offset: int
+    num_rows: int
+    num_pairs: int
+    width: int
+    has_values: int
+    has_weights: int
+    checksum: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the block, with what is between its sections."""
+        sizes = [4 * self.num_rows, 8 * self.num_pairs]
+        if self.width == _RAGGED:
+            sizes.append(8 * (self.num_rows + 1))
+        if self.has_values:
+            sizes.append(4 * self.num_pairs)
+        if self.has_weights:
+            sizes.append(4 * self.num_rows)
+        return sum(map(_padded, sizes))
+
+    def is_within(self, end: int) -> bool:
+        """Whether this can be a block of a file whose blocks end at `end`."""
+        counts = (self.offset, self.num_rows, self.num_pairs, self.has_values, self.has_weights)
+        return (
+            all(is_count(each) for each in counts)
+            and type(self.width) is int
+            and type(self.checksum) is int
+            and (self.width == _RAGGED or (self.width >= 0 and self.num_pairs == self.num_rows * self.width))
+            and self.offset % _ALIGNMENT == 0
+            and self.offset + self.num_bytes <= end
+        )
+
+
+class BlockWriter(Closing):
+    """Writes a file, block by block; without :meth:`finish` it is none. Raises OSError."""
+
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        self._entries: list[BlockEntry] = []
+        self._file = open(path, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+        self._write(_HEADER)
+
+    def close(self) -> None:
+        """Close the file; again is allowed."""
+        self._file.close()
+
+    @property
+    def position(self) -> int:
+        """Where the next section begins."""
+        return self._file.tell()
+
+    def append(self, batch: Batch) -> None:
+        """Write one block."""
+        from paceline.kernels.checksum import xxh64
+
+        num_rows, num_pairs = batch.num_examples, len(batch.keys)
+        width = num_pairs // num_rows
+        if not np.array_equal(batch.indptr, np.arange(num_rows + 1, dtype=np.int64) * width):
+            width = _RAGGED
+        has_values, has_weights = batch.values is not None, batch.weights is not None
+        entry = BlockEntry(self.position, num_rows, num_pairs, width, int(has_values), int(has_weights), 0)
+        data = np.zeros(_padded(max(entry.num_bytes, 1)), np.uint8)
+        at = 0
+        indptr = batch.indptr if width == _RAGGED else None
+        for array in (batch.labels, indptr, batch.keys, batch.values, batch.weights):
+            if array is not None:
+                data[at : at + array.nbytes].view(array.dtype)[:] = array
+                at += _padded(array.nbytes)
+        checksum = int(xxh64(data.view(np.uint64)))
+        self._entries.append(replace(entry, checksum=checksum))
+        self._write(data[: entry.num_bytes].data)
+
+    def write_section(self, data: bytes) -> None:
+        """Write something besides."""
+        self._write(data)
+        self._write(bytes(-len(data) % _ALIGNMENT))
+
+    def finish(self, content: dict[str, Any], *, sync: bool = False) -> None:
+        """Write the footer, with `content` in it, and close the file; `sync`: it is on the disk when this returns."""
+        content = {**content, "end": self.position, "blocks": [astuple(entry) for entry in self._entries]}
+        footer = json.dumps(content).encode()
+        self._write(footer)
+        self._write(TRAILER.pack(len(footer), zlib.crc32(footer), VERSION, MAGIC))
+        if sync:
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while len(left):
+            left = left[self._file.write(left) :]
+
+
+class BlockFile(Closing):
+    """A file of blocks, open for reading.
+
+    The constructor raises OSError where there is no file, ValueError for one that is not whole, of another version or
+    none of these at all.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe nobody waits for the other end
+        try:
+            self.content = self._read_footer()
+            """What the writer of the file has put into the footer."""
+            self.entries = tuple(_entry(fields, self.content["end"]) for fields in self.content.pop("blocks"))
+        except (KeyError, TypeError, RecursionError, struct.error) as error:
+            self.close()
+            raise ValueError("the footer is not as expected") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file; arrays that were read stay."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.close()
+
+    def read(self, at: int) -> Batch | None:
+        """The examples of block `at`, in arrays of the caller's to write; None if they are damaged. Raises OSError."""
+        from paceline.kernels.checksum import xxh64
+
+        entry = self.entries[at]
+        if not entry.num_bytes:
+            return Batch(np.empty(0, np.float32), np.zeros(1, np.int64), np.empty(0, np.uint64))
+        before = entry.offset % mmap.ALLOCATIONGRANULARITY
+        try:
+            mapped = mmap.mmap(
+                self._descriptor, before + entry.num_bytes, access=mmap.ACCESS_COPY, offset=entry.offset - before
+            )
+        except ValueError:  # the file has become shorter
+            return None
+        words = np.frombuffer(mapped, np.uint64, entry.num_bytes // 8, before)
+        if int(xxh64(words)) != entry.checksum:
+            return None
+        return _take(mapped, before, entry)
+
+    def read_section(self, offset: int, num_bytes: int) -> bytes:
+        """What :meth:`BlockWriter.write_section` wrote there."""
+        return os.pread(self._descriptor, num_bytes, offset)
+
+    def _read_footer(self) -> dict[str, Any]:
+        if os.pread(self._descriptor, len(_HEADER), 0) != _HEADER:
+            raise ValueError("the header is not as expected")
+        end = os.fstat(self._descriptor).st_size - TRAILER.size
+        trailer = os.pread(self._descriptor, TRAILER.size, max(end, 0))
+        length, checksum, version, magic = TRAILER.unpack(trailer)
+        if magic != MAGIC or version != VERSION or length > end:
+            raise ValueError("the end is missing or not as expected")
+        footer = os.pread(self._descriptor, length, end - length)
+        if zlib.crc32(footer) != checksum:
+            raise ValueError("the footer is damaged")
+        content = json.loads(footer)
+        if not isinstance(content, dict) or content["end"] != end - length:
+            raise ValueError("the footer is not as expected")
+        return content
+
+
+def is_count(value: Any) -> bool:
+    """Whether a number that was read can be a number of rows or bytes."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def bad_line_of(fields: Sequence[Any]) -> BadLine:
+    """The bad line whose fields were written. Raises TypeError."""
+    file, offset, row, text, reason = fields
+    is_placed = all(place is None or is_count(place) for place in (offset, row))
+    if not is_placed or not all(isinstance(each, str) for each in (file, text, reason)):
+        raise TypeError("no bad line")
+    return BadLine(file, offset, row, text, reason)
+
+
+def _entry(fields: Sequence[Any], end: int) -> BlockEntry:
+    entry = BlockEntry(*fields)
+    if not entry.is_within(end):
+        raise ValueError("a block is not as expected")
+    return entry
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _take(mapped: mmap.mmap, at: int, entry: BlockEntry) -> Batch | None:
+    """The arrays of a block, one behind the other from `at`; None if they are not those of examples."""
+
+    def take(dtype: Any, count: int) -> npt.NDArray[Any]:
+        nonlocal at
+        array = np.frombuffer(mapped, dtype, count, at)
+        at += _padded(array.nbytes)
+        return array
+
+    num_rows, num_pairs = entry.num_rows, entry.num_pairs
+    labels = take(np.float32, num_rows)
+    if entry.width == _RAGGED:
+        indptr = take(np.int64, num_rows + 1)
+        if indptr[0] != 0 or indptr[-1] != num_pairs or not (indptr[1:] >= indptr[:-1]).all():
+            return None
+    else:
+        indptr = np.arange(num_rows + 1, dtype=np.int64) * entry.width
+    keys = take(np.uint64, num_pairs)
+    values = take(np.float32, num_pairs) if entry.has_values else None
+    return Batch(labels, indptr, keys, values, take(np.float32, num_rows) if entry.has_weights else None)

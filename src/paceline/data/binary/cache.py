@@ -1,0 +1,116 @@
+"""Parsed shards on disk, so that later passes over the data need not parse text again.
+
+One file of blocks per shard, written aside and renamed when the shard was read to its end. A file that is cut off,
+damaged, of another version, or made from a source that has changed since is ignored and written anew. Only the user may
+read the files: they hold the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.data.bad_lines import NUM_KEPT, BadLine
+from paceline.data.batch import Batch
+from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_count
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class CachedShard:
+    """A shard read from the cache: its blocks, its bad lines, and the file's number of shards if known."""
+
+    blocks: list[Batch]
+    num_bad: int
+    bad: list[BadLine]
+    num_shards: int | None
+
+
+class ShardCache:
+    """The cache files of one dataset, in one folder that several datasets and processes may share."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._identity = identity
+
+    def load(self, path: str, shard: int) -> CachedShard | None:
+        """The shard as it was parsed before, or None. The arrays are the caller's to write."""
+        try:
+            with BlockFile(self.path_of(path, shard)) as file:
+                return _decode(file, self._describe(path, shard))
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or not what we write: parse again
+            return None
+
+    def writer(self, path: str, shard: int) -> CacheWriter:
+        """A writer for the shard; :exc:`OSError` if the folder cannot be written."""
+        return CacheWriter(self.path_of(path, shard), self._describe(path, shard))
+
+    def path_of(self, path: str, shard: int) -> Path:
+        """Return where a file's shard is kept."""
+        text = json.dumps([self._identity, path], sort_keys=True)
+        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{shard}.shard"
+
+    def _describe(self, path: str, shard: int) -> dict[str, Any]:
+        status = os.stat(path)
+        return {
+            **self._identity,
+            "path": path,
+            "shard": shard,
+            "size": status.st_size,
+            "mtime": status.st_mtime_ns,
+        }
+
+
+class CacheWriter:
+    """Writes one shard's cache file, block by block; without :meth:`commit` nothing stays."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path_of = path
+        self._aside = path.with_name(f"{path.name}.{os.getpid()}.{next(_serial)}.tmp")
+        self._identity = identity
+        self._num_bad = 0
+        self._bad: list[BadLine] = []
+        self._writer = BlockWriter(self._aside, 0o600)
+
+    def add_bad(self, count: int, first: Sequence[BadLine]) -> None:
+        """Remember the shard's bad lines with it."""
+        self._num_bad += count
+        self._bad += first[: NUM_KEPT - len(self._bad)]
+
+    def append(self, batch: Batch) -> None:
+        """Write one block."""
+        self._writer.append(batch)
+
+    def commit(self, num_shards: int | None) -> None:
+        """The shard is complete: give the file its name."""
+        bad = [astuple(line) for line in self._bad]
+        self._writer.finish(
+            {"identity": self._identity, "num_bad": self._num_bad, "bad": bad, "num_shards": num_shards}
+        )
+        os.replace(self._aside, self.path_of)
+
+    def discard(self) -> None:
+        """Remove what was written, unless it was committed."""
+        self._writer.close()
+        self._aside.unlink(missing_ok=True)
+
+
+def _decode(file: BlockFile, identity: dict[str, Any]) -> CachedShard | None:
+    """The content of a cache file; None, ValueError, KeyError or TypeError if it is not this shard's."""
+    content = file.content
+    if content["identity"] != identity:
+        return None
+    bad = [bad_line_of(line) for line in content["bad"]]
+    num_bad, num_shards = content["num_bad"], content["num_shards"]
+    if not is_count(num_bad) or not (num_shards is None or is_count(num_shards)):
+        return None
+    blocks = [block for at in range(len(file.entries)) if (block := file.read(at)) is not None]
+    return CachedShard(blocks, num_bad, bad, num_shards) if len(blocks) == len(file.entries) else None

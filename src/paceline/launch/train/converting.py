@@ -1,0 +1,186 @@
+"""Conversion of data files to one that is read without parsing: ``paceline convert``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data import (
+    CONVERTED,
+    NUMERIC_SCALES,
+    Batch,
+    Columns,
+    Dataset,
+    DataWriter,
+    Description,
+    describe_converted,
+    detect_format,
+    fit_scale,
+    open_dataset,
+)
+from paceline.data.feature_names import find_feature_names
+from paceline.errors import DataError, UsageError
+from paceline.launch.kernels import prepare_kernels
+from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
+from paceline.launch.train.data_files import DataLook, look_at
+from paceline.storage.durable_io import replacing, sync_directory
+
+_BLOCK_BYTES = 1 << 18
+_LOOKED_AT = 256
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion amounts to."""
+
+    num_examples: int
+    num_positives: int
+    num_bytes: int
+    seconds: float
+    bad_lines: BadData
+
+    def as_json(self) -> dict[str, int | float]:
+        """Return the object of ``paceline convert --json``."""
+        return {
+            "examples": self.num_examples,
+            "positives": self.num_positives,
+            "bytes": self.num_bytes,
+            "seconds": self.seconds,
+            "examples_per_s": self.num_examples / self.seconds,
+            "bad_lines": self.bad_lines.count,
+        }
+
+    def sentence(self) -> str:
+        """Return the result for people."""
+        share = self.num_positives / self.num_examples
+        text = (
+            f"converted {self.num_examples:,} examples ({share:.1%} above 0) in {self.seconds:.2f} s "
+            f"({self.num_examples / self.seconds:,.0f}/s): {self.num_bytes:,} bytes"
+        )
+        return f"{text}\npaceline: {self.bad_lines.sentence()}" if self.bad_lines.count else text
+
+
+def look_at_sources(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    format: str | None,
+    columns: Columns | None,
+    label: str | None,
+    weight: str | None,
+) -> DataLook:
+    """Look at files before they are converted to `out`. Raises what is wrong with them, or with that place."""
+    _check_place(sources, out)
+    look = look_at(sources, format, columns, label, "none", weight)
+    if look.format == CONVERTED:
+        raise UsageError(f"{sources[0]} is converted already: name the files that it was made from")
+    return look
+
+
+def convert_data(
+    sources: Sequence[str],
+    out: Path,
+    look: DataLook,
+    *,
+    strict: bool = False,
+    feature_names: bool = False,
+    on_progress: Callable[[int], None] = lambda num_examples: None,
+    report_s: float = 0.2,
+) -> Conversion:
+    """Write the examples of the sources to `out`, which is there whole or not at all.
+
+    `look` is what :func:`look_at_sources` returned; every `report_s` seconds `on_progress` is told how many
+    examples are written. Raises DataError for what is wrong with the sources, and where `out` cannot be written.
+    """
+    prepare_kernels()
+    start = time.perf_counter()
+    with _written(out) as aside, contextlib.closing(DataWriter(aside)) as writer:
+        with open_dataset(sources, look.format, look.columns, strict=strict, labels="numbers") as dataset:
+            told = start
+            for block in _blocks(dataset):
+                writer.append(block)
+                if time.perf_counter() - told > report_s:
+                    told = time.perf_counter()
+                    on_progress(writer.num_examples)
+            if not writer.num_examples:
+                raise DataError(f"{sources[0]} has no line that can be read")
+            names = None
+            if feature_names:
+                keys = _distinct_keys(dataset)
+                names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
+            bad = dataset.bad_lines
+            by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
+            described = _describe(look, dataset)
+        writer.finish(described, names)
+    seconds = time.perf_counter() - start
+    found = describe_bad_lines([(by_shard, plain_bad_lines(bad))])
+    return Conversion(writer.num_examples, writer.num_positives, out.stat().st_size, seconds, found)
+
+
+def _describe(look: DataLook, dataset: Dataset) -> Description:
+    scales = {}
+    if look.sample is not None and look.columns is not None:
+        cells = [look.sample.column(name) for name in look.columns.numeric]
+        scales = {how: tuple(fit_scale(each, how) for each in cells) for how in NUMERIC_SCALES if how != "none"}
+    return Description(
+        format=look.format,
+        columns=look.columns,
+        scales=scales,
+        guesses=() if look.guesses is None else look.guesses.guesses,
+        num_guessed_rows=0 if look.guesses is None else look.guesses.num_rows,
+        sources=dataset.files,
+        num_bad=dataset.bad_lines.count,
+        bad=dataset.bad_lines.first,
+    )
+
+
+def _blocks(dataset: Dataset) -> Iterator[Batch]:
+    """The examples in batches of about 256 KiB."""
+    with contextlib.closing(dataset.batches(_LOOKED_AT)) as first:  # type: ignore[type-var]  # a generator
+        batch = next(first, None)
+    if batch is None:
+        return
+    row_bytes = 8 + 12 * len(batch.keys) // batch.num_examples
+    yield from dataset.batches(max(_BLOCK_BYTES // row_bytes, 1))
+
+
+def _distinct_keys(dataset: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    keys = np.empty(0, np.uint64)
+    for block in _blocks(dataset):
+        keys = np.union1d(keys, block.keys)
+    return keys
+
+
+def _check_place(sources: Sequence[str], out: Path) -> None:
+    """Raise UsageError for a place that is none for a new file; one that was written before is replaced."""
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder: name the file to write, as in {out / 'train.paceline'}")
+    if not out.exists():
+        return
+    for source in sources:
+        if os.path.exists(source) and out.samefile(source):
+            raise UsageError(f"{out} is a source too: name another file to write")
+    try:
+        if detect_format(out) == CONVERTED:
+            describe_converted(str(out))
+            return
+    except DataError:
+        pass
+    raise UsageError(f"{out} exists, and 'paceline convert' did not write it: name another file, or remove it first")
+
+
+@contextlib.contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """Give a name to write under; the file is renamed and on the disk in the end, or nothing stays."""
+    try:
+        with replacing(out) as aside:
+            yield aside
+        sync_directory(out.absolute().parent)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}") from error
