@@ -1,4 +1,4 @@
-"""``paceline train --validation``: the best pass's model is what is saved, over two runs too."""
+"""``paceline train --validation``: the best pass's model is saved, over two runs too; ``--schedule``: rates fall."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.ps import read_model
+
 from .running import Commands
 
-OVERFITTING: list[str | Path] = ["--update", "adagrad", "--lr", "0.2", "--batch-size", "64"]
+OVERFITTING: list[str | Path] = ["--update", "adagrad", "--lr", "0.2", "--batch-size", "64", "--schedule", "step:3:0.8"]
 
 
 def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
@@ -36,3 +38,19 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     assert again.json["validation"]["best_loss"] <= found["best_loss"]
     predicted = paceline.succeed("predict", "model", validation, "-o", "out", "--json").json
     assert predicted["log_loss"] == pytest.approx(again.json["validation"]["best_loss"], abs=1e-7)
+
+
+def test_rates_fall_from_pass_to_pass(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    """Steps of a thousandth teach next to nothing; the saved model has the whole rate again."""
+    train, validation = click_log
+    common: list[str | Path] = ["train", train, "--validation", validation, "--epochs", "3", "--update", "sgd"]
+    common += ["--lr", "0.002", "--workers", "1", "--consistency", "sequential", "--save", "model", "--json"]
+    falling = paceline.succeed(*common, "--schedule", "exponential:0.001")
+    losses = [each["log_loss"] for each in falling.json["validation"]["passes"]]
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)
+    assert losses[2] == pytest.approx(losses[1], abs=2e-4)
+    constant = [each["log_loss"] for each in paceline.succeed(*common).json["validation"]["passes"]]
+    assert constant[0] == pytest.approx(losses[0], abs=1e-9)
+    assert abs(constant[1] - constant[0]) > 5e-4
+    assert read_model(tmp_path / "model").table("lr").spec.update["lr"] == 0.002
+    paceline.succeed(*common[:2], "--epochs", "2", "--update", "adagrad", "--warmup", "1", "--schedule", "cosine")

@@ -90,6 +90,16 @@ def train(
     beta: Annotated[float | None, typer.Option(help="FTRL's beta; default 1.")] = None,
     l1: Annotated[float | None, typer.Option(help="FTRL's L1 penalty; default 1.")] = None,
     l2: Annotated[float | None, typer.Option(help="L2 penalty (weight decay for rules other than ftrl).")] = None,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="How the learning rate falls: constant, linear, cosine, inverse-sqrt, exponential[:FACTOR], "
+            "step[:PASSES[:FACTOR]]; not for --update ftrl."
+        ),
+    ] = "constant",
+    warmup: Annotated[
+        float, typer.Option(help="Passes, or the part of the first, in which the learning rate rises from 0.")
+    ] = 0.0,
     weight: options.Weight = None,
     class_weight: Annotated[
         str | None,
@@ -158,9 +168,10 @@ def train(
 
     from paceline.environment import num_cores
     from paceline.errors import UsageError
-    from paceline.launch.train.options import ExampleWeights, TrafficFilters, TrainOptions
+    from paceline.launch.train.options import ExampleWeights, PassOptions, TrafficFilters, TrainOptions
     from paceline.launch.train.training_run import run_training
     from paceline.models.registry import make_model
+    from paceline.models.schedules import RatePlan, parse_schedule
     from paceline.models.softmax import parse_classes
     from paceline.models.weighting import parse_class_weights
     from paceline.protocol import parse_consistency, parse_stale_policy
@@ -209,7 +220,10 @@ def train(
             adapt="widely" if tune else "yes",
             weights=ExampleWeights(column=weight, classes=class_weights, keep_negatives=keep_negatives),
             filters=TrafficFilters(pushed=filters, pulled=pull_filters),
-            stopping=_choose_stopping(validation, patience, min_delta),
+            passes=PassOptions(
+                stopping=_choose_stopping(validation, patience, min_delta),
+                rates=RatePlan(schedule=parse_schedule(schedule), warmup=warmup),
+            ),
             save=save,
             feature_names=feature_names,
             cache=cache,

@@ -59,6 +59,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --validation some.csv", 1, "some.csv looks like csv, and good.tsv like criteo"),
         ("train good.tsv --validation missing.tsv", 1, "missing.tsv does not exist"),
         ("train good.tsv --patience 3", 2, "--patience is for a validation file: give one with --validation"),
+        ("train good.tsv --schedule cosine", 2, "change a rate that multiplies steps, and ftrl has none"),
+        ("train good.tsv --schedule cosin --update sgd", 2, "--schedule cosin: expected one of constant, linear"),
         ("train nolabel.csv", 2, "so say which is the label"),
         ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
         ("train some.csv --numeric b", 2, "need --label"),

@@ -39,7 +39,10 @@ from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.models.base import SparseModel
+from paceline.models.tuning import L1
+from paceline.models.update import rule_of
 from paceline.models.weighting import BALANCED, Weighting, balance
+from paceline.ps import FTRL
 from paceline.storage.model_directory import prepare_directory
 
 _MIXED_SHARD_BYTES = 32 << 10
@@ -145,8 +148,10 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     weights = options.weights
     if weights.classes == BALANCED:
         weights = dataclasses.replace(weights, classes=balance(_as_model_sees(look.labels, model)))
+    options.passes.rates.check(rule_of(options.update, FTRL().alpha, L1))
     _check_formats(options, look.format)
-    validation = () if options.stopping is None else options.stopping.validation
+    stopping = options.passes.stopping
+    validation = () if stopping is None else stopping.validation
     for files in (options.evaluation, validation):
         if files:
             format = format_of_evaluation(files, look.format)
@@ -185,7 +190,8 @@ def _check_formats(options: TrainOptions, format: str) -> None:
     if options.format is not None:
         return
     features = source_format(options.data[0], format)
-    validation = () if options.stopping is None else options.stopping.validation
+    stopping = options.passes.stopping
+    validation = () if stopping is None else stopping.validation
     for file in (*options.data, *options.evaluation, *validation):
         found = detect_format(file)
         of_one_kind = found == format or (file not in options.data and CONVERTED in (found, format))

@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.filters import FilterChain, parse_filters
 from paceline.models.base import SparseModel
 from paceline.models.registry import make_model
+from paceline.models.schedules import RatePlan
 from paceline.models.update import RuleChoice, suited_ftrl
 from paceline.ps import UpdateRule
 
@@ -80,6 +81,16 @@ class EarlyStopping:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassOptions:
+    """How passes over the data differ, and when they end."""
+
+    stopping: EarlyStopping | None = None
+    """Whether the training ends when passes make nothing better; `epochs` are its most passes then."""
+    rates: RatePlan = field(default_factory=RatePlan)
+    """What share of the learning rate steps have. Under sequential consistency it changes between passes only."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """What to train, and how."""
 
@@ -111,8 +122,8 @@ class TrainOptions:
     """How often examples count."""
     filters: TrafficFilters = TrafficFilters()
     """What pushes and pulls go behind."""
-    stopping: EarlyStopping | None = None
-    """Whether the training ends when passes make nothing better; `epochs` are its most passes then."""
+    passes: PassOptions = PassOptions()
+    """How rates change from pass to pass, and when the passes end."""
     save: str | Path | None = None
     """Directory for the model."""
     feature_names: bool = False

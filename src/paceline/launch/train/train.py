@@ -38,12 +38,13 @@ from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
+from paceline.launch.train.table_rates import TableRates
 from paceline.models import jobs
 from paceline.models.base import KeyScratch, open_tables
 from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
 from paceline.models.progressive import progressive_losses
 from paceline.models.weighting import Weighting
-from paceline.protocol import Consistency
+from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, to_fields
 from paceline.storage.manifests import MANIFEST
@@ -128,7 +129,7 @@ class Training:
             self._warn_if_useless(state, evaluation)
         return TrainResult(
             model=self._plan.model,
-            settings=self._plan.settings(),
+            settings={**self._plan.settings(), **options.passes.rates.settings()},
             examples=examples,
             seconds=state.seconds,
             examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
@@ -159,54 +160,86 @@ class Training:
     def _train(self, dataset: Dataset, share: float) -> FinishedJob:
         """Do the passes, which are this share of the whole work."""
         before = None if self._resumption is None else self._resumption.account
+        plan, rates = self._plan, None
+        if not self._options.passes.rates.is_constant:
+            rates = TableRates(self._client, plan.model, plan.update, self._options.passes.rates, plan.epochs)
+            rates.set(0.0 if self._resumption is None else self._resumption.num_passes)
+        is_sequential = isinstance(self._client.consistency, Sequential)
         try:
-            if self._options.stopping is not None:
-                return self._train_until_best(dataset, self._options.stopping, before, share)
+            if self._options.passes.stopping is not None or (rates is not None and is_sequential):
+                return self._train_by_passes(dataset, self._options.passes.stopping, before, share, rates)
             job = self._job("train", dataset)
-            return self._runner.run(job, dataset, epochs=self._plan.epochs, before=before, span=(0.0, share))
+            finished = self._runner.run(job, dataset, epochs=plan.epochs, before=before, span=(0.0, share), rates=rates)
+            if rates is not None:
+                rates.reset()
+            return finished
         finally:
             if self._snapshots is not None:
                 self._snapshots.end()
 
-    def _train_until_best(
-        self, dataset: Dataset, stopping: EarlyStopping, before: JobAccount | None, share: float
+    def _train_by_passes(
+        self,
+        dataset: Dataset,
+        stopping: EarlyStopping | None,
+        before: JobAccount | None,
+        share: float,
+        rates: TableRates | None,
     ) -> FinishedJob:
-        """Do passes as long as they get better, and leave the best one's model in the cluster."""
-        most, first, seconds = self._plan.epochs, 0, 0.0
-        losses = self._losses = PassLosses(stopping)
+        """Do passes one by one, as long as they get better, and leave the best one's model in the cluster."""
+        most, seconds = self._plan.epochs, 0.0
+        is_sequential = isinstance(self._client.consistency, Sequential)
         reports: list[tuple[dict[str, Any], bytes]] = []
+        first = 0 if self._resumption is None else min(self._resumption.num_passes, most - 1)
         with contextlib.ExitStack() as stack:
-            if self._options.snapshots is not None:
-                folder = Path(self._options.snapshots.directory)
-            else:
-                scratch = None if self._processes is None else self._processes.scratch
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="best-", dir=scratch)))
-            best = BestPass(self._client, folder / FOLDER)
-            if self._resumption is not None:
-                first = min(self._resumption.num_passes, most - 1)
-                losses.go_on(self._resumption.training.get("validation"))
-                best.find(losses, self._resumption.snapshot.directory / FOLDER)
+            best = None if stopping is None else self._begin_validation(stopping, stack)
             for number in range(first + 1, most + 1):
-                end = share * number / most
-                job = self._job("train", dataset)
-                finished = self._runner.run(job, dataset, epochs=number, before=before, span=(0.0, end))
+                if rates is not None:
+                    rates.set(number - 1)
+                end, job = share * number / most, self._job("train", dataset)
+                within = None if is_sequential else rates
+                finished = self._runner.run(job, dataset, epochs=number, before=before, span=(0.0, end), rates=within)
                 before = finished.account
                 seconds += finished.state.seconds
                 reports += finished.reports
-                if not finished.state.progress.get("examples"):
+                if best is not None and self._validate(best, number, dataset, end).is_over:
                     break
-                found = self._evaluate(stopping.validation, dataset, (end, end))
-                if losses.note(number, found):
-                    best.keep(losses)
-                self._on_news(losses.line(found))
-                if self._snapshots is not None:
-                    self._snapshots.describe(validation=losses.as_json())
-                if losses.is_over:
-                    break
-            if losses.best_pass != losses.last_pass:
-                best.restore()
-            self._on_news(losses.summary(most))
+            if rates is not None:
+                rates.reset()
+            if best is not None:
+                self._take_best(best)
         return FinishedJob(dataclasses.replace(finished.state, seconds=seconds), reports, finished.account)
+
+    def _begin_validation(self, stopping: EarlyStopping, stack: contextlib.ExitStack) -> BestPass:
+        """Return where the best pass is kept, and have it know that of the training that is gone on with."""
+        if self._options.snapshots is not None:
+            folder = Path(self._options.snapshots.directory)
+        else:
+            scratch = None if self._processes is None else self._processes.scratch
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="best-", dir=scratch)))
+        best, self._losses = BestPass(self._client, folder / FOLDER), PassLosses(stopping)
+        if self._resumption is not None:
+            self._losses.go_on(self._resumption.training.get("validation"))
+            best.find(self._losses, self._resumption.snapshot.directory / FOLDER)
+        return best
+
+    def _validate(self, best: BestPass, number: int, dataset: Dataset, done: float) -> PassLosses:
+        """Judge the model after a pass; the training is done as far as this share of the whole work."""
+        losses = self._losses
+        assert losses is not None
+        found = self._evaluate(losses.stopping.validation, dataset, (done, done))
+        if losses.note(number, found):
+            best.keep(losses)
+        self._on_news(losses.line(found))
+        if self._snapshots is not None:
+            self._snapshots.describe(validation=losses.as_json())
+        return losses
+
+    def _take_best(self, best: BestPass) -> None:
+        """Put the best pass's model back."""
+        assert self._losses is not None
+        if self._losses.best_pass != self._losses.last_pass:
+            best.restore()
+        self._on_news(self._losses.summary(self._plan.epochs))
 
     def _check_trained(self, state: JobState, before: int) -> None:
         """Raise DataError if nothing was trained on; say what went wrong otherwise."""

@@ -19,6 +19,9 @@ from paceline.ps.messages import ClusterMap, GetMap
 from paceline.ps.messages.snapshots import GetLoadState, LoadParts, LoadState
 from paceline.storage.format import StoredTable
 from paceline.storage.snapshot_directory import Snapshot, read_buckets
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields
+from paceline.tables.spec import TableSpec
 
 _POLL_S = 0.01
 
@@ -29,14 +32,14 @@ def load_snapshot(
     """Load a snapshot's tables into a new cluster, whatever its number of servers; each server reads its own buckets.
 
     Servers may join, leave and die meanwhile: it begins again until none did. `check` is called now and then, and may
-    raise. Raises PeerError if it gets no further, table by table, for `timeout_s`, TableMismatchError if the cluster
-    has such a table with other settings, UsageError if it has rows already, ModelError for a file that is damaged,
-    ConnectionLostError if buckets are lost.
+    raise. Tables that the cluster has keep the hyperparameters that they have there. Raises PeerError if it gets no
+    further, table by table, for `timeout_s`, TableMismatchError if the cluster has such a table with other settings,
+    UsageError if it has rows already, ModelError for a file that is damaged, ConnectionLostError if buckets are lost.
     """
     known = {spec.name: spec for spec in client.tables()}
     for table in snapshot.manifest.tables:
         spec, other = table.spec, known.get(table.spec.name)
-        if other is not None and other != spec:
+        if other is not None and not _are_alike(spec, other):
             raise TableMismatchError(
                 f"{snapshot} holds table {spec.name!r} as {spec}, and this cluster has it as {other}: resume with the "
                 "settings that it was taken with"
@@ -48,6 +51,12 @@ def load_snapshot(
     loading = _Loading(client, snapshot, timeout_s, check)
     while not loading.load():
         loading.pause("servers join, leave or die all the while")
+
+
+def _are_alike(spec: TableSpec, other: TableSpec) -> bool:
+    """Return whether records of one table are records of the other: its hyperparameters may be others."""
+    before, now = (from_fields(RULES, each.update) for each in (spec, other))
+    return spec == other.with_update(spec.update) and (type(before), before.state_names) == (type(now), now.state_names)
 
 
 class _Loading:
@@ -62,6 +71,7 @@ class _Loading:
         self._client = client
         self._directory = snapshot.directory.absolute()
         self._tables = snapshot.manifest.tables
+        self._specs = {spec.name: spec for spec in client.tables()}
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._num_through = 0  # tables, in the attempt that came furthest
@@ -98,7 +108,7 @@ class _Loading:
 
     def _load_table(self, table: StoredTable, version: int) -> None:
         client = self._client
-        number = client.open_table(table.spec).number
+        number = client.open_table(self._specs.get(table.spec.name, table.spec)).number
         waits: list[ServerConnection] = []
         with client.servers.lock:
             for connection, _ in self._shares(version):
@@ -140,7 +150,7 @@ class _Loading:
                 continue
             self._check()
             for _, keys, records in read_buckets(self._directory, use.part, mine):
-                write_records(self._client, table.spec, keys, records)
+                write_records(self._client, self._specs.get(table.spec.name, table.spec), keys, records)
 
 
 def _held_by(client: Client, server: int) -> Buckets:
