@@ -10,11 +10,17 @@ from typing import Annotated
 import typer
 
 from . import options
+from .data_arguments import find_sources
 
 
 def convert(
     sources: Annotated[
-        list[str], typer.Argument(metavar="DATA... OUT", help="Files to read, in this order, and the file to write.")
+        list[str],
+        typer.Argument(
+            metavar="DATA... OUT",
+            callback=find_sources,
+            help="Files to read, as train takes them, and the file to write.",
+        ),
     ],
     format: options.Format = None,
     label: options.Label = None,

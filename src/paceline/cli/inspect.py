@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from . import options
+from .data_arguments import find_data
 
 
 def inspect(
     model: Annotated[Path, typer.Argument(help="Directory that 'paceline train --save' wrote.")],
     data: Annotated[
-        list[str] | None, typer.Option(help="File to calibrate the model on; may be given several times.")
+        list[str] | None,
+        typer.Option(callback=find_data, help="File to calibrate the model on; may be given several times."),
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="How many of the largest weights to show.")] = 20,
     html: Annotated[Path | None, typer.Option(help="File to write one page with plots to.")] = None,

@@ -11,11 +11,20 @@ import typer
 from paceline.environment import environment
 from paceline.errors import UsageError
 
+from .data_arguments import find_data
+
 if TYPE_CHECKING:
     from paceline.data import Columns
     from paceline.transport import TLS
 
-Data = Annotated[list[str], typer.Argument(help="Files to read, in this order; .gz is unpacked on the way.")]
+Data = Annotated[
+    list[str],
+    typer.Argument(
+        callback=find_data,
+        help="Files to read, in this order, or patterns of them in quotes; .gz and .zst are unpacked on the way; - is "
+        "standard input.",
+    ),
+]
 Format = Annotated[
     str | None,
     typer.Option("--format", help="criteo, libsvm, csv, parquet or paceline; guessed from the content if not given."),

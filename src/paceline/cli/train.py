@@ -11,6 +11,7 @@ import typer
 from paceline.launch.fork_server import ForkServer
 
 from . import options
+from .data_arguments import find_data
 
 if TYPE_CHECKING:
     from paceline.launch.train.options import EarlyStopping, SnapshotPlan
@@ -23,7 +24,10 @@ def train(
     context: typer.Context,
     data: options.Data,
     evaluation: Annotated[
-        list[str] | None, typer.Option("--eval", help="File to evaluate on after training; may be given several times.")
+        list[str] | None,
+        typer.Option(
+            "--eval", callback=find_data, help="File to evaluate on after training; may be given several times."
+        ),
     ] = None,
     model: Annotated[
         str,
@@ -52,7 +56,10 @@ def train(
     ] = None,
     validation: Annotated[
         list[str] | None,
-        typer.Option(help="File whose loss ends the training when it falls no more; the best pass's model is kept."),
+        typer.Option(
+            callback=find_data,
+            help="File whose loss ends the training when it falls no more; the best pass's model is kept.",
+        ),
     ] = None,
     patience: Annotated[
         int | None, typer.Option(help="Passes without progress on --validation before the end; default 2.")

@@ -22,13 +22,13 @@ from paceline.data.guessing import guess_columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.reader import ShardReader
 from paceline.data.sampling import sample_rows
-from paceline.data.streams import is_gzip_name, line_number, stat_file
+from paceline.data.streams import is_packed, line_number, stat_file
 from paceline.errors import DataError, UsageError
 
 MIN_SHARD_BYTES = 256 << 10
 MAX_SHARD_BYTES = 16 << 20
 _SHARDS_WANTED = 64
-_GZIP_RATIO = 3  # click logs shrink to about a third
+_PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
 LABELS = ("clicks", "numbers")
 """What labels are read as: 1 where a label is above 0 and 0 elsewhere, or the numbers as they stand."""
@@ -74,7 +74,7 @@ def open_dataset(
     if labels not in LABELS:
         raise UsageError(f"labels={labels!r}: expected one of {', '.join(LABELS)}")
     if shard_bytes is None:
-        total = sum(size * (_GZIP_RATIO if is_gzip_name(file) else 1) for file, size in zip(files, sizes, strict=True))
+        total = sum(size * (_PACKED_RATIO if is_packed(file) else 1) for file, size in zip(files, sizes, strict=True))
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     elif shard_bytes < 1:
         raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
@@ -130,8 +130,8 @@ def column_names(path: str, format: str, wanted: Sequence[str] = LABEL_NAMES) ->
 def _parquet_schema(path: str) -> Any:
     from paceline.data.tables import parquet_schema
 
-    if is_gzip_name(path):
-        raise UsageError(f"{path}: a parquet file is not read through gzip: unpack it")
+    if is_packed(path):
+        raise UsageError(f"{path}: a parquet file is not read through gzip or zstd: unpack it")
     return parquet_schema(path)
 
 
@@ -217,7 +217,7 @@ class Dataset(Closing):
 
     def can_enter(self, file: int) -> bool:
         """Whether a file can be read from any shard on, without parsing those before."""
-        return self.format in _RANDOM_ACCESS or not is_gzip_name(self.files[file])
+        return self.format in _RANDOM_ACCESS or not is_packed(self.files[file])
 
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip file until its end was read."""

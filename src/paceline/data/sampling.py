@@ -15,7 +15,7 @@ from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import LABEL_WORDS, Columns, import_arrow
 from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
-from paceline.data.streams import ByteStream, is_gzip_name, open_stream, stat_file
+from paceline.data.streams import ByteStream, is_packed, open_stream, stat_file
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
@@ -154,7 +154,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
         size = stat_file(path).st_size
         stream = open_stream(path)
         try:
-            if is_gzip_name(path) or size <= each * _PIECE_BYTES:
+            if is_packed(path) or size <= each * _PIECE_BYTES:
                 starts, length = [0], each * _PIECE_BYTES
             else:
                 starts = [at * (size - _PIECE_BYTES) // max(each - 1, 1) for at in range(each)]

@@ -1,24 +1,22 @@
-"""Bytes of one file, plain or gunzipped, with a position that can be moved; what can be wrong with a file."""
+"""Bytes of one file, plain or unpacked, with a position that can be moved; what can be wrong with a file."""
 
 from __future__ import annotations
 
 import errno
 import os
 import zlib
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from paceline.errors import DataError
+from typing_extensions import override
 
-COMPRESSED_BYTES = 1 << 18
-"""So much of a gzip file is read at a time."""
-
-_GZIP_MAGIC = b"\x1f\x8b"
+from paceline.errors import DataError, UsageError
 
 
-def is_gzip_name(path: str | Path) -> bool:
-    """Whether the file is to be gunzipped: its name ends in ``.gz``."""
-    return str(path).endswith(".gz")
+def is_packed(path: str | Path) -> bool:
+    """Whether the file is to be unpacked as it is read: its name ends in ``.gz`` or ``.zst``."""
+    return str(path).endswith(tuple(kind.suffix for kind in _PACKED))
 
 
 def stat_file(path: str) -> os.stat_result:
@@ -59,8 +57,8 @@ class ByteStream(Protocol):
 
 
 def open_stream(path: str) -> ByteStream:
-    """The text of `path`, gunzipped if its name says so."""
-    return GzipStream(path) if is_gzip_name(path) else PlainStream(path)
+    """The text of `path`, unpacked if its name says so."""
+    return next((kind(path) for kind in _PACKED if path.endswith(kind.suffix)), None) or PlainStream(path)
 
 
 class PlainStream:
@@ -99,8 +97,16 @@ class PlainStream:
         self.close()
 
 
-class GzipStream:
-    """A gzip file's text, of one or several members. Going back starts over; going forward decompresses."""
+class PackedStream(ABC):
+    """A compressed file's text, of one or several members. Going back starts over; going forward decompresses."""
+
+    suffix: str
+    name: str
+    magics: tuple[bytes, ...]
+    """What a member begins with, of one length."""
+    chunk_bytes: int
+    """So much of the file is read at a time."""
+    errors: tuple[type[Exception], ...]
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -108,12 +114,23 @@ class GzipStream:
 
     def _restart(self, raw: PlainStream) -> None:
         self._raw = raw
-        self._compressed = memoryview(bytearray(COMPRESSED_BYTES))
-        self._pending = b""
-        self._inflate = zlib.decompressobj(wbits=31)
-        self._members = 0
+        self._compressed = memoryview(bytearray(self.chunk_bytes))
+        self._pending = self._surplus = b""
+        self._decoder: Any = None
         self._ended = False
         self.position = 0
+
+    @abstractmethod
+    def _new_decoder(self) -> Any:
+        """A decoder of one member, which has `eof` and `unused_data` as those of zlib."""
+
+    @abstractmethod
+    def _decode(self, data: bytes, limit: int) -> tuple[bytes, bytes]:
+        """Text, of which there may be more than `limit` bytes, and what was not decoded of `data`."""
+
+    @abstractmethod
+    def _trim(self, data: bytes) -> bytes:
+        """What there is without the padding that may be between members."""
 
     def readinto(self, view: memoryview) -> int:
         """Fill `view` as far as one decompression does."""
@@ -135,49 +152,114 @@ class GzipStream:
 
     def decompress(self, limit: int) -> bytes:
         """Return up to `limit` bytes of text; none at the end."""
-        while not self._ended:
-            self._check_magic()
+        while not self._surplus and not self._ended:
+            if self._decoder is None and not self._next_member():
+                break
             try:
-                text = self._inflate.decompress(self._pending, limit)
-            except zlib.error as error:
+                self._surplus, self._pending = self._decode(self._pending, limit)
+            except self.errors as error:
                 raise DataError(
-                    f"{self.path} is damaged: gunzipping it fails after {self.position:,} bytes of text ({error})"
+                    f"{self.path} is damaged: unpacking it fails after {self.position:,} bytes of text ({error})"
                 ) from error
-            self._pending = self._inflate.unconsumed_tail
-            if self._inflate.eof:
-                self._next_member()
-            if text:
-                self.position += len(text)
-                return text
-            if not self._pending and not self._ended and not self._refill():
+            if self._decoder.eof:
+                self._pending, self._decoder = self._decoder.unused_data, None
+            elif not self._surplus and not self._pending and not self._refill():
                 raise DataError(
-                    f"{self.path} is cut off: the gzip stream ends in the middle, after {self.position:,} bytes of text"
+                    f"{self.path} is cut off: the {self.name} stream ends in the middle, after {self.position:,} bytes "
+                    "of text"
                 )
-        return b""
+        text, self._surplus = self._surplus[:limit], self._surplus[limit:]
+        self.position += len(text)
+        return text
 
     def _refill(self) -> bool:
         count = self._raw.readinto(self._compressed)
         self._pending += bytes(self._compressed[:count])
         return count > 0
 
-    def _check_magic(self) -> None:
-        if self._raw.position == 0:
-            while len(self._pending) < 2 and self._refill():
-                pass
-            if self._pending[:2] != _GZIP_MAGIC[: len(self._pending)]:
-                raise DataError(f"{self.path} ends in .gz but is not a gzip file: unpack or rename it")
-
-    def _next_member(self) -> None:
-        """After a member's end: zeros are padding, anything else must be another member."""
-        self._pending = self._inflate.unused_data.lstrip(b"\0")
-        while len(self._pending) < 2 and self._refill():
-            self._pending = self._pending.lstrip(b"\0")
-        if not self._pending:
+    def _next_member(self) -> bool:
+        """Begin with the next member, if there is one; nothing but padding and members may be in the file."""
+        is_first = self._raw.position == 0
+        size = len(self.magics[0])
+        self._pending = self._trim(self._pending)
+        while len(self._pending) < size and self._refill():
+            self._pending = self._trim(self._pending)
+        if not self._pending and not is_first:
             self._ended = True
-        elif self._pending[:2] != _GZIP_MAGIC[: len(self._pending)]:
-            raise DataError(f"{self.path} is damaged: its gzip stream is followed by something else")
-        else:
-            self._inflate = zlib.decompressobj(wbits=31)
+            return False
+        if not any(self._pending[:size] == magic[: len(self._pending)] for magic in self.magics):
+            if is_first:
+                raise DataError(f"{self.path} ends in {self.suffix} but is not a {self.name} file: unpack or rename it")
+            raise DataError(f"{self.path} is damaged: its {self.name} stream is followed by something else")
+        self._decoder = self._new_decoder()
+        return True
+
+
+class GzipStream(PackedStream):
+    """A gzip file's text."""
+
+    suffix, name = ".gz", "gzip"
+    magics = (b"\x1f\x8b",)
+    chunk_bytes = 1 << 18
+    errors = (zlib.error,)
+
+    @override
+    def _new_decoder(self) -> Any:
+        return zlib.decompressobj(wbits=31)
+
+    @override
+    def _decode(self, data: bytes, limit: int) -> tuple[bytes, bytes]:
+        text = self._decoder.decompress(data, limit)
+        return text, self._decoder.unconsumed_tail
+
+    @override
+    def _trim(self, data: bytes) -> bytes:
+        return data if self._raw.position == len(data) else data.lstrip(b"\0")
+
+
+class ZstdStream(PackedStream):
+    """A Zstandard file's text (RFC 8878), by the package zstandard (the extra ``paceline[zstd]``)."""
+
+    suffix, name = ".zst", "zstd"
+    magics = (b"\x28\xb5\x2f\xfd",)
+    chunk_bytes = 1 << 13  # a block of 4 bytes may stand for 128 KiB, and what a call gives is not bounded otherwise
+
+    def __init__(self, path: str) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise UsageError(
+                f"reading {path} needs zstandard, which is not installed: pip install 'paceline[zstd]'"
+            ) from error
+        self._zstandard = zstandard
+        self.errors = (zstandard.ZstdError,)
+        super().__init__(path)
+
+    @override
+    def _new_decoder(self) -> Any:
+        return self._zstandard.ZstdDecompressor().decompressobj()
+
+    @override
+    def _decode(self, data: bytes, limit: int) -> tuple[bytes, bytes]:
+        return self._decoder.decompress(data), b""
+
+    @override
+    def _trim(self, data: bytes) -> bytes:
+        """Without frames that are to be skipped, as parallel compressors write them."""
+        self._pending = data
+        while self._pending[1:4] == b"\x2a\x4d\x18" and self._pending[0] & 0xF0 == 0x50:
+            while len(self._pending) < 8 and self._refill():
+                pass
+            end = 8 + int.from_bytes(self._pending[4:8], "little")
+            while len(self._pending) < end and self._refill():
+                pass
+            self._pending = self._pending[end:]
+            while len(self._pending) < 4 and self._refill():
+                pass
+        return self._pending
+
+
+_PACKED: tuple[type[PackedStream], ...] = (GzipStream, ZstdStream)
 
 
 def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
@@ -194,7 +276,7 @@ def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
 
 
 def line_number(path: str | Path, offset: int) -> int:
-    """The number, from 1, of the line that byte `offset` of the (gunzipped) text is in."""
+    """The number, from 1, of the line that byte `offset` of the (unpacked) text is in."""
     stream = open_stream(str(path))
     try:
         buffer = bytearray(1 << 20)

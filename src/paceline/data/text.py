@@ -17,7 +17,7 @@ from paceline.data.batch import Batch
 from paceline.data.dialect import BYTE_ORDER_MARK
 from paceline.data.formats import detect_format
 from paceline.data.reader import BLOCK_BYTES, Report
-from paceline.data.streams import is_gzip_name
+from paceline.data.streams import is_packed
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
 
@@ -184,7 +184,7 @@ class TextReader:
         self._shard_bytes = shard_bytes
         self._lines = LineReader(path)
         self._parse = criteo_parser() if format == "criteo" else libsvm_parser()
-        self.num_shards = None if is_gzip_name(path) else -(-num_bytes // shard_bytes)
+        self.num_shards = None if is_packed(path) else -(-num_bytes // shard_bytes)
 
     def close(self) -> None:
         """Close the file."""

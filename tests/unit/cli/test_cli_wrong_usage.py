@@ -48,6 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     ("arguments", "status", "said"),
     [
         ("train missing.tsv", 1, "missing.tsv does not exist"),
+        ("train none*.tsv", 1, "no file fits none*.tsv"),
         ("train others", 1, "is a folder, not a data file"),
         ("train empty.tsv", 1, "empty.tsv is empty"),
         ("train not.tsv.gz", 1, "ends in .gz but is not a gzip file"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 import zlib
 from pathlib import Path
 
 import pytest
 
 from paceline.data import BadLine, detect_format, open_dataset
-from paceline.errors import DataError
+from paceline.errors import DataError, UsageError
 
 CRITEO = b"1\t" + b"\t".join([b"5"] * 13 + [b"05db9164"] * 26) + b"\n"
 LIBSVM = b"-1 3:1 11:0.5\n+1 2:1\n"
@@ -117,6 +118,39 @@ def test_missing_empty_folder_unreadable(tmp_path: Path) -> None:
         assert failure(tmp_path / "x") == "X cannot be read: permission is denied"
 
 
+def test_zstd_files(tmp_path: Path) -> None:
+    """Of several frames, with one to be skipped between them; cut off, damaged, or none at all."""
+    zstandard = pytest.importorskip("zstandard")
+    pack = zstandard.ZstdCompressor().compress
+    text = b"".join(b"%d %d:1\n" % (i % 2, i) for i in range(100_000))
+    skipped = b"\x5a\x2a\x4d\x18" + (20_000).to_bytes(4, "little") + bytes(20_000)
+    whole = pack(text[:777_777]) + skipped + pack(b"") + skipped + pack(text[777_777:]) + skipped
+    path = tmp_path / "x.svm.zst"
+    path.write_bytes(whole)
+    assert detect_format(path) == "libsvm"
+    with open_dataset(path, shard_bytes=100_000) as dataset:
+        assert [key for batch in dataset.batches(1000) for key in batch.keys.tolist()] == list(range(100_000))
+        assert dataset.ended(0) == -(-len(text) // 100_000)
+        assert next(iter(dataset.read(0, 3, 10))).num_examples == 10  # an earlier shard: from the beginning again
+    for content, told in (
+        (whole[: len(whole) // 3], "is cut off: the zstd stream ends in the middle, after"),
+        (whole[:50] + b"123456789" + whole[59:], "is damaged: unpacking it fails after"),
+        (pack(text) + b"more", "its zstd stream is followed by something else"),
+    ):
+        path.write_bytes(content)
+        with open_dataset(path, "libsvm") as dataset, pytest.raises(DataError, match=told):
+            list(dataset.batches(1000))
+    path.write_bytes(text)
+    assert failure(path).endswith("ends in .zst but is not a zstd file: unpack or rename it")
+
+
+def test_zstd_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "x.zst").write_bytes(b"...")
+    with pytest.raises(UsageError, match=r"needs zstandard, which is not installed: pip install 'paceline\[zstd\]'"):
+        open_dataset(tmp_path / "x.zst")
+
+
 def test_gzip_files_that_are_damaged(tmp_path: Path) -> None:
     text = os.urandom(100_000).hex().encode()
     whole = gzip.compress(b"1 1:1 #" + text + b"\n" + LIBSVM)
@@ -133,8 +167,8 @@ def test_gzip_files_that_are_damaged(tmp_path: Path) -> None:
     assert say(whole[:-3]).startswith("X is cut off")
     assert say(whole[:1]).startswith("X is cut off")
     assert say(LIBSVM) == "X ends in .gz but is not a gzip file: unpack or rename it"
-    assert say(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: gunzipping it fails")
-    assert say(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: gunzipping it fails")
+    assert say(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: unpacking it fails")
+    assert say(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: unpacking it fails")
     assert say(whole + b"more") == "X is damaged: its gzip stream is followed by something else"
 
 

@@ -34,6 +34,7 @@ from paceline.data import (
     source_format,
 )
 from paceline.data.dialect import is_number
+from paceline.data.streams import is_packed
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.options import TrainOptions
@@ -248,7 +249,7 @@ def open_training_data(
     is_cache = dataset.format == CONVERTED and plan.scaling is None  # which reads as fast as one
     if cache is None and spare is not None and plan.epochs > 1 and not is_cache:
         disk = os.statvfs(spare)
-        packed = 8 if any(str(file).endswith(".gz") for file in dataset.files) else 1
+        packed = 8 if any(map(is_packed, dataset.files)) else 1
         if disk.f_bavail * disk.f_frsize > _CACHE_SPARE * size * packed:
             cache = spare
     if shard_bytes is None:

@@ -1,0 +1,77 @@
+"""Data files as they are named on a command line: patterns that the shell did not expand, and standard input."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from paceline.errors import DataError, UsageError
+
+STANDARD_INPUT = "-"
+_MAGICS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+
+
+def find_data(context: typer.Context, names: list[str] | None) -> list[str] | None:
+    """Return the files that arguments name: a callback of options.
+
+    A pattern of `*`, `?` or `[...]` stands for the files that fit it, in order of their names; `-` for standard input,
+    which is kept in a temporary file as long as the command runs. Raises DataError where no file fits.
+    """
+    if names is None or context.resilient_parsing:
+        return names
+    found: list[str] = []
+    for name in names:
+        if name == STANDARD_INPUT:
+            found.append(_keep_standard_input(context))
+        else:
+            found += expand_pattern(name)
+    return found
+
+
+def find_sources(context: typer.Context, names: list[str]) -> list[str]:
+    """The same where the last of the names is that of a file to write."""
+    *sources, out = names
+    return [*(find_data(context, sources) or ()), out]
+
+
+def expand_pattern(name: str) -> Sequence[str]:
+    """Return the files that a pattern stands for; of a name that is none, or that there is a file of, itself."""
+    if not glob.has_magic(name) or os.path.exists(name):
+        return [name]
+    fitting = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
+    if not fitting:
+        raise DataError(f"no file fits {name}")
+    return fitting
+
+
+def _keep_standard_input(context: typer.Context) -> str:
+    """Write standard input to a file, for data is read several times, and by several processes; return its name."""
+    root = context.find_root()
+    if STANDARD_INPUT in root.meta:
+        raise UsageError("'-' is named twice: standard input can be read once")
+    folder = Path(tempfile.mkdtemp(prefix="paceline-stdin-"))
+    root.meta[STANDARD_INPUT] = folder
+    context.call_on_close(lambda: shutil.rmtree(folder, ignore_errors=True))
+    path = folder / "stdin"
+    try:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+            shutil.copyfileobj(sys.stdin.buffer, out, 1 << 20)
+    except OSError as error:
+        raise DataError(f"standard input cannot be kept in {folder}: {error.strerror or error}") from error
+    with open(path, "rb") as file:
+        head = file.read(4)
+    size = path.stat().st_size
+    if not size:
+        raise DataError("standard input is empty: it has no line to read")
+    for magic, suffix in _MAGICS.items():
+        if head.startswith(magic):
+            path = path.rename(path.with_suffix(suffix))
+    typer.echo(f"paceline: standard input, {size:,} bytes, is kept in {path} while this command runs", err=True)
+    return str(path)

@@ -1,0 +1,68 @@
+"""How data files are named: patterns, and standard input."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from paceline import cli
+from paceline.cli.data_arguments import expand_pattern
+
+TEXT = b"".join(b"%d %d:1 7:2\n" % (i % 2, i) for i in range(200))
+
+
+def test_patterns_stand_for_the_files_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.svm", "a.svm", "[x].svm", "a.tsv"):
+        Path(name).touch()
+    Path("c.svm").mkdir()
+    assert expand_pattern("*.svm") == ["[x].svm", "a.svm", "b.svm"]
+    assert expand_pattern("[x].svm") == ["[x].svm"]
+    assert expand_pattern("?.tsv") == ["a.tsv"]
+    assert expand_pattern("missing.svm") == ["missing.svm"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_standard_input_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_packed: bool
+) -> None:
+    """Packed or not; it is told, and the file goes with the command."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
+    data = gzip.compress(TEXT) if is_packed else TEXT
+    for arguments in (["describe", "-", "--json"], ["convert", "-", str(tmp_path / "out"), "--json"]):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+        cli.main()
+        said = capsys.readouterr()
+        assert f"paceline: standard input, {len(data):,} bytes, is kept in {tmp_path}" in said.err
+        found = json.loads(said.out)
+        assert found.get("format", "libsvm") == "libsvm"
+        assert found.get("examples", 200) == 200
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "status", "said"),
+    [(["-"], b"", 1, "standard input is empty"), (["-", "-"], TEXT, 2, "'-' is named twice")],
+)
+def test_standard_input_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    text: bytes,
+    status: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    monkeypatch.setattr(sys, "argv", ["paceline", "describe", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, said in capsys.readouterr().err) == (status, True)
