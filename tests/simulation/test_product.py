@@ -15,7 +15,7 @@ from paceline.simulation.product.truth import Truth, Violation
 from paceline.tables.sparse_part import SparsePart
 
 SEEDS = range(24)
-DEFECT_SEEDS = range(200)
+DEFECT_SEEDS = (16, 17, *range(200))  # those that find each of the defects below, so far, come first
 
 
 def test_nothing_promised_is_broken() -> None:

@@ -75,7 +75,7 @@ def test_voters_that_have_ended_are_found_though_no_newer_view_names_them() -> N
 def test_every_kind_of_fault_fires() -> None:
     fired: Counter[str] = Counter()
     of_schedulers = ("crash-server", "crash-scheduler", "second-scheduler", "partition")  # what seldom happens else
-    for seed in SEEDS:
+    for seed in (98, 26, *SEEDS):  # the first two have what is rarest, so far
         fired += Cluster(seed, num_faults=24).run().fired
         fired += Cluster(seed, num_faults=24, faults=of_schedulers).run().fired
         if all(fired[kind] for kind in (*KINDS, *FOLLOWING)):

@@ -40,11 +40,8 @@ def test_kernel_and_twin_agree(case: ArrayCase) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[pytest.mark.thorough] * (case.dim == 3 and case.num_rows == 5000), id=case.label)
-        for case in SPARSE_CASES
-        if case.num_rows <= 5000
-    ],
+    [case for case in SPARSE_CASES if case.num_rows <= 5000],
+    ids=lambda case: case.label,
 )
 def test_sparse_table_and_twin_agree(case: SparseCase) -> None:
     if numba.config.DISABLE_JIT and case.dim > 1:  # type: ignore[attr-defined]

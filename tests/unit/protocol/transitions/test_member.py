@@ -14,6 +14,8 @@ from ..scheduler.toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, Wire  # no
 from .watching import Sight, Watch
 
 START_S = 100.0
+RARE = (35, 41, 133, 747, 1313, 1420, 1779, 1882, 3684)
+"""The seeds of runs that have, between them, what fewer than one in fifty have; others are tried should that change."""
 
 Cause: TypeAlias = events.Event | str
 Told: TypeAlias = tuple[Cause, events.Instruction | None]
@@ -242,11 +244,11 @@ class Run:
 
 
 def test_the_core_does_to_incarnations_what_its_table_says() -> None:
-    watch, random = Watch(MEMBER), Random(3)
-    for number in range(5000):
+    watch = Watch(MEMBER)
+    for number, seed in enumerate((*RARE, *range(5000))):
         if number >= 200 and watch.has_seen_all:
             break
-        run = Run(random, watch)
+        run = Run(Random(seed), watch)
         for _ in range(60):
             run.step()
     watch.ends()
