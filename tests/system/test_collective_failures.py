@@ -31,7 +31,7 @@ _OFTEN = {"shared memory": ("dies", "is stopped", "calls another"), "network": (
 _ALSO_OF_THE_FIRST = ("all_reduce", "gather", "send and recv", "recv in a chain", "split", "subgroup")
 """Rank 0 serves the store, and leads a host."""
 _OFTEN_WHATEVER_FAILS = ("all_reduce, large", "broadcast", "recv from any", *_ALSO_OF_THE_FIRST)
-"""What waits in ways of its own. Others are often waited in for one that dies, and in ``make thorough`` for all else."""
+"""What waits in ways of its own. In the others ranks often wait for one that dies; in `make thorough`, for all else."""
 
 
 @pytest.fixture(scope="module")

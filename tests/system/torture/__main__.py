@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from tests.warm import processes
 
 from paceline.launch import prepare_kernels
 
@@ -93,7 +94,7 @@ def be_run(path: Path) -> int:
     threading.Thread(target=watch, daemon=True).start()
     settings = msgspec.json.decode(path.read_bytes(), type=Settings)
     began = time.monotonic()
-    with open(path.with_name("story"), "w", buffering=1) as story:
+    with processes.zygotes(), open(path.with_name("story"), "w", buffering=1) as story:
         outcome = Run(settings, lambda text: print(f"{time.monotonic() - began:7.2f} {text}", file=story)).carry_out()
     path.with_name("outcome.json").write_bytes(msgspec.json.encode(outcome))
     return 0

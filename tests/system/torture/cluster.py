@@ -10,9 +10,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
+from tests.warm.processes import WarmProcess
 
 from paceline.errors import PacelineError
 from paceline.ps import Client, messages
@@ -64,7 +66,7 @@ class Node:
     number: int
     host: int
     port: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | WarmProcess
     log: Path
     is_wrapped: bool
     """Whether what was started is ``unshare``, and the process its child."""
@@ -178,18 +180,18 @@ class Cluster:
 
     def _start(self, role: str, host: int, port: int, words: list[str]) -> Node:
         number = sum(node.role == role for node in self.nodes)
-        within = [] if self.network is None else self.network.within(host)
-        if self.settings.is_apart:
-            within += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        namespace = None if self.network is None else self.network.namespace(host)
         log = self.folder / f"{role}-{number}.log"
+        process: subprocess.Popen[bytes] | WarmProcess
         with open(log, "wb") as out:
-            process = subprocess.Popen(
-                [*within, sys.executable, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-            )
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out.fileno(), "stderr": subprocess.STDOUT}
+            if self.settings.is_apart:
+                within = [] if namespace is None else ["nsenter", f"--net={namespace}"]
+                within += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+                command = [*within, sys.executable, *words]
+                process = subprocess.Popen(command, env=self._environment, **streams)
+            else:
+                process = WarmProcess(words, within=namespace, env=self._environment, **streams)
         node = Node(role, number, host, port, process, log, self.settings.is_apart)
         self.nodes.append(node)
         return node
