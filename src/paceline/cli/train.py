@@ -51,6 +51,10 @@ def train(
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
     numeric_scale: options.NumericScale = "auto",
+    interactions: Annotated[
+        str | None,
+        typer.Option(help="Columns whose values are features together: C1:C2,C3:*,C4:C5:C6; * is every column."),
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
     ] = None,
@@ -177,6 +181,7 @@ def train(
     from paceline.errors import UsageError
     from paceline.launch.train.options import ExampleWeights, PassOptions, TrafficFilters, TrainOptions
     from paceline.launch.train.training_run import run_training
+    from paceline.models.interactions import Interactions
     from paceline.models.registry import make_model
     from paceline.models.schedules import RatePlan, parse_schedule
     from paceline.models.softmax import parse_classes
@@ -215,6 +220,7 @@ def train(
                 factor_l2=factor_l2,
                 factor_min_count=factor_min_count,
                 classes=None if classes is None else parse_classes(classes),
+                interactions=None if interactions is None else Interactions(text=interactions),
             ),
             evaluation=evaluation or (),
             format=format,

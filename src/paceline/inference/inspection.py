@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from paceline.data import Columns
-from paceline.data.feature_names import find_feature_names
 from paceline.errors import UsageError
 from paceline.inference.weights import Weights, read_weights
+from paceline.launch.train.feature_names import name_features
+from paceline.models.interactions import Interactions
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.tables.types import Doubles, Floats, Keys
 
@@ -122,7 +123,8 @@ def inspect_model(
 def name_weights(summary: ModelSummary, files: Sequence[str], format: str, columns: Columns | None) -> ModelSummary:
     """Return the summary with the names of its largest weights, as far as the features occur in data files."""
     keys = [each.key for table in summary.tables for each in table.largest_weights]
-    names = find_feature_names(files, format, columns, np.array(keys, np.uint64))
+    interactions = Interactions.of(summary.description.get("interactions"))
+    names = name_features(files, format, columns, interactions, np.array(keys, np.uint64))
     tables = [
         dataclasses.replace(
             table,

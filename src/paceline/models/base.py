@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.dedup import dedup, scratch_size
+from paceline.models.interactions import Interactions
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import ExampleSums
 from paceline.ps import Client, SparseTable
@@ -138,6 +139,7 @@ class KeyedMinibatch(Minibatch):
         return (self._rows.keys,)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseModel(ABC):
     """A model with its settings. Abstract: subclasses are frozen dataclasses whose fields are fit for JSON."""
 
@@ -160,6 +162,12 @@ class SparseModel(ABC):
     is_tuned: ClassVar[bool] = False
     """Whether :mod:`paceline.models.tuning` knows how to find settings of a training on a sample."""
 
+    interactions: Interactions | None = None
+    """The columns whose values are features together too."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "interactions", Interactions.of(self.interactions))
+
     @property
     @abstractmethod
     def tables(self) -> tuple[ModelTable, ...]:
@@ -170,9 +178,17 @@ class SparseModel(ABC):
         """How many numbers a prediction is."""
         return 1
 
-    @abstractmethod
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
-        """Return a batch ready for arithmetic."""
+        """Return a batch as it was read ready for arithmetic, with all that is made of its features."""
+        return self._to_minibatch(self.crossed(batch), scratch)
+
+    def crossed(self, batch: Batch) -> Batch:
+        """Return a batch with its interactions."""
+        return batch if self.interactions is None else self.interactions.apply(batch)
+
+    @abstractmethod
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+        """Return a batch whose interactions are there ready for arithmetic."""
 
     @abstractmethod
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
@@ -188,7 +204,7 @@ class SparseModel(ABC):
             return self
         fresh = type(self)()
         known = {name: getattr(former, name) for name in self.found if getattr(self, name) == getattr(fresh, name)}
-        model: SparseModel = dataclasses.replace(self, **known)  # type: ignore[type-var]
+        model: SparseModel = dataclasses.replace(self, **known)
         return model
 
     def calibrated(self, labels: Floats, predictions: Floats) -> SparseModel:
@@ -197,7 +213,9 @@ class SparseModel(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Return kind and settings, as they travel and stand in manifests."""
-        settings: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        settings: dict[str, Any] = dataclasses.asdict(self)
+        if self.interactions is None:
+            del settings["interactions"]
         return {"kind": self.name, **settings}
 
 

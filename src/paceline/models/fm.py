@@ -110,6 +110,7 @@ class FactorizationMachine(ClickProbabilityModel):
     factor_min_count: int = 300
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.dim <= MAX_FACTORS:
             raise UsageError(f"--dim {self.dim}: expected 1 to {MAX_FACTORS:,} factors")
         if not 0 <= self.factor_min_count <= _MOST_COUNTED:
@@ -128,5 +129,5 @@ class FactorizationMachine(ClickProbabilityModel):
         return ModelTable("fm"), factors, ModelTable("fm counts", update=SGD(lr=1.0))
 
     @override
-    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
         return FactorizationMinibatch(self, batch, scratch)

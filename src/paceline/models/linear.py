@@ -5,6 +5,7 @@ The bias is the weight of a key of its own. Gradients are summed over the miniba
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -19,6 +20,7 @@ from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearModel(SparseModel):
     """A model of one weight per feature. Abstract: a loss is missing."""
 
@@ -30,7 +32,7 @@ class LinearModel(SparseModel):
         return (ModelTable(self.name),)
 
     @override
-    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
         return LinearMinibatch(self, batch, scratch)
 
     @abstractmethod

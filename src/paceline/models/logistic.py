@@ -70,5 +70,5 @@ class LogisticRegression(ClickProbabilityModel):
         return (ModelTable("lr"),)
 
     @override
-    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
         return LogisticMinibatch(batch, scratch, self.offset)

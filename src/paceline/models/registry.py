@@ -44,7 +44,7 @@ def read_model_settings(described: Mapping[str, Any]) -> SparseModel:
 
 
 def _settings_of(kind: type[SparseModel]) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def describe_settings(described: Mapping[str, Any]) -> str:

@@ -73,6 +73,7 @@ class SoftmaxRegression(SparseModel):
     classes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         classes = tuple(sorted(self.classes))
         object.__setattr__(self, "classes", classes)
         if not classes:
@@ -109,7 +110,7 @@ class SoftmaxRegression(SparseModel):
         return dataclasses.replace(self, classes=tuple(int(each) for each in found))
 
     @override
-    def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
         return SoftmaxMinibatch(self, batch, scratch)
 
     @override

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.kernels import checksum, combine, csr, dedup, dense, filters, index, scaling, shared, sparse
+from paceline.kernels import checksum, combine, csr, dedup, dense, filters, index, interactions, scaling, shared, sparse
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
 from paceline.kernels.text import csv, lines
@@ -53,6 +53,7 @@ KERNELS: tuple[Any, ...] = (
     *logistic_pass.KERNELS,
     *rule_kernels.KERNELS,
     *checksum.KERNELS,
+    *interactions.KERNELS,
     *scaling.KERNELS,
     *shared.KERNELS,
     *csv.KERNELS,
@@ -87,6 +88,7 @@ def compile_rest() -> None:
     _compile_batch()
     logistic_pass.compile_kernels()
     checksum.compile_kernels()
+    interactions.compile_kernels()
     scaling.compile_kernels()
     lines.compile_kernels()
     csv.compile_kernels()

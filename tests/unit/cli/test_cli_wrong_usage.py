@@ -62,6 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --patience 3", 2, "--patience is for a validation file: give one with --validation"),
         ("train good.tsv --schedule cosine", 2, "change a rate that multiplies steps, and ftrl has none"),
         ("train good.tsv --schedule cosin --update sgd", 2, "--schedule cosin: expected one of constant, linear"),
+        ("train good.tsv --interactions C1:C99", 2, "there is no column 'C99'; the columns are I1, I2"),
         ("train nolabel.csv", 2, "so say which is the label"),
         ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
         ("train some.csv --numeric b", 2, "need --label"),

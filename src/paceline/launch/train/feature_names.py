@@ -1,15 +1,23 @@
-"""The names of a model's features, kept beside it: ``paceline train --feature-names``."""
+"""What the features of a model are called, those of several columns too (``country=fr^device=phone``).
+
+They are kept beside a model: ``paceline train --feature-names``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from paceline.data import Dataset
+from paceline.data import Columns, Dataset, open_dataset
 from paceline.data.feature_names import find_feature_names, write_feature_names
 from paceline.errors import ModelError
+from paceline.models.interactions import Interactions
 from paceline.models.stored import read_stored_model
+from paceline.tables.types import Keys
+
+_ROWS = 4096
 
 
 def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
@@ -18,8 +26,45 @@ def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
     table = stored.tables[0]
     pieces = [keys[records[:, : table.spec.dim].any(axis=1)] for keys, records in stored.records(table)]
     keys = np.concatenate([np.empty(0, np.uint64), *pieces])
-    names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
+    interactions = Interactions.of(stored.described.get("interactions"))
+    names = name_features(dataset.files, dataset.format, dataset.columns, interactions, keys)
     try:
         write_feature_names(Path(directory), names)
     except OSError as error:
         raise ModelError(f"cannot keep the names of features in {directory}: {error.strerror or error}") from None
+
+
+def name_features(
+    files: Sequence[str], format: str, columns: Columns | None, interactions: Interactions | None, wanted: Keys
+) -> dict[int, str]:
+    """Return the names of those of the `wanted` keys that occur in the files, as :func:`find_feature_names` does.
+
+    Where there are interactions the data is read once more before that.
+    """
+    if interactions is None:
+        return find_feature_names(files, format, columns, wanted)
+    parts = _find_parts(files, format, columns, interactions, wanted)
+    single = np.array(sorted({part for of in parts.values() for part in of}), np.uint64)
+    names = find_feature_names(files, format, columns, np.union1d(wanted, single))
+    found = {key: names[key] for key in wanted.tolist() if key in names}
+    for key, of in parts.items():
+        if all(part in names for part in of):
+            found[key] = "^".join(names[part] for part in of)
+    return found
+
+
+def _find_parts(
+    files: Sequence[str], format: str, columns: Columns | None, interactions: Interactions, wanted: Keys
+) -> dict[int, tuple[int, ...]]:
+    """Return the keys that each wanted cross is made of, as far as it occurs."""
+    found: dict[int, tuple[int, ...]] = {}
+    missing = np.unique(wanted)
+    with open_dataset(files, format, columns, labels="numbers") as dataset:
+        for batch in dataset.batches(_ROWS):
+            rows = interactions.apply(batch)
+            is_wanted = np.isin(rows.keys, missing)
+            has_wanted = np.add.reduceat(is_wanted, rows.indptr[:-1]) > 0 if len(is_wanted) else is_wanted
+            for key, of in interactions.parts_of(batch.take(np.flatnonzero(has_wanted))):
+                found[key] = of
+            missing = np.setdiff1d(missing, np.fromiter(found, np.uint64, len(found)))
+    return {key: found[key] for key in wanted.tolist() if key in found}

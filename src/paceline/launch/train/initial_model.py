@@ -88,12 +88,16 @@ def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
     if kind != wanted.name:
         raise UsageError(f"the model in {stored.directory} is of kind {kind!r}: train it further with --model {kind}")
     found = read_model_settings(stored.described)
+    kept, asked = found.interactions, wanted.interactions
+    if kept is not None and asked is not None and kept.text == asked.text:
+        wanted = dataclasses.replace(wanted, interactions=kept)
     before, now, usual = found.describe(), wanted.describe(), type(wanted)().describe()
     for name, value in now.items():
-        if value not in (before[name], usual[name]):
+        former = before.get(name)
+        if value not in (former, usual.get(name)):
             raise UsageError(
-                f"the model in {stored.directory} has {name}={before[name]}, and {name}={value} is wanted: train it "
-                "further with the same"
+                f"the model in {stored.directory} has {name}={former}, and {name}={value} is wanted: train it further "
+                "with the same"
             )
     return found
 

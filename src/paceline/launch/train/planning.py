@@ -69,11 +69,12 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
     model = options.model
     if model.labels == "clicks":  # what others must know of the labels, they know by now
         model = model.starting_from(sample.batch.labels)
-    update = rule_of(options.update, suggested_alpha(sample), L1)
+    crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
+    update = rule_of(options.update, suggested_alpha(crossed), L1)
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples)
     epochs = options.epochs
     if model.is_tuned and isinstance(update, FTRL) and (epochs is None or options.adapt == "widely"):
-        epochs, update = _tuned(options, sample, model.describe()["offset"], batch_size, update, is_sorted=is_sorted)
+        epochs, update = _tuned(options, crossed, model.describe()["offset"], batch_size, update, is_sorted=is_sorted)
     return TrainingPlan(
         model=model,
         epochs=epochs or max(_EPOCHS, min(-(-_EXAMPLES // sample.num_examples), _MOST_EPOCHS)),

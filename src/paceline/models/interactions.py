@@ -1,0 +1,135 @@
+"""Interactions: features that stand for values of two or three columns together, such as `country^device`.
+
+They are made of the columns' keys while a minibatch is prepared, for training, evaluation and prediction alike; data
+and caches do not hold them. A model keeps what it needs for that in its settings: the text that a user wrote, and the
+columns in the order in which rows have them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch, Columns
+from paceline.data.feature_names import CRITEO_NAMES
+from paceline.errors import UsageError
+from paceline.kernels.text.reference import name_seed
+from paceline.tables.types import Keys
+
+MAX_ORDER: Final = 3
+MAX_CROSSES: Final = 10_000
+_ANY = "*"
+_NO_VALUES = np.empty(0, np.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interactions:
+    """Which columns are crossed. Raises UsageError for a text that means none, and for columns that are not there."""
+
+    text: str
+    """``C1:C2,C3:*``: crosses of two or three columns; ``*`` stands for every column."""
+    categorical: tuple[str, ...] = ()
+    """The columns of the data; none until they are known (:meth:`of_columns`)."""
+    numeric: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("categorical", "numeric"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for cross in self.text.split(","):
+            parts = cross.split(":")
+            if not 2 <= len(parts) <= MAX_ORDER or not all(parts):
+                raise UsageError(
+                    f"--interactions {self.text}: expected two or three columns as in C1:C2,C3:*, and {cross!r} is none"
+                )
+        if self.categorical or self.numeric:
+            _ = self.crosses  # which are checked
+
+    @classmethod
+    def of(cls, settings: Any) -> Interactions | None:
+        """Return the interactions that `settings` are, or are the fields of, as JSON has them."""
+        return settings if settings is None or isinstance(settings, cls) else cls(**settings)
+
+    def of_columns(self, format: str, columns: Columns | None) -> Interactions:
+        """Return these interactions of the columns of some data."""
+        if columns is not None:
+            return dataclasses.replace(self, categorical=columns.categorical, numeric=columns.numeric)
+        if format != "criteo":
+            raise UsageError(f"--interactions {self.text}: {format} has no columns to cross; leave it out")
+        return dataclasses.replace(self, categorical=CRITEO_NAMES)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns, in the order in which rows have them."""
+        return (*self.categorical, *self.numeric)
+
+    @cached_property
+    def crosses(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the columns that are crossed, rising, each set of them once."""
+        numbers = {name: number for number, name in enumerate(self.columns)}
+        found: dict[tuple[int, ...], None] = {}
+        for cross in self.text.split(","):
+            choices: list[Iterable[int]] = []
+            for name in cross.split(":"):
+                if name != _ANY and name not in numbers:
+                    raise UsageError(
+                        f"--interactions {self.text}: there is no column {name!r}; the columns are "
+                        f"{', '.join(self.columns)}"
+                    )
+                choices.append(range(len(numbers)) if name == _ANY else (numbers[name],))
+            before = len(found)
+            for chosen in itertools.product(*choices):
+                if len(set(chosen)) == len(chosen):
+                    found[tuple(sorted(chosen))] = None
+                if len(found) > MAX_CROSSES:
+                    raise UsageError(f"--interactions {self.text}: more than {MAX_CROSSES:,} crosses; name fewer")
+            if len(found) == before and _ANY not in cross and len(set(cross.split(":"))) < len(cross.split(":")):
+                raise UsageError(f"--interactions {self.text}: {cross!r} crosses a column with itself")
+        return tuple(found)
+
+    @cached_property
+    def _numeric_keys(self) -> Keys:
+        return np.array([name_seed(name) for name in self.numeric], np.uint64)
+
+    @cached_property
+    def _terms(self) -> npt.NDArray[np.int64]:
+        return np.array([(*cross, *([-1] * (MAX_ORDER - len(cross)))) for cross in self.crosses], np.int64)
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return the rows with the pairs of their crosses behind their own."""
+        from paceline.kernels.interactions import cross_features
+
+        terms = self._terms
+        most = len(batch.keys) + batch.num_examples * len(terms)
+        indptr, keys = np.empty(batch.num_examples + 1, np.int64), np.empty(most, np.uint64)
+        values = _NO_VALUES if batch.values is None else batch.values
+        out_values = np.empty(most if len(values) else 0, np.float32)
+        num_pairs = cross_features(
+            *(batch.indptr, batch.keys, values, len(self.categorical), self._numeric_keys, terms),
+            *(indptr, keys, out_values),
+        )
+        crossed = None if batch.values is None else out_values[:num_pairs]
+        return Batch(batch.labels, indptr, keys[:num_pairs], crossed, batch.weights)
+
+    def parts_of(self, batch: Batch) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the key of each cross of each row, and the keys that it was made of."""
+        rows, own = self.apply(batch), np.diff(batch.indptr)
+        for row in range(batch.num_examples):
+            start = int(rows.indptr[row])
+            first = rows.keys[start : start + own[row]].tolist()
+            crossed = iter(rows.keys[start + own[row] : rows.indptr[row + 1]].tolist())
+            by_column = self._by_column(first)
+            for cross in self.crosses:
+                if all(column in by_column for column in cross):
+                    yield next(crossed), tuple(by_column[column] for column in cross)
+
+    def _by_column(self, keys: Sequence[int]) -> dict[int, int]:
+        """Return a row's own keys by the number of the column."""
+        found = dict(enumerate(keys[: len(self.categorical)]))
+        numbers = {key: number for number, key in enumerate(self._numeric_keys.tolist(), len(self.categorical))}
+        return found | {numbers[key]: key for key in keys[len(self.categorical) :]}

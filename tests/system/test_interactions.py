@@ -1,0 +1,39 @@
+"""``paceline train --interactions``: what two columns say together, kept with the model and applied wherever it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+import paceline as package
+
+from .running import Commands
+
+
+def test_what_two_columns_say_together(paceline: Commands, tmp_path: Path) -> None:
+    """The label is the exclusive or of two columns, of which neither alone says anything."""
+    random = np.random.default_rng(7)
+    a, b, noise = random.integers(0, 2, (3, 4000))
+    lines = [f"{int(x != y)},v{x},w{y},{z}.5" for x, y, z in zip(a, b, noise, strict=True)]
+    data = tmp_path / "xor.csv"
+    data.write_text("\n".join(["label,a,b,noise", *lines]) + "\n")
+    common: list[str | Path] = ["train", data, "--label", "label", "--categorical", "a,b", "--numeric", "noise", "-q"]
+    common += ["--epochs", "2", "--workers", "1"]
+    found = paceline.succeed(
+        *common, "--interactions", "b:a", "--eval", data, "--save", "model", "--feature-names", "--json"
+    )
+    assert found.json["auc"] > 0.99
+    predicted = paceline.succeed("predict", "model", data, "-o", "out", "--json").json
+    assert predicted["auc"] > 0.99
+    model = package.load(tmp_path / "model")
+    assert (model.predict({"a": ["v0", "v1"], "b": ["w1", "w1"], "noise": [0.5, 0.5]}) > 0.5).tolist() == [True, False]
+    names = [
+        json.loads(line.split("\t")[1]) for line in (tmp_path / "model/feature-names.tsv").read_text().splitlines()
+    ]
+    assert {"a=v0^b=w0", "a=v0^b=w1", "a=v1^b=w0", "a=v1^b=w1"} <= set(names)
+    other = paceline.run(*common, "--init-from", "model", "--interactions", "a:noise")
+    assert other.status == 2
+    assert "train it further with the same" in other.err
+    assert paceline.succeed(*common, "--init-from", "model", "--eval", data, "--json").json["auc"] > 0.99

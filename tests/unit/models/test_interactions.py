@@ -1,0 +1,120 @@
+"""Interactions: which columns are crossed, the kernel against a loop in Python, and how models keep them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch, Columns
+from paceline.errors import UsageError
+from paceline.kernels.interactions import cross_keys
+from paceline.kernels.text.reference import name_seed
+from paceline.models.base import KeyScratch
+from paceline.models.interactions import Interactions
+from paceline.models.registry import make_model, read_model_settings
+
+COLUMNS = Columns("y", ("a", "b", "c"), ("x", "z"))
+
+
+def crosses_of(text: str) -> list[str]:
+    found = Interactions(text=text).of_columns("csv", COLUMNS)
+    return ["^".join(found.columns[number] for number in cross) for cross in found.crosses]
+
+
+@pytest.mark.parametrize(
+    ("text", "crosses"),
+    [
+        ("a:b", ["a^b"]),
+        ("b:a,a:b", ["a^b"]),
+        ("a:*", ["a^b", "a^c", "a^x", "a^z"]),
+        ("x:a,c:b:a", ["a^x", "a^b^c"]),
+        ("a:b:*", ["a^b^c", "a^b^x", "a^b^z"]),
+        ("*:*", ["a^b", "a^c", "a^x", "a^z", "b^c", "b^x", "b^z", "c^x", "c^z", "x^z"]),
+    ],
+)
+def test_which_columns(text: str, crosses: list[str]) -> None:
+    assert crosses_of(text) == crosses
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a", "expected two or three columns as in C1:C2"),
+        ("a:b:c:x", "and 'a:b:c:x' is none"),
+        ("a:,b:c", "and 'a:' is none"),
+        ("a:d", "there is no column 'd'; the columns are a, b, c, x, z"),
+        ("a:a", "'a:a' crosses a column with itself"),
+    ],
+)
+def test_no_crosses(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said.replace("*", r"\*")):
+        crosses_of(text)
+    with pytest.raises(UsageError, match="libsvm has no columns to cross"):
+        Interactions(text="a:b").of_columns("libsvm", None)
+    many = Columns("y", tuple(f"c{i}" for i in range(200)))
+    with pytest.raises(UsageError, match="more than 10,000 crosses"):
+        Interactions(text="*:*").of_columns("csv", many)
+
+
+def rows(*, has_values: bool, seed: int = 3) -> Batch:
+    """Random rows, as readers of csv give them: some numbers are missing."""
+    random, labels = np.random.default_rng(seed), np.zeros(50, np.float32)
+    numeric = [name_seed(name) for name in COLUMNS.numeric]
+    keys: list[int] = []
+    values: list[float] = []
+    indptr = [0]
+    for _ in labels:
+        present = [key for key in numeric if has_values and random.random() < 0.7]
+        keys += [*random.integers(0, 2**63, 3).tolist(), *present]
+        values += [1.0, 1.0, 1.0, *random.normal(size=len(present))]
+        indptr.append(len(keys))
+    given = np.array(values, np.float32) if has_values else None
+    return Batch(labels, np.array(indptr), np.array(keys, np.uint64), given, np.ones(50, np.float32))
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_the_kernel_and_a_loop(has_values: bool) -> None:
+    interactions = Interactions(text="a:b,c:x,x:z,a:b:z,b:c:a").of_columns("csv", COLUMNS)
+    batch = rows(has_values=has_values)
+    crossed = interactions.apply(batch)
+    numbers = {name_seed(name): number for number, name in enumerate(COLUMNS.numeric, 3)}
+    for row in range(batch.num_examples):
+        own = slice(*batch.indptr[row : row + 2])
+        pairs = list(
+            zip(batch.keys[own].tolist(), [1.0] * 5 if batch.values is None else batch.values[own], strict=False)
+        )
+        there = dict(enumerate(pairs[:3])) | {numbers[key]: (key, value) for key, value in pairs[3:]}
+        expected = list(pairs)
+        for cross in interactions.crosses:
+            if all(column in there for column in cross):
+                key, value = there[cross[0]]
+                for column in cross[1:]:
+                    key = int(cross_keys(np.uint64(key), np.uint64(there[column][0])))
+                    value = np.float32(value) * np.float32(there[column][1])
+                expected.append((key, value))
+        found = slice(*crossed.indptr[row : row + 2])
+        assert crossed.keys[found].tolist() == [key for key, _ in expected]
+        if crossed.values is not None:
+            np.testing.assert_array_equal(crossed.values[found], np.array([value for _, value in expected], np.float32))
+    assert (crossed.values is None) == (batch.values is None)
+    assert crossed.weights is batch.weights
+    of = dict(interactions.parts_of(batch))
+    assert set(of) == set(crossed.keys.tolist()) - set(batch.keys.tolist())
+    assert all(set(parts) <= set(batch.keys.tolist()) for parts in of.values())
+
+
+def test_the_order_of_columns_counts_in_a_key() -> None:
+    assert cross_keys(np.uint64(3), np.uint64(5)) != cross_keys(np.uint64(5), np.uint64(3))
+    assert cross_keys(np.uint64(3), np.uint64(5)) == cross_keys(np.uint64(3), np.uint64(5))
+
+
+@pytest.mark.parametrize("name", ["lr", "fm", "regression", "poisson"])
+def test_a_model_keeps_them(name: str) -> None:
+    model = make_model(name, interactions=Interactions(text="a:x").of_columns("csv", COLUMNS))
+    assert read_model_settings(json.loads(json.dumps(model.describe()))) == model
+    batch = rows(has_values=True)
+    minibatch = model.prepare(batch, KeyScratch())
+    assert len(minibatch.keys[0]) > len(np.unique(batch.keys)) + 1  # the bias
+    assert "interactions" not in make_model(name).describe()
