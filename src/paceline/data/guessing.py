@@ -12,8 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.data.columns import Columns, Guess, Guesses, find_label, resolve_label
 from paceline.data.dialect import is_missing, is_number
+from paceline.data.one_column import line_loss, table_loss
 from paceline.data.sampling import Sample
 from paceline.errors import UsageError
 
@@ -26,6 +30,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _PADDED = re.compile(r"[+-]?0[0-9]+")
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _BINS = 8
+_FEW_DISTINCT = "integers, few distinct"
 
 
 def guess_columns(path: str, sample: Sample, label: str | None = None, weight: str = "") -> Guesses:
@@ -37,11 +42,14 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
     sample = _without_copies(sample)
+    labels = sample.labels(label)
     for name, type in zip(sample.names, sample.types, strict=True):
         cells = sample.column(name)
         counts = Counter(cell for cell in cells if cell)
         known = "label" if name == label else "weight" if weight and name == weight else None
         kind, reason = judge_column(name, cells, counts, type) if known is None else (known, "")
+        if reason == _FEW_DISTINCT and labels is not None and _is_quantity(cells, labels):
+            kind, reason = "numeric", f"{_FEW_DISTINCT}, and the label follows them evenly"
         guesses.append(_describe(name, kind, reason, counts))
     categorical, numeric = (
         tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric")
@@ -112,12 +120,21 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
     if is_named_code:
         return "categorical", "integers, named as codes"
     if num_distinct <= _FEW and num_rows >= _ROWS_PER_VALUE * num_distinct:
-        return "categorical", "integers, few distinct"
+        return "categorical", _FEW_DISTINCT
     if num_rows >= _ROWS_PER_VALUE * num_distinct and _are_far_from_zero(values):
         return "categorical", "integers, large and close together"
     if _are_codes(values):
         return "categorical", "integers that repeat as codes do"
     return "numeric", "integers"
+
+
+def _is_quantity(cells: Sequence[str], labels: npt.NDArray[np.float64]) -> bool:
+    """Whether a line explains the labels as well as a rate for each value does, its many parameters considered."""
+    rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and not math.isnan(labels[row])]
+    numbers, labels = np.array([int(cells[row]) for row in rows], np.float64), labels[rows]
+    logs = np.copysign(np.log1p(np.abs(numbers)), numbers)
+    line = min(line_loss(numbers, labels), line_loss(logs, labels))
+    return line <= table_loss(np.unique(numbers, return_inverse=True)[1], labels)
 
 
 def _is_counter(values: Sequence[int]) -> bool:

@@ -6,10 +6,14 @@ reached without unpacking all before it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import LABEL_WORDS, Columns, import_arrow
@@ -21,6 +25,7 @@ _PIECES = 64
 _PIECE_BYTES = 32 << 10
 _SAMPLED_GROUPS = 16
 _SAMPLED_ROWS = 16_000
+_MOST_CLASSES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,13 @@ class Sample:
         """The cells of a column."""
         at = self.names.index(name)
         return [row[at] for row in self.rows]
+
+    def labels(self, name: str) -> npt.NDArray[np.float64] | None:
+        """The labels in a column, NaN where there is none; None for 3 to 64 values: they may be classes or counts."""
+        found = [read_label(cell) for cell in self.column(name)]
+        if 2 < len({label for label in found if label is not None}) <= _MOST_CLASSES:
+            return None
+        return np.array([math.nan if label is None else label for label in found])
 
 
 def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = ()) -> Sample:
@@ -130,12 +142,12 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None = N
 
 def count_labels(cells: Iterable[str]) -> dict[float, int]:
     """How often each label is there; what is no label is passed over."""
-    counts: dict[float, int] = {}
-    for cell in cells:
-        value = float(cell) if is_number(cell) else LABEL_WORDS.get(cell.strip().lower())
-        if value is not None:
-            counts[value] = counts.get(value, 0) + 1
-    return counts
+    return dict(Counter(value for value in map(read_label, cells) if value is not None))
+
+
+def read_label(cell: str) -> float | None:
+    """The label that a cell holds: a number, or a word for one; None if neither."""
+    return float(cell) if is_number(cell) else LABEL_WORDS.get(cell.strip().lower())
 
 
 def spread(count: int, most: int) -> list[int]:

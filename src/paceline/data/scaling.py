@@ -14,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.dialect import is_missing, is_number
+from paceline.data.one_column import Doubles, line_loss
 from paceline.errors import UsageError
 
 NUMERIC_SCALES = ("auto", "standard", "log", "none")
 _HEAVY = 10.0  # the largest of 20,000 exponential variables lies 9 deviations above the mean
+_LEAST_ROWS = 20
+_EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +46,40 @@ def check_numeric_scale(how: str) -> None:
         raise UsageError(f"numeric scale {how!r}: expected one of {', '.join(NUMERIC_SCALES)}")
 
 
-def fit_scale(cells: Iterable[str], how: str = "auto") -> Scale:
-    """The scale of a column by some of its cells; `how` is ``auto``, ``standard`` or ``log``.
+def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = None) -> Scale:
+    """Return the scale of a column by some of its cells; `how` is ``auto``, ``standard`` or ``log``.
 
-    ``auto`` takes logarithms if a value lies more than 10 deviations from the mean, and less than half as many after
-    logarithms are taken.
+    ``auto`` takes logarithms if they explain the `labels` (float64, one for each cell; NaN where there is none) better
+    by 2 / rows nats a row or more, and not if they explain them worse by as much. Otherwise, and without labels, it
+    takes them if a value lies more than 10 deviations from the mean, and less than half as many after logarithms.
     """
-    numbers = [float(cell) for cell in cells if not is_missing(cell) and is_number(cell)]
-    numbers = [number for number in numbers if math.isfinite(number)]
+    cells = list(cells)
+    rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and is_number(cell)]
+    rows = [row for row in rows if math.isfinite(float(cells[row]))]
+    numbers = [float(cells[row]) for row in rows]
     logs = [math.copysign(math.log1p(abs(number)), number) for number in numbers]
     plain, farthest = _standardise(numbers)
     logged, farthest_log = _standardise(logs)
-    if how == "log" or (how == "auto" and farthest > max(_HEAVY, 2 * farthest_log)):
-        return Scale(True, *logged)
-    return Scale(False, *plain)
+    if how == "auto":
+        known = None if labels is None else labels[rows]
+        takes_logs = _explained_better(np.array(numbers), np.array(logs), known)
+        if takes_logs is None:
+            takes_logs = farthest > max(_HEAVY, 2 * farthest_log)
+    else:
+        takes_logs = how == "log"
+    return Scale(True, *logged) if takes_logs else Scale(False, *plain)
+
+
+def _explained_better(numbers: Doubles, logs: Doubles, labels: Doubles | None) -> bool | None:
+    """Return whether logarithms explain labels better; None if both do about alike."""
+    if labels is None:
+        return None
+    known = np.isfinite(labels)
+    if known.sum() < _LEAST_ROWS:
+        return None
+    numbers, logs, labels = numbers[known], logs[known], labels[known]
+    better = line_loss(numbers, labels) - line_loss(logs, labels)
+    return None if abs(better) * len(labels) < _EVIDENCE else better > 0
 
 
 def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:

@@ -98,7 +98,8 @@ def look_at(
     guesses = guess_columns(first, sample, label, weight or "") if columns is None else describe_named(sample, columns)
     taken = guesses.columns
     if numeric_scale != "none" and not taken.scales:
-        scales = tuple(fit_scale(sample.column(name), numeric_scale) for name in taken.numeric)
+        known = sample.labels(taken.label)
+        scales = tuple(fit_scale(sample.column(name), numeric_scale, known) for name in taken.numeric)
         taken = dataclasses.replace(taken, scales=scales)
     open_dataset(data, format, taken).close()
     labels = count_labels(sample.column(taken.label))

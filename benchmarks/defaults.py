@@ -1,0 +1,385 @@
+"""What `paceline train` chooses by itself, beside tuned peers, on data that it was not made for.
+
+    pip install 'paceline[sklearn,bench]'
+    python benchmarks/defaults.py [names...] [--peers peers.json] [--json] [-- --workers 4 --consistency asp]
+
+Each data set is generated with a known truth, with 20,000 rows or more to test on, and trained by `paceline train` as
+it is, with what stands behind `--` as further options. The peer is the best **on the test rows** of scikit-learn's
+logistic regression (7 L2 penalties, and 7 L1 penalties on small data; numbers standardised, divided by the root of
+their mean square, or logarithms of them) and of 3 settings of Vowpal Wabbit where that is installed, so that it is a
+bound that nobody reaches without knowing the test rows. What the peers reached is kept in the file `--peers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import scipy.sparse as sp
+from sklearn.datasets import dump_svmlight_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.preprocessing import OneHotEncoder
+
+Reals = npt.NDArray[np.float64]
+PENALTIES = 10.0 ** np.arange(-4, 3)
+SMALL = 1_500_000  # pairs, up to which L1 penalties are tried as well
+TEST_ROWS = 20_000
+ALLOWED = 0.003
+
+
+@dataclass
+class Table:
+    """Rows with labels: `x` numbers, dense or sparse, or `numbers` and `categories` by column."""
+
+    labels: npt.NDArray[np.int64]
+    x: Any = None
+    numbers: dict[str, Reals] = field(default_factory=dict)
+    categories: dict[str, npt.NDArray[np.str_]] = field(default_factory=dict)
+
+    def take(self, rows: Any) -> Table:
+        """Return some of the rows."""
+        return Table(
+            self.labels[rows],
+            None if self.x is None else self.x[rows],
+            {name: column[rows] for name, column in self.numbers.items()},
+            {name: column[rows] for name, column in self.categories.items()},
+        )
+
+    def write(self, stem: Path) -> Path:
+        """Write a CSV file where there are columns, else libsvm."""
+        if self.x is not None:
+            path = stem.with_suffix(".libsvm")
+            dump_svmlight_file(self.x, self.labels, str(path), zero_based=False)
+            return path
+        path = stem.with_suffix(".csv")
+        columns: dict[str, list[str]] = {"label": self.labels.astype(str).tolist()}
+        columns |= {name: [f"{value:.6g}" for value in column] for name, column in self.numbers.items()}
+        columns |= {name: column.tolist() for name, column in self.categories.items()}
+        rows = (",".join(row) for row in zip(*columns.values(), strict=True))
+        path.write_text("\n".join([",".join(columns), *rows]) + "\n")
+        return path
+
+
+Generator = Callable[[np.random.Generator, int], Table]
+SETS: dict[str, tuple[int, Generator]] = {}
+
+
+def data_set(rows: int) -> Callable[[Generator], Generator]:
+    """Enter a generator under its name, with the number of its training rows."""
+
+    def enter(generator: Generator) -> Generator:
+        SETS[generator.__name__.replace("_", "-")] = (rows, generator)
+        return generator
+
+    return enter
+
+
+def draw(rng: np.random.Generator, margins: Reals, *, rate: float = 0.35, strength: float = 1.5) -> Any:
+    """Draw labels of which about `rate` are 1, by margins brought to a standard deviation of `strength`."""
+    margins = (margins - margins.mean()) / margins.std() * strength
+    low, high = -20.0, 20.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 / (1 + np.exp(-margins - middle))).mean() < rate else (low, middle)
+    return (rng.random(len(margins)) < 1 / (1 + np.exp(-margins - low))).astype(np.int64)
+
+
+@data_set(500)
+def dense_small(rng: np.random.Generator, n: int) -> Table:
+    x = rng.standard_normal((n, 10))
+    return Table(draw(rng, x @ rng.standard_normal(10)), x)
+
+
+@data_set(20_000)
+def dense_unscaled(rng: np.random.Generator, n: int) -> Table:
+    x = rng.standard_normal((n, 20))
+    labels = draw(rng, x @ rng.standard_normal(20))
+    return Table(labels, x * 10.0 ** rng.uniform(-3, 4, 20) + 10.0 ** rng.uniform(-2, 3, 20))
+
+
+@data_set(20_000)
+def dense_correlated(rng: np.random.Generator, n: int) -> Table:
+    factors = rng.standard_normal((n, 8))
+    x = factors @ rng.standard_normal((8, 100)) + 0.3 * rng.standard_normal((n, 100))
+    return Table(draw(rng, x @ rng.standard_normal(100)), x)
+
+
+@data_set(420)
+def small_and_wide(rng: np.random.Generator, n: int) -> Table:
+    x = rng.standard_normal((n, 200))
+    return Table(draw(rng, x @ (rng.standard_normal(200) * (rng.random(200) < 0.2)), strength=2.5), x)
+
+
+@data_set(2_000)
+def few_of_many(rng: np.random.Generator, n: int) -> Table:
+    x = rng.standard_normal((n, 500))
+    return Table(draw(rng, x[:, :6] @ rng.standard_normal(6), strength=2.0), x)
+
+
+@data_set(80)
+def far_wider_than_long(rng: np.random.Generator, n: int) -> Table:
+    factors = rng.standard_normal((n, 5))
+    x = factors @ rng.standard_normal((5, 1000)) + 2 * rng.standard_normal((n, 1000))
+    return Table(draw(rng, factors @ rng.standard_normal(5), rate=0.5, strength=3.0), x)
+
+
+@data_set(300)
+def separable_small(rng: np.random.Generator, n: int) -> Table:
+    x = rng.standard_normal((n, 15))
+    return Table((x @ rng.standard_normal(15) > 0).astype(np.int64), x)
+
+
+@data_set(20_000)
+def heavy_tails(rng: np.random.Generator, n: int) -> Table:
+    logs = rng.standard_normal((n, 20))
+    return Table(draw(rng, logs @ rng.standard_normal(20)), np.exp(1.5 * logs))
+
+
+def text(rng: np.random.Generator, n: int, words: int = 30_000, length: float = 60.0) -> Any:
+    """Return counts of words, the commoner ones by Zipf's law."""
+    shares = 1.0 / np.arange(1, words + 1) ** 1.05
+    sizes = rng.poisson(length, n) + 1
+    drawn = rng.choice(words, sizes.sum(), p=shares / shares.sum())
+    x = sp.csr_matrix((np.ones(len(drawn)), (np.repeat(np.arange(n), sizes), drawn)), (n, words))
+    x.sum_duplicates()
+    return x
+
+
+@data_set(20_000)
+def text_tfidf(rng: np.random.Generator, n: int) -> Table:
+    x = text(rng, n)
+    x = x @ sp.diags(np.log(n / (1 + np.bincount(x.indices, minlength=x.shape[1]))).clip(0.1))
+    x = (sp.diags(1 / np.sqrt(x.multiply(x).sum(axis=1).A1)) @ x).tocsr()
+    return Table(draw(rng, x @ rng.standard_normal(x.shape[1])), x)
+
+
+@data_set(20_000)
+def text_counts(rng: np.random.Generator, n: int) -> Table:
+    x = text(rng, n)
+    return Table(draw(rng, x @ (rng.standard_normal(x.shape[1]) * (rng.random(x.shape[1]) < 0.1))), x)
+
+
+@data_set(50_000)
+def sparse_binary(rng: np.random.Generator, n: int) -> Table:
+    x = (sp.random(n, 300, 0.04, "csr", random_state=rng) > 0).astype(np.float64)
+    return Table(draw(rng, x @ rng.standard_normal(300), rate=0.03, strength=2.0), x)
+
+
+def categories(rng: np.random.Generator, n: int, sizes: tuple[int, ...]) -> tuple[dict[str, Any], Reals]:
+    """Return columns of categories, and each row's sum of the effects of its values."""
+    columns, margins = {}, np.zeros(n)
+    for at, size in enumerate(sizes):
+        shares = 1.0 / np.arange(1, size + 1) ** 0.9
+        drawn = rng.choice(size, n, p=shares / shares.sum())
+        names = np.array([f"v{value:x}" for value in rng.permutation(size)])
+        columns[f"c{at}"] = names[drawn]
+        margins += rng.standard_normal(size)[drawn]
+    return columns, margins
+
+
+@data_set(2_000)
+def categories_small(rng: np.random.Generator, n: int) -> Table:
+    columns, margins = categories(rng, n, (3, 8, 20, 50, 200))
+    return Table(draw(rng, margins), categories=columns)
+
+
+@data_set(100_000)
+def categories_many(rng: np.random.Generator, n: int) -> Table:
+    columns, margins = categories(rng, n, (2, 7, 24, 100, 1_000, 20_000))
+    return Table(draw(rng, margins, rate=0.2), categories=columns)
+
+
+@data_set(150_000)
+def rare_positives(rng: np.random.Generator, n: int) -> Table:
+    columns, margins = categories(rng, n, (5, 30, 300))
+    amount = rng.lognormal(3.0, 1.0, n)
+    return Table(draw(rng, margins + np.log(amount), rate=0.002, strength=2.0), None, {"amount": amount}, columns)
+
+
+@data_set(30_000)
+def mixed_columns(rng: np.random.Generator, n: int) -> Table:
+    columns, margins = categories(rng, n, (4, 12, 60))
+    age, income, score = rng.integers(18, 80, n) * 1.0, rng.lognormal(10, 0.8, n), rng.standard_normal(n)
+    margins = margins + 0.05 * age + 1.5 * np.log(income) + score
+    return Table(draw(rng, margins), None, {"age": age, "income": income, "score": score}, columns)
+
+
+@data_set(10_000)
+def heavy_tails_linear(rng: np.random.Generator, n: int) -> Table:
+    amounts = rng.lognormal(0, 1.3, (n, 6))
+    numbers = {f"amount{at}": amounts[:, at] for at in range(6)}
+    margins = (amounts @ np.array([0.5, -0.4, 0.3, -0.2, 0.4, 0.1])).clip(-12, 12)
+    return Table(draw(rng, margins, strength=2.0), None, numbers)
+
+
+@data_set(3_000)
+def few_valued_counts(rng: np.random.Generator, n: int) -> Table:
+    numbers = {f"n{at}": rng.poisson(3 + at, n) * 1.0 for at in range(8)}
+    weights = rng.standard_normal(8)
+    margins = np.sum([weight * column for weight, column in zip(weights, numbers.values(), strict=True)], axis=0)
+    return Table(draw(rng, margins), None, numbers)
+
+
+@data_set(60_000)
+def drifting(rng: np.random.Generator, n: int) -> Table:
+    x = (sp.random(n, 2_000, 0.01, "csr", random_state=rng) > 0).astype(np.float64)
+    first, last = rng.standard_normal((2, 2_000))
+    share = np.clip(np.arange(n) / (n - TEST_ROWS), 0, 1)  # it comes to rest before the test rows
+    return Table(draw(rng, (1 - share) * (x @ first) + share * (x @ last)), x)
+
+
+@data_set(40_000)
+def sorted_by_label(rng: np.random.Generator, n: int) -> Table:
+    table = mixed_columns(rng, n)
+    train, test = np.arange(n - TEST_ROWS), np.arange(n - TEST_ROWS, n)
+    return table.take(np.concatenate([train[np.argsort(table.labels[train], kind="stable")], test]))
+
+
+@data_set(20_000)
+def copies(rng: np.random.Generator, n: int) -> Table:
+    columns, margins = categories(rng, n, (10, 100, 1_000, 5_000))
+    table = Table(draw(rng, margins), categories=columns)
+    train = rng.integers(0, (n - TEST_ROWS) // 5, n - TEST_ROWS)  # five of each
+    return table.take(np.concatenate([train, np.arange(n - TEST_ROWS, n)]))
+
+
+def split(name: str) -> tuple[Table, Table]:
+    """Generate a data set: what is trained on, and what is tested on."""
+    rows, generator = SETS[name]
+    table = generator(np.random.default_rng(sum(name.encode())), rows + TEST_ROWS)
+    return table.take(np.arange(rows)), table.take(np.arange(rows, rows + TEST_ROWS))
+
+
+def designs(train: Table, test: Table) -> Iterator[tuple[Any, Any]]:
+    """Yield the matrices that a careful user of scikit-learn would try."""
+    if train.x is not None and sp.issparse(train.x):
+        scale = np.sqrt(train.x.multiply(train.x).mean(axis=0).A1)
+        yield train.x, test.x
+        yield tuple((each.x @ sp.diags(1 / np.where(scale > 0, scale, 1))).tocsr() for each in (train, test))  # type: ignore[misc]
+        return
+    one_hot = OneHotEncoder(handle_unknown="ignore")
+    parts: tuple[list[Any], list[Any]] = [], []
+    if train.categories:
+        one_hot.fit(np.column_stack(list(train.categories.values())))
+        for table, part in zip((train, test), parts, strict=True):
+            part.append(one_hot.transform(np.column_stack(list(table.categories.values()))))
+    dense = [each.x if each.x is not None else np.column_stack(list(each.numbers.values()) or [np.zeros(len(each.labels))]) for each in (train, test)]  # fmt: skip
+    plain, logs = lambda x: x, lambda x: np.sign(x) * np.log1p(np.abs(x))
+    for transform in (plain, logs) if train.numbers else (plain,):
+        numbers = [transform(each) for each in dense]
+        mean, scale = numbers[0].mean(axis=0), numbers[0].std(axis=0)
+        numbers = [(each - mean) / np.where(scale > 0, scale, 1) for each in numbers]
+        if train.categories:
+            yield tuple(sp.hstack([*part, each]).tocsr() for part, each in zip(parts, numbers, strict=True))  # type: ignore[misc]
+        else:
+            yield numbers[0], numbers[1]
+
+
+def best_peer(train: Table, test: Table, folder: Path) -> tuple[str, float]:
+    """Return the best peer on the test rows, and its AUC."""
+    found: list[tuple[float, str]] = []
+    for at, (x, x_test) in enumerate(designs(train, test)):
+        pairs = x.nnz if sp.issparse(x) else x.size
+        for ratio in (0.0, 1.0) if pairs <= SMALL else (0.0,):
+            for c in PENALTIES:
+                solver = "liblinear" if ratio or pairs > 20 * len(train.labels) else "lbfgs"
+                model = LogisticRegression(C=c, l1_ratio=ratio, solver=solver, max_iter=300)
+                auc = roc_auc_score(test.labels, model.fit(x, train.labels).decision_function(x_test))
+                found.append((float(auc), f"scikit-learn, design {at}, {'L1' if ratio else 'L2'}, C={c:g}"))
+    found += vowpal_wabbit(train, test, folder)
+    auc, name = max(found)
+    return name, auc
+
+
+def vowpal_wabbit(train: Table, test: Table, folder: Path) -> Iterator[tuple[float, str]]:
+    """Yield what Vowpal Wabbit reaches, where it is installed."""
+    try:
+        import vowpalwabbit  # noqa: F401, PLC0415
+    except ImportError:
+        return
+    for table, name in ((train, "train.vw"), (test, "test.vw")):
+        (folder / name).write_text("".join(vw_lines(table)))
+    program = """
+import sys, vowpalwabbit
+vowpalwabbit.Workspace(sys.argv[1] + f" --passes {sys.argv[2]} -c -k --holdout_off --quiet -d train.vw -f vw.model").finish()
+vowpalwabbit.Workspace("-t --quiet -i vw.model -d test.vw -p scores.txt").finish()
+"""
+    for options, passes in (("--loss_function logistic", 1), ("--loss_function logistic", 8), ("--loss_function logistic --ftrl", 4)):  # fmt: skip
+        command = [sys.executable, "-c", program, f"-b 22 {options}", str(passes)]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+        yield float(roc_auc_score(test.labels, np.loadtxt(folder / "scores.txt"))), f"vw {options} --passes {passes}"
+
+
+def vw_lines(table: Table) -> Iterator[str]:
+    x = None if table.x is None else sp.csr_matrix(table.x)
+    for row, label in enumerate(table.labels):
+        pairs = [] if x is None else zip(x.indices[x.indptr[row] : x.indptr[row + 1]], x.data[x.indptr[row] : x.indptr[row + 1]], strict=True)  # fmt: skip
+        words = [f"{key}:{value:.6g}" for key, value in pairs]
+        words += [f"{name}:{column[row]:.6g}" for name, column in table.numbers.items()]
+        words += [f"{name}={column[row]}" for name, column in table.categories.items()]
+        yield f"{1 if label else -1} | {' '.join(words)}\n"
+
+
+def train_as_it_is(train: Path, test: Path, options: list[str]) -> dict[str, Any]:
+    """Run the command; return what it says as JSON."""
+    command = [sys.executable, "-m", "paceline", "train", str(train), "--eval", str(test), "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    mine, options = sys.argv[1:], []
+    if "--" in mine:
+        options = mine[mine.index("--") + 1 :]
+        mine = mine[: mine.index("--")]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SETS)}; default: all")
+    parser.add_argument("--peers", type=Path, default=Path("peers.json"), help="where the peers' figures are kept")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(mine)
+    warnings.simplefilter("ignore")
+    peers = json.loads(arguments.peers.read_text()) if arguments.peers.exists() else {}
+    worse = []
+    for name in arguments.names or SETS:
+        with tempfile.TemporaryDirectory(prefix="paceline-defaults-") as folder:
+            train, test = split(name)
+            if name not in peers:
+                peers[name] = best_peer(train, test, Path(folder))
+                arguments.peers.write_text(json.dumps(peers, indent=1))
+            paths = [table.write(Path(folder, stem)) for table, stem in ((train, "train"), (test, "test"))]
+            result = train_as_it_is(paths[0], paths[1], options)
+        peer, auc = peers[name]
+        row = {
+            "name": name, "rows": len(train.labels), "auc": result["auc"], "less_peer": result["auc"] - auc,
+            "calibration": result["calibration"], "epochs": result["settings"]["epochs"],
+            "alpha": result["settings"].get("alpha"), "l1": result["settings"].get("l1"),
+            "seconds": result["seconds"], "peer": peer,
+        }  # fmt: skip
+        worse += [name] if row["less_peer"] < -ALLOWED else []
+        if arguments.json:
+            print(json.dumps(row), flush=True)
+        else:
+            print(
+                "{name:20} {rows:7,} rows  AUC {auc:.4f} ({less_peer:+.4f})  calibration {calibration:.3f}  "
+                "{epochs:2} passes, alpha {alpha:.3g}, L1 {l1:g}, {seconds:5.1f} s  peer: {peer}".format(**row),
+                flush=True,
+            )
+    if not arguments.json:
+        print(f"worse than the peer by more than {ALLOWED}: {', '.join(worse) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
