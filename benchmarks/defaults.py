@@ -305,7 +305,7 @@ def best_peer(train: Table, test: Table, folder: Path) -> tuple[str, float]:
 def vowpal_wabbit(train: Table, test: Table, folder: Path) -> Iterator[tuple[float, str]]:
     """Yield what Vowpal Wabbit reaches, where it is installed."""
     try:
-        import vowpalwabbit  # noqa: F401, PLC0415
+        import vowpalwabbit  # noqa: F401
     except ImportError:
         return
     for table, name in ((train, "train.vw"), (test, "test.vw")):

@@ -48,9 +48,10 @@ def table_loss(codes: npt.NDArray[np.int64], labels: Doubles) -> float:
 
 def _as_classes(labels: Doubles) -> Doubles | None:
     """Return labels of two values, or one, as 0 and 1; None if they have more."""
-    low, high = (labels.min(), labels.max()) if len(labels) else (0.0, 0.0)
-    is_high = labels == high
-    return None if not np.all(is_high | (labels == low)) else (is_high & (low < high)).astype(np.float64)
+    low, high = (float(labels.min()), float(labels.max())) if len(labels) else (0.0, 0.0)
+    is_high = np.asarray(labels == high)
+    is_either = is_high | np.asarray(labels == low)
+    return (is_high & (low < high)).astype(np.float64) if is_either.all() else None
 
 
 def _standardised(numbers: Doubles) -> Doubles:

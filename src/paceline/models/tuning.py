@@ -1,56 +1,41 @@
 """How long, and how fast, a logistic regression should be trained, found on a sample of its data.
 
-The sample's examples are trained on in this process, in the loop that servers and workers make up otherwise, but for a
-part that is held out; after each pass the loss on that part is taken, and the passes are those after which it hardly
-falls any more. What else is chosen is derived:
+Rules are tried by training in this process (:mod:`paceline.models.trial`). What else is chosen is derived:
 
 - FTRL's alpha is 0.35 or 0.7 / sqrt(x), whichever does better, x being the mean over examples of the sum of squared
   values: the number of features of an example where all values are 1. All of them move at once, so the more there are,
   the less each may. That is the global rate of "Normalized online learning" (Ross, Mineiro, Langford, UAI 2013, NG);
   its rates by feature are in the values, which have been brought to one scale (:mod:`paceline.data.key_scaling`).
 - A minibatch is a 64th of the examples, within 8 and 256, so that small data gives as many steps as it can.
-- Where labels stand in runs, as in a sorted file, shards are read many at a time, and the held-out examples are drawn
-  from everywhere. Otherwise they are the last ones: in logs, what is predicted comes later than what is learned.
+- L1 is 1; of small data, and where there are fewer than 20 examples for a feature, 100 and 300 are tried too: where few
+  of many features matter, nothing but a large penalty finds them. It must be better by more than chance.
+- Where labels stand in runs, as in a sorted file, shards are read many at a time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.data.batch import pairs_of
 from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.environment import num_cores
-from paceline.kernels.csr import csr_dot, logistic
-from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
+from paceline.models.trial import SMALL, SampleTrial, TriedRule
 from paceline.tables.rules import FTRL
-from paceline.tables.types import Floats
 
 RATE = 0.35
 L1 = 1.0
 RATES = (RATE, 0.7)
 WIDE_RATES = (0.2, *RATES)
 WIDE_L1 = (0.1, L1, 3.0)
-MAX_PASSES = 64
+SPARSE = ((0.7, 100.0), (1.4, 100.0), (1.4, 300.0))
+"""Rates and L1 penalties where few of many features may matter."""
+_EXAMPLES_PER_FEATURE = 20
 _LEAST_PASSES = 6
-_MAX_PAIR_VISITS = 150_000_000
-_SMALL = 5_000
-_FOLDS = 5
-_HELD_OUT = 8
 _SORTED = 0.7
-_SEPARATED = 0.01  # of that loss: labels are all but certain, and more passes make weights large, not right
-_TOLERANCE = 2e-4  # of the loss of who says the mean always: so much is not worth more passes
-
-_NONE = np.empty(0, np.float32)
-
-Positions = npt.NDArray[np.int64]
 
 
 def suggested_alpha(sample: ExampleSample, rate: float = RATE) -> float:
@@ -76,28 +61,43 @@ def is_sorted_by_label(sample: ExampleSample) -> bool:
     return float(np.average(within, weights=[len(run) for run in runs])) < _SORTED * total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriedRule:
-    """An update rule that was tried: after how many passes it was good enough, and its least loss."""
-
-    rule: FTRL
-    passes: int
-    loss: float
+def wants_sparsity(sample: ExampleSample) -> bool:
+    """Return whether there are so many features, for so few examples, that a large L1 penalty may suit them."""
+    unique, _ = distinct_keys(sample.batch.keys)
+    return sample.num_examples <= max(SMALL, _EXAMPLES_PER_FEATURE * len(unique))
 
 
 def tune(
-    sample: ExampleSample, offset: float, batch_size: int, rules: Sequence[FTRL], *, is_sorted: bool
+    sample: ExampleSample,
+    offset: float,
+    batch_size: int,
+    rules: Sequence[FTRL],
+    sparse_rules: Sequence[FTRL] = (),
+    *,
+    is_sorted: bool,
 ) -> list[TriedRule]:
-    """Try update rules, each for at most 64 passes, in threads; return what came of them, the best first.
+    """Try update rules, each for at most 64 passes, in threads; return what came of `rules`, the best first.
 
-    `offset` is what the model adds to every margin. Equal arguments give equal results.
+    The best of `sparse_rules` comes before them if it is better than they and than the base rate by more than chance;
+    the first of them has to be, or the others are not tried. `offset` is what the model adds to every margin. Equal
+    arguments give equal results.
     """
-    trial = _SampleTrial(sample, offset, batch_size, is_sorted=is_sorted)
+    trial = SampleTrial(sample, offset, batch_size, is_sorted=is_sorted)
     pool = ThreadPoolExecutor(num_cores())
     try:
-        return sorted(pool.map(trial.run, rules), key=lambda found: found.loss)
+        found = list(pool.map(trial.run, [*rules, *sparse_rules[:1]]))
+        usual = sorted(found[: len(rules)], key=_mean_loss)
+        bounds = (usual[0].losses, trial.base_losses())
+        sparse = [each for each in found[len(rules) :] if all(map(each.losses.is_below, bounds))]
+        if sparse:
+            sparse += pool.map(trial.run, sparse_rules[1:])
+        return sorted(sparse, key=_mean_loss)[:1] + usual
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, none is begun
+
+
+def _mean_loss(tried: TriedRule) -> float:
+    return tried.losses.mean
 
 
 def passes_for_all(passes: int, sample: ExampleSample) -> int:
@@ -108,84 +108,3 @@ def passes_for_all(passes: int, sample: ExampleSample) -> int:
     """
     needed = -(-passes * sample.batch.num_examples // max(sample.num_examples, 1))
     return min(passes, max(_LEAST_PASSES, needed))
-
-
-class _SampleTrial:
-    """The sample, its keys numbered, cut into what is trained on and what is held out."""
-
-    def __init__(self, sample: ExampleSample, offset: float, batch_size: int, *, is_sorted: bool) -> None:
-        batch = sample.batch
-        unique, self._ids = distinct_keys(batch.keys)
-        self._num_features = len(unique)
-        values, weights = (_NONE if each is None else each for each in (batch.values, batch.weights))
-        self._arrays = (batch.indptr, self._ids, values, batch.labels, weights)
-        self._offset, self._batch_size = offset, batch_size
-        rate = float(np.clip(batch.labels.mean(), 1e-6, 1 - 1e-6))
-        self._entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-        self._splits = [
-            (trained, _HeldOut(self._rows_of(held_out), batch.labels[held_out]))
-            for trained, held_out in self._split(batch.num_examples, is_sorted)
-        ]
-        num_pairs = max(len(batch.keys) * len(self._splits), 1)
-        self._max_passes = int(np.clip(_MAX_PAIR_VISITS // num_pairs, 1, MAX_PASSES))
-
-    def _split(self, n: int, is_sorted: bool) -> Iterator[tuple[Positions, Positions]]:
-        anywhere = np.random.default_rng(0).permutation(n)
-        if n <= _SMALL:
-            for fold in np.array_split(anywhere, min(_FOLDS, n)):
-                yield anywhere[~np.isin(anywhere, fold)], np.sort(fold)
-        elif is_sorted:
-            yield anywhere[n // _HELD_OUT :], np.sort(anywhere[: n // _HELD_OUT])
-        else:
-            yield np.arange(n - n // _HELD_OUT), np.arange(n - n // _HELD_OUT, n)
-
-    def run(self, rule: FTRL) -> TriedRule:
-        """Train by a rule, as long as it gets better."""
-        states = [_TrialState.fresh(self._num_features) for _ in self._splits]
-        hyper = np.array(rule.hyper)
-        found: list[float] = []
-        for passes in range(1, self._max_passes + 1):
-            losses = []
-            for state, (trained, held_out) in zip(states, self._splits, strict=True):
-                logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
-                losses.append(held_out.loss(np.ascontiguousarray(state.rows[:, 0]), self._offset))
-            found.append(float(np.mean(losses)))
-            if passes >= 1.3 * (1 + np.argmin(found)) + 3:
-                break
-        enough = max(min(found) + _TOLERANCE * self._entropy, _SEPARATED * self._entropy)
-        passes = 1 + next(i for i, loss in enumerate(found) if loss <= enough)
-        return TriedRule(rule=rule, passes=passes, loss=min(found))
-
-    def _rows_of(self, positions: Positions) -> tuple[Positions, npt.NDArray[np.int32], Floats]:
-        """Return some of the examples, as CSR."""
-        indptr, ids, values, _, _ = self._arrays
-        chosen, pairs = pairs_of(indptr, positions)
-        return chosen, ids[pairs], values[pairs] if len(values) else values
-
-
-class _HeldOut:
-    """Examples that the loss is taken on."""
-
-    def __init__(self, rows: tuple[Positions, npt.NDArray[np.int32], Floats], labels: Floats) -> None:
-        self._rows = rows
-        self._labels = labels
-
-    def loss(self, weights: Floats, offset: float) -> float:
-        """Return the mean log loss; the bias' weight is the last."""
-        out = np.empty((3, len(self._labels)), np.float32)
-        csr_dot(*self._rows, weights, out[0])
-        out[0] += np.float32(offset) + weights[-1]
-        return float(logistic(out[0], self._labels, out[1], out[2])) / max(len(self._labels), 1)
-
-
-class _TrialState(NamedTuple):
-    """A model that is tried: as :func:`logistic_pass` has it."""
-
-    rows: Floats
-    gradients: Floats
-    touched: npt.NDArray[np.uint8]
-
-    @classmethod
-    def fresh(cls, num_features: int) -> _TrialState:
-        n = num_features + 1
-        return cls(np.zeros((n, ROW_WORDS), np.float32), np.zeros(n, np.float32), np.zeros(n, np.uint8))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from paceline.data import open_dataset
 from paceline.data.batch import Batch
@@ -18,6 +18,7 @@ from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import (
     L1,
     RATES,
+    SPARSE,
     WIDE_L1,
     WIDE_RATES,
     is_sorted_by_label,
@@ -25,6 +26,7 @@ from paceline.models.tuning import (
     suggested_alpha,
     suggested_batch_size,
     tune,
+    wants_sparsity,
 )
 from paceline.models.update import rule_of
 from paceline.ps import FTRL, RULES, UpdateRule, from_fields
@@ -120,12 +122,16 @@ def _tuned(
     options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_sorted: bool
 ) -> tuple[int, FTRL]:
     """Return the passes and the rule that were best on the sample."""
-    rates, penalties = (WIDE_RATES, WIDE_L1) if options.adapt == "widely" else (RATES, (L1,))
-    tried = (
-        rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in itertools.product(rates, penalties)
-    )
-    rules = [rule, *(each for each in tried if isinstance(each, FTRL))]
-    best = tune(sample, offset, batch_size, list(dict.fromkeys(rules)), is_sorted=is_sorted)[0]
+    is_wide = options.adapt == "widely"
+    usual = itertools.product(WIDE_RATES, WIDE_L1) if is_wide else [(rate, L1) for rate in RATES]
+
+    def rules_of(settings: Iterable[tuple[float, float]]) -> list[FTRL]:
+        rules = (rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in settings)
+        return list(dict.fromkeys(each for each in rules if isinstance(each, FTRL)))
+
+    rules = list(dict.fromkeys([rule, *rules_of(usual)]))
+    sparse = [each for each in rules_of(SPARSE if wants_sparsity(sample) else ()) if each not in rules]
+    best = tune(sample, offset, batch_size, rules, sparse, is_sorted=is_sorted)[0]
     return options.epochs or passes_for_all(best.passes, sample), best.rule
 
 

@@ -1,0 +1,188 @@
+"""A fast logistic regression on a sample of the data, in this process: how good an update rule is after each pass.
+
+The sample's examples are trained on in the loop that servers and workers make up otherwise, but for a part that is held
+out; after each pass the loss on that part is taken, and the passes are those after which it hardly falls any more.
+
+Of up to 5,000 examples each fifth is held out in turn; of more, an eighth: the last ones, since in logs what is
+predicted comes later than what is learned; where labels stand in runs, ones from everywhere. Where examples have
+copies, as where rare ones were multiplied, all copies of one are on the same side, or learning by heart would look like
+learning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.batch import Batch, pairs_of
+from paceline.data.example_sampling import ExampleSample
+from paceline.data.key_scaling import distinct_keys
+from paceline.kernels.csr import csr_dot
+from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
+from paceline.tables.rules import FTRL
+from paceline.tables.types import Doubles, Floats
+
+MAX_PASSES = 64
+SMALL = 5_000
+_MAX_PAIR_VISITS = 150_000_000
+_FOLDS = 5
+_HELD_OUT = 8
+_SEPARATED = 0.01  # of that loss: labels are all but certain, and more passes make weights large, not right
+_TOLERANCE = 2e-4  # of the loss of who says the mean always: so much is not worth more passes
+_COPIED_SHARE = 0.05
+_ALIKE = 0.99  # rows of few categories are alike too, but their labels differ
+_LEAST_DISTINCT = 50
+
+_NONE = np.empty(0, np.float32)
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOutLosses:
+    """Losses of the held-out examples, one by one; `losses` and `weights` float64 [n], `mean` theirs."""
+
+    losses: Doubles
+    weights: Doubles
+    mean: float
+
+    @classmethod
+    def of(cls, losses: Doubles, weights: Doubles) -> HeldOutLosses:
+        """Return losses with their mean."""
+        return cls(losses, weights, float(np.average(losses, weights=weights)) if weights.sum() > 0 else math.inf)
+
+    def is_below(self, other: HeldOutLosses) -> bool:
+        """Return whether the mean is below another's, on the same examples, by more than the standard error."""
+        differences = (other.losses - self.losses) * self.weights / max(float(self.weights.mean()), 1e-30)
+        return float(differences.mean()) > float(differences.std()) / math.sqrt(len(differences))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TriedRule:
+    """An update rule that was tried: after how many passes it was good enough, and the losses at its best."""
+
+    rule: FTRL
+    passes: int
+    losses: HeldOutLosses
+
+
+class SampleTrial:
+    """The sample, its keys numbered, cut into what is trained on and what is held out."""
+
+    def __init__(self, sample: ExampleSample, offset: float, batch_size: int, *, is_sorted: bool) -> None:
+        batch = sample.batch
+        unique, ids = distinct_keys(batch.keys)
+        self._num_features = len(unique)
+        values, weights = (_NONE if each is None else each for each in (batch.values, batch.weights))
+        self._arrays = (batch.indptr, ids, values, batch.labels, weights)
+        self._offset, self._batch_size = offset, batch_size
+        labels = batch.labels.astype(np.float64)
+        counts = np.ones(len(labels)) if batch.weights is None else batch.weights.astype(np.float64)
+        rate = float(np.clip(labels @ counts / max(counts.sum(), 1e-30), 1e-6, 1 - 1e-6))
+        self._entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+        splits = list(_split(batch, is_sorted=is_sorted))
+        self._trained = [trained for trained, _ in splits]
+        self._held_out = [self._rows_of(held_out) for _, held_out in splits]
+        everything = np.concatenate([held_out for _, held_out in splits])
+        self._labels, self._weights = labels[everything], counts[everything]
+        num_pairs = max(len(batch.keys) * len(splits), 1)
+        self._max_passes = int(np.clip(_MAX_PAIR_VISITS // num_pairs, 1, MAX_PASSES))
+
+    def base_losses(self) -> HeldOutLosses:
+        """Return the losses of who says the base rate always."""
+        return self._losses(np.full(len(self._labels), self._offset))
+
+    def run(self, rule: FTRL) -> TriedRule:
+        """Train by a rule, as long as it gets better."""
+        states = [_TrialState.fresh(self._num_features) for _ in self._trained]
+        hyper = np.array(rule.hyper)
+        means: list[float] = []
+        best: HeldOutLosses | None = None
+        for passes in range(1, self._max_passes + 1):
+            for state, trained in zip(states, self._trained, strict=True):
+                logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
+            found = self._losses(self._margins(states))
+            means.append(found.mean)
+            if best is None or found.mean < best.mean:
+                best = found
+            if passes >= 1.3 * (1 + np.argmin(means)) + 3:
+                break
+        assert best is not None
+        enough = max(best.mean + _TOLERANCE * self._entropy, _SEPARATED * self._entropy)
+        passes = 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
+        return TriedRule(rule=rule, passes=passes, losses=best)
+
+    def _margins(self, states: list[_TrialState]) -> Doubles:
+        margins = []
+        for state, rows in zip(states, self._held_out, strict=True):
+            out = np.empty(len(rows[0]) - 1, np.float32)
+            csr_dot(*rows, np.ascontiguousarray(state.rows[:, 0]), out)
+            margins.append(out.astype(np.float64) + self._offset + float(state.rows[-1, 0]))  # the bias is the last
+        return np.concatenate(margins)
+
+    def _losses(self, margins: Doubles) -> HeldOutLosses:
+        return HeldOutLosses.of(np.logaddexp(0.0, margins) - self._labels * margins, self._weights)
+
+    def _rows_of(self, positions: Positions) -> tuple[Positions, npt.NDArray[np.int32], Floats]:
+        """Return some of the examples, as CSR."""
+        indptr, ids, values, _, _ = self._arrays
+        chosen, pairs = pairs_of(indptr, positions)
+        return chosen, ids[pairs], values[pairs] if len(values) else values
+
+
+def _split(batch: Batch, *, is_sorted: bool) -> Iterator[tuple[Positions, Positions]]:
+    """Yield the positions of what is trained on, in the order of training, and of what is held out."""
+    n, random = batch.num_examples, np.random.default_rng(0)
+    copies = copies_of(batch)
+    if copies is None:
+        anywhere = random.permutation(n)
+    else:
+        anywhere = np.argsort(random.permutation(n)[copies], kind="stable")
+    if n <= SMALL:
+        for fold in np.array_split(anywhere, min(_FOLDS, n)):
+            trained = anywhere[~np.isin(anywhere, fold)]
+            yield trained if copies is None else random.permutation(trained), np.sort(fold)
+    elif is_sorted or copies is not None:
+        trained = anywhere[n // _HELD_OUT :]
+        yield trained if copies is None else random.permutation(trained), np.sort(anywhere[: n // _HELD_OUT])
+    else:
+        yield np.arange(n - n // _HELD_OUT), np.arange(n - n // _HELD_OUT, n)
+
+
+def copies_of(batch: Batch) -> Positions | None:
+    """Return of each example the number of those that it is a copy of; None where there are no copies to mind.
+
+    There are if more than 5% of the examples have the features of others, and 99% of these their label too: of few
+    categories, in which examples are alike by chance, labels differ.
+    """
+    n = batch.num_examples
+    mixed = (batch.keys ^ (batch.keys >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+    if batch.values is not None:
+        mixed ^= batch.values.view(np.uint32).astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    sums = np.append(np.uint64(0), np.cumsum(mixed, dtype=np.uint64))
+    _, group, counts = np.unique(np.diff(sums[batch.indptr]), return_inverse=True, return_counts=True)
+    is_copied = counts[group] > 1
+    if len(counts) < _LEAST_DISTINCT or is_copied.sum() < _COPIED_SHARE * n:
+        return None
+    positives = np.bincount(group, batch.labels > 0, len(counts))
+    alike = np.maximum(positives, counts - positives)[counts > 1].sum()
+    return group.astype(np.int64) if alike >= _ALIKE * is_copied.sum() else None
+
+
+class _TrialState(NamedTuple):
+    """A model that is tried: as :func:`logistic_pass` has it."""
+
+    rows: Floats
+    gradients: Floats
+    touched: npt.NDArray[np.uint8]
+
+    @classmethod
+    def fresh(cls, num_features: int) -> _TrialState:
+        n = num_features + 1
+        return cls(np.zeros((n, ROW_WORDS), np.float32), np.zeros(n, np.float32), np.zeros(n, np.uint8))
