@@ -17,6 +17,7 @@ Doubles = npt.NDArray[np.float64]
 _STEPS: Final = 25
 _HALVINGS: Final = 6
 _ENOUGH: Final = 1e-9
+_SAME: Final = 1e-12
 _MOST: Final = 1e6  # the variance of a quantity over that of what is left, where all of it is explained
 
 
@@ -48,21 +49,23 @@ def table_loss(codes: npt.NDArray[np.int64], labels: Doubles) -> float:
 
 def _as_classes(labels: Doubles) -> Doubles | None:
     """Return labels of two values, or one, as 0 and 1; None if they have more."""
-    low, high = (float(labels.min()), float(labels.max())) if len(labels) else (0.0, 0.0)
-    is_high = np.asarray(labels == high)
-    is_either = is_high | np.asarray(labels == low)
-    return (is_high & (low < high)).astype(np.float64) if is_either.all() else None
+    values = np.unique(labels)
+    return None if len(values) > 2 else np.searchsorted(values, labels).astype(np.float64)
 
 
 def _standardised(numbers: Doubles) -> Doubles:
-    centred = numbers - (numbers.mean() if len(numbers) else 0.0)
-    deviation = float(np.sqrt(np.mean(centred * centred))) if len(numbers) else 0.0
-    return centred / deviation if deviation > 0 and np.isfinite(deviation) else np.zeros(len(numbers))
+    largest = float(np.abs(numbers).max(initial=0.0))
+    if not 0 < largest < np.inf:
+        return np.zeros(len(numbers))
+    centred = numbers / largest  # whose squares do not overflow
+    centred -= centred.mean()
+    deviation = float(np.sqrt(np.mean(centred * centred)))
+    return centred / deviation if deviation > _SAME else np.zeros(len(numbers))
 
 
 def _gaussian_loss(residuals: Doubles) -> float:
     """Return half the logarithm of the share of the variance that is left."""
-    return 0.5 * float(np.log(max(np.mean(residuals * residuals), 1 / _MOST))) if len(residuals) else 0.0
+    return 0.5 * float(np.log(max(float(np.mean(residuals * residuals)), 1 / _MOST))) if len(residuals) else 0.0
 
 
 def _log_loss(rates: Doubles, classes: Doubles) -> float:

@@ -194,8 +194,11 @@ class SparseModel(ABC):
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
         """Return how good predictions are; arguments as a minibatch has them."""
 
-    def starting_from(self, labels: Floats) -> SparseModel:
-        """Return the model with what it must know of the labels, given those of a sample. Raises DataError."""
+    def starting_from(self, labels: Floats, weights: Floats | None = None) -> SparseModel:
+        """Return the model with what it must know of the labels, given those of a sample and how often each counts.
+
+        Raises DataError.
+        """
         return self
 
     def continued_from(self, former: SparseModel) -> SparseModel:
@@ -207,8 +210,11 @@ class SparseModel(ABC):
         model: SparseModel = dataclasses.replace(self, **known)
         return model
 
-    def calibrated(self, labels: Floats, predictions: Floats) -> SparseModel:
-        """Return the model whose predictions are right in the mean, given those of this one on some examples."""
+    def calibrated(self, labels: Floats, predictions: Floats, weights: Floats | None = None) -> SparseModel:
+        """Return the model whose predictions are right in the mean, given those of this one on some examples.
+
+        They are in the order of the data; `weights` are how often each counts.
+        """
         return self
 
     def describe(self) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing_extensions import Self, override
 from paceline.kernels.csr import logistic
 from paceline.models.base import SparseModel
 from paceline.models.metrics import ClickEvaluation, evaluate
-from paceline.tables.types import Floats
+from paceline.tables.types import Doubles, Floats
 
-_GOOD_ENOUGH = 0.05
+_CHANCE = 2.0  # standard errors
+_NEWEST = 8
 _LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
 
 
@@ -36,22 +37,53 @@ class ClickProbabilityModel(SparseModel):
         return evaluate(labels, predictions)
 
     @override
-    def starting_from(self, labels: Floats) -> Self:
-        positive = float(labels.sum(dtype=np.float64))
-        return dataclasses.replace(self, offset=math.log((positive + 0.5) / (len(labels) - positive + 0.5)))
+    def starting_from(self, labels: Floats, weights: Floats | None = None) -> Self:
+        counts = _counts(labels, weights)
+        positive, total = float(labels @ counts), float(counts.sum())
+        return dataclasses.replace(self, offset=math.log((positive + 0.5) / (total - positive + 0.5)))
 
     @override
-    def calibrated(self, labels: Floats, predictions: Floats) -> Self:
-        p, clicks = np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12), float(labels.sum(dtype=np.float64))
-        off = abs(p.sum() - clicks)
-        is_chance = off < 3 * math.sqrt((p * (1 - p)).sum()) or off < _GOOD_ENOUGH * clicks
-        if is_chance or min(clicks, len(labels) - clicks) < _LEAST_LABELS:
+    def calibrated(self, labels: Floats, predictions: Floats, weights: Floats | None = None) -> Self:
+        counts, p = _counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
+        newest = slice(_where_rates_hold(labels, p, counts), None)
+        y, p, counts = labels[newest].astype(np.float64), p[newest], counts[newest]
+        if min((counts * y > 0).sum(), (counts * (1 - y) > 0).sum()) < _LEAST_LABELS:
+            return self
+        off, error = _off(y, p, counts)
+        if abs(off) < _CHANCE * error:
             return self
         margins, shift = np.log(p / (1 - p)), 0.0
         for _ in range(20):  # Newton's method
             p = 1 / (1 + np.exp(-margins - shift))
-            shift -= float(np.clip((p.sum() - clicks) / max(float((p * (1 - p)).sum()), 1e-9), -1, 1))
+            shift -= float(np.clip(counts @ (p - y) / max(float(counts @ (p * (1 - p))), 1e-9), -1, 1))
         return dataclasses.replace(self, offset=self.offset + shift)
+
+
+def _counts(labels: Floats, weights: Floats | None) -> Doubles:
+    return np.ones(len(labels)) if weights is None else weights.astype(np.float64)
+
+
+def _off(y: Floats | Doubles, p: Doubles, counts: Doubles) -> tuple[float, float]:
+    """Return by how much the predictions exceed the labels in sum, and the standard error of that."""
+    return float(counts @ (p - y)), math.sqrt(float((counts * counts) @ (p * (1 - p))))
+
+
+def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> int:
+    """Return where the newest examples begin: an eighth, a quarter, a half or all of them.
+
+    Each time as many more are taken, unless predictions are off there by another share than in those that are taken:
+    so that the rate is that of now where it drifts, and is known well where it does not.
+    """
+    n = len(labels)
+    first = n - n // _NEWEST
+    while first > 0:
+        before, after = slice(max(2 * first - n, 0), first), slice(first, n)
+        (off, error), (off_then, error_then) = (_off(labels[part], p[part], counts[part]) for part in (after, before))
+        now, then = (max(float(counts[part] @ p[part]), 1e-12) for part in (after, before))
+        if abs(off / now - off_then / then) > _CHANCE * math.hypot(error / now, error_then / then):
+            break
+        first = max(2 * first - n, 0)
+    return first
 
 
 def click_loss(

@@ -83,3 +83,14 @@ class LinearMinibatch(KeyedMinibatch):
         csr_dot(rows.indptr, rows.indices, rows.values, weights, margins)
         wide: Doubles = margins.astype(np.float64) + weights[-1]
         return wide
+
+
+def mean_and_deviation(labels: Floats, weights: Floats | None) -> tuple[float, float]:
+    """Return mean and standard deviation of labels, each counted as often as its weight says; 0 of none."""
+    counts = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
+    total = float(counts.sum())
+    if not total:
+        return 0.0, 0.0
+    y = labels.astype(np.float64)
+    mean = float(counts @ y) / total
+    return mean, float(np.sqrt(counts @ np.square(y - mean) / total))

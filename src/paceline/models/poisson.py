@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.errors import DataError
-from paceline.models.linear import LinearModel
+from paceline.models.linear import LinearModel, mean_and_deviation
 from paceline.models.metrics import Evaluation, sum_pieces
 from paceline.tables.types import Doubles, Floats
 
@@ -54,11 +54,10 @@ class PoissonRegression(LinearModel):
     scale: float = 1.0
 
     @override
-    def starting_from(self, labels: Floats) -> PoissonRegression:
+    def starting_from(self, labels: Floats, weights: Floats | None = None) -> PoissonRegression:
         _check(labels)
-        mean = float(labels.mean(dtype=np.float64)) if len(labels) else 0.0
-        scale = max(float(labels.std(dtype=np.float64)), 1.0) if len(labels) else 1.0
-        return dataclasses.replace(self, mean=mean or 1.0, scale=scale)
+        mean, deviation = mean_and_deviation(labels, weights)
+        return dataclasses.replace(self, mean=mean or 1.0, scale=max(deviation, 1.0))
 
     @override
     def outcome(self, margins: Doubles) -> Doubles:

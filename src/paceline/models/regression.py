@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.models.linear import LinearModel
+from paceline.models.linear import LinearModel, mean_and_deviation
 from paceline.models.metrics import Evaluation, sum_pieces
 from paceline.tables.types import Doubles, Floats
 
@@ -51,11 +51,11 @@ class LinearRegression(LinearModel):
     scale: float = 1.0
 
     @override
-    def starting_from(self, labels: Floats) -> LinearRegression:
+    def starting_from(self, labels: Floats, weights: Floats | None = None) -> LinearRegression:
         if not len(labels):
             return self
-        scale = float(labels.std(dtype=np.float64))
-        return dataclasses.replace(self, center=float(labels.mean(dtype=np.float64)), scale=scale or 1.0)
+        center, deviation = mean_and_deviation(labels, weights)
+        return dataclasses.replace(self, center=center, scale=deviation or 1.0)
 
     @override
     def outcome(self, margins: Doubles) -> Doubles:

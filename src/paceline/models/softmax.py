@@ -94,7 +94,7 @@ class SoftmaxRegression(SparseModel):
         return max(len(self.classes), 1)
 
     @override
-    def starting_from(self, labels: Floats) -> SoftmaxRegression:
+    def starting_from(self, labels: Floats, weights: Floats | None = None) -> SoftmaxRegression:
         if self.classes:
             return self
         found = np.unique(labels)

@@ -52,7 +52,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             nonlocal num_read
             for batch in batches:
                 num_read += batch.num_examples
-                yield self._weighted(batch, generator)
+                yield self._drawn(batch, generator)
 
         num_told = 0
         for batch in rebatch(counted(), batch_size):
@@ -61,16 +61,26 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         if num_read > num_told:  # the last ones were all passed over
             yield Batch.concatenate([]), num_read - num_told
 
-    def _weighted(self, batch: Batch, generator: np.random.Generator) -> Batch:
+    def weighted(self, batch: Batch) -> Batch:
+        """Return examples with the weights of their classes, all negatives kept."""
+        if not self.classes:
+            return batch
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
         for label, weight in self.classes.items():
             weights[batch.labels == np.float32(label)] *= np.float32(weight)
-        if self.keep_negatives < 1:
-            is_negative = batch.labels == 0
-            is_kept = ~is_negative | (generator.random(batch.num_examples) < self.keep_negatives)
-            weights[is_negative] /= np.float32(self.keep_negatives)
-            batch, weights = batch.take(np.flatnonzero(is_kept)), weights[is_kept]
         return Batch(batch.labels, batch.indptr, batch.keys, batch.values, weights)
+
+    def _drawn(self, batch: Batch, generator: np.random.Generator) -> Batch:
+        """Return examples with their weights, and of the negatives a share."""
+        batch = self.weighted(batch)
+        if self.keep_negatives == 1:
+            return batch
+        is_negative = batch.labels == 0
+        is_kept = ~is_negative | (generator.random(batch.num_examples) < self.keep_negatives)
+        weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
+        weights[is_negative] /= np.float32(self.keep_negatives)
+        kept = batch.take(np.flatnonzero(is_kept))
+        return Batch(kept.labels, kept.indptr, kept.keys, kept.values, weights[is_kept])
 
 
 def parse_class_weights(text: str) -> dict[str, float] | str:

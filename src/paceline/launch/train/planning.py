@@ -6,11 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from paceline.data import open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
-from paceline.data.key_scaling import find_key_scaling, read_key_scaling
+from paceline.data.key_scaling import KeyScaling, find_key_scaling, read_key_scaling
 from paceline.errors import DataError, UsageError
+from paceline.launch.train.data_files import weighting_of
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.snapshots import Resumption
@@ -36,8 +39,7 @@ _EXAMPLES = 100_000
 _MOST_EPOCHS = 40
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
-_CALIBRATION_ROWS = 16_384
-_RECENT = 8
+_CALIBRATION_ROWS = 32_768
 
 
 def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda text: None) -> TrainingPlan:
@@ -54,23 +56,28 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
         return _plan_of_model(options, read_stored_model(options.init_from))
     if options.adapt == "no":
         return _fixed_plan(options)
+    sample, has_keys = _sample(options)
+    return plan_on_sample(options, sample, has_keys=has_keys)
+
+
+def _sample(options: TrainOptions) -> tuple[ExampleSample, bool]:
+    """Return examples as they are trained on, and whether their features are numbered and of unknown scale."""
     with open_dataset(options.data, options.format, options.columns, labels=options.model.labels) as dataset:
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
             raise DataError(f"{options.data[0]} has no line that can be trained on")
         has_keys = dataset.source_format == "libsvm" and options.numeric_scale != "none"
-    return plan_on_sample(options, sample, has_keys=has_keys)
+    return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), has_keys
 
 
 def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bool) -> TrainingPlan:
     """Choose what the options leave open; of features that `has_keys` says to be numbered, the scale too."""
     scaling = find_key_scaling(sample.batch) if has_keys else None
-    if scaling is not None:
-        sample = dataclasses.replace(sample, batch=scaling.apply(sample.batch))
+    sample = _scaled(sample, scaling)
     is_sorted = is_sorted_by_label(sample)
     model = options.model
     if model.labels == "clicks":  # what others must know of the labels, they know by now
-        model = model.starting_from(sample.batch.labels)
+        model = model.starting_from(sample.batch.labels, sample.batch.weights)
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
     update = rule_of(options.update, suggested_alpha(crossed), L1)
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples)
@@ -92,7 +99,22 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
 def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
     """Return what suits a model that is trained further: its own rule, and values scaled as it knows them."""
     update = _rule_after(from_fields(RULES, stored.tables[0].spec.update), options)
-    return dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
+    plan = dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
+    if options.adapt == "no":
+        return plan
+    sample = _scaled(_sample(options)[0], plan.scaling)
+    is_sorted = is_sorted_by_label(sample)
+    return dataclasses.replace(
+        plan,
+        batch_size=options.batch_size or suggested_batch_size(sample.num_examples),
+        shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
+        recent=_recent(sample, is_sorted=is_sorted),
+        chosen_on=sample.batch.num_examples,
+    )
+
+
+def _scaled(sample: ExampleSample, scaling: KeyScaling | None) -> ExampleSample:
+    return sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
 
 
 def _fixed_plan(options: TrainOptions) -> TrainingPlan:
@@ -136,13 +158,11 @@ def _tuned(
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
+    """Return examples in their order, but mixed where labels stand in runs."""
     n = sample.batch.num_examples
-    if not is_sorted:
-        return sample.batch.slice(n - min(max(n // _RECENT, 1), _CALIBRATION_ROWS), n)
-    num_runs = len(sample.starts)
-    ends = [*sample.starts[1:], n]
-    step = max(1, -(-n // _CALIBRATION_ROWS))
-    return Batch.concatenate([sample.batch.slice(sample.starts[i], ends[i]) for i in range(0, num_runs, step)])
+    step = -(-n // _CALIBRATION_ROWS)
+    rows = np.arange(n - 1, -1, -step)[::-1]
+    return sample.batch.take(np.random.default_rng(0).permutation(rows) if is_sorted else rows)
 
 
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> TrainingPlan:
@@ -150,12 +170,16 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
     training = resumption.training
     known = training.get("update")
     former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # 0.1 did not say
+    shards_at_once, scaling = int(training.get("shards_at_once", 1)), read_key_scaling(training["dataset"])
+    sample = _scaled(_sample(options)[0], scaling)
     return TrainingPlan(
         model=options.model.continued_from(resumption.model),
         epochs=options.epochs or int(training["epochs"]),
         batch_size=options.batch_size or int(training["batch_size"]),
         update=_rule_after(former, options),
-        scaling=read_key_scaling(training["dataset"]),
-        shards_at_once=int(training.get("shards_at_once", 1)),
+        scaling=scaling,
+        shards_at_once=shards_at_once,
+        recent=_recent(sample, is_sorted=shards_at_once > 1),
+        chosen_on=sample.batch.num_examples,
         resumed=resumption.snapshot,
     )
