@@ -10,7 +10,6 @@ from paceline.data.example_sampling import ExampleSample
 from paceline.kernels.csr import csr_dot, logistic
 from paceline.models.base import BIAS_KEY, KeyScratch
 from paceline.models.logistic import LogisticRegression
-from paceline.models.trial import copies_of
 from paceline.models.tuning import (
     is_sorted_by_label,
     passes_for_all,
@@ -19,6 +18,7 @@ from paceline.models.tuning import (
     tune,
     wants_sparsity,
 )
+from paceline.models.tuning.trial import copies_of
 from paceline.ps import FTRL
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
 

@@ -1,6 +1,6 @@
 """How long, and how fast, a logistic regression should be trained, found on a sample of its data.
 
-Rules are tried by training in this process (:mod:`paceline.models.trial`). What else is chosen is derived:
+Rules are tried by training in this process (:mod:`paceline.models.tuning.trial`). What else is chosen is derived:
 
 - FTRL's alpha is 0.35 or 0.7 / sqrt(x), whichever does better, x being the mean over examples of the sum of squared
   values: the number of features of an example where all values are 1. All of them move at once, so the more there are,
@@ -23,7 +23,7 @@ import numpy as np
 from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.environment import num_cores
-from paceline.models.trial import SMALL, SampleTrial, TriedRule
+from paceline.models.tuning.trial import SMALL, SampleTrial, TriedRule
 from paceline.tables.rules import FTRL
 
 RATE = 0.35

@@ -1,0 +1,29 @@
+"""What a training should be like, found on a sample of its data."""
+
+from paceline.models.tuning.choices import (
+    L1,
+    RATES,
+    SPARSE,
+    WIDE_L1,
+    WIDE_RATES,
+    is_sorted_by_label,
+    passes_for_all,
+    suggested_alpha,
+    suggested_batch_size,
+    tune,
+    wants_sparsity,
+)
+
+__all__ = [
+    "L1",
+    "RATES",
+    "SPARSE",
+    "WIDE_L1",
+    "WIDE_RATES",
+    "is_sorted_by_label",
+    "passes_for_all",
+    "suggested_alpha",
+    "suggested_batch_size",
+    "tune",
+    "wants_sparsity",
+]
