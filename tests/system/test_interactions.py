@@ -1,13 +1,15 @@
-"""``paceline train --interactions``: what two columns say together, kept with the model and applied wherever it is."""
+"""``paceline train --interactions`` and ``--min-count``: kept with the model and applied wherever it is."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 import paceline as package
+from paceline.ps import read_model
 
 from .running import Commands
 
@@ -37,3 +39,21 @@ def test_what_two_columns_say_together(paceline: Commands, tmp_path: Path) -> No
     assert other.status == 2
     assert "train it further with the same" in other.err
     assert paceline.succeed(*common, "--init-from", "model", "--eval", data, "--json").json["auc"] > 0.99
+
+
+def test_rare_features_are_not_learned(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
+    """Which they are is counted in the first pass, on all servers and their replicas."""
+    train, _ = click_log
+    counts = Counter(
+        (column, value)
+        for line in train.read_text().splitlines()
+        for column, value in enumerate(line.split("\t")[14:], 14)
+    )
+    often = sum(count >= 3 for count in counts.values())
+    common: list[str | Path] = ["train", train, "--workers", "2", "-q", "--json", "--save", "model"]
+    common += ["--min-count", "3", "--servers", "2", "--replicas", "1"]
+    found = paceline.succeed(*common, "--epochs", "2").json["num_features"]
+    assert often <= found < 1.05 * often + 300  # which are values of the integer columns
+    predicted = paceline.succeed("predict", "model", train, "-o", "out", "--json").json
+    assert predicted["auc"] > 0.7
+    assert {table.spec.name for table in read_model(tmp_path / "model").manifest.tables} == {"lr", "lr occurrences"}

@@ -55,6 +55,12 @@ def train(
         str | None,
         typer.Option(help="Columns whose values are features together: C1:C2,C3:*,C4:C5:C6; * is every column."),
     ] = None,
+    min_count: Annotated[
+        int | None, typer.Option(help="How often a feature must occur in the first pass to be learned; default 1.")
+    ] = None,
+    count_cells: Annotated[
+        int | None, typer.Option(help="Cells in each of the 4 rows of the sketch that counts features; default 2^20.")
+    ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
     ] = None,
@@ -181,7 +187,7 @@ def train(
     from paceline.errors import UsageError
     from paceline.launch.train.options import ExampleWeights, PassOptions, TrafficFilters, TrainOptions
     from paceline.launch.train.training_run import run_training
-    from paceline.models.interactions import Interactions
+    from paceline.models.features.interactions import Interactions
     from paceline.models.registry import make_model
     from paceline.models.schedules import RatePlan, parse_schedule
     from paceline.models.softmax import parse_classes
@@ -199,6 +205,8 @@ def train(
         "--heartbeat-timeout": heartbeat_timeout,
     }
     class_weights = None if class_weight is None else parse_class_weights(class_weight)
+    if count_cells is not None and min_count is None:
+        raise UsageError("--count-cells is for features that are counted: give --min-count too, or leave it out")
     if feature_names and save is None:
         raise UsageError("--feature-names keeps names beside the model: say where with --save MODEL")
     plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots, save)
@@ -220,6 +228,8 @@ def train(
                 factor_l2=factor_l2,
                 factor_min_count=factor_min_count,
                 classes=None if classes is None else parse_classes(classes),
+                min_count=min_count,
+                count_cells=count_cells,
                 interactions=None if interactions is None else Interactions(text=interactions),
             ),
             evaluation=evaluation or (),

@@ -14,7 +14,7 @@ from paceline.data import Columns
 from paceline.errors import UsageError
 from paceline.inference.weights import Weights, read_weights
 from paceline.launch.train.feature_names import name_features
-from paceline.models.interactions import Interactions
+from paceline.models.features.interactions import Interactions
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.tables.types import Doubles, Floats, Keys
 

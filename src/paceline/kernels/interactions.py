@@ -1,4 +1,4 @@
-"""The kernel that crosses the features of rows (see :mod:`paceline.models.interactions`)."""
+"""The kernel that crosses the features of rows (see :mod:`paceline.models.features.interactions`)."""
 
 from __future__ import annotations
 

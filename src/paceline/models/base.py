@@ -18,12 +18,13 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.dedup import dedup, scratch_size
-from paceline.models.interactions import Interactions
+from paceline.models.features.counting import FeatureCounts, check_counting
+from paceline.models.features.interactions import Interactions
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import ExampleSums
 from paceline.ps import Client, SparseTable
 from paceline.tables.initializers import Initializer
-from paceline.tables.rules import UpdateRule
+from paceline.tables.rules import SGD, UpdateRule
 from paceline.tables.types import Floats, Keys
 
 BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
@@ -138,6 +139,62 @@ class KeyedMinibatch(Minibatch):
     def keys(self) -> tuple[Keys, ...]:
         return (self._rows.keys,)
 
+    def occurrences(self) -> npt.NDArray[np.int64]:
+        """Return how often each feature stands in the examples: int64 [m], without the bias."""
+        return np.bincount(self._rows.indices, minlength=len(self._rows.keys) - 1)
+
+
+class CountedMinibatch(Minibatch):
+    """A minibatch of which only features that have occurred `min_count` times are learned from.
+
+    The last table is the sketch that counts them: in the first pass over the data, until a cell has come so far.
+    """
+
+    __slots__ = ("_gradient_keys", "_inner", "_is_first_pass", "_min_count", "_sketched", "labels", "num_examples")
+
+    def __init__(self, inner: KeyedMinibatch, min_count: int, num_cells: int, *, is_first_pass: bool) -> None:
+        self._inner = inner
+        self._min_count = min_count
+        self._is_first_pass = is_first_pass
+        self._sketched = FeatureCounts(inner.keys[0][:-1], num_cells)
+        self._gradient_keys: tuple[Keys, ...] = ()
+        self.labels = inner.labels
+        self.num_examples = inner.num_examples
+
+    @property
+    @override
+    def keys(self) -> tuple[Keys, ...]:
+        return *self._inner.keys, self._sketched.cells
+
+    @property
+    @override
+    def gradient_keys(self) -> tuple[Keys, ...]:
+        return self._gradient_keys
+
+    @override
+    def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
+        inner, counts = self._inner, weights[-1].reshape(-1)
+        occurrences = inner.occurrences() if self._is_first_pass else np.zeros(len(inner.keys[0]) - 1, np.int64)
+        learned = self._sketched.estimates(counts) + occurrences >= self._min_count
+        gradients, loss = inner.gradients(weights[:-1])
+        known = np.append(inner.keys[0][:-1][learned], BIAS_KEY)
+        chosen = [
+            np.append(learned, True) if keys is inner.keys[0] else np.isin(keys, known) for keys in inner.gradient_keys
+        ]
+        added = self._sketched.added(occurrences)
+        counted = (added > 0) & (counts < self._min_count)
+        pairs = list(zip(inner.gradient_keys, gradients, chosen, strict=True))
+        self._gradient_keys = (*(keys[which] for keys, _, which in pairs), self._sketched.cells[counted])
+        return [*(gradient[which] for _, gradient, which in pairs), -added[counted]], loss
+
+    @override
+    def sums(self) -> ExampleSums:
+        return self._inner.sums()
+
+    @override
+    def predict(self, weights: Sequence[Floats]) -> Floats:
+        return self._inner.predict(weights[:-1])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseModel(ABC):
@@ -164,13 +221,25 @@ class SparseModel(ABC):
 
     interactions: Interactions | None = None
     """The columns whose values are features together too."""
+    min_count: int = 1
+    """How often a feature must have occurred to be learned."""
+    count_cells: int = 1 << 20
+    """Cells in each of the four rows of the sketch that counts features, where they are counted."""
 
     def __post_init__(self) -> None:
+        check_counting(self.min_count, self.count_cells)
         object.__setattr__(self, "interactions", Interactions.of(self.interactions))
 
     @property
-    @abstractmethod
     def tables(self) -> tuple[ModelTable, ...]:
+        """The tables of a training: its parameters', and last that of the sketch, if features are counted."""
+        if self.min_count == 1:
+            return self.parameter_tables
+        return *self.parameter_tables, ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0))
+
+    @property
+    @abstractmethod
+    def parameter_tables(self) -> tuple[ModelTable, ...]:
         """The tables that hold its parameters; the first has a row for each feature and one for the bias."""
 
     @property
@@ -179,15 +248,22 @@ class SparseModel(ABC):
         return 1
 
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
-        """Return a batch as it was read ready for arithmetic, with all that is made of its features."""
+        """Return a batch as it was read ready for predictions, with all that is made of its features."""
         return self._to_minibatch(self.crossed(batch), scratch)
+
+    def prepare_training(self, batch: Batch, scratch: KeyScratch, *, is_first_pass: bool) -> Minibatch:
+        """Return a batch as it was read ready for gradients, too."""
+        minibatch = self._to_minibatch(self.crossed(batch), scratch)
+        if self.min_count == 1:
+            return minibatch
+        return CountedMinibatch(minibatch, self.min_count, self.count_cells, is_first_pass=is_first_pass)
 
     def crossed(self, batch: Batch) -> Batch:
         """Return a batch with its interactions."""
         return batch if self.interactions is None else self.interactions.apply(batch)
 
     @abstractmethod
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
         """Return a batch whose interactions are there ready for arithmetic."""
 
     @abstractmethod
@@ -220,8 +296,9 @@ class SparseModel(ABC):
     def describe(self) -> dict[str, Any]:
         """Return kind and settings, as they travel and stand in manifests."""
         settings: dict[str, Any] = dataclasses.asdict(self)
-        if self.interactions is None:
-            del settings["interactions"]
+        for name in ("interactions", "min_count", "count_cells"):
+            if settings[name] == SparseModel.__dataclass_fields__[name].default:
+                del settings[name]  # as before there were any
         return {"kind": self.name, **settings}
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
-from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, sum_examples
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, sum_examples
 from paceline.models.clicks import ClickProbabilityModel, click_loss
 from paceline.models.progressive import ExampleSums
 from paceline.tables.initializers import Normal
@@ -115,11 +115,11 @@ class FactorizationMachine(ClickProbabilityModel):
             raise UsageError(f"--dim {self.dim}: expected 1 to {MAX_FACTORS:,} factors")
         if not 0 <= self.factor_min_count <= _MOST_COUNTED:
             raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {_MOST_COUNTED:,}")
-        _ = self.tables  # whose settings are checked
+        _ = self.parameter_tables  # whose settings are checked
 
     @property
     @override
-    def tables(self) -> tuple[ModelTable, ...]:
+    def parameter_tables(self) -> tuple[ModelTable, ...]:
         factors = ModelTable(
             "fm factors",
             dim=self.dim,
@@ -129,5 +129,5 @@ class FactorizationMachine(ClickProbabilityModel):
         return ModelTable("fm"), factors, ModelTable("fm counts", update=SGD(lr=1.0))
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
         return FactorizationMinibatch(self, batch, scratch)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot
-from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, SparseModel, sum_examples
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
 
@@ -28,11 +28,11 @@ class LinearModel(SparseModel):
 
     @property
     @override
-    def tables(self) -> tuple[ModelTable, ...]:
+    def parameter_tables(self) -> tuple[ModelTable, ...]:
         return (ModelTable(self.name),)
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
         return LinearMinibatch(self, batch, scratch)
 
     @abstractmethod

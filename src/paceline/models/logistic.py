@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot
-from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, sum_examples
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, sum_examples
 from paceline.models.clicks import ClickProbabilityModel, click_loss
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Floats
@@ -66,9 +66,9 @@ class LogisticRegression(ClickProbabilityModel):
 
     @property
     @override
-    def tables(self) -> tuple[ModelTable, ...]:
+    def parameter_tables(self) -> tuple[ModelTable, ...]:
         return (ModelTable("lr"),)
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
         return LogisticMinibatch(batch, scratch, self.offset)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import DataError, UsageError
 from paceline.kernels.csr import csr_dot_rows, csr_transposed_dot_rows
-from paceline.models.base import KeyedMinibatch, KeyScratch, Minibatch, ModelTable, SparseModel, sum_examples
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, SparseModel, sum_examples
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
@@ -85,7 +85,7 @@ class SoftmaxRegression(SparseModel):
 
     @property
     @override
-    def tables(self) -> tuple[ModelTable, ...]:
+    def parameter_tables(self) -> tuple[ModelTable, ...]:
         return (ModelTable(self.name, dim=self.num_outputs),)
 
     @property
@@ -110,7 +110,7 @@ class SoftmaxRegression(SparseModel):
         return dataclasses.replace(self, classes=tuple(int(each) for each in found))
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
         return SoftmaxMinibatch(self, batch, scratch)
 
     @override

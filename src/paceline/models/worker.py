@@ -167,12 +167,14 @@ class Worker:
             is_first = lease.epoch == 0
             if job.weighting.is_plain:
                 for batch in dataset.read(lease.file, lease.shard, job.batch_size):
-                    pipeline.feed(model.prepare(batch, self._scratch), batch.num_examples, is_first)
+                    minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
+                    pipeline.feed(minibatch, batch.num_examples, is_first)
                     self._tell(counters)
             else:
                 blocks = dataset.read(lease.file, lease.shard, max(job.batch_size, _WEIGHED_AT_ONCE))
                 for batch, num_read in job.weighting.apply(blocks, lease, job.batch_size):
-                    pipeline.feed(model.prepare(batch, self._scratch), num_read, is_first)
+                    minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
+                    pipeline.feed(minibatch, num_read, is_first)
                     self._tell(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
@@ -202,7 +204,8 @@ class Worker:
             is_first = shards.is_first_pass
             batch, num_read, ended = shards.next_batch()
             if batch is not None:
-                pipeline.feed(model.prepare(batch, self._scratch), num_read, is_first)
+                minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
+                pipeline.feed(minibatch, num_read, is_first)
                 self._tell(self._counters)
             for lease in ended:
                 may_ask = True
@@ -283,10 +286,10 @@ class Worker:
 
 
 def _ask(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
-    """Ask for the rows that a minibatch needs."""
+    """Ask for the rows that a minibatch needs; of a table that is for training alone, none to predict."""
     return [
         table.pull_async(keys, assume_unique=True, ahead=ahead)
-        for table, keys in zip(tables, minibatch.keys, strict=True)
+        for table, keys in zip(tables, minibatch.keys, strict=False)
     ]
 
 

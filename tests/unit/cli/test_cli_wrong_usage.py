@@ -63,6 +63,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --schedule cosine", 2, "change a rate that multiplies steps, and ftrl has none"),
         ("train good.tsv --schedule cosin --update sgd", 2, "--schedule cosin: expected one of constant, linear"),
         ("train good.tsv --interactions C1:C99", 2, "there is no column 'C99'; the columns are I1, I2"),
+        ("train good.tsv --count-cells 99", 2, "--count-cells is for features that are counted: give --min-count too"),
+        ("train good.tsv --min-count 0", 2, "--min-count 0: expected 1 to"),
         ("train nolabel.csv", 2, "so say which is the label"),
         ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
         ("train some.csv --numeric b", 2, "need --label"),

@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.kernels.interactions import cross_keys
 from paceline.kernels.text.reference import name_seed
 from paceline.models.base import KeyScratch
-from paceline.models.interactions import Interactions
+from paceline.models.features.interactions import Interactions
 from paceline.models.registry import make_model, read_model_settings
 
 COLUMNS = Columns("y", ("a", "b", "c"), ("x", "z"))

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.data import Columns, Dataset, open_dataset
 from paceline.data.feature_names import find_feature_names, write_feature_names
 from paceline.errors import ModelError
-from paceline.models.interactions import Interactions
+from paceline.models.features.interactions import Interactions
 from paceline.models.stored import read_stored_model
 from paceline.tables.types import Keys
 

@@ -271,7 +271,7 @@ class Training:
             return
         minibatch = self._plan.model.prepare(recent, KeyScratch())
         tables = open_tables(self._client, self._plan.model, self._plan.update)
-        weights = [table.pull(keys, assume_unique=True) for table, keys in zip(tables, minibatch.keys, strict=True)]
+        weights = [table.pull(keys, assume_unique=True) for table, keys in zip(tables, minibatch.keys, strict=False)]
         model = self._plan.model.calibrated(minibatch.labels, minibatch.predict(weights), recent.weights)
         self._plan = dataclasses.replace(self._plan, model=model)
 
