@@ -27,14 +27,19 @@ Data = Annotated[
 ]
 Format = Annotated[
     str | None,
-    typer.Option("--format", help="criteo, libsvm, csv, parquet or paceline; guessed from the content if not given."),
+    typer.Option(
+        "--format", help="criteo, libsvm, vw, jsonl, csv, parquet or paceline; guessed from the content if not given."
+    ),
 ]
 Label = Annotated[
-    str | None, typer.Option(help="csv, parquet: the column that holds the label, by name or place (from 0).")
+    str | None,
+    typer.Option(help="csv, parquet, jsonl: the column that holds the label, by name or (not jsonl) place from 0."),
 ]
 Categorical = Annotated[
     str | None,
-    typer.Option(help="csv, parquet: categorical columns, separated by commas; without these two all are guessed."),
+    typer.Option(
+        help="csv, parquet, jsonl: categorical columns, separated by commas; without these two all are guessed."
+    ),
 ]
 Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns, separated by commas.")]
 NumericScale = Annotated[
@@ -45,7 +50,8 @@ NumericScale = Annotated[
     ),
 ]
 Weight = Annotated[
-    str | None, typer.Option(help="csv, parquet: the column that says how often a row counts, a number from 0 up.")
+    str | None,
+    typer.Option(help="csv, parquet, jsonl: the column that says how often a row counts, a number from 0 up."),
 ]
 Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]

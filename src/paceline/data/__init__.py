@@ -10,9 +10,9 @@ from paceline.data.batch import Batch
 from paceline.data.binary.converted import ConvertedFile, DataWriter, Description, describe_converted, merge_guesses
 from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, find_label
 from paceline.data.dataset import Dataset, Spec, column_names, open_dataset, open_spec
-from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, detect_format, source_format
+from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, KEYED_FORMATS, detect_format, source_format
 from paceline.data.guessing import describe_named, guess_columns
-from paceline.data.sampling import Sample, count_labels, describe_not_binary, sample_labels, sample_rows
+from paceline.data.sampling import Sample, count_labels, describe_not_binary, sample_labels, sample_objects, sample_rows
 from paceline.data.scaling import NUMERIC_SCALES, Scale, check_numeric_scale, fit_scale
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
@@ -33,6 +33,7 @@ __all__ = [
     "FORMATS",
     "Guess",
     "Guesses",
+    "KEYED_FORMATS",
     "LABEL_NAMES",
     "NUMERIC_SCALES",
     "Sample",
@@ -53,6 +54,7 @@ __all__ = [
     "open_dataset",
     "open_spec",
     "sample_labels",
+    "sample_objects",
     "sample_rows",
     "source_format",
     "write_click_log",

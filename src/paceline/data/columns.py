@@ -41,11 +41,13 @@ class Columns:
     numeric: tuple[str, ...] = ()
     scales: tuple[Scale, ...] = ()
     weight: str = ""
+    is_open: bool = False
+    """Whether all other columns are read too, of JSON lines: `categorical` are those whose numbers are categories."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
         names = self.names
-        if len(names) - bool(self.weight) < 2:
+        if len(names) - bool(self.weight) < 2 and not self.is_open:
             raise UsageError("columns name a label but no feature: name a categorical or a numeric column too")
         for name in names:
             if names.count(name) > 1:
@@ -56,13 +58,16 @@ class Columns:
         """The columns that :meth:`to_fields` described."""
         scales = tuple(Scale(bool(log), mean, deviation) for log, mean, deviation in fields.get("scales", ()))
         categorical, numeric = tuple(fields["categorical"]), tuple(fields["numeric"])
-        return cls(fields["label"], categorical, numeric, scales, fields.get("weight", ""))
+        return cls(
+            fields["label"], categorical, numeric, scales, fields.get("weight", ""), fields.get("is_open", False)
+        )
 
     def to_fields(self) -> dict[str, Any]:
         """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
         scales = [[int(each.log), each.mean, each.deviation] for each in self.scales]
-        return {**fields, **({"scales": scales} if scales else {}), **({"weight": self.weight} if self.weight else {})}
+        others = {"scales": scales, "weight": self.weight, "is_open": self.is_open}
+        return {**fields, **{name: value for name, value in others.items() if value}}
 
     @property
     def unweighted(self) -> Columns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
 from paceline.data.columns import LABEL_NAMES, Columns, import_arrow
 from paceline.data.dialect import read_dialect
-from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, TEXT_FORMATS, detect_format
-from paceline.data.guessing import guess_columns
+from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, KEYED_FORMATS, TEXT_FORMATS, detect_format
+from paceline.data.guessing import find_json_columns, guess_columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.reader import ShardReader
-from paceline.data.sampling import sample_rows
+from paceline.data.sampling import sample_objects, sample_rows
 from paceline.data.streams import is_packed, line_number, stat_file
 from paceline.errors import DataError, UsageError
 
@@ -48,6 +49,7 @@ def open_dataset(
     cache_dir: str | Path | None = None,
     labels: str = "clicks",
     scaling: KeyScaling | None = None,
+    needs_labels: bool = True,
 ) -> Dataset:
     """Open data files, all of one format and read in this order, as a :class:`Dataset`.
 
@@ -56,7 +58,8 @@ def open_dataset(
     size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
     MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
     parsed shards for later passes. `labels`: ``clicks`` are 1 above 0 and 0 elsewhere, ``numbers`` as they stand.
-    `scaling` changes the values of libsvm.
+    `scaling` changes the values of formats without columns. Without `needs_labels` rows may lack a label, which is
+    then NaN.
 
     :exc:`DataError` for a file that is missing, empty, unreadable or of no known format; :exc:`UsageError`
     for arguments that do not fit each other, and where pyarrow is needed and missing.
@@ -83,10 +86,12 @@ def open_dataset(
         source_format, columns = _look_at_converted(files, columns)
     else:
         columns = _columns_for(files, format, columns)
-    if scaling is not None and source_format != "libsvm":
+    if scaling is not None and source_format not in KEYED_FORMATS:
         raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)
-    return Dataset(files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format)
+    return Dataset(
+        files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format, needs_labels
+    )
 
 
 def _look_at_converted(files: list[str], columns: Columns | None) -> tuple[str, Columns | None]:
@@ -106,6 +111,10 @@ def _look_at_converted(files: list[str], columns: Columns | None) -> tuple[str, 
 
 
 def _columns_for(files: list[str], format: str, columns: Columns | None) -> Columns | None:
+    if format == "jsonl":
+        if columns is not None and columns.numeric:
+            raise UsageError("numbers of JSON lines are numeric as they are: leave --numeric out")
+        return (columns and replace(columns, is_open=True)) or find_json_columns(files[0], sample_objects(files))
     if format not in COLUMN_FORMATS:
         if columns is not None:
             raise UsageError(f"{format} has no columns to choose: leave columns out, or say csv or parquet")
@@ -177,6 +186,7 @@ class Dataset(Closing):
         labels: str,
         scaling: KeyScaling | None = None,
         source_format: str | None = None,
+        needs_labels: bool = True,
     ) -> None:
         self.files = tuple(files)
         self.format = format
@@ -187,6 +197,7 @@ class Dataset(Closing):
         self.strict = strict
         self.labels = labels
         self.scaling = scaling
+        self.needs_labels = needs_labels
         self.cache_error: str | None = None
         """Why caching stopped, as when the disk is full; reading goes on without."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
@@ -279,7 +290,8 @@ class Dataset(Closing):
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
         for block in self._blocks_as_stored(file, shard):
             if self.labels == "clicks" and self.source_format != "criteo":  # which has no others
-                np.greater(block.labels, 0, out=block.labels)
+                is_known = block.labels == block.labels if not self.needs_labels else True
+                np.greater(block.labels, 0, out=block.labels, where=is_known)
             yield block
 
     def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:
@@ -339,7 +351,7 @@ class Dataset(Closing):
         if self.format in TEXT_FORMATS:
             from paceline.data.text import TextReader
 
-            return TextReader(path, self.format, self.shard_bytes, size)
+            return TextReader(path, self.format, self.shard_bytes, size, self.columns, needs_label=self.needs_labels)
         assert self.columns is not None
         if self.format == "csv":
             from paceline.data.csv_text import CsvReader

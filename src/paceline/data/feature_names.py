@@ -21,6 +21,7 @@ from paceline.data.binary.converted import ConvertedFile
 from paceline.data.columns import Columns
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import CONVERTED
+from paceline.data.json_fields import json_text, walk_fields
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import ModelError
 from paceline.kernels.text.reference import (
@@ -61,6 +62,10 @@ def find_feature_names(files: Sequence[str], format: str, columns: Columns | Non
         finder.add_integers()
         seeds = [field_seed(field) for field in range(CRITEO_INTEGERS + 1, CRITEO_INTEGERS + CRITEO_CATEGORIES + 1)]
         finder.read(CRITEO_NAMES[CRITEO_INTEGERS:], seeds, _criteo_rows(files))
+    elif format == "vw":
+        finder.read_pairs(_vw_features(files))
+    elif format == "jsonl":
+        finder.read_pairs(_json_features(files, columns))
     elif columns is not None:
         for name in columns.numeric:
             finder.add(name_seed(name), name)
@@ -110,12 +115,21 @@ class _NameFinder:
                 seen[column] |= fresh
                 self._add_values(name, seed, sorted(fresh))
 
+    def read_pairs(self, features: Iterator[tuple[str, str | None, str]]) -> None:
+        """Add features that are named by seed's text, own text (None: the seed is the key) and name."""
+        seen: set[tuple[str, str | None]] = set()
+        for outer, inner, name in features:
+            if (outer, inner) not in seen:
+                seen.add((outer, inner))
+                seed = name_seed(outer)
+                self.add(seed if inner is None else hash_bytes(_encoded(inner), seed), name)
+
     def _add_values(self, name: str, seed: int, values: list[str]) -> None:
         from paceline.kernels.text import lines as kernels
 
         if not values:
             return
-        encoded = [value.encode("utf-8", "surrogateescape") for value in values]
+        encoded = list(map(_encoded, values))
         offsets = np.zeros(len(values) + 1, np.int64)
         np.cumsum([len(each) for each in encoded], out=offsets[1:])
         data = np.frombuffer(b"".join(encoded) or b"\0", np.uint8)
@@ -130,6 +144,38 @@ def _criteo_rows(files: Sequence[str]) -> Iterator[Sequence[str]]:
         fields = line.rstrip("\r\n").split("\t")
         if len(fields) == 1 + len(CRITEO_NAMES):
             yield fields[1 + CRITEO_INTEGERS :]
+
+
+def _vw_features(files: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
+    for line in _lines(files, "\n"):
+        for namespace in line.split("|")[1:]:
+            name, *features = namespace.rstrip("\r\n").replace("\t", " ").replace("\r", " ").split(" ")
+            outer = name.partition(":")[0]
+            for feature in features:
+                inner = feature.partition(":")[0]
+                yield outer, inner, f"{outer}^{inner}" if outer else inner
+
+
+def _json_features(files: Sequence[str], columns: Columns | None) -> Iterator[tuple[str, str | None, str]]:
+    for line in _lines(files, "\n"):
+        try:
+            found = json.loads(line, parse_int=_NumberText, parse_float=_NumberText)
+        except (ValueError, RecursionError):
+            continue
+        for path, value, in_list in walk_fields(found) if isinstance(found, dict) else ():
+            as_text = in_list or (columns is not None and path in columns.categorical)
+            if isinstance(value, _NumberText) and not as_text:
+                yield path, None, path
+            elif value is not None:
+                yield path, json_text(value), f"{path}={json_text(value)}"
+
+
+class _NumberText(str):
+    """A number as it is written."""
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _csv_rows(files: Sequence[str], columns: Columns) -> Iterator[Sequence[str]]:

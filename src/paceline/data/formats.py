@@ -12,13 +12,16 @@ from paceline.data.dialect import BYTE_ORDER_MARK, HEAD_BYTES, NUMBER, guess_dia
 from paceline.data.streams import read_head, stat_file
 from paceline.errors import DataError
 
-FORMATS = ("criteo", "libsvm", "csv", "parquet", "paceline")
-TEXT_FORMATS = ("criteo", "libsvm")
+FORMATS = ("criteo", "libsvm", "vw", "jsonl", "csv", "parquet", "paceline")
+TEXT_FORMATS = ("criteo", "libsvm", "vw", "jsonl")
+KEYED_FORMATS = ("libsvm", "vw", "jsonl")
+"""Formats without columns: what their numbers are is told from a sample, key by key."""
 COLUMN_FORMATS = ("csv", "parquet")
 CONVERTED = "paceline"
 """The format of what ``paceline convert`` writes."""
 
 _LIBSVM = re.compile(rf"[ \t]*{NUMBER.pattern}(?:[ \t]+(?:qid:[0-9]+|[0-9]+:{NUMBER.pattern}))*[ \t]*(?:#.*)?")
+_VW = re.compile(rf"[ \t]*(?:{NUMBER.pattern}(?:[ \t]+{NUMBER.pattern}){{0,2}}[ \t]*)?(?:'?[^ \t|]*)?\|")
 
 
 def detect_format(path: str | Path) -> str:
@@ -43,8 +46,14 @@ def detect_format(path: str | Path) -> str:
         data = [line for line in lines if not line.lstrip().startswith("#")]
         if data and _share(data, _is_libsvm) > 0.5 and any(":" in line for line in data):
             return "libsvm"
+        if _share(lines, _is_json) > 0.5:
+            return "jsonl"
+        if _share(lines, _is_vw) > 0.5:
+            return "vw"
         if guess_dialect("\n".join(lines)) is not None:
             return "csv"
+    if lines and lines[0].lstrip().startswith("["):
+        raise DataError(f"{path} looks like an array of JSON: write one object per line, as jq -c '.[]' does")
     first = f"its first line is '{shorten(lines[0])}'" if lines else "it holds no line of text"
     raise DataError(f"{path} looks like none of {', '.join(FORMATS)}: {first}; if it is one, say so with --format")
 
@@ -63,6 +72,15 @@ def _share(lines: list[str], fits: Callable[[str], bool]) -> float:
 
 def _is_criteo(line: str) -> bool:
     return line.count("\t") == 39 and line[:2] in ("0\t", "1\t")
+
+
+def _is_json(line: str) -> bool:
+    line = line.strip()
+    return line.startswith("{") and line.endswith("}") and '"' in line[:4096]
+
+
+def _is_vw(line: str) -> bool:
+    return _VW.match(line) is not None
 
 
 def _is_libsvm(line: str) -> bool:

@@ -11,12 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.columns import Columns, Guess, Guesses, find_label, resolve_label
+from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, find_label, resolve_label
 from paceline.data.dialect import is_missing, is_number
+from paceline.data.json_fields import json_text, walk_fields
 from paceline.data.one_column import line_loss, table_loss
 from paceline.data.sampling import Sample
 from paceline.errors import UsageError
@@ -179,3 +181,58 @@ def _are_codes(values: Sequence[int]) -> bool:
         found += len(set(part))
         expected += possible * -math.expm1(-len(part) / possible)
     return found < 0.5 * expected
+
+
+def find_json_columns(
+    path: str, objects: Sequence[Mapping[str, Any]], label: str | None = None, weight: str = ""
+) -> Columns:
+    """The columns of JSON lines whose label, and weight, have these names; raise UsageError if there is no such field.
+
+    Without `label` it is the first of :data:`LABEL_NAMES` that is there. Numbers of fields that hold identifiers or
+    codes are categories.
+    """
+    names = list(dict.fromkeys(name for each in objects for name, _, _ in walk_fields(each)))
+    wanted = LABEL_NAMES if label is None else (label,)
+    found = next((name for name in wanted if name in names), None)
+    shown = ", ".join(names[:20]) or "none"
+    if found is None:
+        what = f"no field '{label}'" if label is not None else f"no field named {', '.join(LABEL_NAMES)}"
+        raise UsageError(f"{path} has {what} in the rows looked at, so say with --label which it is: it has {shown}")
+    if weight and weight not in names:
+        raise UsageError(f"{path} has no field '{weight}' in the rows looked at: it has {shown}")
+    codes = tuple(name for name in names if name not in (found, weight) and _holds_codes(name, objects))
+    return Columns(found, codes, weight=weight, is_open=True)
+
+
+def _holds_codes(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the numbers of a field of JSON are identifiers or codes, by the rules for columns."""
+    values = [value for each in objects for path, value, in_list in walk_fields(each) if path == name and not in_list]
+    if not values or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        return False
+    cells = list(map(json_text, values))
+    kind, reason = judge_column(name, cells, Counter(cells))
+    return kind == "left out" or "codes" in reason or "digits" in reason
+
+
+def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Guesses:
+    """What the fields of JSON lines are taken for."""
+    counts: dict[str, Counter[str]] = {}
+    kinds: dict[str, dict[str, None]] = {}
+    for each in objects:
+        for name, value, in_list in walk_fields(each):
+            counts.setdefault(name, Counter())[json_text(value)] += value is not None
+            if value is not None:
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                as_category = in_list or not is_number or name in columns.categorical
+                kinds.setdefault(name, {})["categorical" if as_category else "numeric"] = None
+                if in_list:
+                    kinds[name]["in lists"] = None
+    guesses = []
+    for name, found in counts.items():
+        kind, *others = kinds.get(name, {"left out": None})
+        reason = ", ".join(others)
+        if name in (columns.label, columns.weight):
+            kind, reason = ("label" if name == columns.label else "weight"), ""
+        examples = tuple(text for text, count in found.items() if count)[:NUM_EXAMPLES]
+        guesses.append(Guess(name, kind, reason, sum(count > 0 for count in found.values()), examples))
+    return Guesses(columns, tuple(guesses), len(objects))

@@ -6,6 +6,7 @@ reached without unpacking all before it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import LABEL_WORDS, Columns, import_arrow
 from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
+from paceline.data.json_fields import json_text, walk_fields
 from paceline.data.streams import ByteStream, is_packed, open_stream, stat_file
 
 _PIECES = 64
@@ -132,12 +134,34 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None = N
             line.split(None, 1)[0] for _, _, lines in text_pieces(files) for line in lines.split(b"\n") if line.strip()
         )
         cells = [word.decode("utf-8", errors="replace") for word in words]
+        if format == "jsonl":
+            assert columns is not None
+            cells = json_cells(sample_objects(files), columns.label)
         if format == "criteo":
             cells = [cell for cell in cells if cell in ("0", "1")]  # its reader takes no others
     else:
         assert columns is not None
         cells = sample_rows(files, format, columns.names).column(columns.label)
     return count_labels(cells)
+
+
+def sample_objects(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Objects of JSON lines spread over the files."""
+    objects = []
+    for _, _, lines in text_pieces(files):
+        for line in lines.split(b"\n"):
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                objects.append(found)
+    return objects
+
+
+def json_cells(objects: Sequence[Mapping[str, Any]], wanted: str) -> list[str]:
+    """The values of a field in the objects that have it, as text."""
+    return [json_text(value) for each in objects for name, value, _ in walk_fields(each) if name == wanted]
 
 
 def count_labels(cells: Iterable[str]) -> dict[float, int]:

@@ -1,4 +1,4 @@
-"""The readers of the line formats, criteo and libsvm: byte ranges to whole lines, whole lines to batches.
+"""The readers of the line formats (criteo, libsvm, vw, JSON lines): byte ranges to whole lines, whole lines to batches.
 
 A shard is a range of bytes of the (gunzipped) text. A line belongs to the shard in which its first byte
 lies, so the shards together have every line exactly once, wherever their borders fall.
@@ -14,12 +14,15 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
+from paceline.data.columns import Columns
 from paceline.data.dialect import BYTE_ORDER_MARK
 from paceline.data.formats import detect_format
 from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import is_packed
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
+
+_SCRATCH_BYTES = 128
 
 
 @dataclass(slots=True)
@@ -165,6 +168,81 @@ def libsvm_parser() -> Parse:
     return parse
 
 
+def vw_parser(*, needs_label: bool) -> Parse:
+    """A function that parses ``text[start:stop]`` as lines of Vowpal Wabbit; labels may be missing (NaN) if allowed."""
+    from paceline.kernels.text import vw as kernels
+    from paceline.kernels.text.reference import powers_of_ten
+
+    powers = powers_of_ten()
+
+    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
+        arrays = _SparseArrays((stop - start) // 2 + 1)
+        bad_at, bad_why, counts = _result_arrays(kernels.NUM_VW_COUNTS)
+        kernels.parse_vw(text, start, stop, int(needs_label), powers, *arrays.all, bad_at, bad_why, counts)
+        rows, num_bad, position, pairs, all_ones, unweighted = counts.tolist()
+        batch = arrays.batch(rows, pairs, all_ones=bool(all_ones), is_weighted=not unweighted)
+        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
+
+    return parse
+
+
+def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
+    """A function that parses ``text[start:stop]`` as JSON lines; labels may be missing (NaN) if allowed."""
+    from paceline.kernels.text import json_lines as kernels
+    from paceline.kernels.text.lines import NUM_COUNTS
+    from paceline.kernels.text.reference import name_seed, powers_of_ten
+
+    powers = powers_of_ten()
+    label, weight = np.uint64(name_seed(columns.label)), np.uint64(name_seed(columns.weight) if columns.weight else 0)
+    as_text = np.array([name_seed(name) for name in columns.categorical], np.uint64)
+    scratch = np.empty(0, np.uint8)
+
+    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
+        nonlocal scratch
+        if len(scratch) < len(text) + _SCRATCH_BYTES:
+            scratch = np.empty(len(text) + _SCRATCH_BYTES, np.uint8)
+        arrays = _SparseArrays((stop - start) // 2 + 1)
+        bad_at, bad_why, counts = _result_arrays(NUM_COUNTS)
+        kernels.parse_json_lines(
+            *(text, start, stop, int(needs_label), label, weight, as_text, powers, scratch),
+            *(*arrays.all, bad_at, bad_why, counts),
+        )
+        rows, num_bad, position, pairs, all_ones = counts.tolist()
+        batch = arrays.batch(rows, pairs, all_ones=bool(all_ones), is_weighted=bool(columns.weight))
+        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
+
+    return parse
+
+
+class _SparseArrays:
+    """Room for rows and pairs, in the order in which kernels take it."""
+
+    def __init__(self, capacity: int) -> None:
+        self._labels, self._weights = np.empty(capacity, np.float32), np.empty(capacity, np.float32)
+        self._indptr = np.empty(capacity + 1, np.int64)
+        self._keys, self._values = np.empty(capacity, np.uint64), np.empty(capacity, np.float32)
+        self.all = self._labels, self._weights, self._indptr, self._keys, self._values
+
+    def batch(self, rows: int, pairs: int, *, all_ones: bool, is_weighted: bool) -> Batch:
+        """The first rows, in arrays that do not hold on to the rest of the room."""
+        values = None if all_ones else self._values[:pairs].copy()
+        weights = self._weights[:rows].copy() if is_weighted else None
+        indptr = self._indptr[: rows + 1].copy()
+        return Batch(self._labels[:rows].copy(), indptr, self._keys[:pairs].copy(), values, weights)
+
+
+def parser_of(format: str, columns: Columns | None, *, needs_label: bool) -> Parse:
+    """The parser of a line format; `columns` are those of JSON lines."""
+    if format == "criteo":
+        return criteo_parser()
+    if format == "vw":
+        return vw_parser(needs_label=needs_label)
+    if format == "jsonl":
+        assert columns is not None
+        return json_parser(columns, needs_label=needs_label)
+    return libsvm_parser()
+
+
 def _result_arrays(
     num_counts: int,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -176,14 +254,23 @@ def _first_bad(bad_at: npt.NDArray[np.int64], bad_why: npt.NDArray[np.int64], nu
 
 
 class TextReader:
-    """Shards of a criteo or libsvm file."""
+    """Shards of a file of one of :data:`TEXT_FORMATS`."""
 
-    def __init__(self, path: str, format: str, shard_bytes: int, num_bytes: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        shard_bytes: int,
+        num_bytes: int,
+        columns: Columns | None = None,
+        *,
+        needs_label: bool = True,
+    ) -> None:
         self._path = path
         self._format = format
         self._shard_bytes = shard_bytes
         self._lines = LineReader(path)
-        self._parse = criteo_parser() if format == "criteo" else libsvm_parser()
+        self._parse = parser_of(format, columns, needs_label=needs_label)
         self.num_shards = None if is_packed(path) else -(-num_bytes // shard_bytes)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ imported here.
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from typing_extensions import override
 from paceline.data import Batch, Columns
 from paceline.data.columns import Converter, import_arrow
 from paceline.data.feature_names import CRITEO_NAMES
-from paceline.data.text import criteo_parser
+from paceline.data.text import criteo_parser, json_parser
 from paceline.errors import UsageError
 from paceline.kernels.text.reference import REASONS
 
@@ -188,6 +189,49 @@ class CriteoReader(FrameReader):
                 raise UsageError(f"row {row:,} of the frame: {REASONS[why]}")
             position = parsed.position
             yield parsed.batch
+
+
+@final
+class JsonReader(FrameReader):
+    """For a model that was trained on JSON lines: rows are objects, whatever fields they have."""
+
+    def __init__(self, columns: Columns) -> None:
+        super().__init__([columns.label])
+        self._parse = json_parser(columns.unweighted, needs_label=False)
+
+    @override
+    def batches(self, frame: Any) -> Iterator[Batch]:
+        names = list(getattr(frame, "column_names", None) or (frame if isinstance(frame, Mapping) else frame.columns))
+        cells = [list(frame[name]) for name in names]
+        return self.row_batches([dict(zip(names, row, strict=True)) for row in zip(*cells, strict=True)])
+
+    @override
+    def row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
+        for start in range(0, len(rows), _ROWS):
+            try:
+                lines = [json.dumps(row, default=_plain_value) + "\n" for row in rows[start : start + _ROWS]]
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"a row is no object of JSON: {error}") from None
+            text = "".join(lines).encode()
+            buffer = np.zeros(len(text) + _PADDING, np.uint8)
+            buffer[: len(text)] = np.frombuffer(text, np.uint8)
+            parsed = self._parse(buffer, 0, len(text))
+            if parsed.num_bad:
+                at, why = parsed.bad[0]
+                row = text.count(b"\n", 0, at) + start
+                raise UsageError(f"row {row:,}: {REASONS[why]}")
+            yield parsed.batch
+
+    @override
+    def _batches(self, columns: dict[str, Any]) -> Iterator[Batch]:
+        return self.batches(columns)
+
+
+def _plain_value(value: Any) -> Any:
+    """A value of NumPy's as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
 def _cell(name: str, value: Any) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paceline.data import Batch, Columns
 from paceline.errors import ModelError, UsageError
 from paceline.inference.arrays import ArrayReader
-from paceline.inference.frames import ColumnReader, CriteoReader, FrameReader, is_frame, list_names
+from paceline.inference.frames import ColumnReader, CriteoReader, FrameReader, JsonReader, is_frame, list_names
 from paceline.inference.weights import Weights, join_weights, weights_of_data
 from paceline.launch import prepare_kernels
 from paceline.models.base import BIAS_KEY
@@ -141,11 +141,15 @@ class LoadedModel:
     def _frames(self) -> FrameReader:
         if self.format == "criteo":
             return CriteoReader()
+        if self.format == "vw":
+            raise UsageError("the model was trained on lines of Vowpal Wabbit: pass the path of a file of them")
         if self.columns is None:
             raise UsageError(
                 f"the model was trained on {self.format}, whose features are numbered: pass an array or a sparse "
                 "matrix instead of a frame, for example X.to_numpy()"
             )
+        if self.columns.is_open:
+            return JsonReader(self.columns)
         return ColumnReader(self.columns, from_text=self.format == "csv", is_known=self._is_known)
 
     def _key_range(self) -> tuple[int, int] | None:

@@ -57,7 +57,9 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
         return StoredModel(path, manifest.model, manifest.tables, manifest.paceline, saved)
     snapshot = read_newest(path).manifest
     dataset = snapshot.training.get("dataset", {})
-    columns = {name: dataset[name] for name in ("label", "categorical", "numeric", "scales") if name in dataset}
+    columns = {
+        name: dataset[name] for name in ("label", "categorical", "numeric", "scales", "is_open") if name in dataset
+    }
     model = snapshot.training.get("model", {})
     described = {
         **({"kind": model} if isinstance(model, str) else model),  # a name, as 0.1 wrote it

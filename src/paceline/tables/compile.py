@@ -14,7 +14,7 @@ import numpy as np
 from paceline.kernels import checksum, combine, csr, dedup, dense, filters, index, interactions, scaling, shared, sparse
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
-from paceline.kernels.text import csv, lines
+from paceline.kernels.text import csv, json_lines, lines, vw
 from paceline.tables import logistic_pass
 from paceline.tables.rules import SGD
 from paceline.tables.rules import kernels as rule_kernels
@@ -57,6 +57,8 @@ KERNELS: tuple[Any, ...] = (
     *scaling.KERNELS,
     *shared.KERNELS,
     *csv.KERNELS,
+    *json_lines.KERNELS,
+    *vw.KERNELS,
     *lines.KERNELS,
 )
 """Every kernel that is called from Python."""
@@ -92,6 +94,8 @@ def compile_rest() -> None:
     scaling.compile_kernels()
     lines.compile_kernels()
     csv.compile_kernels()
+    json_lines.compile_kernels()
+    vw.compile_kernels()
     filters.compile_kernels()
     shared.compile_kernels(combine.combiner("uint8"))
 

@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train empty.tsv", 1, "empty.tsv is empty"),
         ("train not.tsv.gz", 1, "ends in .gz but is not a gzip file"),
         ("train cut.tsv.gz", 1, "cut.tsv.gz is cut off"),
-        ("train garbage", 1, "looks like none of criteo, libsvm, csv, parquet"),
+        ("train garbage", 1, "looks like none of criteo, libsvm, vw, jsonl, csv, parquet"),
         ("train good.tsv --eval missing.tsv", 1, "missing.tsv does not exist"),
         ("train good.tsv some.csv", 1, "some.csv looks like csv, and good.tsv like criteo"),
         ("train good.tsv --eval some.csv", 1, "some.csv looks like csv, and good.tsv like criteo"),

@@ -62,6 +62,11 @@ DETAIL = 16
 LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT = -1, -2, -3
 """Where a csv column has no feature: it is the label, the row's weight, or not read."""
 
+NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE, BAD_VW_NAME, MISSING_LABEL = range(17, 23)
+BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP = range(23, 28)
+MAX_DEPTH = 32
+"""So many objects and lists may be open at a time in a row of JSON."""
+
 REASONS = {
     BAD_FIELDS: "it does not have 40 fields with tabs between them",
     BAD_CRITEO_LABEL: "its label is neither 0 nor 1",
@@ -70,6 +75,17 @@ REASONS = {
     BAD_LABEL: "its label is not a finite number",
     BAD_INDEX: "an index is not an integer from 0 to 2^64-1 with a colon after it",
     BAD_VALUE: "a value is not a finite float32 number",
+    NO_BAR: "it has no | before its features",
+    BAD_VW_HEAD: "before the first | stands something else than a label, a weight and a tag",
+    BAD_VW_WEIGHT: "its weight is below 0",
+    BAD_VW_BASE: "it has an initial prediction, which is not read",
+    BAD_VW_NAME: "a feature has no name",
+    MISSING_LABEL: "it has no label",
+    BAD_JSON: "it is not one object of JSON",
+    BAD_JSON_LABEL: "its label is not a finite number, true or false",
+    BAD_JSON_NUMBER: "a number is not a finite float32 number",
+    BAD_JSON_WEIGHT: "its weight is not a finite number from 0 up",
+    TOO_DEEP: f"it is nested deeper than {MAX_DEPTH} objects and lists",
 }
 
 _NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -188,6 +204,49 @@ def libsvm_line(line: bytes) -> tuple[float, list[int], list[float]] | int | Non
         keys.append(int(index))
         values.append(value)
     return float(np.float32(label)), keys, values
+
+
+def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float]] | int | None:
+    """Label (None if it has none), weight, keys and values of a line; a code if malformed, None if blank."""
+    if not line.strip(b" \t\r"):
+        return None
+    head, bar, rest = line.partition(b"|")
+    if not bar:
+        return NO_BAR
+    words = [word for word in re.split(rb"[ \t\r]+", head) if word]
+    if words and (words[-1].startswith(b"'") or head.endswith(words[-1])):
+        words.pop()
+    numbers = [parse_float(word) for word in words]
+    for at, number in enumerate(numbers):
+        if number is None or at > 2:
+            return BAD_VW_HEAD
+        if at == 1 and np.float32(number) < 0:
+            return BAD_VW_WEIGHT
+        if at == 2 and number != 0:
+            return BAD_VW_BASE
+    keys, values = [], []
+    for namespace in rest.split(b"|"):
+        name, *features = re.split(rb"[ \t\r]+", namespace)
+        name, scale = _name_and_value(name)
+        if scale is None:
+            return BAD_VALUE
+        seed = hash_bytes(name, 0)
+        for feature in filter(None, features):
+            name, value = _name_and_value(feature)
+            if not name:
+                return BAD_VW_NAME
+            if value is None or abs(value * scale) > MAX_FLOAT32:
+                return BAD_VALUE
+            keys.append(hash_bytes(name, seed))
+            values.append(float(np.float32(value * scale)))
+    label = None if not numbers or numbers[0] is None else float(np.float32(numbers[0]))
+    weight = 1.0 if len(numbers) < 2 or numbers[1] is None else float(np.float32(numbers[1]))
+    return label, weight, keys, values
+
+
+def _name_and_value(word: bytes) -> tuple[bytes, float | None]:
+    name, colon, value = word.partition(b":")
+    return name, parse_float(value) if colon else 1.0
 
 
 def parse_float(text: bytes) -> float | None:

@@ -30,10 +30,12 @@ from paceline.data import (
     merge_guesses,
     open_dataset,
     sample_labels,
+    sample_objects,
     sample_rows,
     source_format,
 )
 from paceline.data.dialect import is_number
+from paceline.data.guessing import describe_json, find_json_columns
 from paceline.data.streams import is_packed
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
@@ -82,11 +84,17 @@ def look_at(
     format = format or detect_format(first)
     if format == CONVERTED:
         return _look_at_converted([str(file) for file in data], columns, label, numeric_scale, weight)
+    if format == "jsonl":
+        return _look_at_json([str(file) for file in data], columns, label, weight)
     if format not in COLUMN_FORMATS:
         if label is not None and columns is None:
-            raise UsageError(f"{format} has no columns to choose: leave --label out, or say --format csv or parquet")
+            raise UsageError(
+                f"{format} has no columns to choose: leave --label out, or say --format csv, parquet or jsonl"
+            )
         if weight is not None:
-            raise UsageError(f"{format} has no columns to choose: leave --weight out, or say --format csv or parquet")
+            raise UsageError(
+                f"{format} has no columns to choose: leave --weight out, or say --format csv, parquet or jsonl"
+            )
         with open_dataset(data, format, columns) as dataset:
             return DataLook(format, None, sample_labels(dataset.files, format), None, False)
     if columns is not None:
@@ -104,6 +112,16 @@ def look_at(
     open_dataset(data, format, taken).close()
     labels = count_labels(sample.column(taken.label))
     return DataLook(format, taken, labels, guesses, columns is None, sample)
+
+
+def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | None, weight: str | None) -> DataLook:
+    objects = sample_objects(files)
+    found = find_json_columns(files[0], objects, columns.label if columns else label, weight or "")
+    if columns is not None:
+        found = dataclasses.replace(columns, is_open=True)
+    with open_dataset(files, "jsonl", found) as dataset:
+        guesses = describe_json(objects, found)
+        return DataLook("jsonl", found, sample_labels(dataset.files, "jsonl", found), guesses, columns is None)
 
 
 def _look_at_converted(

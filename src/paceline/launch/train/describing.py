@@ -80,7 +80,10 @@ def _describe_row(look: DataLook, row: Batch) -> list[dict[str, Any]]:
     """The features of a row: column, where it has a name, key and value."""
     values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
     names: list[str | None] = [None] * len(row.keys)
-    if look.columns is not None:
+    if look.columns is not None and look.columns.is_open and look.guesses is not None:
+        known = {name_seed(guess.name): guess.name for guess in look.guesses.guesses}
+        names = [known.get(key) for key in row.keys.tolist()]
+    elif look.columns is not None:
         numeric = {name_seed(name): name for name in look.columns.numeric}
         names = [
             *look.columns.categorical,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from paceline.data import open_dataset
+from paceline.data import KEYED_FORMATS, open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling, read_key_scaling
@@ -66,7 +66,7 @@ def _sample(options: TrainOptions) -> tuple[ExampleSample, bool]:
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
             raise DataError(f"{options.data[0]} has no line that can be trained on")
-        has_keys = dataset.source_format == "libsvm" and options.numeric_scale != "none"
+        has_keys = dataset.source_format in KEYED_FORMATS and options.numeric_scale != "none"
     return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), has_keys
 
 

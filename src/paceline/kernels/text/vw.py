@@ -1,0 +1,181 @@
+"""A Numba kernel that turns lines of Vowpal Wabbit's text format into keys and values.
+
+``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace ...``: a feature's key is the hash of its
+name under the seed that is the hash of its namespace's name, and its value is multiplied by the namespace's. As in
+Vowpal Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The twin is
+:func:`paceline.kernels.text.reference.vw_line`; how text is read is said in :mod:`.lines`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.kernels.jit import njit
+from paceline.kernels.text.bytes import byte_at, hash_span
+from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
+from paceline.kernels.text.reference import (
+    BAD_VALUE,
+    BAD_VW_BASE,
+    BAD_VW_HEAD,
+    BAD_VW_NAME,
+    BAD_VW_WEIGHT,
+    MAX_FLOAT32,
+    MISSING_LABEL,
+    NO_BAR,
+    powers_of_ten,
+)
+
+UNWEIGHTED = NUM_COUNTS
+"""The place in `counts` that says whether all weights are 1."""
+NUM_VW_COUNTS = NUM_COUNTS + 1
+
+_TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE, _COLON, _BAR = 9, 10, 13, 32, 39, 58, 124
+_NO_SEED = np.uint64(0)
+
+
+@njit()
+def _skip_blanks(text, at):  # type: ignore[no-untyped-def]
+    byte = byte_at(text, at)
+    while byte in (_SPACE, _TAB, _RETURN):
+        at += 1
+        byte = byte_at(text, at)
+    return at
+
+
+@njit()
+def _name_end(text, at):  # type: ignore[no-untyped-def]
+    """The position of what ends a name: a blank, a colon, a bar or a newline."""
+    byte = byte_at(text, at)
+    while not (byte in (_SPACE, _TAB, _RETURN) or byte in (_COLON, _BAR, _NEWLINE)):
+        at += 1
+        byte = byte_at(text, at)
+    return at
+
+
+@njit()
+def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
+    """The value behind a name that ends at `at`: (value, position behind it), or (0, -1) if it is no number."""
+    if byte_at(text, at) != _COLON:
+        return 1.0, at
+    value, at = read_float(text, at + 1, end, powers)
+    if at >= 0 and not (byte_at(text, at) in (_SPACE, _TAB, _RETURN) or byte_at(text, at) in (_BAR, _NEWLINE)):
+        at = -1
+    return value, at
+
+
+@njit()
+def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
+    """What stands before the first bar: (label or NaN, weight, what ails it, or 0)."""
+    label, weight, count = np.nan, 1.0, 0
+    at = _skip_blanks(text, at)
+    while at < bar:
+        stop = at
+        while stop < bar and byte_at(text, stop) not in (_SPACE, _TAB, _RETURN):
+            stop += 1
+        if byte_at(text, at) == _QUOTE or stop == bar:
+            return label, weight, (0 if _skip_blanks(text, stop) == bar else BAD_VW_HEAD)
+        value, behind = read_float(text, at, stop, powers)
+        if behind != stop or count > 2:
+            return label, weight, BAD_VW_HEAD
+        if count == 0:
+            label = value
+        elif count == 1:
+            weight = value
+            if np.float32(weight) < 0.0:
+                return label, weight, BAD_VW_WEIGHT
+        elif value != 0.0:
+            return label, weight, BAD_VW_BASE
+        count += 1
+        at = _skip_blanks(text, stop)
+    return label, weight, 0
+
+
+@njit()
+def _read_features(text, at, end, powers, keys, values, pair):  # type: ignore[no-untyped-def]
+    """The namespaces from the bar at `at`: (behind the last pair, what ails them, or 0)."""
+    while byte_at(text, at) == _BAR:
+        first = at + 1
+        at = _name_end(text, first)
+        seed = hash_span(text, first, at, _NO_SEED)
+        scale, at = _read_value(text, at, end, powers)
+        if at < 0:
+            return pair, BAD_VALUE
+        at = _skip_blanks(text, at)
+        byte = byte_at(text, at)
+        while byte not in (_BAR, _NEWLINE):
+            first = at
+            at = _name_end(text, first)
+            if at == first:
+                return pair, BAD_VW_NAME
+            keys[pair] = hash_span(text, first, at, seed)
+            value, at = _read_value(text, at, end, powers)
+            value *= scale
+            if at < 0 or abs(value) > MAX_FLOAT32:
+                return pair, BAD_VALUE
+            values[pair] = value
+            pair += 1
+            at = _skip_blanks(text, at)
+            byte = byte_at(text, at)
+    return pair, 0
+
+
+@njit(cache=True, nogil=True)
+def parse_vw(  # type: ignore[no-untyped-def]
+    text, start, end, needs_label, powers, labels, weights, indptr, keys, values, bad_at, bad_why, counts
+):
+    """Parse whole lines of Vowpal Wabbit's format until `end`.
+
+    If `needs_label` is 1 a line without a label is malformed, else its label is NaN. Out: `labels`, `weights` and
+    `values` float32 and `keys` uint64 [half as many as there are bytes, and 1], `indptr` int64 [one more]; the others
+    as :func:`paceline.kernels.text.lines.parse_libsvm` has them, and `counts` ``UNWEIGHTED`` too.
+    """
+    at, rows, bad, pairs, ones, unweighted = start, 0, 0, 0, True, True
+    indptr[0] = 0
+    while at < end:
+        line = at
+        at = _skip_blanks(text, at)
+        if byte_at(text, at) == _NEWLINE:
+            at += 1
+            continue
+        bar = at
+        while byte_at(text, bar) not in (_BAR, _NEWLINE):
+            bar += 1
+        pair, why = pairs, NO_BAR
+        if byte_at(text, bar) == _BAR:
+            label, weight, why = _read_head(text, at, bar, powers)
+            if why == 0 and needs_label == 1 and label != label:
+                why = MISSING_LABEL
+            if why == 0:
+                pair, why = _read_features(text, bar, end, powers, keys, values, pairs)
+        if why == 0:
+            for k in range(pairs, pair):
+                ones = ones and values[k] == 1.0
+            labels[rows], weights[rows] = np.float32(label), np.float32(weight)
+            unweighted = unweighted and weight == 1.0
+            rows += 1
+            pairs = pair
+            indptr[rows] = pairs
+        else:
+            if bad < bad_at.shape[0]:
+                bad_at[bad] = line
+                bad_why[bad] = why
+            bad += 1
+        at = bar
+        while byte_at(text, at) != _NEWLINE:
+            at += 1
+        at += 1
+    counts[ROWS], counts[BAD], counts[POSITION] = rows, bad, at
+    counts[NONZEROS], counts[ALL_ONES], counts[UNWEIGHTED] = pairs, 1 if ones else 0, 1 if unweighted else 0
+
+
+KERNELS = (parse_vw,)
+
+
+def compile_kernels() -> None:
+    """Compile the kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
+    floats, numbers = np.empty(2, np.float32), np.empty(NUM_VW_COUNTS, np.int64)
+    parse_vw(
+        *(text, 0, 1, 1, powers_of_ten(), floats, floats, numbers, np.empty(2, np.uint64), floats),
+        *(numbers, numbers, numbers),
+    )

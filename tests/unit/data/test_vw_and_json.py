@@ -1,0 +1,315 @@
+"""Vowpal Wabbit's text and JSON lines: the kernels beside plain readers, bad lines, shards, files."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.data import Batch, Columns, detect_format, open_dataset
+from paceline.data.feature_names import find_feature_names
+from paceline.data.guessing import describe_json
+from paceline.data.sampling import sample_labels, sample_objects
+from paceline.data.text import Parse, json_parser, vw_parser
+from paceline.errors import DataError, UsageError
+from paceline.kernels.text.json_reference import json_line
+from paceline.kernels.text.reference import (
+    BAD_JSON,
+    BAD_JSON_LABEL,
+    BAD_JSON_NUMBER,
+    BAD_JSON_WEIGHT,
+    BAD_VALUE,
+    BAD_VW_BASE,
+    BAD_VW_HEAD,
+    BAD_VW_NAME,
+    BAD_VW_WEIGHT,
+    MISSING_LABEL,
+    NO_BAR,
+    TOO_DEEP,
+    hash_bytes,
+    name_seed,
+    vw_line,
+)
+
+COLUMNS = Columns("y", ("id",), weight="w", is_open=True)
+Row = tuple[float | None, float, list[int], list[float]]
+
+
+def parse(parser: Parse, text: bytes) -> tuple[list[Row], list[int]]:
+    """The rows and what ails the first bad lines."""
+    buffer = np.zeros(len(text) + 64, np.uint8)
+    buffer[: len(text)] = np.frombuffer(text, np.uint8)
+    found = parser(buffer, 0, len(text))
+    assert found.position == len(text)
+    batch = found.batch
+    values = np.ones(len(batch.keys)) if batch.values is None else batch.values
+    weights = np.ones(batch.num_examples) if batch.weights is None else batch.weights
+    rows: list[Row] = []
+    for row in range(batch.num_examples):
+        pairs = slice(batch.indptr[row], batch.indptr[row + 1])
+        label = float(batch.labels[row])
+        rows.append(
+            (
+                None if np.isnan(label) else label,
+                float(weights[row]),
+                batch.keys[pairs].tolist(),
+                values[pairs].tolist(),
+            )
+        )
+    assert found.num_bad >= len(found.bad)
+    return rows, [why for _, why in found.bad]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"1 |a x y:2", (1, 1, ["a x", "a y"], [1, 2])),
+        (b"-1 0.5 tag|a:3 x:2 y|b z", (-1, 0.5, ["a x", "a y", "b z"], [6, 3, 1])),
+        (b"1 2 0 'it|x", (1, 2, [], [])),
+        (b"'only_tag| x", (None, 1, [" x"], [1])),
+        (b"| x\t y \r", (None, 1, [" x", " y"], [1, 1])),
+        (b"  0.25 'tag | x", (0.25, 1, [" x"], [1])),
+        (b"1|a", (None, 1, [], [])),
+        (b"1 |a b|c d|e:2|f g:-1e2", (1, 1, ["a b", "c d", "f g"], [1, 1, -100])),
+        (b"2 |\xc3\xa4 \xff", (2, 1, [(b"\xc3\xa4", b"\xff")], [1])),
+        (b"1 x|a", (1, 1, [], [])),
+        (b"1 2", NO_BAR),
+        (b"yes |a b", BAD_VW_HEAD),
+        (b"1 1 0 0 |a", BAD_VW_HEAD),
+        (b"1 'tag 1 |a", BAD_VW_HEAD),
+        (b"1 -1 |a", BAD_VW_WEIGHT),
+        (b"1 1 0.5 |a", BAD_VW_BASE),
+        (b"1 |a :1", BAD_VW_NAME),
+        (b"1 |a x:", BAD_VALUE),
+        (b"1 |a x:1:2", BAD_VALUE),
+        (b"1 |a x:nan", BAD_VALUE),
+        (b"1 |a:1e30 x:1e30", BAD_VALUE),
+    ],
+)
+def test_lines_of_vowpal_wabbit(line: bytes, expected: Any) -> None:
+    rows, bad = parse(vw_parser(needs_label=False), b"\n" + line + b"\n")
+    assert (rows[0] if rows else bad[0]) == vw_line(line)
+    if isinstance(expected, int):
+        assert bad == [expected]
+    else:
+        label, weight, names, values = expected
+        pairs = [tuple(part.encode() for part in name.split(" ")) if isinstance(name, str) else name for name in names]
+        assert rows == [(label, weight, [hash_bytes(inner, hash_bytes(outer, 0)) for outer, inner in pairs], values)]
+
+
+_vw_words = st.sampled_from(
+    [b" ", b" ", b"|", b" |", b"1", b"-1", b"0", b":", b":2", b":1e9", b"'t", b"a", b"bc", b"name", b"\t", b"\r", b".5"]
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.lists(_vw_words, max_size=12), min_size=1, max_size=6))
+def test_the_vw_kernel_is_its_twin(words: list[list[bytes]]) -> None:
+    lines = [b"".join(line) for line in words]
+    expected = [vw_line(line) for line in lines]
+    rows, bad = parse(vw_parser(needs_label=False), b"\n".join(lines) + b"\n")
+    assert rows == [each for each in expected if isinstance(each, tuple)]
+    assert bad == [each for each in expected if isinstance(each, int)][:5]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"y": 1, "a": 2.5, "b": "x"}', (1, 1, [("a", None), ("b", "x")], [2.5, 1])),
+        ('{"a": [1, 2.0, "x", true, null], "y": true}', (1, 1, [("a", t) for t in ("1", "2.0", "x", "true")], [1] * 4)),
+        ('{"u": {"v": {"w": 3}, "x": false}, "y": "No"}', (0, 1, [("u.v.w", None), ("u.x", "false")], [3, 1])),
+        (
+            '{"a": [{"b": 1, "c": "d"}, [2]], "w": "0.5"}',
+            (None, 0.5, [("a.b", None), ("a.c", "d"), ("a", "2")], [1, 1, 1]),
+        ),
+        ('  { } ', (None, 1, [], [])),
+        (r'{"\u0061\n": "\ud83d\ude00\"\\\/\b\f\n\r\t\u00e9\u20ac"}', (None, 1, [("a\n", '😀"\\/\b\f\n\r\té€')], [1])),
+        (
+            '{"id": 12345678901234567890, "big": 1e5}',
+            (None, 1, [("id", "12345678901234567890"), ("big", None)], [1, 1e5]),
+        ),
+        ('{"a": NaN, "b": null, "y": null}', (None, 1, [], [])),
+        ('{"a": 1} x', BAD_JSON),
+        ('{"a": 1,}', BAD_JSON),
+        ('{"a": [1,]}', BAD_JSON),
+        ('{"a": [1}', BAD_JSON),
+        ('{"a" 1}', BAD_JSON),
+        ('{"a": 01}', BAD_JSON),
+        ('{"a": 1.}', BAD_JSON),
+        ('{"a": +1}', BAD_JSON),
+        ('{"a": Infinity}', BAD_JSON),
+        ('{"a": "\t"}', BAD_JSON),
+        ('{"a": "\\x"}', BAD_JSON),
+        ('{"a": "\\u12"}', BAD_JSON),
+        ('{"a": "x', BAD_JSON),
+        ('[1, 2]', BAD_JSON),
+        ('{"a": 1e99}', BAD_JSON_NUMBER),
+        ('{"y": "maybe"}', BAD_JSON_LABEL),
+        ('{"w": -1}', BAD_JSON_WEIGHT),
+        ('{"a": ' * 40 + "1" + "}" * 40, TOO_DEEP),
+        ('{"a": ' * 32 + "1" + "}" * 32, (None, 1, [(".".join("a" * 32), None)], [1])),
+    ],
+)  # fmt: skip
+def test_lines_of_json(line: str, expected: Any) -> None:
+    rows, bad = parse(json_parser(COLUMNS, needs_label=False), line.encode() + b"\n")
+    assert (rows[0] if rows else bad[0]) == json_line(line, "y", "w", ("id",))
+    if isinstance(expected, int):
+        assert bad == [expected]
+    else:
+        label, weight, pairs, values = expected
+        keys = [name_seed(path) if text is None else hash_bytes(text.encode(), name_seed(path)) for path, text in pairs]
+        assert rows == [(label, weight, keys, values)]
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(-1e30, 1e30) | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["y", "w", "id", "a", "é"]) | st.text(max_size=3), _values), max_size=4),
+    st.booleans(),
+)
+def test_the_json_kernel_is_its_twin(objects: list[dict[str, Any]], ascii: bool) -> None:
+    lines = [json.dumps(each, ensure_ascii=ascii) for each in objects]
+    expected = [json_line(line, "y", "w", ("id",)) for line in lines]
+    text = "".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass")
+    rows, bad = parse(json_parser(COLUMNS, needs_label=False), text)
+    assert rows == [each for each in expected if isinstance(each, tuple)]
+    assert bad == [each for each in expected if isinstance(each, int)][:5]
+
+
+@pytest.mark.parametrize("format", ["vw", "jsonl"])
+def test_hostile_bytes_lead_nowhere(format: str) -> None:
+    """Whatever a line is made of, it is a row, malformed or blank, as it is for the twin."""
+    parser = vw_parser(needs_label=False) if format == "vw" else json_parser(COLUMNS, needs_label=False)
+    seed = (
+        b"1 0.5 'tag|ns:2 a:1 b |c d" if format == "vw" else
+        b'{"y": 1, "a": [1, "x", {"b": null}], "c\\u00e4": "d\\n", "w": 2.5e1, "t": true}'
+    )  # fmt: skip
+    generator = random.Random(format)
+    for _ in range(1000):
+        line = bytearray(seed)
+        for _ in range(generator.randrange(1, 5)):
+            at = generator.randrange(len(line) + 1)
+            match generator.randrange(3):
+                case 0:
+                    line[at : at + generator.randrange(4)] = b""
+                case 1:
+                    line[at:at] = bytes(generator.choice(b"{}[]\",:\\|' \t0u\xff\x00e-.") for _ in range(3))
+                case _:
+                    line[at : at + 1] = bytes([generator.randrange(256)])
+        text = bytes(line).replace(b"\n", b"")
+        rows, bad = parse(parser, text + b"\n")
+        if format == "vw":
+            expected: Any = vw_line(text)
+        else:
+            try:
+                expected = json_line(text.decode(), "y", "w", ("id",))
+            except UnicodeDecodeError:
+                continue
+        assert (rows, bool(bad)) == ([expected] if isinstance(expected, tuple) else [], isinstance(expected, int)), text
+
+
+def read_all(path: Path, **options: Any) -> Batch:
+    with open_dataset(path, **options) as dataset:
+        return Batch.concatenate(list(dataset.batches(100)))
+
+
+VW = b"".join(b"%d %d 'r%d|a x%d y:%d|b z\n" % (i % 2, 1 + i % 3, i, i % 50, i % 7) for i in range(500))
+JSON = b"".join(b'{"click": %d, "site": "s%d", "n": {"k": %d.5}}\n' % (i % 2, i % 9, i) for i in range(500))
+
+
+@pytest.mark.parametrize(("format", "text"), [("vw", VW), ("jsonl", JSON)])
+def test_files_are_told_read_and_cut_into_shards(tmp_path: Path, format: str, text: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(text)
+    assert detect_format(path) == format
+    whole = read_all(path)
+    assert whole.labels.tolist() == [0, 1] * 250
+    columns = open_dataset(path).columns
+    assert sample_labels([str(path)], format, columns) == {0: 250, 1: 250}
+    for shard_bytes in (1, 37, 1000, 10**6):
+        with open_dataset(path, shard_bytes=shard_bytes) as dataset:
+            parts = [batch for shard in range(dataset.num_shards(0) or 0) for batch in dataset.read(0, shard, 7)]
+        found = Batch.concatenate(parts)
+        np.testing.assert_array_equal(found.keys, whole.keys)
+        np.testing.assert_array_equal(found.indptr, whole.indptr)
+    if format == "vw":
+        assert whole.weights is not None
+        assert whole.weights[:4].tolist() == [1, 2, 3, 1]
+    path.write_bytes(text + b"what is this\n" + (b"| a\n" if format == "vw" else b'{"site": "s"}\n'))
+    with open_dataset(path) as dataset:
+        assert sum(batch.num_examples for batch in dataset.batches(100)) == 500
+        assert dataset.bad_lines.count == 2
+        assert dataset.bad_lines.first[1].reason == "it has no label"
+    found = read_all(path, needs_labels=False)
+    assert found.num_examples == 501
+    assert np.isnan(found.labels[-1])
+    with pytest.raises(DataError, match="line 501 is malformed"):
+        read_all(path, strict=True)
+
+
+def test_names_of_features(tmp_path: Path) -> None:
+    for text, expected in (
+        (VW, {"a^x3", "a^y", "b^z"}),
+        (JSON, {"site=s3", "n.k"}),
+        (b'{"click": 1, "l": [1.50, true], "n": null}\n' * 3, {"l=1.50", "l=true"}),
+    ):
+        path = tmp_path / "x"
+        path.write_bytes(text)
+        with open_dataset(path) as dataset:
+            keys = np.unique(next(dataset.batches(500)).keys)
+            names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
+        assert expected <= set(names.values())
+        assert len(names) == len(keys)
+
+
+def test_fields_of_json_are_described(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text('{"label": 1, "a": {"b": 2.5}, "c": ["x", "y"], "d": null, "e": "f"}\n' * 5 + "no json\n")
+    objects = sample_objects([str(path)])
+    columns = open_dataset(path).columns
+    assert columns == Columns("label", is_open=True)
+    guesses = describe_json(objects, columns)
+    assert [(each.name, each.kind, each.reason, each.num_distinct, each.examples) for each in guesses.guesses] == [
+        ("label", "label", "", 1, ("1",)),
+        ("a.b", "numeric", "", 1, ("2.5",)),
+        ("c", "categorical", "in lists", 2, ("x", "y")),
+        ("d", "left out", "", 0, ()),
+        ("e", "categorical", "", 1, ("f",)),
+    ]
+
+
+def test_identifiers_and_codes_are_no_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    rows = ({"y": i % 2, "u": {"id": (i * 2654435761) % 10**10}, "n": i % 60 + i % 7, "ids": [i]} for i in range(500))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert open_dataset(path).columns == Columns("y", ("u.id",), is_open=True)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text('{"a": 1}\n' * 5)
+    with pytest.raises(UsageError, match=r"no field named label, click, clicked, target, y in the rows .*has a"):
+        open_dataset(path)
+    with pytest.raises(UsageError, match="leave --numeric out"):
+        open_dataset(path, "jsonl", Columns("a", numeric=("b",)))
+    path.write_text('[{"a": 1}]\n')
+    with pytest.raises(DataError, match="looks like an array of JSON: write one object per line"):
+        open_dataset(path)
+
+
+def test_missing_label_is_a_reason_of_its_own() -> None:
+    rows, bad = parse(vw_parser(needs_label=True), b"| a\n1 | a\n")
+    assert rows == [(1, 1, [hash_bytes(b"a", hash_bytes(b"", 0))], [1])]
+    assert bad == [MISSING_LABEL]
