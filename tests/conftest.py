@@ -61,5 +61,5 @@ def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What ``-n auto`` means here: many tests wait, so there are two workers more than cores."""
-    return min((os.cpu_count() or 1) + 2, 8)
+    """What ``-n auto`` means here: tests of processes wait more than they compute, so workers are more than cores."""
+    return min(2 * (os.cpu_count() or 1) + 2, 8)

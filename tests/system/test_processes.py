@@ -124,14 +124,14 @@ def test_a_killed_server(paceline: Commands, click_log: tuple[Path, Path], tmp_p
 def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path, Path], consistency: str) -> None:
     """What it had is served by the other one, and the training ends as if nothing had been."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
-    running = start(paceline, click_log, "--epochs", "60", *options)
+    running = start(paceline, click_log, "--epochs", "40", *options)
     told = "a server died: its replicas serve what it had, and another server takes its place"
     running.children("server")[-1].kill()
     running.wait_line(told)
     finished = running.wait()
     assert finished.status == 0, finished
     result = parse_json(finished.out)
-    assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (60 * 12_000, 0, 4_000)
+    assert (result["examples"], result["lost_workers"], result["eval_examples"]) == (40 * 12_000, 0, 4_000)
     assert sentences(finished.err) == [f"paceline: {told}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def test_members_of_another_version(paceline: Commands, click_log: tuple[Path, P
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "sitecustomize.py").write_text(_OTHER)
     (tmp_path / "data.tsv").symlink_to(click_log[0])
-    environment = {**paceline.environment, "PYTHONPATH": str(tmp_path / "other")}
+    path = os.pathsep.join(filter(None, [str(tmp_path / "other"), os.environ.get("PYTHONPATH")]))
+    environment = {**paceline.environment, "PYTHONPATH": path}
     other = replace(paceline, environment=environment, afresh=True)
     assert other.succeed("--version").out == "paceline 9.8.7\n"
     scheduler, address = start_scheduler(paceline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -29,10 +30,14 @@ SIZES: Final = (0, 1, 7, 1000, 4097, 70_000)
 
 def sample(rank: int, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Array:
     """Return a rank's array: small whole numbers, of which every dtype holds every sum exactly, in any order."""
-    random = np.random.default_rng((seed, rank))
-    if dtype == "bool":
-        return random.integers(0, 2, shape).astype(np.bool_)
-    return random.integers(-3 if dtype.startswith(("f", "int")) else 0, 4, shape).astype(dtype)
+    low, stop = (0, 2) if dtype == "bool" else (-3 if dtype.startswith(("f", "int")) else 0, 4)
+    return _numbers(rank, shape, low, stop, seed).astype(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(rank: int, shape: int | tuple[int, ...], low: int, stop: int, seed: int) -> npt.NDArray[np.int8]:
+    """Return random numbers (int8), once for the ranks of a process."""
+    return np.random.default_rng((seed, rank)).integers(low, stop, shape, np.int8)
 
 
 def reduced(group: Group, op: str, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Array:
