@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.data import Columns, fit_scale
 
 LABEL = "\0label"
@@ -17,11 +20,17 @@ def has_text(frame: Any) -> bool:
     return not all(_is_numeric(frame[name]) for name in frame.columns)
 
 
-def choose_columns(frame: Any) -> Columns:
-    """Return the columns of a frame: those of numbers on a scale as for files, others as categories."""
+def choose_columns(frame: Any, y: npt.NDArray[Any]) -> Columns:
+    """Return the columns of a frame: those of numbers, on a scale as for files, and others as categories.
+
+    `y` are the labels, one for each row.
+    """
     names = [str(name) for name in frame.columns]
     numeric = [name for name in names if _is_numeric(frame[name])]
-    scales = tuple(fit_scale(map(str, list(frame[name])[:: len(frame) // _SAMPLE + 1])) for name in numeric)
+    some = slice(None, None, len(frame) // _SAMPLE + 1)
+    labels = np.unique(y, return_inverse=True)[1][some].astype(np.float64)
+    known = labels if labels.max(initial=0) <= 1 else None
+    scales = tuple(fit_scale(map(str, list(frame[name])[some]), labels=known) for name in numeric)
     return Columns(LABEL, tuple(name for name in names if name not in numeric), tuple(numeric), scales)
 
 

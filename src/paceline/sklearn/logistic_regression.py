@@ -202,19 +202,22 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
 
     def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:
         """Return X as an array or as the frame that it is, and y checked."""
+        is_table = is_frame(X) and has_text(X) if reset else self._columns is not None
         if reset:
-            self._columns = choose_columns(X) if is_frame(X) and has_text(X) else None
-        if self._columns is None:
+            self._columns = None
+        if not is_table:
             X, y = validate_data(
                 self, X, y, reset=reset, accept_sparse="csr", dtype=[np.float64, np.float32], y_numeric=False
             )
         else:
             y = column_or_1d(y, warn=True)
-            if reset:
-                self.feature_names_in_ = np.array(self._columns.names[1:], object)
-                self.n_features_in_ = len(self.feature_names_in_)
             if len(y) != len(X):
                 raise UsageError(f"X has {len(X)} rows and y {len(y)}: expected as many")
+            if reset:
+                check_classification_targets(y)
+                self._columns = choose_columns(X, y)
+                self.feature_names_in_ = np.array(self._columns.names[1:], object)
+                self.n_features_in_ = len(self.feature_names_in_)
         check_classification_targets(y)
         return X, np.asarray(y)
 
