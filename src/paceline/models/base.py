@@ -196,6 +196,13 @@ class CountedMinibatch(Minibatch):
         return self._inner.predict(weights[:-1])
 
 
+class Optimism(NamedTuple):
+    """How far predictions of new examples are off beyond those of learned ones, in log-odds, and the standard error."""
+
+    shift: float = 0.0
+    error: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseModel(ABC):
     """A model with its settings. Abstract: subclasses are frozen dataclasses whose fields are fit for JSON."""
@@ -286,8 +293,10 @@ class SparseModel(ABC):
         model: SparseModel = dataclasses.replace(self, **known)
         return model
 
-    def calibrated(self, labels: Floats, predictions: Floats, weights: Floats | None = None) -> SparseModel:
-        """Return the model whose predictions are right in the mean, given those of this one on some examples.
+    def calibrated(
+        self, labels: Floats, predictions: Floats, weights: Floats | None = None, optimism: Optimism | None = None
+    ) -> SparseModel:
+        """Return the model whose predictions are right in the mean, given those of this one on examples it has learned.
 
         They are in the order of the data; `weights` are how often each counts.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import Self, override
 
 from paceline.kernels.csr import logistic
-from paceline.models.base import SparseModel
+from paceline.models.base import Optimism, SparseModel
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.tables.types import Doubles, Floats
 
@@ -43,20 +43,38 @@ class ClickProbabilityModel(SparseModel):
         return dataclasses.replace(self, offset=math.log((positive + 0.5) / (total - positive + 0.5)))
 
     @override
-    def calibrated(self, labels: Floats, predictions: Floats, weights: Floats | None = None) -> Self:
+    def calibrated(
+        self,
+        labels: Floats,
+        predictions: Floats,
+        weights: Floats | None = None,
+        optimism: Optimism | None = None,
+    ) -> Self:
         counts, p = _counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
         newest = slice(_where_rates_hold(labels, p, counts), None)
         y, p, counts = labels[newest].astype(np.float64), p[newest], counts[newest]
         if min((counts * y > 0).sum(), (counts * (1 - y) > 0).sum()) < _LEAST_LABELS:
             return self
-        off, error = _off(y, p, counts)
-        if abs(off) < _CHANCE * error:
+        shift, error = log_odds_shift(np.log(p / (1 - p)), y, counts)
+        beyond, error_beyond = optimism or Optimism()
+        if abs(shift + beyond) < _CHANCE * math.hypot(error, error_beyond):
             return self
-        margins, shift = np.log(p / (1 - p)), 0.0
-        for _ in range(20):  # Newton's method
-            p = 1 / (1 + np.exp(-margins - shift))
-            shift -= float(np.clip(counts @ (p - y) / max(float(counts @ (p * (1 - p))), 1e-9), -1, 1))
-        return dataclasses.replace(self, offset=self.offset + shift)
+        return dataclasses.replace(self, offset=self.offset + shift + beyond)
+
+
+def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float]:
+    """Return what margins must get more for P(click) to be right in the mean, and the standard error of that.
+
+    `margins`, `labels` (0 and 1) and `counts`, how often each counts, are float64 [n]. Newton's method.
+    """
+    shift, error = 0.0, math.inf
+    for _ in range(20):
+        p = 1 / (1 + np.exp(-np.clip(margins + shift, -500, 500)))
+        spread = p * (1 - p)
+        total = max(float(counts @ spread), 1e-9)
+        shift -= float(np.clip(counts @ (p - labels) / total, -1, 1))
+        error = math.sqrt(float((counts * counts) @ spread)) / total
+    return shift, error
 
 
 def _counts(labels: Floats, weights: Floats | None) -> Doubles:

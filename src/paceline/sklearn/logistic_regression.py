@@ -204,7 +204,7 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         """Return X as an array or as the frame that it is, and y checked."""
         is_table = is_frame(X) and has_text(X) if reset else self._columns is not None
         if reset:
-            self._columns = None
+            self._columns: Columns | None = None
         if not is_table:
             X, y = validate_data(
                 self, X, y, reset=reset, accept_sparse="csr", dtype=[np.float64, np.float32], y_numeric=False

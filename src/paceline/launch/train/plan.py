@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.data.batch import Batch
 from paceline.data.key_scaling import KeyScaling
-from paceline.models.base import SparseModel
+from paceline.models.base import Optimism, SparseModel
 from paceline.ps import FTRL, UpdateRule, to_fields
 from paceline.storage.snapshot_directory import Snapshot
 
@@ -24,6 +24,8 @@ class TrainingPlan:
     """How values are changed as they are read (libsvm)."""
     shards_at_once: int = 1
     """Of how many shards a worker mixes the examples: more than 1 where labels stand in runs."""
+    optimism: Optimism | None = None
+    """What a trial has shown of predictions for new examples; where there is none, they are not corrected."""
     recent: Batch | None = None
     """Examples on which predictions should be right in the mean: the last ones, or from everywhere if mixed."""
     chosen_on: int = 0

@@ -17,6 +17,7 @@ from paceline.launch.train.data_files import weighting_of
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.snapshots import Resumption
+from paceline.models.base import Optimism
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import (
     L1,
@@ -24,6 +25,7 @@ from paceline.models.tuning import (
     SPARSE,
     WIDE_L1,
     WIDE_RATES,
+    TriedRule,
     is_sorted_by_label,
     passes_for_all,
     suggested_alpha,
@@ -40,6 +42,7 @@ _MOST_EPOCHS = 40
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
 _CALIBRATION_ROWS = 32_768
+_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # far more examples than the sample has are not learned by heart
 
 
 def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda text: None) -> TrainingPlan:
@@ -81,9 +84,11 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
     update = rule_of(options.update, suggested_alpha(crossed), L1)
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples)
-    epochs = options.epochs
+    epochs, optimism = options.epochs, None
     if model.is_tuned and isinstance(update, FTRL) and (epochs is None or options.adapt == "widely"):
-        epochs, update = _tuned(options, crossed, model.describe()["offset"], batch_size, update, is_sorted=is_sorted)
+        found = _tuned(options, crossed, model.describe()["offset"], batch_size, update, is_sorted=is_sorted)
+        epochs, update = epochs or passes_for_all(found.passes, sample), found.rule
+        optimism = found.optimism if sample.is_whole else _OPTIMISM_OF_MANY
     return TrainingPlan(
         model=model,
         epochs=epochs or max(_EPOCHS, min(-(-_EXAMPLES // sample.num_examples), _MOST_EPOCHS)),
@@ -91,6 +96,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
         update=update,
         scaling=scaling,
         shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
+        optimism=optimism,
         recent=_recent(sample, is_sorted=is_sorted),
         chosen_on=sample.batch.num_examples,
     )
@@ -108,7 +114,6 @@ def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
         plan,
         batch_size=options.batch_size or suggested_batch_size(sample.num_examples),
         shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
-        recent=_recent(sample, is_sorted=is_sorted),
         chosen_on=sample.batch.num_examples,
     )
 
@@ -142,8 +147,8 @@ def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
 
 def _tuned(
     options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_sorted: bool
-) -> tuple[int, FTRL]:
-    """Return the passes and the rule that were best on the sample."""
+) -> TriedRule:
+    """Return what was best on the sample."""
     is_wide = options.adapt == "widely"
     usual = itertools.product(WIDE_RATES, WIDE_L1) if is_wide else [(rate, L1) for rate in RATES]
 
@@ -153,8 +158,7 @@ def _tuned(
 
     rules = list(dict.fromkeys([rule, *rules_of(usual)]))
     sparse = [each for each in rules_of(SPARSE if wants_sparsity(sample) else ()) if each not in rules]
-    best = tune(sample, offset, batch_size, rules, sparse, is_sorted=is_sorted)[0]
-    return options.epochs or passes_for_all(best.passes, sample), best.rule
+    return tune(sample, offset, batch_size, rules, sparse, is_sorted=is_sorted)[0]
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
@@ -171,7 +175,8 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
     known = training.get("update")
     former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # 0.1 did not say
     shards_at_once, scaling = int(training.get("shards_at_once", 1)), read_key_scaling(training["dataset"])
-    sample = _scaled(_sample(options)[0], scaling)
+    optimism = training.get("optimism")
+    sample = None if optimism is None else _scaled(_sample(options)[0], scaling)
     return TrainingPlan(
         model=options.model.continued_from(resumption.model),
         epochs=options.epochs or int(training["epochs"]),
@@ -179,7 +184,7 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
         update=_rule_after(former, options),
         scaling=scaling,
         shards_at_once=shards_at_once,
-        recent=_recent(sample, is_sorted=shards_at_once > 1),
-        chosen_on=sample.batch.num_examples,
+        optimism=None if optimism is None else Optimism(*map(float, optimism)),
+        recent=None if sample is None else _recent(sample, is_sorted=shards_at_once > 1),
         resumed=resumption.snapshot,
     )

@@ -113,6 +113,7 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
         "batch_size": plan.batch_size,
         "update": to_fields(plan.update),
         "shards_at_once": plan.shards_at_once,
+        **({"optimism": list(plan.optimism)} if plan.optimism is not None else {}),
         "consistency": consistency,
     }
 

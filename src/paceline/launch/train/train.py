@@ -266,13 +266,13 @@ class Training:
 
     def _calibrate(self) -> None:
         """Have predictions right in the mean on the newest examples of the sample."""
-        recent = self._plan.recent
-        if recent is None:
+        recent, optimism = self._plan.recent, self._plan.optimism
+        if recent is None or optimism is None:
             return
         minibatch = self._plan.model.prepare(recent, KeyScratch())
         tables = open_tables(self._client, self._plan.model, self._plan.update)
         weights = [table.pull(keys, assume_unique=True) for table, keys in zip(tables, minibatch.keys, strict=False)]
-        model = self._plan.model.calibrated(minibatch.labels, minibatch.predict(weights), recent.weights)
+        model = self._plan.model.calibrated(minibatch.labels, minibatch.predict(weights), recent.weights, optimism)
         self._plan = dataclasses.replace(self._plan, model=model)
 
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:

@@ -13,6 +13,7 @@ from paceline.models.tuning.choices import (
     tune,
     wants_sparsity,
 )
+from paceline.models.tuning.trial import TriedRule
 
 __all__ = [
     "L1",
@@ -20,6 +21,7 @@ __all__ = [
     "SPARSE",
     "WIDE_L1",
     "WIDE_RATES",
+    "TriedRule",
     "is_sorted_by_label",
     "passes_for_all",
     "suggested_alpha",

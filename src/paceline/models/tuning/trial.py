@@ -23,6 +23,8 @@ from paceline.data.batch import Batch, pairs_of
 from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.kernels.csr import csr_dot
+from paceline.models.base import Optimism
+from paceline.models.clicks import log_odds_shift
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
 from paceline.tables.rules import FTRL
 from paceline.tables.types import Doubles, Floats
@@ -64,11 +66,12 @@ class HeldOutLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TriedRule:
-    """An update rule that was tried: after how many passes it was good enough, and the losses at its best."""
+    """An update rule that was tried: after how many passes it was good enough, and what it was like at its best."""
 
     rule: FTRL
     passes: int
     losses: HeldOutLosses
+    optimism: Optimism
 
 
 class SampleTrial:
@@ -85,12 +88,12 @@ class SampleTrial:
         counts = np.ones(len(labels)) if batch.weights is None else batch.weights.astype(np.float64)
         rate = float(np.clip(labels @ counts / max(counts.sum(), 1e-30), 1e-6, 1 - 1e-6))
         self._entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-        splits = list(_split(batch, is_sorted=is_sorted))
-        self._trained = [trained for trained, _ in splits]
-        self._held_out = [self._rows_of(held_out) for _, held_out in splits]
-        everything = np.concatenate([held_out for _, held_out in splits])
-        self._labels, self._weights = labels[everything], counts[everything]
-        num_pairs = max(len(batch.keys) * len(splits), 1)
+        self._splits = list(_split(batch, is_sorted=is_sorted))
+        self._held_out = [self._rows_of(held_out) for _, held_out in self._splits]
+        every = np.concatenate([held_out for _, held_out in self._splits])
+        self._all_labels, self._all_weights = labels, counts
+        self._labels, self._weights = labels[every], counts[every]
+        num_pairs = max(len(batch.keys) * len(self._splits), 1)
         self._max_passes = int(np.clip(_MAX_PAIR_VISITS // num_pairs, 1, MAX_PASSES))
 
     def base_losses(self) -> HeldOutLosses:
@@ -99,23 +102,37 @@ class SampleTrial:
 
     def run(self, rule: FTRL) -> TriedRule:
         """Train by a rule, as long as it gets better."""
-        states = [_TrialState.fresh(self._num_features) for _ in self._trained]
+        states = [_TrialState.fresh(self._num_features) for _ in self._splits]
         hyper = np.array(rule.hyper)
         means: list[float] = []
         best: HeldOutLosses | None = None
+        weights: list[Floats] = []
         for passes in range(1, self._max_passes + 1):
-            for state, trained in zip(states, self._trained, strict=True):
+            for state, (trained, _) in zip(states, self._splits, strict=True):
                 logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
             found = self._losses(self._margins(states))
             means.append(found.mean)
             if best is None or found.mean < best.mean:
-                best = found
+                best, weights = found, [state.rows[:, 0].copy() for state in states]
             if passes >= 1.3 * (1 + np.argmin(means)) + 3:
                 break
         assert best is not None
         enough = max(best.mean + _TOLERANCE * self._entropy, _SEPARATED * self._entropy)
         passes = 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
-        return TriedRule(rule=rule, passes=passes, losses=best)
+        return TriedRule(rule=rule, passes=passes, losses=best, optimism=self._optimism(weights))
+
+    def _optimism(self, weights: list[Floats]) -> Optimism:
+        """Return how far models are off on what is held out, beyond how far they are on what they were trained on."""
+        indptr, ids, values, labels, _ = self._arrays
+        learned, margins = 0.0, []
+        for of_one, (trained, held_out) in zip(weights, self._splits, strict=True):
+            out = np.empty(len(labels), np.float32)
+            csr_dot(indptr, ids, values, of_one, out)
+            every = out.astype(np.float64) + self._offset + float(of_one[-1])
+            learned += log_odds_shift(every[trained], self._all_labels[trained], self._all_weights[trained])[0]
+            margins.append(every[held_out])
+        shift, error = log_odds_shift(np.concatenate(margins), self._labels, self._weights)
+        return Optimism(shift - learned / len(weights), error)
 
     def _margins(self, states: list[_TrialState]) -> Doubles:
         margins = []
