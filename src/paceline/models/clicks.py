@@ -14,7 +14,8 @@ from paceline.models.base import Optimism, SparseModel
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.tables.types import Doubles, Floats
 
-_CHANCE = 2.0  # standard errors
+_CHANCE = 3.0  # standard errors
+_OTHER_TIMES = 4.0  # standard errors: several parts are looked at, and the first that differs ends the search
 _NEWEST = 8
 _LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
 
@@ -98,7 +99,7 @@ def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> int:
         before, after = slice(max(2 * first - n, 0), first), slice(first, n)
         (off, error), (off_then, error_then) = (_off(labels[part], p[part], counts[part]) for part in (after, before))
         now, then = (max(float(counts[part] @ p[part]), 1e-12) for part in (after, before))
-        if abs(off / now - off_then / then) > _CHANCE * math.hypot(error / now, error_then / then):
+        if abs(off / now - off_then / then) > _OTHER_TIMES * math.hypot(error / now, error_then / then):
             break
         first = max(2 * first - n, 0)
     return first

@@ -148,12 +148,26 @@ def test_a_large_penalty_is_taken_where_few_of_many_features_matter_and_not_by_c
         sample = make_dense_sample(max(informative, 1))
         if not informative:  # nothing to learn: a model without weights is best, and of no use
             sample.batch.labels = np.random.default_rng(2).permutation(sample.batch.labels)
-        found = tune(sample, 0.0, 8, [usual], sparse, is_sorted=False)
+        found = tune(sample, 0.0, 8, [usual], sparse=sparse, is_sorted=False)
         assert (found[0].rule in sparse) == is_better
         assert found[-1].rule == usual
     assert wants_sparsity(sample)
     assert not wants_sparsity(make_sample(8000, num_keys=20))
     assert wants_sparsity(make_sample(8000, num_keys=4000))
+
+
+def test_higher_rates_are_tried_where_the_truth_drifts() -> None:
+    rng = np.random.default_rng(6)
+    n, faster = 12_000, [FTRL(alpha=1.0, l1=1.0)]
+    keys = rng.integers(0, 200, (n, 5))
+    first, last = rng.normal(0, 1.5, (2, 200))
+    rules = [FTRL(alpha=0.15, l1=1.0), FTRL(alpha=0.3, l1=1.0)]
+    for share, is_faster in ((np.linspace(0, 1, n), True), (np.zeros(n), False)):
+        margins = (1 - share) * first[keys].sum(1) + share * last[keys].sum(1)
+        labels = (rng.random(n) < 1 / (1 + np.exp(-margins))).astype(np.float32)
+        batch = Batch(labels, np.arange(0, 5 * n + 1, 5), keys.reshape(-1).astype(np.uint64))
+        sample = ExampleSample(batch, np.arange(0, n, 256), n, True)
+        assert (tune(sample, 0.0, 64, rules, faster=faster, is_sorted=False)[0].rule in faster) == is_faster
 
 
 def test_copies_are_held_out_together() -> None:

@@ -20,6 +20,7 @@ from paceline.launch.train.snapshots import Resumption
 from paceline.models.base import Optimism
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import (
+    FASTER_RATES,
     L1,
     RATES,
     SPARSE,
@@ -157,8 +158,11 @@ def _tuned(
         return list(dict.fromkeys(each for each in rules if isinstance(each, FTRL)))
 
     rules = list(dict.fromkeys([rule, *rules_of(usual)]))
-    sparse = [each for each in rules_of(SPARSE if wants_sparsity(sample) else ()) if each not in rules]
-    return tune(sample, offset, batch_size, rules, sparse, is_sorted=is_sorted)[0]
+    sparse, faster = (
+        [each for each in rules_of(settings) if each not in rules]
+        for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1) for rate in FASTER_RATES])
+    )
+    return tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_sorted=is_sorted)[0]
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:

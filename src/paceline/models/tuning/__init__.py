@@ -1,6 +1,7 @@
 """What a training should be like, found on a sample of its data."""
 
 from paceline.models.tuning.choices import (
+    FASTER_RATES,
     L1,
     RATES,
     SPARSE,
@@ -16,6 +17,7 @@ from paceline.models.tuning.choices import (
 from paceline.models.tuning.trial import TriedRule
 
 __all__ = [
+    "FASTER_RATES",
     "L1",
     "RATES",
     "SPARSE",

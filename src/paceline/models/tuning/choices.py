@@ -6,6 +6,7 @@ Rules are tried by training in this process (:mod:`paceline.models.tuning.trial`
   values: the number of features of an example where all values are 1. All of them move at once, so the more there are,
   the less each may. That is the global rate of "Normalized online learning" (Ross, Mineiro, Langford, UAI 2013, NG);
   its rates by feature are in the values, which have been brought to one scale (:mod:`paceline.data.key_scaling`).
+  Where 0.7 is clearly better, 1.4 and 2.8 are tried too: where the truth drifts, what is learned has to be forgotten.
 - A minibatch is a 64th of the examples, within 8 and 256, so that small data gives as many steps as it can.
 - L1 is 1; of small data, and where there are fewer than 20 examples for a feature, 100 and 300 are tried too: where few
   of many features matter, nothing but a large penalty finds them. It must be better by more than chance.
@@ -33,6 +34,7 @@ WIDE_RATES = (0.2, *RATES)
 WIDE_L1 = (0.1, L1, 3.0)
 SPARSE = ((0.7, 100.0), (1.4, 100.0), (1.4, 300.0))
 """Rates and L1 penalties where few of many features may matter."""
+FASTER_RATES = (1.4, 2.8)
 _EXAMPLES_PER_FEATURE = 20
 _LEAST_PASSES = 6
 _SORTED = 0.7
@@ -72,28 +74,36 @@ def tune(
     offset: float,
     batch_size: int,
     rules: Sequence[FTRL],
-    sparse_rules: Sequence[FTRL] = (),
     *,
+    sparse: Sequence[FTRL] = (),
+    faster: Sequence[FTRL] = (),
     is_sorted: bool,
 ) -> list[TriedRule]:
     """Try update rules, each for at most 64 passes, in threads; return what came of `rules`, the best first.
 
-    The best of `sparse_rules` comes before them if it is better than they and than the base rate by more than chance;
-    the first of them has to be, or the others are not tried. `offset` is what the model adds to every margin. Equal
-    arguments give equal results.
+    The best of those that are `sparse` (the first of them has to do, or the others are not tried) and `faster` (tried
+    if the fastest of `rules` is best by more than chance) comes before them if it is better than they, and than the
+    base rate, by more than chance. `offset` is what the model adds to every margin. Equal arguments give equal results.
     """
     trial = SampleTrial(sample, offset, batch_size, is_sorted=is_sorted)
     pool = ThreadPoolExecutor(num_cores())
     try:
-        found = list(pool.map(trial.run, [*rules, *sparse_rules[:1]]))
+        found = list(pool.map(trial.run, [*rules, *sparse[:1]]))
         usual = sorted(found[: len(rules)], key=_mean_loss)
         bounds = (usual[0].losses, trial.base_losses())
-        sparse = [each for each in found[len(rules) :] if all(map(each.losses.is_below, bounds))]
-        if sparse:
-            sparse += pool.map(trial.run, sparse_rules[1:])
-        return sorted(sparse, key=_mean_loss)[:1] + usual
+        better = [each for each in found[len(rules) :] if all(map(each.losses.is_below, bounds))]
+        further = [*(sparse[1:] if better else ()), *(faster if _is_fastest_best(usual) else ())]
+        better += [each for each in pool.map(trial.run, further) if all(map(each.losses.is_below, bounds))]
+        return sorted(better, key=_mean_loss)[:1] + usual
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, none is begun
+
+
+def _is_fastest_best(tried: Sequence[TriedRule]) -> bool:
+    """Return whether the first has the highest rate, and is better by more than chance than all of lower rates."""
+    best = tried[0]
+    others = [each for each in tried if each.rule.alpha != best.rule.alpha]
+    return all(each.rule.alpha < best.rule.alpha and best.losses.is_below(each.losses) for each in others)
 
 
 def _mean_loss(tried: TriedRule) -> float:
