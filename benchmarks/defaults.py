@@ -3,7 +3,7 @@
     pip install 'paceline[sklearn,bench]'
     python benchmarks/defaults.py [names...] [--peers peers.json] [--json] [-- --workers 4 --consistency eventual]
 
-Each data set is generated with a known truth, with 20,000 rows or more to test on, and trained by `paceline train` as it
+Each data set is generated with a known truth, 20,000 rows or more to test on, and trained by `paceline train` as it
 is, with what stands behind `--` as further options. The peer is the best **on the test rows** of scikit-learn's
 logistic regression (7 L2 penalties, and 7 L1 penalties on small data; numbers standardised, divided by the root of
 their mean square, or logarithms of columns) and of 3 settings of Vowpal Wabbit where that is installed: a bound that
