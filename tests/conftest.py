@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -58,6 +59,13 @@ def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
         ordered += share + quick[:room]
         del quick[:room]
     return ordered + quick
+
+
+@pytest.fixture(scope="module")
+def warm_clusters() -> Iterator[None]:
+    """Local clusters of the test's process are forked from a process that has loaded all."""
+    with processes.clusters_from_warm_parents():
+        yield
 
 
 def pytest_xdist_auto_num_workers() -> int:

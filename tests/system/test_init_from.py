@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import paceline as package
 from paceline.inference.inspection import compare_models
@@ -13,6 +14,8 @@ from paceline.launch.train.train import train_locally
 from paceline.protocol import Sequential
 
 from .running import Commands
+
+pytestmark = pytest.mark.usefixtures("warm_clusters")
 
 CSV = "label,site,age,size\n" + "1,news,31,2\n0,shop,20,3\n1,news,17,5\n0,42,2,8\n" * 25
 

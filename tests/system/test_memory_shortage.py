@@ -21,6 +21,8 @@ if sys.platform != "linux":
     pytest.skip("the memory of another process can be limited on Linux only", allow_module_level=True)
 import resource
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 DIM = 64
 ROWS = 2000
 SPARE_BYTES = 24 << 20

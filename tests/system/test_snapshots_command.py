@@ -25,6 +25,8 @@ from paceline.storage.snapshot_directory import read_newest
 
 from .running import Commands, Running, wait_until
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 ROWS = 12_000
 EPOCHS = 8
 UNDISTURBED = {"auc": 0.718, "log_loss": 0.501}

@@ -8,6 +8,8 @@ import pytest
 import paceline
 from paceline.errors import ConnectionLostError
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_objects_describe_themselves_until_after_the_end(replicas: int) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests.warm.processes import clusters_from_warm_parents
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _warm() -> Iterator[None]:
-    with clusters_from_warm_parents():
-        yield
+def _warm(warm_clusters: None) -> None:
+    pass

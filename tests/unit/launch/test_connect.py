@@ -6,6 +6,8 @@ import pytest
 import paceline
 from paceline.errors import AddressError, UsageError
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 
 def test_joins_a_running_cluster() -> None:
     with paceline.local_cluster() as cluster, paceline.connect(cluster.scheduler, token=cluster.token) as client:

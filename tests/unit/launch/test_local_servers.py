@@ -17,6 +17,8 @@ from paceline.protocol import Accept, Eventual
 from paceline.ps import Client, messages
 from paceline.transport import SocketTransport
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 _TOKEN = "a token for tests"
 
 

@@ -16,6 +16,8 @@ from paceline.models.registry import make_model
 from paceline.models.update import make_update
 from paceline.ps import FTRL, SGD
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:

@@ -22,6 +22,8 @@ from sklearn.utils.estimator_checks import check_estimator
 
 from paceline.sklearn import LogisticRegression
 
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
 
 class Column(list[Any]):
     """A column with a dtype, as pandas has it."""

@@ -321,7 +321,11 @@ class Run:
             assert all(map(self.is_alive, members_of))
 
 
-@pytest.mark.parametrize("first", range(0, 160, 20))
+FIRST = [pytest.param(first, marks=[pytest.mark.thorough] * (first >= 80)) for first in range(0, 160, 20)]
+"""The first of twenty seeds each."""
+
+
+@pytest.mark.parametrize("first", FIRST)
 def test_one_scheduler_keeps_its_promises(first: int) -> None:
     for seed in range(first, first + 20):
         run = Run(seed, num_schedulers=1, is_split=False)
@@ -330,7 +334,7 @@ def test_one_scheduler_keeps_its_promises(first: int) -> None:
         run.rest()
 
 
-@pytest.mark.parametrize("first", range(0, 160, 20))
+@pytest.mark.parametrize("first", FIRST)
 def test_schedulers_that_follow_one_another_keep_their_promises(first: int) -> None:
     for seed in range(first, first + 20):
         run = Run(seed, num_schedulers=3, is_split=False)
@@ -339,7 +343,7 @@ def test_schedulers_that_follow_one_another_keep_their_promises(first: int) -> N
         run.rest()
 
 
-@pytest.mark.parametrize("first", range(0, 160, 20))
+@pytest.mark.parametrize("first", FIRST)
 def test_two_schedulers_that_both_believe_to_lead_keep_their_promises(first: int) -> None:
     for seed in range(first, first + 20):
         run = Run(seed, num_schedulers=2, is_split=True)
