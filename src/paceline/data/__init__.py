@@ -10,7 +10,15 @@ from paceline.data.batch import Batch
 from paceline.data.binary.converted import ConvertedFile, DataWriter, Description, describe_converted, merge_guesses
 from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, find_label
 from paceline.data.dataset import Dataset, Spec, column_names, open_dataset, open_spec
-from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, KEYED_FORMATS, detect_format, source_format
+from paceline.data.formats import (
+    COLUMN_FORMATS,
+    CONVERTED,
+    FORMATS,
+    KEYED_FORMATS,
+    detect_format,
+    is_unlabelled_criteo,
+    source_format,
+)
 from paceline.data.guessing import describe_named, guess_columns
 from paceline.data.sampling import Sample, count_labels, describe_not_binary, sample_labels, sample_objects, sample_rows
 from paceline.data.scaling import NUMERIC_SCALES, Scale, check_numeric_scale, fit_scale
@@ -49,6 +57,7 @@ __all__ = [
     "find_label",
     "fit_scale",
     "guess_columns",
+    "is_unlabelled_criteo",
     "line_number",
     "merge_guesses",
     "open_dataset",

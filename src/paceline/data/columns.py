@@ -15,11 +15,10 @@ from paceline.data.batch import Batch
 from paceline.data.dialect import is_missing
 from paceline.data.scaling import Scale
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import MAX_FLOAT32, name_seed, powers_of_ten
+from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, name_seed, powers_of_ten
 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
-LABEL_WORDS = {"true": 1.0, "false": 0.0}
 """What a label may be written as besides numbers, in any case."""
 
 _PLACE = re.compile(r"-?[0-9]{1,9}")
@@ -79,9 +78,14 @@ class Columns:
         """All the columns, in the order in which they are read."""
         return [self.label, *self.categorical, *self.numeric, *([self.weight] if self.weight else [])]
 
-    def check_in(self, path: str, names: Sequence[str]) -> None:
-        """Raise :exc:`UsageError` unless the file, which has columns `names`, has them all, once each."""
+    def check_in(self, path: str, names: Sequence[str], *, needs_label: bool = True) -> None:
+        """Raise :exc:`UsageError` unless the file, which has columns `names`, has them all, once each.
+
+        Unless it `needs_label` that may be missing.
+        """
         for name in self.names:
+            if name == self.label and name not in names and not needs_label:
+                continue
             if name not in names:
                 raise UsageError(f"{path} has no column '{name}': its columns are {', '.join(names)}")
             if list(names).count(name) > 1:
@@ -153,12 +157,13 @@ class Converted:
 class Converter:
     """Arrow record batches, with the columns in ``columns.names``'s order, to :class:`Batch`."""
 
-    def __init__(self, path: str, columns: Columns) -> None:
+    def __init__(self, path: str, columns: Columns, *, has_label: bool = True) -> None:
         from paceline.kernels.scaling import scale_numbers
         from paceline.kernels.text import lines as kernels
 
         self._path = path
         self._columns = columns
+        self._has_label = has_label
         self._arrow = import_arrow()
         self._kernels = kernels
         self._powers = powers_of_ten()
@@ -170,7 +175,9 @@ class Converter:
         """Convert a record batch whose first row is row `first_row` of the file, counted from 0."""
         num_rows, num_categorical = record_batch.num_rows, len(self._columns.categorical)
         label, label_ok, label_missing = self._numbers(record_batch.column(0), LABEL_WORDS)
-        label_ok &= ~label_missing
+        label_ok &= ~label_missing | (not self._has_label)
+        if not self._has_label:
+            label[:] = np.nan
         good = label_ok.copy()
         width = len(self._seeds)
         keys = np.empty((num_rows, width), np.uint64)

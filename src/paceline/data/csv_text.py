@@ -51,7 +51,7 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
         if len(scratch) < len(text):
             scratch = np.empty(len(text), np.uint8)
         capacity = (end - start) // (_LEAST_CELL_BYTES * len(slots)) + 16
-        labels, indptr = np.empty(capacity, np.float32), np.empty(capacity + 1, np.int64)
+        labels, indptr = np.full(capacity, np.nan, np.float32), np.empty(capacity + 1, np.int64)
         weights = np.empty(capacity if columns.weight else 0, np.float32)
         keys = np.empty(capacity * len(seeds), np.uint64)
         values = np.empty(len(keys) if columns.numeric else 0, np.float32)
@@ -98,13 +98,15 @@ class CsvReader:
     begin is remembered now and then, so that a place is looked for once.
     """
 
-    def __init__(self, path: str, columns: Columns, shard_bytes: int, num_bytes: int) -> None:
+    def __init__(
+        self, path: str, columns: Columns, shard_bytes: int, num_bytes: int, *, needs_label: bool = True
+    ) -> None:
         from paceline.kernels.text.csv import skip_rows
 
         self._path = path
         self._columns = columns
         self._dialect = read_dialect(path, columns.names)
-        columns.check_in(path, self._dialect.names)
+        columns.check_in(path, self._dialect.names, needs_label=needs_label)
         self._shard_bytes = shard_bytes
         self._parse = csv_parser(self._dialect, columns)
         self._skip_rows = skip_rows

@@ -85,7 +85,7 @@ def open_dataset(
     if format == CONVERTED:
         source_format, columns = _look_at_converted(files, columns)
     else:
-        columns = _columns_for(files, format, columns)
+        columns = _columns_for(files, format, columns, needs_labels)
     if scaling is not None and source_format not in KEYED_FORMATS:
         raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)
@@ -110,7 +110,7 @@ def _look_at_converted(files: list[str], columns: Columns | None) -> tuple[str, 
     return first.description.format, columns or first.description.columns
 
 
-def _columns_for(files: list[str], format: str, columns: Columns | None) -> Columns | None:
+def _columns_for(files: list[str], format: str, columns: Columns | None, needs_labels: bool) -> Columns | None:
     if format == "jsonl":
         if columns is not None and columns.numeric:
             raise UsageError("numbers of JSON lines are numeric as they are: leave --numeric out")
@@ -122,7 +122,7 @@ def _columns_for(files: list[str], format: str, columns: Columns | None) -> Colu
     if columns is None:
         columns = guess_columns(files[0], sample_rows(files, format, LABEL_NAMES)).columns
     for file in files:
-        columns.check_in(file, column_names(file, format, columns.names))
+        columns.check_in(file, column_names(file, format, columns.names), needs_label=needs_labels)
     return columns
 
 
@@ -356,10 +356,10 @@ class Dataset(Closing):
         if self.format == "csv":
             from paceline.data.csv_text import CsvReader
 
-            return CsvReader(path, self.columns, self.shard_bytes, size)
+            return CsvReader(path, self.columns, self.shard_bytes, size, needs_label=self.needs_labels)
         from paceline.data.tables import ParquetReader
 
-        return ParquetReader(path, self.columns)
+        return ParquetReader(path, self.columns, needs_label=self.needs_labels)
 
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:

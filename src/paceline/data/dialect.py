@@ -14,6 +14,7 @@ from paceline.errors import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HEAD_BYTES = 1 << 16
+_MAX_HEAD_BYTES = 1 << 24
 
 SEPARATORS = (",", ";", "\t")
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -38,9 +39,19 @@ class Dialect:
         return ", ".join(self.names) + origin
 
 
+def read_lines(path: str) -> tuple[bytes, bool]:
+    """What a file begins with, and whether that is all of it: 64 KiB, or up to 16 MiB for a longer first line."""
+    num_bytes = HEAD_BYTES
+    while True:
+        head, whole = read_head(path, num_bytes)
+        if whole or b"\n" in head or num_bytes >= _MAX_HEAD_BYTES:
+            return head, whole
+        num_bytes *= 4
+
+
 def head_of(path: str) -> str:
-    """The text that a file begins with, without what may be cut: its first lines, 64 KiB at most."""
-    head, whole = read_head(path, HEAD_BYTES)
+    """The text that a file begins with, without what may be cut: its first lines."""
+    head, whole = read_lines(path)
     text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace")
     return text if whole or "\n" not in text else text[: text.rindex("\n") + 1]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from paceline.data.bad_lines import shorten
 from paceline.data.binary.blocks import MAGIC
-from paceline.data.dialect import BYTE_ORDER_MARK, HEAD_BYTES, NUMBER, guess_dialect
-from paceline.data.streams import read_head, stat_file
+from paceline.data.dialect import BYTE_ORDER_MARK, NUMBER, guess_dialect, read_lines
+from paceline.data.streams import stat_file
 from paceline.errors import DataError
 
 FORMATS = ("criteo", "libsvm", "vw", "jsonl", "csv", "parquet", "paceline")
@@ -25,13 +25,13 @@ _VW = re.compile(rf"[ \t]*(?:{NUMBER.pattern}(?:[ \t]+{NUMBER.pattern}){{0,2}}[ 
 
 
 def detect_format(path: str | Path) -> str:
-    """The format of `path` (one of :data:`FORMATS`), told from its first 64 KiB.
+    """The format of `path` (one of :data:`FORMATS`), told from its first 64 KiB, or the first line if longer.
 
     :exc:`DataError` if the file cannot be read, or if it fits no format.
     """
     path = str(path)
     stat_file(path)
-    head, whole = read_head(path, HEAD_BYTES)
+    head, whole = read_lines(path)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(MAGIC):
@@ -54,8 +54,17 @@ def detect_format(path: str | Path) -> str:
             return "csv"
     if lines and lines[0].lstrip().startswith("["):
         raise DataError(f"{path} looks like an array of JSON: write one object per line, as jq -c '.[]' does")
+    if len(lines) == 1 and guess_dialect(lines[0], [""]) is not None:
+        raise DataError(f"{path} has one line, '{shorten(lines[0])}', and no row of data behind it")
     first = f"its first line is '{shorten(lines[0])}'" if lines else "it holds no line of text"
     raise DataError(f"{path} looks like none of {', '.join(FORMATS)}: {first}; if it is one, say so with --format")
+
+
+def is_unlabelled_criteo(path: str) -> bool:
+    """Whether most lines are those of Criteo's format without the label, as its test data is."""
+    lines = read_lines(path)[0].decode("utf-8", errors="replace").split("\n")
+    whole = [line for line in lines if line.strip()]
+    return bool(whole) and _share(whole, _is_criteo) <= 0.5 < _share(whole, lambda line: line.count("\t") == 38)
 
 
 def source_format(path: str | Path, format: str | None = None) -> str:

@@ -30,6 +30,7 @@ _FEW, _ROWS_PER_VALUE = 64, 20
 _LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _PADDED = re.compile(r"[+-]?0[0-9]+")
+_DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
@@ -43,6 +44,7 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     """
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
+    _check_decimal_points(path, sample)
     sample = _without_copies(sample)
     labels = sample.labels(label)
     for name, type in zip(sample.names, sample.types, strict=True):
@@ -60,6 +62,19 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
         reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
         raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
     return Guesses(Columns(label, categorical, numeric, weight=weight), tuple(guesses), len(sample.rows))
+
+
+def _check_decimal_points(path: str, sample: Sample) -> None:
+    """Raise UsageError for a column of numbers with decimal commas, which would be taken for text."""
+    for name in sample.names:
+        cells = [cell for cell in sample.column(name) if not is_missing(cell)]
+        odd = [cell for cell in cells if _DECIMAL_COMMA.fullmatch(cell.strip())]
+        if len(odd) > len(cells) / 2 and sum(map(is_number, cells)) + len(odd) == len(cells):
+            raise UsageError(
+                f"{path} has numbers with decimal commas, such as '{odd[0]}' in column '{name}': write them with "
+                f"points (where semicolons separate the columns: sed 's/,/./g'), or say --categorical {name} if they "
+                "are text"
+            )
 
 
 def _without_copies(sample: Sample) -> Sample:

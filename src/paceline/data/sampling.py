@@ -17,14 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.binary.converted import describe_converted
-from paceline.data.columns import LABEL_WORDS, Columns, import_arrow
+from paceline.data.columns import Columns, import_arrow
 from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.json_fields import json_text, walk_fields
 from paceline.data.streams import ByteStream, is_packed, open_stream, stat_file
+from paceline.kernels.text.reference import LABEL_WORDS
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
+_LONG_LINES_BYTES = 16 << 20  # more is read beyond the pieces only to find the ends of their lines
 _SAMPLED_GROUPS = 16
 _SAMPLED_ROWS = 16_000
 _MOST_CLASSES = 64
@@ -124,6 +126,9 @@ def _kind_of(type: Any) -> str:
 
 def sample_labels(files: Sequence[str], format: str, columns: Columns | None = None) -> dict[float, int]:
     """The labels in rows spread over the files (of converted data: in all), and how often each was seen."""
+    if columns is not None and format in ("csv", "parquet"):
+        sample = sample_rows(files, format, columns.names)
+        return count_labels(sample.column(columns.label)) if columns.label in sample.names else {}
     if format == CONVERTED:
         counts: Counter[float] = Counter()
         for file in files:
@@ -169,6 +174,11 @@ def count_labels(cells: Iterable[str]) -> dict[float, int]:
     return dict(Counter(value for value in map(read_label, cells) if value is not None))
 
 
+def find_label_words(cells: Iterable[str]) -> tuple[str, ...]:
+    """The words that labels are written as, if they are, such as yes and no."""
+    return tuple(sorted({cell.strip().lower() for cell in cells} & set(LABEL_WORDS)))
+
+
 def read_label(cell: str) -> float | None:
     """The label that a cell holds: a number, or a word for one; None if neither."""
     return float(cell) if is_number(cell) else LABEL_WORDS.get(cell.strip().lower())
@@ -185,6 +195,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
     """Whole lines from places spread over the files: the file's number, where they begin, and the lines."""
     chosen = spread(len(files), _PIECES)
     each = max(1, _PIECES // len(chosen))
+    budget = _LONG_LINES_BYTES
     for file in chosen:
         path = files[file]
         size = stat_file(path).st_size
@@ -198,12 +209,25 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
             for start in starts:
                 stream.seek(start)
                 piece = _read(stream, length)
-                begin = 0 if start == 0 else piece.find(b"\n") + 1
+                begin = _first_line(piece, start)
+                while not 0 <= begin < piece.rfind(b"\n") + 1 and len(piece) < budget:
+                    more = _read(stream, len(piece))  # of a line that is longer
+                    piece += more
+                    begin = _first_line(piece, start)
+                    if not more:
+                        break
+                budget -= len(piece) - length
                 end = piece.rfind(b"\n") + 1 or len(piece)
-                if begin < end:
+                if 0 <= begin < end:
                     yield file, start + begin, piece[begin:end].removeprefix(BYTE_ORDER_MARK if start == 0 else b"")
         finally:
             stream.close()
+
+
+def _first_line(piece: bytes, start: int) -> int:
+    """Where the first whole line of a piece begins; -1 for none."""
+    newline = piece.find(b"\n")
+    return 0 if start == 0 else newline + 1 if 0 <= newline < len(piece) - 1 else -1
 
 
 def _read(stream: ByteStream, length: int) -> bytes:

@@ -45,12 +45,13 @@ def open_parquet(path: str) -> Iterator[Any]:
 class ParquetReader:
     """Shards of a parquet file: its row groups."""
 
-    def __init__(self, path: str, columns: Columns) -> None:
+    def __init__(self, path: str, columns: Columns, *, needs_label: bool = True) -> None:
         self._path = path
         self._columns = columns
-        self._converter = Converter(path, columns)
         with open_parquet(path) as file:
-            columns.check_in(path, file.schema_arrow.names)
+            self._has_label = needs_label or columns.label in file.schema_arrow.names
+            self._converter = Converter(path, columns, has_label=self._has_label)
+            columns.check_in(path, file.schema_arrow.names, needs_label=needs_label)
             metadata = file.metadata
             self._first_rows = [0]
             for group in range(metadata.num_row_groups):
@@ -65,12 +66,20 @@ class ParquetReader:
         if shard >= len(self._first_rows) - 1:
             return
         row = self._first_rows[shard]
-        names = self._columns.names
+        names = self._columns.names if self._has_label else self._columns.names[1:]
         with open_parquet(self._path) as file:
             parts = file.iter_batches(_PARQUET_ROWS, row_groups=[shard], columns=names, use_threads=False)
             for record_batch in parts:
-                converted = self._converter.convert(record_batch.select(names), row)
+                converted = self._converter.convert(self._selected(record_batch.select(names)), row)
                 row += record_batch.num_rows
                 report(converted.num_bad, converted.bad)
                 if converted.batch.num_examples:
                     yield converted.batch
+
+    def _selected(self, record_batch: Any) -> Any:
+        """The columns in the order of :attr:`Columns.names`, with nothing for a label that is missing."""
+        if self._has_label:
+            return record_batch
+        arrow = import_arrow()
+        label = arrow.nulls(record_batch.num_rows, arrow.float64())
+        return arrow.RecordBatch.from_arrays([label, *record_batch.columns], names=self._columns.names)

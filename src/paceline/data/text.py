@@ -16,7 +16,7 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
 from paceline.data.columns import Columns
 from paceline.data.dialect import BYTE_ORDER_MARK
-from paceline.data.formats import detect_format
+from paceline.data.formats import detect_format, is_unlabelled_criteo
 from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import is_packed
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
@@ -127,8 +127,8 @@ class Parsed:
 Parse = Callable[[npt.NDArray[np.uint8], int, int], Parsed]
 
 
-def criteo_parser() -> Parse:
-    """A function that parses ``text[start:stop]`` as Criteo rows, as many as it made room for."""
+def criteo_parser(*, has_label: bool = True) -> Parse:
+    """A function that parses ``text[start:stop]`` as Criteo rows, as many as it made room for; without labels NaN."""
     from paceline.kernels.text import lines as kernels
     from paceline.kernels.text.reference import CRITEO_FEATURES, criteo_tables
 
@@ -139,7 +139,7 @@ def criteo_parser() -> Parse:
         labels = np.empty(capacity, np.float32)
         keys = np.empty(capacity * CRITEO_FEATURES, np.uint64)
         bad_at, bad_why, counts = _result_arrays(kernels.NUM_COUNTS)
-        kernels.parse_criteo(text, start, stop, *tables, labels, keys, bad_at, bad_why, counts)
+        kernels.parse_criteo(text, start, stop, int(has_label), *tables, labels, keys, bad_at, bad_why, counts)
         rows, num_bad, position, pairs, _ = counts.tolist()
         indptr = np.arange(0, pairs + 1, CRITEO_FEATURES, dtype=np.int64)
         batch = Batch(labels[:rows], indptr, keys[:pairs])
@@ -148,8 +148,11 @@ def criteo_parser() -> Parse:
     return parse
 
 
-def libsvm_parser() -> Parse:
-    """A function that parses ``text[start:stop]`` as LIBSVM rows, as many as it made room for."""
+def libsvm_parser(*, needs_label: bool = True) -> Parse:
+    """A function that parses ``text[start:stop]`` as LIBSVM rows, as many as it made room for.
+
+    Unless it `needs_label` rows may have none, which is then NaN.
+    """
     from paceline.kernels.text import lines as kernels
     from paceline.kernels.text.reference import powers_of_ten
 
@@ -160,7 +163,10 @@ def libsvm_parser() -> Parse:
         labels, indptr = np.empty(row_capacity, np.float32), np.empty(row_capacity + 1, np.int64)
         keys, values = np.empty(pair_capacity, np.uint64), np.empty(pair_capacity, np.float32)
         bad_at, bad_why, counts = _result_arrays(kernels.NUM_COUNTS)
-        kernels.parse_libsvm(text, start, stop, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
+        kernels.parse_libsvm(
+            *(text, start, stop, int(needs_label), powers),
+            *(labels, indptr, keys, values, bad_at, bad_why, counts),
+        )
         rows, num_bad, position, pairs, all_ones = counts.tolist()
         batch = Batch(labels[:rows], indptr[: rows + 1], keys[:pairs], None if all_ones else values[:pairs])
         return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
@@ -231,16 +237,16 @@ class _SparseArrays:
         return Batch(self._labels[:rows].copy(), indptr, self._keys[:pairs].copy(), values, weights)
 
 
-def parser_of(format: str, columns: Columns | None, *, needs_label: bool) -> Parse:
-    """The parser of a line format; `columns` are those of JSON lines."""
+def parser_of(path: str, format: str, columns: Columns | None, *, needs_label: bool) -> Parse:
+    """The parser of a file of a line format; `columns` are those of JSON lines."""
     if format == "criteo":
-        return criteo_parser()
+        return criteo_parser(has_label=needs_label or not is_unlabelled_criteo(path))
     if format == "vw":
         return vw_parser(needs_label=needs_label)
     if format == "jsonl":
         assert columns is not None
         return json_parser(columns, needs_label=needs_label)
-    return libsvm_parser()
+    return libsvm_parser(needs_label=needs_label)
 
 
 def _result_arrays(
@@ -270,7 +276,7 @@ class TextReader:
         self._format = format
         self._shard_bytes = shard_bytes
         self._lines = LineReader(path)
-        self._parse = parser_of(format, columns, needs_label=needs_label)
+        self._parse = parser_of(path, format, columns, needs_label=needs_label)
         self.num_shards = None if is_packed(path) else -(-num_bytes // shard_bytes)
 
     def close(self) -> None:

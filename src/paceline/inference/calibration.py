@@ -63,5 +63,9 @@ def calibrate_model(directory: Path, data: Sequence[str], format: str | None = N
     if not found:
         raise DataError(f"{data[0]} has no line that can be predicted")
     labels, predictions = np.concatenate([labels for labels, _ in found]), np.concatenate([p for _, p in found])
+    has_label = ~np.isnan(labels)
+    if not has_label.any():
+        raise DataError(f"{data[0]} has no labels: calibration compares predictions with them")
+    labels, predictions = labels[has_label], predictions[has_label]
     groups = group_by_prediction(labels, predictions) if predictions.ndim == 1 else []
     return Calibration(groups, predictor.model.evaluate(labels, predictions))

@@ -17,6 +17,7 @@ from paceline.data import (
     column_names,
     detect_format,
     find_label,
+    is_unlabelled_criteo,
     open_dataset,
     source_format,
 )
@@ -90,7 +91,7 @@ class Predictor:
         except UsageError as error:
             if columns is None:
                 raise
-            raise DataError(f"{error}; the model in {self._directory} needs {', '.join(columns.names)}") from error
+            raise DataError(f"{error}; the model in {self._directory} needs {', '.join(columns.names[1:])}") from error
 
     def predict(self, dataset: Dataset) -> Iterator[tuple[Floats, Floats]]:
         """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]), in order, a batch at a time."""
@@ -115,6 +116,8 @@ class Predictor:
 
     def _format_of(self, path: str | Path) -> str:
         try:
+            if self.format == "criteo" and is_unlabelled_criteo(str(path)):
+                return self.format
             return detect_format(path)
         except DataError:
             return self.format  # whose reader says what is wrong

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data import BadLine, detect_format, open_dataset
+from paceline.data import BadLine, detect_format, open_dataset, sample_labels
 from paceline.errors import DataError, UsageError
 
 CRITEO = b"1\t" + b"\t".join([b"5"] * 13 + [b"05db9164"] * 26) + b"\n"
@@ -55,12 +55,28 @@ def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -
 
 @pytest.mark.parametrize(
     "content",
-    [b"once upon a time\n", b"one, two\nthree\nfour, five, six\n", b"\0\1\2" * 99, b"\n\n", b"\xff\xfe" * 99, b"a,b\n"],
+    [b"once upon a time\n", b"one, two\nthree\nfour, five, six\n", b"\0\1\2" * 99, b"\n\n", b"\xff\xfe" * 99],
 )
 def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
     text = failure(write(tmp_path / "x", content))
     assert text.startswith("X looks like none of criteo, libsvm, vw, jsonl, csv, parquet, paceline: ")
     assert "--format" in text
+
+
+def test_a_file_with_a_header_alone(tmp_path: Path) -> None:
+    for content in (b"label,site\n", b"label;site;age"):
+        assert "has one line, 'label" in failure(write(tmp_path / "x.csv", content))
+
+
+@pytest.mark.parametrize("name", ["x", "x.gz"])
+def test_rows_longer_than_what_is_looked_at_first(tmp_path: Path, name: str) -> None:
+    """A megabyte each; their labels are those of whole rows."""
+    pairs = b" ".join(b"%d:1" % i for i in range(120_000))
+    path = write(tmp_path / name, b"".join(b"%d %s\n" % (i % 2, pairs) for i in range(7)))
+    assert detect_format(path) == "libsvm"
+    assert set(sample_labels([str(path)], "libsvm")) <= {0.0, 1.0}
+    with open_dataset(path) as dataset:
+        assert sum(batch.num_examples for batch in dataset.batches(1)) == 7
 
 
 def test_bad_lines_are_skipped_counted_and_described(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_row_without_end(tmp_path: Path) -> None:
 
 def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
-    path.write_text("click,site,ad,price\n1,a,b,1\nyes,a,b,1\n,a,b,1\n1,a,b,cheap\n1,a,b,inf\n1,a\n0,a,b,2\n")
+    path.write_text("click,site,ad,price\n1,a,b,1\nmaybe,a,b,1\n,a,b,1\n1,a,b,cheap\n1,a,b,inf\n1,a\n0,a,b,2\n")
     with open_dataset(path, "csv", COLUMNS) as dataset:
         assert rows(dataset) == [expected(1, "a", "b", 1.0), expected(0, "a", "b", 2.0)]
         reasons = {line.reason for line in dataset.bad_lines.first}
@@ -204,7 +204,7 @@ def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
         pytest.raises(DataError, match="is malformed"),
     ):
         rows(dataset)
-    path.write_text("click,site,ad,price\n" + "no,a,b,1\n" * 20)
+    path.write_text("click,site,ad,price\n" + "none,a,b,1\n" * 20)
     with (
         open_dataset(path, "csv", COLUMNS) as dataset,
         pytest.raises(DataError, match="no good row at its start"),

@@ -27,7 +27,7 @@ def run_criteo(text: bytes, capacity: int = 50, start: int = 0) -> tuple[Criteo,
     labels, keys = np.full(capacity, -1, np.float32), np.zeros(capacity * 39, np.uint64)
     bad_at, bad_why, counts = np.zeros(20, np.int64), np.zeros(20, np.int64), np.zeros(5, np.int64)
     tables = reference.criteo_tables()
-    kernels.parse_criteo(padded(text), start, len(text), *tables, labels, keys, bad_at, bad_why, counts)
+    kernels.parse_criteo(padded(text), start, len(text), 1, *tables, labels, keys, bad_at, bad_why, counts)
     rows, bad = int(counts[0]), int(counts[1])
     table: list[list[int]] = keys[: rows * 39].reshape(rows, 39).tolist()
     found = list(zip(bad_at[:bad].tolist(), bad_why[:bad].tolist(), strict=True))
@@ -52,7 +52,7 @@ def run_libsvm(text: bytes, rows_room: int = 50, pairs_room: int = 500) -> tuple
     keys, values = np.zeros(pairs_room, np.uint64), np.zeros(pairs_room, np.float32)
     bad_at, bad_why, counts = np.zeros(20, np.int64), np.zeros(20, np.int64), np.zeros(5, np.int64)
     powers = reference.powers_of_ten()
-    kernels.parse_libsvm(padded(text), 0, len(text), powers, labels, indptr, keys, values, bad_at, bad_why, counts)
+    kernels.parse_libsvm(padded(text), 0, len(text), 1, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
     rows, bad = int(counts[0]), int(counts[1])
     spans = [slice(int(indptr[i]), int(indptr[i + 1])) for i in range(rows)]
     found = list(zip(bad_at[:bad].tolist(), bad_why[:bad].tolist(), strict=True))

@@ -126,7 +126,8 @@ def _word(letters):  # type: ignore[no-untyped-def]
 
 
 _NA, _N_A, _NAN, _NULL, _NONE = _word(b"na"), _word(b"n/a"), _word(b"nan"), _word(b"null"), _word(b"none")
-_TRUE, _FALSE = _word(b"true"), _word(b"false")
+_TRUE, _T, _YES, _Y = _word(b"true"), _word(b"t"), _word(b"yes"), _word(b"y")
+_FALSE, _F, _NO, _N = _word(b"false"), _word(b"f"), _word(b"no"), _word(b"n")
 
 
 @njit()
@@ -157,9 +158,9 @@ def _read_label(text, at, stop, powers):  # type: ignore[no-untyped-def]
     value, status, word = _number(text, at, stop, powers)
     if status == FLOAT_OK:
         return value, 0
-    if word == _TRUE:
+    if word in (_TRUE, _T, _YES, _Y):
         return 1.0, 0
-    if word == _FALSE:
+    if word in (_FALSE, _F, _NO, _N):
         return 0.0, 0
     return 0.0, NO_LABEL if at == stop else NO_LABEL_NUMBER
 

@@ -12,14 +12,13 @@ from paceline.kernels.text.reference import (
     BAD_JSON_LABEL,
     BAD_JSON_NUMBER,
     BAD_JSON_WEIGHT,
+    LABEL_WORDS,
     MAX_DEPTH,
     TOO_DEEP,
     hash_bytes,
     name_seed,
     parse_float,
 )
-
-_LABELS = {**dict.fromkeys(("true", "t", "yes", "y"), 1.0), **dict.fromkeys(("false", "f", "no", "n"), 0.0)}
 
 
 class _Number(str):
@@ -90,7 +89,7 @@ class _Row:
             raise _MalformedError(BAD_JSON_NUMBER if value.lstrip("-")[0].isdigit() else BAD_JSON)
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if not in_list and path in self._names:
-            found = _LABELS.get(text.lower(), parse_float(text.encode("utf-8", "surrogatepass")))
+            found = LABEL_WORDS.get(text.lower(), parse_float(text.encode("utf-8", "surrogatepass")))
             if path == self._names[0]:
                 if found is None:
                     raise _MalformedError(BAD_JSON_LABEL)

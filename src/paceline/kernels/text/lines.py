@@ -131,9 +131,9 @@ def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-
 
 @njit(cache=True, nogil=True)
 def parse_criteo(  # type: ignore[no-untyped-def]
-    text, start, end, seeds, small, thresholds, labels, keys, bad_at, bad_why, counts
+    text, start, end, has_label, seeds, small, thresholds, labels, keys, bad_at, bad_why, counts
 ):
-    """Parse Criteo rows until `end`, or until `labels` is full.
+    """Parse Criteo rows until `end`, or until `labels` is full; `has_label` is 0 if they have no label (NaN).
 
     `text` uint8; `seeds`, `small`, `thresholds` from ``criteo_tables()``; out: `labels` float32 [rows],
     `keys` uint64 [39 rows], `bad_at` int64 and `bad_why` int64 [a few]: where the first bad lines begin and
@@ -144,13 +144,14 @@ def parse_criteo(  # type: ignore[no-untyped-def]
         line = at
         byte = byte_at(text, at)
         why = 0
-        if byte in (48, 49) and byte_at(text, at + 1) == _TAB:
+        is_labelled = has_label != 0 and byte in (48, 49) and byte_at(text, at + 1) == _TAB
+        if is_labelled or (has_label == 0 and byte not in (_SPACE, _RETURN, _NEWLINE)):
             base = rows * CRITEO_FEATURES
-            at, why = _criteo_integers(text, at + 2, seeds, small, thresholds, keys, base)
+            at, why = _criteo_integers(text, at + 2 * has_label, seeds, small, thresholds, keys, base)
             if why == 0:
                 at, why = _criteo_categories(text, at, seeds, keys, base)
             if why == 0:
-                labels[rows] = byte - 48
+                labels[rows] = byte - 48 if is_labelled else np.nan
                 rows += 1
                 continue
         else:
@@ -262,10 +263,11 @@ def _after_qid(text, at):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def parse_libsvm(  # type: ignore[no-untyped-def]
-    text, start, end, powers, labels, indptr, keys, values, bad_at, bad_why, counts
+    text, start, end, needs_label, powers, labels, indptr, keys, values, bad_at, bad_why, counts
 ):
     """Parse LIBSVM rows until `end`, or until `labels` is full or `keys` cannot take the next row.
 
+    If `needs_label` is 0 rows may begin with their first pair, and have the label NaN.
     `powers` from ``powers_of_ten()``; out: `labels` float32 [rows], `indptr` int64 [rows + 1], `keys`
     uint64 and `values` float32 [pairs]; `bad_at`, `bad_why`, `counts` as :func:`parse_criteo` has them. If
     not one row fits, ``counts[POSITION]`` is where that row begins.
@@ -279,10 +281,13 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
         if byte in (_NEWLINE, _HASH):
             at = _line_end(text, at)
             continue
-        why, pair = 0, pairs
+        why, pair, first = 0, pairs, at
         label, at = read_float(text, at, end, powers)
         if at < 0 or not _ends_word(byte_at(text, at)):
-            why = BAD_LABEL
+            if needs_label == 0 and at > 0 and byte_at(text, at) == _COLON:
+                label, at = np.nan, first
+            else:
+                why = BAD_LABEL
         while why == 0:
             at = _skip_blanks(text, at)
             byte = byte_at(text, at)
@@ -388,8 +393,8 @@ def compile_kernels() -> None:
     keys, indptr = np.empty(CRITEO_FEATURES, np.uint64), np.empty(2, np.int64)
     bad_at, bad_why, counts = np.empty(1, np.int64), np.empty(1, np.int64), np.empty(NUM_COUNTS, np.int64)
     powers = reference.powers_of_ten()
-    parse_criteo(text, 0, 1, *reference.criteo_tables(), labels, keys, bad_at, bad_why, counts)
-    parse_libsvm(text, 0, 1, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
+    parse_criteo(text, 0, 1, 1, *reference.criteo_tables(), labels, keys, bad_at, bad_why, counts)
+    parse_libsvm(text, 0, 1, 1, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
     data, offsets = read_only(text), read_only(np.zeros(2, np.int64))
     hash_strings(data, offsets, np.uint64(0), keys, 0, 1)
     parse_floats(data, offsets, powers, values, np.empty(1, np.uint8))

@@ -56,6 +56,9 @@ NO_LABEL_NUMBER = 11
 NO_NUMBER = 12
 NO_WEIGHT = 13
 NO_WEIGHT_NUMBER = 14
+LABEL_WORDS = {**dict.fromkeys(("true", "t", "yes", "y"), 1.0), **dict.fromkeys(("false", "f", "no", "n"), 0.0)}
+"""What labels may be written as instead of 1 and 0, in any case."""
+
 DETAIL = 16
 """What ails a csv row is one of the last seven, and DETAIL times its number of cells, or the number of its column."""
 
@@ -277,7 +280,7 @@ def csv_row(
         if slot == LABEL_SLOT:
             found = csv_number(cell)
             if isinstance(found, str):
-                found = {"true": 1.0, "false": 0.0}.get(found, found)
+                found = LABEL_WORDS.get(found, found)
             if not isinstance(found, float):
                 return (NO_LABEL if not cell else NO_LABEL_NUMBER) + DETAIL * column
             label = found

@@ -36,6 +36,7 @@ from paceline.data import (
 )
 from paceline.data.dialect import is_number
 from paceline.data.guessing import describe_json, find_json_columns
+from paceline.data.sampling import find_label_words
 from paceline.data.streams import is_packed
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
@@ -66,6 +67,8 @@ class DataLook:
     """Whether nobody said what the columns are."""
     sample: Sample | None = None
     """Rows of csv and parquet files, as text."""
+    label_words: tuple[str, ...] = ()
+    """The words that labels are written as instead of numbers."""
     known: tuple[ConvertedFile, ...] = ()
     """Of converted files, what they say."""
 
@@ -111,7 +114,8 @@ def look_at(
         taken = dataclasses.replace(taken, scales=scales)
     open_dataset(data, format, taken).close()
     labels = count_labels(sample.column(taken.label))
-    return DataLook(format, taken, labels, guesses, columns is None, sample)
+    words = find_label_words(sample.column(taken.label))
+    return DataLook(format, taken, labels, guesses, columns is None, sample, words)
 
 
 def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | None, weight: str | None) -> DataLook:
@@ -139,7 +143,7 @@ def _look_at_converted(
         scales = dict(zip(stored.numeric, first.scales[numeric_scale], strict=True))
         taken = dataclasses.replace(taken, scales=tuple(scales[name] for name in taken.numeric if name in scales))
     open_dataset(files, CONVERTED, taken).close()
-    return DataLook(CONVERTED, taken, sample_labels(files, CONVERTED), merge_guesses(known), False, None, known)
+    return DataLook(CONVERTED, taken, sample_labels(files, CONVERTED), merge_guesses(known), False, known=known)
 
 
 def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:

@@ -26,7 +26,9 @@ from paceline.tables.types import Floats
 class PredictionResult:
     """What a prediction amounts to."""
 
-    evaluation: Evaluation
+    evaluation: Evaluation | None
+    """None where the data has no labels."""
+    examples: int
     seconds: float
     bad_lines: BadData
     warnings: tuple[str, ...] = ()
@@ -35,17 +37,20 @@ class PredictionResult:
         """Return the object of ``paceline predict --json``."""
         found = self.evaluation
         return {
-            **found.as_json(),
-            "examples": found.examples,
+            **({} if found is None else found.as_json()),
+            "examples": self.examples,
             "seconds": self.seconds,
-            "examples_per_s": found.examples / self.seconds,
+            "examples_per_s": self.examples / self.seconds,
             "bad_lines": self.bad_lines.count,
         }
 
     def sentence(self) -> str:
         """Return the result for people."""
         found = self.evaluation
-        text = f"{found.examples:,} predictions in {self.seconds:.2f} s: {found.sentence()}"
+        text = f"{self.examples:,} predictions in {self.seconds:.2f} s: "
+        text += "the data has no labels" if found is None else found.sentence()
+        if found is not None and found.examples < self.examples:
+            text += f" (on {found.examples:,} examples that have a label)"
         for warning in self.warnings:
             text += f"\npaceline: {warning}"
         if self.bad_lines.count:
@@ -76,9 +81,11 @@ def run_prediction(
         if not labels:
             raise DataError(f"{data[0]} has no line that can be predicted")
         seconds = time.perf_counter() - start
-        evaluation = predictor.model.evaluate(np.concatenate(labels), np.concatenate(predictions))
+        known, predicted = np.concatenate(labels), np.concatenate(predictions)
+        has_label = ~np.isnan(known)
+        evaluation = predictor.model.evaluate(known[has_label], predicted[has_label]) if has_label.any() else None
         return PredictionResult(
-            evaluation, seconds, _bad_data(dataset), tuple(_find_warnings(predictor, dataset, evaluation))
+            evaluation, len(known), seconds, _bad_data(dataset), tuple(_find_warnings(predictor, dataset, evaluation))
         )
 
 
@@ -89,12 +96,14 @@ def _lines(predicted: Floats) -> str:
     return "".join([" ".join([f"{value:.9g}" for value in row]) + "\n" for row in predicted.tolist()])
 
 
-def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluation) -> Iterator[str]:
+def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluation | None) -> Iterator[str]:
     if not predictor.knows_some:
         yield (
             "no feature of this data occurs in the model, so every prediction is the same: is it written as what the "
             "model was trained on?"
         )
+    if evaluation is None:
+        return
     if issubclass(predictor.model.evaluation, ClickEvaluation):
         odd = describe_not_binary(sample_labels(dataset.files, dataset.format, dataset.columns))
         if odd is not None:
