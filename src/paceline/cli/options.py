@@ -28,7 +28,8 @@ Data = Annotated[
 Format = Annotated[
     str | None,
     typer.Option(
-        "--format", help="criteo, libsvm, vw, jsonl, csv, parquet or paceline; guessed from the content if not given."
+        "--format",
+        help="criteo, libsvm, vw, jsonl, csv, parquet, numpy or paceline; guessed from the content if not given.",
     ),
 ]
 Label = Annotated[

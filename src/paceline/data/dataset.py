@@ -14,6 +14,7 @@ import numpy as np
 from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
+from paceline.data.binary.arrays import ArrayFileReader
 from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
 from paceline.data.columns import LABEL_NAMES, Columns, import_arrow
@@ -33,7 +34,7 @@ _PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
 LABELS = ("clicks", "numbers")
 """What labels are read as: 1 where a label is above 0 and 0 elsewhere, or the numbers as they stand."""
-_RANDOM_ACCESS = ("parquet", CONVERTED)
+_RANDOM_ACCESS = ("parquet", "numpy", CONVERTED)
 _MAX_IDLE = 4  # readers that wait, each with an open file
 
 Spec = dict[str, Any]
@@ -86,6 +87,7 @@ def open_dataset(
         source_format, columns = _look_at_converted(files, columns)
     else:
         columns = _columns_for(files, format, columns, needs_labels)
+        source_format = "libsvm" if format == "numpy" else format
     if scaling is not None and source_format not in KEYED_FORMATS:
         raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)
@@ -348,6 +350,8 @@ class Dataset(Closing):
         size = stat_file(path).st_size
         if self.format == CONVERTED:
             return ConvertedReader(path, self.columns, self.shard_bytes)
+        if self.format == "numpy":
+            return ArrayFileReader(path, self.shard_bytes, size, needs_label=self.needs_labels)
         if self.format in TEXT_FORMATS:
             from paceline.data.text import TextReader
 

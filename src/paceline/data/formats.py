@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.data.bad_lines import shorten
+from paceline.data.binary.arrays import NPY_MAGIC, ZIP_MAGIC
 from paceline.data.binary.blocks import MAGIC
 from paceline.data.dialect import BYTE_ORDER_MARK, NUMBER, guess_dialect, read_lines
 from paceline.data.streams import stat_file
 from paceline.errors import DataError
 
-FORMATS = ("criteo", "libsvm", "vw", "jsonl", "csv", "parquet", "paceline")
+FORMATS = ("criteo", "libsvm", "vw", "jsonl", "csv", "parquet", "numpy", "paceline")
 TEXT_FORMATS = ("criteo", "libsvm", "vw", "jsonl")
 KEYED_FORMATS = ("libsvm", "vw", "jsonl")
 """Formats without columns: what their numbers are is told from a sample, key by key."""
@@ -36,6 +37,8 @@ def detect_format(path: str | Path) -> str:
         return "parquet"
     if head.startswith(MAGIC):
         return CONVERTED
+    if head.startswith((NPY_MAGIC, ZIP_MAGIC)):
+        return "numpy"
     lines = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace").split("\n")
     if not whole and len(lines) > 1:
         lines.pop()  # it may be cut
@@ -68,11 +71,16 @@ def is_unlabelled_criteo(path: str) -> bool:
 
 
 def source_format(path: str | Path, format: str | None = None) -> str:
-    """The format that the features of a file come from: of converted data, that of its sources; raises DataError."""
+    """The format whose features a file has: converted data those of its sources, arrays those of libsvm.
+
+    Raises DataError.
+    """
     from paceline.data.binary.converted import describe_converted
 
     format = format or detect_format(path)
-    return describe_converted(str(path)).description.format if format == CONVERTED else format
+    if format == CONVERTED:
+        format = describe_converted(str(path)).description.format
+    return "libsvm" if format == "numpy" else format
 
 
 def _share(lines: list[str], fits: Callable[[str], bool]) -> float:

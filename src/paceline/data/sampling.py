@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.binary.arrays import ArrayFile
 from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import Columns, import_arrow
 from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
@@ -129,6 +130,9 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None = N
     if columns is not None and format in ("csv", "parquet"):
         sample = sample_rows(files, format, columns.names)
         return count_labels(sample.column(columns.label)) if columns.label in sample.names else {}
+    if format == "numpy":
+        found = [file.y for file in map(ArrayFile, files) if file.y is not None]
+        return dict(Counter(float(label) for y in found for label in y[:: len(y) // _SAMPLED_ROWS + 1]))
     if format == CONVERTED:
         counts: Counter[float] = Counter()
         for file in files:

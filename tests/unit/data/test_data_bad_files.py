@@ -59,7 +59,7 @@ def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -
 )
 def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
     text = failure(write(tmp_path / "x", content))
-    assert text.startswith("X looks like none of criteo, libsvm, vw, jsonl, csv, parquet, paceline: ")
+    assert text.startswith("X looks like none of criteo, libsvm, vw, jsonl, csv, parquet, numpy, paceline: ")
     assert "--format" in text
 
 

@@ -129,7 +129,7 @@ def _describe(look: DataLook, dataset: Dataset) -> Description:
         cells = [look.sample.column(name) for name in look.columns.numeric]
         scales = {how: tuple(fit_scale(each, how) for each in cells) for how in NUMERIC_SCALES if how != "none"}
     return Description(
-        format=look.format,
+        format=dataset.source_format,
         columns=look.columns,
         scales=scales,
         guesses=() if look.guesses is None else look.guesses.guesses,

@@ -1,0 +1,141 @@
+"""The reader of arrays in files: ``.npy`` and ``.npz`` of NumPy, and sparse matrices that SciPy saved.
+
+The number of a column is the key, as in LIBSVM's format. A ``.npz`` holds the examples as `X` or as the parts that
+``scipy.sparse.save_npz`` writes (csr), and the labels as `y`; else these are in a ``.npy`` beside it, named as the file
+is with ``.y.npy`` instead of its ending. A shard is a range of rows.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.bad_lines import NUM_KEPT, BadLine
+from paceline.data.batch import Batch
+from paceline.data.reader import Report
+from paceline.errors import DataError
+
+NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
+_ROWS = 4096
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class ArrayFile:
+    """The examples of a file, `X` dense [rows, columns] or sparse, and `y` [rows], or None without labels.
+
+    Raises DataError for a file that holds no such arrays. Arrays of a ``.npy`` are mapped into memory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            arrays = _load(path)
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path} cannot be read as arrays of NumPy: {error}") from error
+        self.X: npt.NDArray[Any] | None = arrays.get("X")
+        self.indptr, self.indices, self.values = (arrays.get(name) for name in ("indptr", "indices", "data"))
+        self.y: npt.NDArray[Any] | None = arrays.get("y")
+        if self.X is None and (self.indptr is None or self.indices is None or self.values is None):
+            raise DataError(
+                f"{path} holds {', '.join(arrays) or 'nothing'}: expected X, or a csr matrix that "
+                "scipy.sparse.save_npz wrote"
+            )
+        self._check()
+
+    @property
+    def num_rows(self) -> int:
+        """How many examples there are."""
+        if self.X is not None:
+            return len(self.X)
+        assert self.indptr is not None
+        return len(self.indptr) - 1
+
+    def _check(self) -> None:
+        X, y, indptr = self.X, self.y, self.indptr
+        if X is not None and (X.ndim != 2 or X.dtype.kind not in "fiub"):
+            raise DataError(f"{self._path}: X has shape {X.shape} and dtype {X.dtype}: expected rows of numbers")
+        if X is None:
+            assert indptr is not None
+            assert self.indices is not None
+            assert self.values is not None
+            ends = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and indptr[-1] == len(self.indices)
+            rises = ends and (indptr[1:] >= indptr[:-1]).all() and len(self.indices) == len(self.values)
+            if not rises or (len(self.indices) and self.indices.min() < 0) or self.values.dtype.kind not in "fiub":
+                raise DataError(f"{self._path} holds no whole csr matrix of numbers")
+        if y is not None and (y.shape != (self.num_rows,) or y.dtype.kind not in "fiub"):
+            what = f"y has shape {y.shape} and dtype {y.dtype}"
+            raise DataError(f"{self._path}: {what}: expected {self.num_rows:,} numbers")
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Examples `start` to `stop`, with labels NaN where there are none."""
+        labels = np.full(stop - start, np.nan, np.float32)
+        if self.y is not None:
+            labels[:] = self.y[start:stop]
+        if self.X is not None:
+            piece = self.X[start:stop]
+            row, column = np.nonzero(piece)
+            indptr = np.zeros(len(piece) + 1, np.int64)
+            np.cumsum(np.bincount(row, minlength=len(piece)), out=indptr[1:])
+            return Batch(labels, indptr, column.astype(np.uint64), piece[row, column].astype(np.float32))
+        assert self.indptr is not None
+        assert self.indices is not None
+        assert self.values is not None
+        indptr = self.indptr[start : stop + 1].astype(np.int64)
+        pairs = slice(int(indptr[0]), int(indptr[-1]))
+        values = self.values[pairs].astype(np.float32)
+        return Batch(labels, indptr - indptr[0], self.indices[pairs].astype(np.uint64), values)
+
+
+def _load(path: str) -> dict[str, npt.NDArray[Any]]:
+    beside = Path(path).with_suffix(".y.npy")
+    labels = {"y": np.load(beside, allow_pickle=False)} if beside.exists() else {}
+    found = np.load(path, mmap_mode="r", allow_pickle=False)
+    if isinstance(found, np.ndarray):
+        return {"X": found, **labels}
+    with found:
+        if "format" in found.files and found["format"].item() not in (b"csr", "csr"):
+            raise ValueError(f"the matrix is {found['format'].item()!r}, expected csr: save X.tocsr()")
+        return {**labels, **{name: found[name] for name in found.files if name not in ("format", "shape")}}
+
+
+class ArrayFileReader:
+    """Shards of a file of arrays: ranges of rows that are as large as wanted on average."""
+
+    def __init__(self, path: str, shard_bytes: int, num_bytes: int, *, needs_label: bool) -> None:
+        self._path = path
+        self._file = ArrayFile(path)
+        if self._file.y is None and needs_label:
+            beside = Path(path).with_suffix(".y.npy")
+            raise DataError(f"{path} has no labels: expected y in it, or {beside} beside it")
+        self._needs_label = needs_label
+        num_rows = self._file.num_rows
+        self._shard_rows = max(num_rows * shard_bytes // max(num_bytes, 1), 1)
+        self.num_shards: int | None = -(-num_rows // self._shard_rows)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
+        """The shard's rows, 4,096 at a time; those with a number that is not finite are malformed."""
+        stop = min((shard + 1) * self._shard_rows, self._file.num_rows)
+        for start in range(shard * self._shard_rows, stop, _ROWS):
+            batch = self._file.rows(start, min(start + _ROWS, stop))
+            assert batch.values is not None
+            row = np.repeat(np.arange(batch.num_examples), np.diff(batch.indptr))
+            is_bad = np.zeros(batch.num_examples, np.bool_)
+            is_bad[row[~(np.abs(batch.values) <= _LARGEST)]] = True
+            is_bad |= ~np.isfinite(batch.labels) & (self._needs_label | ~np.isnan(batch.labels))
+            if is_bad.any():
+                bad = np.flatnonzero(is_bad)
+                report(len(bad), [self._describe(start + int(at)) for at in bad[:NUM_KEPT]])
+                batch = batch.take(np.flatnonzero(~is_bad))
+            if batch.num_examples:
+                yield batch
+
+    def _describe(self, row: int) -> BadLine:
+        return BadLine(self._path, None, row + 1, "", "its label or one of its values is not a finite number")

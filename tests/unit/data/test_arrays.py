@@ -1,0 +1,94 @@
+"""Arrays in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch, detect_format, open_dataset, sample_labels
+from paceline.errors import DataError
+
+sparse = pytest.importorskip("scipy.sparse")
+
+X = np.where(np.random.default_rng(1).random((300, 9)) < 0.4, np.arange(9) + 0.5, 0.0).astype(np.float32)
+Y = np.arange(300) % 2
+
+
+def write_npz(folder: Path) -> Path:
+    np.savez(folder / "x.npz", X=X, y=Y)
+    return folder / "x.npz"
+
+
+def write_npy(folder: Path) -> Path:
+    np.save(folder / "x.npy", X)
+    np.save(folder / "x.y.npy", Y)
+    return folder / "x.npy"
+
+
+def write_sparse(folder: Path) -> Path:
+    sparse.save_npz(folder / "x.npz", sparse.csr_matrix(X))
+    np.save(folder / "x.y.npy", Y)
+    return folder / "x.npz"
+
+
+def read(path: Path, **options: Any) -> Batch:
+    with open_dataset(path, **options) as dataset:
+        return Batch.concatenate(list(dataset.batches(7)))
+
+
+@pytest.mark.parametrize("write", [write_npz, write_npy, write_sparse])
+def test_arrays_are_examples(tmp_path: Path, write: Any) -> None:
+    path = write(tmp_path)
+    assert detect_format(path) == "numpy"
+    text = tmp_path / "x.svm"
+    text.write_text(
+        "".join(
+            f"{label} " + " ".join(f"{k}:{value:.9g}" for k, value in enumerate(row.tolist()) if value) + "\n"
+            for label, row in zip(Y.tolist(), X, strict=True)
+        )
+    )
+    expected = read(text, format="libsvm")
+    for shard_bytes in (1, 500, 10**6):
+        with open_dataset(path, shard_bytes=shard_bytes) as dataset:
+            assert dataset.source_format == "libsvm"
+            shards = range(dataset.num_shards(0) or 0)
+            found = Batch.concatenate([batch for shard in shards for batch in dataset.read(0, shard, 7)])
+        for name in ("labels", "indptr", "keys", "values"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert sample_labels([str(path)], "numpy") == {0: 150, 1: 150}
+
+
+def test_labels_may_be_missing_for_predictions(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    with pytest.raises(DataError, match=r"has no labels: expected y in it, or .*x\.y\.npy beside it"):
+        read(tmp_path / "x.npy")
+    assert np.isnan(read(tmp_path / "x.npy", needs_labels=False).labels).all()
+
+
+def test_rows_that_are_not_finite_are_malformed(tmp_path: Path) -> None:
+    bad = X.copy()
+    bad[5, 2], bad[7, 3] = np.nan, np.inf
+    np.savez(tmp_path / "x.npz", X=bad, y=Y)
+    with open_dataset(tmp_path / "x.npz") as dataset:
+        assert sum(batch.num_examples for batch in dataset.batches(50)) == 298
+        assert [line.row for line in dataset.bad_lines.first] == [6, 8]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "told"),
+    [
+        ({"Z": X}, "holds Z: expected X, or a csr matrix"),
+        ({"X": X, "y": Y[:5]}, r"y has shape \(5,\)"),
+        ({"X": X[0], "y": Y}, r"X has shape \(9,\)"),
+        ({"indptr": [0, 9], "indices": [1], "data": [1.0]}, "no whole csr matrix"),
+        ({"format": "csc", "indptr": [0, 1], "indices": [1], "data": [1.0]}, "expected csr"),
+        ({"X": np.array([{}])}, "cannot be read as arrays of NumPy"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any], told: str) -> None:
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(DataError, match=told):
+        read(tmp_path / "x.npz")
