@@ -70,6 +70,10 @@ class ModelLostError(PeerError):
         self.resume_from = resume_from
 
 
+class LostRowsError(PeerError):
+    """Workers died that held examples which others need: they must be read again."""
+
+
 class DeadlineError(PeerError):
     """A wait ended without an answer; the message names who was awaited, for what and how long."""
 

@@ -11,6 +11,7 @@ import typer
 from paceline.launch.fork_server import ForkServer
 
 from . import options
+from . import solver as solver_options
 from .data_arguments import find_data
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ def train(
     warmup: Annotated[
         float, typer.Option(help="Passes, or the part of the first, in which the learning rate rises from 0.")
     ] = 0.0,
+    solver: solver_options.Solver = solver_options.MINIBATCHES,
+    max_delay: solver_options.MaxDelay = None,
+    block_ratio: solver_options.BlockRatio = None,
+    tolerance: solver_options.Tolerance = None,
+    plot: solver_options.Plot = None,
     weight: options.Weight = None,
     class_weight: Annotated[
         str | None,
@@ -204,6 +210,20 @@ def train(
         "--non-finite": non_finite,
         "--heartbeat-timeout": heartbeat_timeout,
     }
+    blocks = solver_options.choose_blocks(
+        context,
+        solver,
+        model=model,
+        consistency=consistency,
+        filters=filters,
+        epochs=epochs,
+        l1=l1,
+        l2=l2,
+        max_delay=max_delay,
+        block_ratio=block_ratio,
+        tolerance=tolerance,
+        plot=plot,
+    )
     class_weights = None if class_weight is None else parse_class_weights(class_weight)
     if count_cells is not None and min_count is None:
         raise UsageError("--count-cells is for features that are counted: give --min-count too, or leave it out")
@@ -237,7 +257,7 @@ def train(
             columns=options.choose_columns(label, categorical, numeric, weight),
             label=label,
             numeric_scale=numeric_scale,
-            epochs=epochs,
+            epochs=epochs if blocks is None else 1,  # the data is read once
             batch_size=batch_size,
             update=_choose_update(update, lr=lr, l1=l1, l2=l2, beta=beta),
             adapt="widely" if tune else "yes",
@@ -246,6 +266,7 @@ def train(
             passes=PassOptions(
                 stopping=_choose_stopping(validation, patience, min_delta),
                 rates=RatePlan(schedule=parse_schedule(schedule), warmup=warmup),
+                blocks=blocks,
             ),
             save=save,
             feature_names=feature_names,
@@ -257,7 +278,7 @@ def train(
         ),
         servers=servers,
         workers=workers or max(num_cores() - servers, 1),
-        consistency=parse_consistency(consistency or "bounded:4"),
+        consistency=parse_consistency(consistency or ("bounded:4" if blocks is None else "sequential")),
         stale=parse_stale_policy(stale or "accept"),
         replicas=replicas or 0,
         min_replicas=min_replicas or 0,
@@ -271,6 +292,8 @@ def train(
         heartbeat_timeout_s=heartbeat_timeout or 10.0,
         fork_server=fork_server,
     )
+    if plot is not None:
+        solver_options.write_plot(plot, list(result.block_passes))
     if json:
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
     else:
@@ -323,11 +346,18 @@ def _plan_snapshots(every: str | None, directory: Path | None, keep: int, save: 
 
 
 def _print(result: TrainResult, save: Path | None) -> None:
-    typer.echo(
-        f"trained on {result.examples:,} examples in {result.seconds:.2f} s ({result.examples_per_s:,.0f}/s), "
-        f"{result.num_features:,} features, {result.model.loss_name} {result.train_loss:.4f}, "
-        f"staleness {result.staleness['mean']:.2f} (at most {result.staleness['max']})"
-    )
+    if result.block_passes:
+        typer.echo(
+            f"trained on {result.examples:,} examples in {result.seconds:.2f} s, {result.model.loss_name} "
+            f"{result.train_loss:.4f}"
+        )
+        typer.echo(solver_options.describe_end(list(result.block_passes)))
+    else:
+        typer.echo(
+            f"trained on {result.examples:,} examples in {result.seconds:.2f} s ({result.examples_per_s:,.0f}/s), "
+            f"{result.num_features:,} features, {result.model.loss_name} {result.train_loss:.4f}, "
+            f"staleness {result.staleness['mean']:.2f} (at most {result.staleness['max']})"
+        )
     found = result.evaluation
     if found is not None:
         typer.echo(f"evaluated on {found.examples:,} examples: {found.sentence()}")

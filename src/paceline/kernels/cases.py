@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import csr, dedup, dense, index, reference, sparse
+from . import columns, csr, dedup, dense, index, reference, sparse
 from .reference import Floats, Keys
 
 SMALL, MIDDLE, LARGE = 100, 10_000, 160_000
@@ -187,6 +187,80 @@ def _keys_in(generator: np.random.Generator, count: int, num_buckets: int) -> Ke
     return reference.unmix(hashes)
 
 
+def _columns(generator: np.random.Generator, num: int, *, ones: bool) -> tuple[Any, ...]:
+    """Return `num` examples by column: indptr, rows, values, some columns, weights of examples."""
+    num_columns = max(2, num // 3)
+    indptr = np.concatenate([[0], np.cumsum(generator.integers(0, 9, num_columns))]).astype(np.int64)
+    rows = generator.integers(0, num, int(indptr[-1])).astype(np.int32)
+    chosen = np.sort(generator.permutation(num_columns)[: num_columns // 2 + 1]).astype(np.int64)
+    weights = floats(generator, 0) if ones else np.abs(floats(generator, num))
+    return indptr, rows, floats(generator, 0 if ones else len(rows)), chosen, weights
+
+
+def _count_entries(num: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        indptr, rows, _, chosen, _ = _columns(generator, num, ones=True)
+        return indptr, rows, chosen, -1, generator.integers(0, 9, num).astype(np.int32)
+
+    return make
+
+
+def _column_gradients(num: int, *, ones: bool) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        indptr, rows, values, chosen, weights = _columns(generator, num, ones=ones)
+        radii = np.abs(floats(generator, len(indptr) - 1)) * generator.choice(np.array([1, 1e4], np.float32))
+        counts, curvatures = generator.integers(1, 4, num).astype(np.int32), np.abs(floats(generator, num)) / 4
+        out = np.zeros((len(chosen), 2), np.float32)
+        return indptr, rows, values, chosen, radii, counts, weights, floats(generator, num), curvatures, out
+
+    return make
+
+
+def _move_columns(num: int, *, ones: bool) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        indptr, rows, values, chosen, weights = _columns(generator, num, ones=ones)
+        steps = generator.normal(0, 3, len(chosen)) * (generator.random(len(chosen)) < 0.8)
+        labels, margins = generator.integers(0, 2, num).astype(np.float32), generator.normal(0, 5, num)
+        state = floats(generator, num), floats(generator, num), np.zeros(num, np.uint8)
+        return indptr, rows, values, chosen, steps, labels, weights, margins, *state
+
+    return make
+
+
+def _summed_loss(num: int, *, ones: bool) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        weights = floats(generator, 0) if ones else np.abs(floats(generator, num))
+        return generator.integers(0, 2, num).astype(np.float32), weights, generator.normal(0, 5, num)
+
+    return make
+
+
+def _sort_entries(num: int, *, ones: bool) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        indptr, numbers, values, _, _ = _columns(generator, num, ones=ones)
+        values[::5] = 0
+        counts = np.bincount(numbers if ones else numbers[values != 0], minlength=num)
+        ends = np.concatenate([[0], np.cumsum(counts)])[:-1].astype(np.int64)
+        return numbers, indptr, values, ends, np.zeros(len(numbers), np.int32), np.zeros(len(values), np.float32)
+
+    return make
+
+
+def _column_cases() -> Iterator[ArrayCase]:
+    for n in (100, 100_000):
+        yield ArrayCase(columns.count_entries, reference.count_entries, f"{n}", n, _count_entries(n), (4,))
+        for ones in (True, False):
+            name = f"{n} {'ones' if ones else 'values'}"
+            make = _column_gradients(n, ones=ones)
+            yield ArrayCase(columns.column_gradients, reference.column_gradients, name, n, make, (9,), 1e-5)
+            make = _move_columns(n, ones=ones)
+            yield ArrayCase(columns.move_columns, reference.move_columns, name, n, make, (7, 8, 9), 1e-5)
+            make = _summed_loss(n, ones=ones)
+            yield ArrayCase(columns.summed_loss, reference.summed_loss, name, n, make, (), 1e-9)
+            make = _sort_entries(n, ones=ones)
+            yield ArrayCase(columns.sort_entries, reference.sort_entries, name, n, make, (3, 4, 5))
+
+
 def _array_cases() -> Iterator[ArrayCase]:
     for n in (1, SMALL, MIDDLE, LARGE):
         for name, distinct in (("distinct", 1 << 64), ("of a third", max(1, n // 3)), ("one key", 1)):
@@ -231,4 +305,4 @@ def _array_cases() -> Iterator[ArrayCase]:
         yield ArrayCase(dense.dense_pull, reference.dense_pull, f"{n}", n, _dense_pull(n), (3,))
 
 
-ARRAY_CASES: Final = tuple(_array_cases())
+ARRAY_CASES: Final = (*_array_cases(), *_column_cases())

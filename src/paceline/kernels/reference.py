@@ -19,6 +19,7 @@ Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int32]
 
 MASK = (1 << 64) - 1
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -210,3 +211,60 @@ def logistic(margins: Floats, labels: Floats, probabilities: Floats, residuals: 
     probabilities[:] = p
     residuals[:] = p - labels
     return float((np.logaddexp(0.0, wide) - wide * labels).sum())
+
+
+def count_entries(indptr: Integers, rows: Rows, columns: Integers, step: int, counts: Rows) -> None:
+    """Add `step` to `counts` of each example for each of its entries in `columns`."""
+    for column in columns:
+        np.add.at(counts, rows[indptr[column] : indptr[column + 1]], step)
+
+
+def column_gradients(
+    indptr: Integers, rows: Rows, values: Floats, columns: Integers, radii: Floats, counts: Rows, weights: Floats,
+    residuals: Floats, curvatures: Floats, out: Floats,
+) -> None:  # fmt: skip
+    """Write gradient and bound of the second derivative of each of `columns` to `out`."""
+    most = 0.25 * weights.astype(np.float64) if len(weights) else np.full(len(residuals), 0.25)
+    for at, column in enumerate(columns):
+        entries = slice(indptr[column], indptr[column + 1])
+        i, x = rows[entries], values[entries].astype(np.float64) if len(values) else 1.0
+        with np.errstate(over="ignore", invalid="ignore"):  # 0 times infinity is no bound
+            grown = curvatures[i] * np.exp(counts[i] * np.abs(x) * np.float64(radii[column]))
+        bounds = np.maximum(np.fmin(grown, most[i]), 1e-12)
+        out[at] = (residuals[i] * x).sum(), (counts[i] * x * x * bounds).sum()
+
+
+def move_columns(
+    indptr: Integers, rows: Rows, values: Floats, columns: Integers, steps: Doubles, labels: Floats, weights: Floats,
+    margins: Doubles, residuals: Floats, curvatures: Floats, touched: npt.NDArray[np.uint8],
+) -> None:  # fmt: skip
+    """Add the changes `steps` of weights to margins, and renew what follows from them."""
+    for column, step in zip(columns, steps, strict=True):
+        entries = slice(indptr[column], indptr[column + 1])
+        if step:
+            np.add.at(margins, rows[entries], step * values[entries] if len(values) else step)
+            touched[rows[entries]] = 1
+    i = np.flatnonzero(touched)
+    touched[:] = 0
+    p, weight = np.exp(-np.logaddexp(0.0, -margins[i])), weights[i] if len(weights) else 1.0
+    residuals[i] = weight * np.where(labels[i] > 0, -np.exp(-np.logaddexp(0.0, margins[i])), p)
+    curvatures[i] = weight * p * np.exp(-np.logaddexp(0.0, margins[i]))
+
+
+def summed_loss(labels: Floats, weights: Floats, margins: Doubles) -> float:
+    """Return the summed log loss."""
+    losses = np.logaddexp(0.0, np.where(labels > 0, -margins, margins))
+    return float((losses * weights if len(weights) else losses).sum())
+
+
+def sort_entries(
+    columns: Rows, first: Integers, values: Floats, ends: Integers, rows: Rows, sorted_values: Floats
+) -> None:
+    """Put entries of examples into their columns."""
+    for k, (column, row) in enumerate(zip(columns, _row_numbers(first), strict=True)):
+        if len(values) and values[k] == 0:
+            continue
+        rows[ends[column]] = row
+        if len(values):
+            sorted_values[ends[column]] = values[k]
+        ends[column] += 1

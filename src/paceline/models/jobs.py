@@ -1,23 +1,33 @@
-"""The jobs that workers understand: train on leased shards, or predict them."""
+"""The jobs that workers understand: train on leased shards, predict them, or solve by blocks of columns.
+
+And a worker's side of the leases of their shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from paceline.filters import Filter, parse_filters
+from paceline.models.proximal.solver import SolveTask
 from paceline.models.weighting import Weighting
+from paceline.protocol.jobs import NOTHING_NOW, Lease
+from paceline.ps import SchedulerLink, messages
 from paceline.transport import known
+
+FOREVER_S: Final = 365 * 86400.0
+"""How long a worker waits for a shard, or for a job."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A job for the workers of a cluster. `task` is ``train`` or ``evaluate``.
+    """A job for the workers of a cluster. `task` is ``train``, ``evaluate``, ``read-columns`` or ``solve-blocks``.
 
     `model` is what :meth:`SparseModel.describe` returned, `dataset` a :meth:`Dataset.spec`, `update` the rule of those
     tables for which the model has none of its own. `filters` and `pull_filters` (None: the same) are texts of
     :func:`paceline.filters.parse_filters`. A worker mixes the examples of `shards_at_once` shards.
+    `solve` is of a job that solves by blocks, and follows one that reads columns.
     """
 
     task: str
@@ -30,6 +40,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     shards_at_once: int = 1
     filters: str = ""
     pull_filters: str | None = None
+    solve: SolveTask | None = None
 
     def filter_chains(self) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
         """Return the filters, and those of what is pulled; raises UsageError if there are none of these names."""
@@ -43,3 +54,40 @@ encode = msgspec.json.encode
 def decode(data: bytes) -> Job:
     """Return the job that :data:`encode` wrote."""
     return msgspec.json.decode(data, type=known(Job))
+
+
+class WorkerLeases:
+    """The shards of a job that a worker gets. The next one is asked for while this one is read."""
+
+    def __init__(self, link: SchedulerLink, job: int) -> None:
+        self._link = link
+        self._job = job
+        self._asked: Callable[[], Lease] | None = None
+        self._ended: set[int] = set()
+
+    def prefetch(self) -> None:
+        """Ask for the next shard, without waiting for the answer."""
+        if self._asked is None:
+            self._asked = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
+
+    def next_nowait(self) -> Lease | None:
+        """Return the next lease (its number is ALL_DONE if there is none any more), or None if there is none now."""
+        self.prefetch()
+        assert self._asked is not None
+        lease, self._asked = self._asked(), None
+        return None if lease.lease == NOTHING_NOW else lease
+
+    def wait_next(self) -> Lease:
+        """Return the next lease when there is one; one that somebody else holds may come back."""
+        lease: Lease = self._link.call(messages.TakeLease(job=self._job, wait=True), Lease, timeout_s=FOREVER_S)
+        return lease
+
+    def read(self, file: int, num_shards: int | None) -> None:
+        """Report the number of a file's shards, if known; at once, or shards behind its end are leased for ever."""
+        if num_shards is not None and file not in self._ended:
+            self._ended.add(file)
+            self._link.tell(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
+
+    def done(self, lease: Lease, progress: dict[str, float]) -> None:
+        """Report a shard, all of whose pushes are acknowledged."""
+        self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))

@@ -21,21 +21,24 @@ import msgspec
 import numpy as np
 
 from paceline.data import Dataset, open_spec
-from paceline.errors import DataError, PacelineError, PeerError, UsageError
-from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Lease
-from paceline.ps import RULES, Client, SchedulerLink, SparseTable, Ticket, from_fields, messages
+from paceline.errors import DataError, LostRowsError, PacelineError, PeerError, UsageError
+from paceline.protocol.jobs import ALL_DONE, Job, Lease
+from paceline.ps import RULES, Client, SparseTable, Ticket, from_fields, messages
 from paceline.transport import Transport
 
 from . import jobs
 from .base import KeyScratch, Minibatch, SparseModel, open_tables
+from .jobs import FOREVER_S, WorkerLeases
 from .mixed_shards import MixedShards
 from .progressive import FirstPass
+from .proximal.columns import ColumnCollector, ExampleColumns
+from .proximal.solver import BlockSolver
 from .registry import read_model_settings
 
 _PROGRESS_S = 0.2
 _WEIGHED_AT_ONCE = 4096
+_READ_AT_ONCE = 16_384
 _EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
-_FOREVER_S = 365 * 86400.0
 
 
 def run_worker(
@@ -69,7 +72,7 @@ def run_worker(
         while True:
             try:
                 worker.rest()  # others may be at the end of a job, and would wait for this worker's ticks
-                job: Job = client.link.call(messages.GetJob(after=number), Job, timeout_s=_FOREVER_S)
+                job: Job = client.link.call(messages.GetJob(after=number), Job, timeout_s=FOREVER_S)
                 if job.number < 0:
                     return
                 number = job.number
@@ -117,6 +120,8 @@ class Worker:
         self._retired = False
         self._scratch = KeyScratch()
         self._counters = _Counters(0)
+        self._columns: ExampleColumns | None = None
+        """What this worker holds between the two jobs of the solver by blocks."""
 
     def work(self, number: int, job: jobs.Job) -> None:
         """Do this worker's share of a job; a failure of the data is the job's, not this process's."""
@@ -133,11 +138,15 @@ class Worker:
             with open_spec(job.dataset) as dataset:
                 if job.task == "train":
                     self._train(job, model, dataset, tables, counters)
+                elif job.task == "read-columns":
+                    self._read_columns(job, model, dataset, counters)
+                elif job.task == "solve-blocks":
+                    self._solve_blocks(job, counters)
                 else:
                     self._evaluate(job, model, dataset, tables, counters)
                 self.rest()
                 self._report_data(number, dataset, counters)
-        except (DataError, UsageError) as error:
+        except (DataError, LostRowsError, UsageError) as error:
             self.rest()
             self._call(messages.JobFailed(job=number, error=type(error).__name__, message=str(error)))
 
@@ -146,7 +155,7 @@ class Worker:
     def _train(
         self, job: jobs.Job, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable], counters: _Counters
     ) -> None:
-        leases = _Leases(self._client.link, counters)
+        leases = WorkerLeases(self._client.link, counters.job)
         tau = self._client.consistency.tau
         pipeline = _Pipeline(self._client, tables, leases, counters, ahead=0 if tau == 0 else 1)
         self._take_part()
@@ -180,7 +189,7 @@ class Worker:
             pipeline.end_shard(lease)
 
     def _train_mixed(
-        self, job: jobs.Job, model: SparseModel, dataset: Dataset, pipeline: _Pipeline, leases: _Leases
+        self, job: jobs.Job, model: SparseModel, dataset: Dataset, pipeline: _Pipeline, leases: WorkerLeases
     ) -> None:
         shards = MixedShards(dataset, job.weighting, job.batch_size, job.shards_at_once)
         may_ask = True
@@ -218,7 +227,7 @@ class Worker:
         self, job: jobs.Job, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable], counters: _Counters
     ) -> None:
         self.rest()
-        leases = _Leases(self._client.link, counters)
+        leases = WorkerLeases(self._client.link, counters.job)
         while True:
             lease = leases.next_nowait() or leases.wait_next()
             if lease.lease == ALL_DONE:
@@ -245,6 +254,69 @@ class Worker:
             fields = {"kind": "predictions", "examples": len(labels)}
             report = messages.Report(job=number, fields=fields, shard=lease.key)
             self._call(report, (labels, predictions.reshape(-1)))
+
+    # Delayed block proximal gradient.
+
+    def _read_columns(self, job: jobs.Job, model: SparseModel, dataset: Dataset, counters: _Counters) -> None:
+        """Read this worker's share of the examples, and hold it by column.
+
+        Shards are reported when there are no more: what a worker that dies has read, others read again.
+        """
+        leases, collector = WorkerLeases(self._client.link, counters.job), ColumnCollector()
+        held: list[Lease] = []
+        self._columns = None
+        self._take_part()
+        while True:
+            lease = leases.next_nowait()
+            if lease is None:
+                for each in held:
+                    leases.done(each, counters.as_progress(self._client))
+                held = []
+                lease = leases.wait_next()
+            if lease.lease == ALL_DONE:
+                break
+            leases.prefetch()
+            for batch, _ in job.weighting.apply(
+                dataset.read(lease.file, lease.shard, _READ_AT_ONCE), lease, _READ_AT_ONCE
+            ):
+                collector.add(model.crossed(batch))
+                counters.examples += batch.num_examples
+                counters.positives += int(np.count_nonzero(batch.labels))
+                self._tell(counters)
+            leases.read(lease.file, dataset.ended(lease.file))
+            held.append(lease)
+        self._columns = collector.finish()
+
+    def _solve_blocks(self, job: jobs.Job, counters: _Counters) -> None:
+        """Take part in the passes over blocks of columns, with the examples read in the job before."""
+        assert job.solve is not None
+        leases, columns = WorkerLeases(self._client.link, counters.job), self._columns
+        self._columns = None
+        self._take_part()
+        lease = leases.next_nowait()
+        if lease is None:  # this worker came later
+            self.rest()
+            lease = leases.wait_next()
+        if lease.lease == ALL_DONE:
+            return
+        if columns is None:
+            raise LostRowsError("a worker that held examples was started again")
+        held = [lease]
+        solver = BlockSolver.open(self._client, job.solve, columns, *job.filter_chains())
+        for told in solver.run(job.solve.examples):
+            self._tell(counters)
+            if told is None:
+                continue
+            if solver.is_teller:
+                fields = {"kind": "pass", **msgspec.to_builtins(told)}
+                self._call(messages.Report(job=counters.job, fields=fields))
+            more = leases.next_nowait()
+            if more is not None and more.lease == ALL_DONE:  # whoever posted the job has ended it
+                return
+            held += [] if more is None else [more]
+        self.rest()
+        for each in held:
+            leases.done(each, counters.as_progress(self._client))
 
     # With the scheduler.
 
@@ -293,43 +365,6 @@ def _ask(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) ->
     ]
 
 
-class _Leases:
-    """The shards that this worker gets. The next one is asked for while this one is read."""
-
-    def __init__(self, link: SchedulerLink, counters: _Counters) -> None:
-        self._link = link
-        self._job = counters.job
-        self._asked: Callable[[], Lease] | None = None
-        self._ended: set[int] = set()
-
-    def prefetch(self) -> None:
-        """Ask for the next shard, without waiting for the answer."""
-        if self._asked is None:
-            self._asked = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
-
-    def next_nowait(self) -> Lease | None:
-        """Return the next lease (its number is ALL_DONE if there is none any more), or None if there is none now."""
-        self.prefetch()
-        assert self._asked is not None
-        lease, self._asked = self._asked(), None
-        return None if lease.lease == NOTHING_NOW else lease
-
-    def wait_next(self) -> Lease:
-        """Return the next lease when there is one; one that somebody else holds may come back."""
-        lease: Lease = self._link.call(messages.TakeLease(job=self._job, wait=True), Lease, timeout_s=_FOREVER_S)
-        return lease
-
-    def read(self, file: int, num_shards: int | None) -> None:
-        """Report the number of a file's shards, if known; at once, or shards behind its end are leased for ever."""
-        if num_shards is not None and file not in self._ended:
-            self._ended.add(file)
-            self._link.tell(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
-
-    def done(self, lease: Lease, progress: dict[str, float]) -> None:
-        """Report a shard, all of whose pushes are acknowledged."""
-        self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
-
-
 class _Pipeline:
     """Minibatches on their way: asked for, computed, pushed, acknowledged.
 
@@ -337,7 +372,7 @@ class _Pipeline:
     """
 
     def __init__(
-        self, client: Client, tables: Sequence[SparseTable], leases: _Leases, counters: _Counters, *, ahead: int
+        self, client: Client, tables: Sequence[SparseTable], leases: WorkerLeases, counters: _Counters, *, ahead: int
     ) -> None:
         self._client = client
         self._tables = tables

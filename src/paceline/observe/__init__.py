@@ -4,6 +4,7 @@ The only package that knows rich. It imports nothing of Paceline's machinery: wh
 :class:`ProgressSnapshot` now and then and hands it over.
 """
 
+from paceline.observe.passes_plot import draw_passes
 from paceline.observe.progress import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.observe.table import ResultRow, format_bytes, format_rate, results_table, strategies_table
 
@@ -12,6 +13,7 @@ __all__ = [
     "RateMeter",
     "ResultRow",
     "TrainingProgress",
+    "draw_passes",
     "format_bytes",
     "format_rate",
     "results_table",

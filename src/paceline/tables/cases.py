@@ -64,7 +64,7 @@ class SparseCase:
 
 def parameters(rule: UpdateRule, initializer: Initializer | None = None) -> Doubles:
     """Return a table's parameter array."""
-    return SparseStore(dim=1, rule=rule, initializer=initializer).parameters
+    return SparseStore(dim=rule.row_dim or 1, rule=rule, initializer=initializer).parameters
 
 
 def _dense_push(size: int, rule: UpdateRule) -> Callable[[np.random.Generator], tuple[Any, ...]]:
@@ -108,6 +108,8 @@ def _dense_start(size: int, kind: int) -> Callable[[np.random.Generator], tuple[
 
 def _array_cases() -> Iterator[ArrayCase]:
     for name, (rule, is_rare) in RULE_CASES.items():
+        if rule.row_dim is not None:
+            continue
         for n in (1, 1000) if is_rare else (1, 1000, 1_000_000):
             make = _dense_push(n, rule)
             yield ArrayCase(kernels.dense_push, reference.dense_push, f"{name} {n}", n, make, (1,), 1e-6)
@@ -122,7 +124,7 @@ def _array_cases() -> Iterator[ArrayCase]:
 def _sparse_cases() -> Iterator[SparseCase]:
     # Row words 1, 2 and 3 lie in the index, wider rows behind it; Adam of dim 1 has 4 words.
     for name, (rule, is_rare) in RULE_CASES.items():
-        for dim in (3,) if is_rare else (1, 3, 16):
+        for dim in (rule.row_dim or 3,) if is_rare else (1, 3, 16):
             num_rows = 5000 if dim == 1 else 500  # the twin's rows are Python's
             case = f"{name} dim {dim}, {num_rows} rows"
             yield SparseCase(case, dim, rule, num_rows, 2 * num_rows // 5, Normal(mean=0.1, std=0.2))

@@ -11,7 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from paceline.kernels import checksum, combine, csr, dedup, dense, filters, index, interactions, scaling, shared, sparse
+from paceline.kernels import (
+    checksum,
+    columns,
+    combine,
+    csr,
+    dedup,
+    dense,
+    filters,
+    index,
+    interactions,
+    scaling,
+    shared,
+    sparse,
+)
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
 from paceline.kernels.text import csv, json_lines, lines, vw
@@ -49,6 +62,7 @@ KERNELS: tuple[Any, ...] = (
     sparse.largest,
     sparse.read_records,
     sparse.write_records,
+    *columns.KERNELS,
     *filters.KERNELS,
     *logistic_pass.KERNELS,
     *rule_kernels.KERNELS,
@@ -96,6 +110,7 @@ def compile_rest() -> None:
     csv.compile_kernels()
     json_lines.compile_kernels()
     vw.compile_kernels()
+    columns.compile_kernels()
     filters.compile_kernels()
     shared.compile_kernels(combine.combiner("uint8"))
 

@@ -55,7 +55,12 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
                 )
         elif self.size != 0:
             raise UsageError(f"sparse table {self.name!r} has size={self.size}: a sparse table has none, expected 0")
-        from_fields(RULES, self.update)
+        rule = from_fields(RULES, self.update)
+        if rule.row_dim is not None and (self.kind, self.dim) != ("sparse", rule.row_dim):
+            raise UsageError(
+                f"table {self.name!r} is {self.kind} with dim={self.dim}: {type(rule).__name__} updates sparse tables "
+                f"with dim={rule.row_dim} only"
+            )
         from_fields(INITIALIZERS, self.initializer)
 
     @property

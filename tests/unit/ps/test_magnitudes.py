@@ -42,9 +42,14 @@ SETTINGS: list[UpdateRule] = [
 SETTINGS += [case.rule for name, case in RULE_CASES.items() if name in RULES and case.rule.has_bounds()]
 
 
+def in_tables(rules: list[UpdateRule]) -> list[tuple[UpdateRule, str]]:
+    """Return rules with the kinds of tables that they are for."""
+    return [(rule, kind) for rule in rules for kind in ("sparse", "dense") if kind == "sparse" or not rule.row_dim]
+
+
 def part_of(rule: UpdateRule, kind: str, start: Initializer | None = None) -> TablePart:
     fields = to_fields(Zeros() if start is None else start)
-    sizes = {"dim": 3} if kind == "sparse" else {"size": 3 * NUM_ROWS}
+    sizes = {"dim": rule.row_dim or 3} if kind == "sparse" else {"size": 3 * NUM_ROWS}
     return make_part(TableSpec(name="w", kind=kind, update=to_fields(rule), initializer=fields, **sizes), ALL)
 
 
@@ -87,8 +92,7 @@ def test_there_is_a_setting_of_every_rule_with_bounds() -> None:
     assert {type(rule) for rule in SETTINGS} == {kind for kind in RULES.values() if kind.has_bounds()}
 
 
-@pytest.mark.parametrize("kind", ["sparse", "dense"])
-@pytest.mark.parametrize("rule", SETTINGS, ids=str)
+@pytest.mark.parametrize(("rule", "kind"), in_tables(SETTINGS), ids=str)
 def test_no_record_exceeds_its_bounds(rule: UpdateRule, kind: str) -> None:
     random = np.random.default_rng(7)
     part = part_of(rule, kind, Normal(mean=0.5, std=0.1))
@@ -167,8 +171,7 @@ def test_pushes_of_other_rules_are_always_tried(rule: UpdateRule) -> None:
 OTHERS = [case.rule for name, case in RULE_CASES.items() if name in RULES and not case.rule.has_bounds()]
 
 
-@pytest.mark.parametrize("kind", ["sparse", "dense"])
-@pytest.mark.parametrize("rule", [*SETTINGS, *OTHERS], ids=str)
+@pytest.mark.parametrize(("rule", "kind"), in_tables([*SETTINGS, *OTHERS]), ids=str)
 def test_a_trial_is_what_the_push_will_be(rule: UpdateRule, kind: str) -> None:
     random = np.random.default_rng(3)
     part = part_of(rule, kind)

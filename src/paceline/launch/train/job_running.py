@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.data import Dataset
-from paceline.errors import DataError, DeadlineError, ModelLostError, PacelineError, TableMismatchError, UsageError
+from paceline.errors import (
+    DataError,
+    DeadlineError,
+    LostRowsError,
+    ModelLostError,
+    PacelineError,
+    TableMismatchError,
+    UsageError,
+)
 from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.train.cluster_health import ClusterHealth
 from paceline.launch.train.results import TrainingState
@@ -24,7 +32,9 @@ _POLL_S = 0.05
 _TELL_S = 0.2
 _ANSWER_S = 1.0
 _PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
-_ERRORS: dict[str, type[PacelineError]] = {kind.__name__: kind for kind in (DataError, TableMismatchError, UsageError)}
+_ERRORS: dict[str, type[PacelineError]] = {
+    kind.__name__: kind for kind in (DataError, LostRowsError, TableMismatchError, UsageError)
+}
 
 
 @dataclass(frozen=True)
@@ -66,19 +76,24 @@ class JobRunner:
         before: JobAccount | None = None,
         span: tuple[float, float] = (0.0, 1.0),
         rates: TableRates | None = None,
+        num_shards: int | None = None,
+        on_report: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> FinishedJob:
         """Run a job on the shards of a data set, of which those `before` are done, and take what is reported.
 
-        `span` is the part of the whole work that it makes up; `rates` are changed as it goes on. Raises DataError,
-        UsageError and TableMismatchError as workers do; ModelLostError, PeerError and KeyboardInterrupt for what
-        happens meanwhile.
+        `span` is the part of the whole work that it makes up; `rates` are changed as it goes on. With `num_shards` it
+        is no data that is shared out but so many turns. `on_report` is told of reports as they come. Raises DataError,
+        LostRowsError, UsageError and TableMismatchError as workers do; ModelLostError, PeerError and KeyboardInterrupt
+        for what happens meanwhile.
         """
         self._health.begin_job()
-        strided = job.task == "train" and isinstance(self._client.consistency, Sequential)
+        strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)
         known = [None] * len(dataset.files) if before is None else before.files
         spec = JobSpec(
             description=jobs.encode(job),
-            files=tuple(dataset.num_shards(i) if size is None else size for i, size in enumerate(known)),
+            files=tuple(dataset.num_shards(i) if size is None else size for i, size in enumerate(known))
+            if num_shards is None
+            else (num_shards,),
             epochs=epochs,
             assignment="strided" if strided else "first-come",
             done=() if before is None else before.done,
@@ -87,7 +102,7 @@ class JobRunner:
         number = self._client.link.call(messages.PostJob(spec=spec), int)
         if job.task == "train" and self._snapshots is not None:
             self._snapshots.follow(number)
-        state, reports = self._watch(number, job.task, epochs, span, rates)
+        state, reports = self._watch(number, job.task, epochs, span, rates, on_report)
         account = self._client.link.call(messages.GetAccount(job=number), JobAccount)
         return FinishedJob(state, reports, account)
 
@@ -106,14 +121,23 @@ class JobRunner:
         raise ModelLostError(f"{gone}, {what}: go on from snapshot {number} with --resume {directory}", directory)
 
     def _watch(
-        self, number: int, task: str, epochs: int, span: tuple[float, float], rates: TableRates | None
+        self,
+        number: int,
+        task: str,
+        epochs: int,
+        span: tuple[float, float],
+        rates: TableRates | None,
+        on_report: Callable[[dict[str, Any]], None],
     ) -> tuple[JobState, list[tuple[dict[str, Any], bytes]]]:
         reports: list[tuple[dict[str, Any], bytes]] = []
         told_s = 0.0
         while True:
             state = self._ask_state(number)
             self._health.note_lost_workers(task, state)
+            num_known = len(reports)
             self._take_reports(number, state.num_reports, reports)
+            for fields, _ in reports[num_known:]:
+                on_report(fields)
             if state.failed is not None:
                 raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
             if state.finished and not state.num_reports:  # what a new scheduler hears again, it counts again

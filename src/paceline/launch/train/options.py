@@ -12,6 +12,7 @@ from paceline.data import Columns
 from paceline.errors import UsageError
 from paceline.filters import FilterChain, parse_filters
 from paceline.models.base import SparseModel
+from paceline.models.proximal.rules import ProximalBlocks
 from paceline.models.registry import make_model
 from paceline.models.schedules import RatePlan
 from paceline.models.update import RuleChoice, suited_ftrl
@@ -88,6 +89,9 @@ class PassOptions:
     """Whether the training ends when passes make nothing better; `epochs` are its most passes then."""
     rates: RatePlan = field(default_factory=RatePlan)
     """What share of the learning rate steps have. Under sequential consistency it changes between passes only."""
+    blocks: ProximalBlocks | None = None
+    """Whether passes are over blocks of columns instead, by delayed block proximal gradient, and how; they read the
+    data once, and need sequential consistency."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +15,7 @@ from paceline.launch.train.bad_data import BadData
 from paceline.models.base import SparseModel
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import ProgressiveLoss
+from paceline.models.proximal.solver import BlockPass
 from paceline.ps import Client
 from paceline.tables.staleness import HISTOGRAM_SIZE
 
@@ -60,6 +62,8 @@ class TrainResult:
     """The losses before learning in the first pass."""
     validation: dict[str, Any] | None = None
     """The metrics on the validation file after each pass, and which pass was best; None if there is no such file."""
+    block_passes: Sequence[BlockPass] = ()
+    """What was told of each pass over blocks of columns."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the final object of ``paceline train --json``."""
@@ -79,6 +83,7 @@ class TrainResult:
             "settings": self.settings,
             "progressive": [each.as_json() for each in self.progressive],
             "validation": self.validation,
+            "block_passes": [msgspec.to_builtins(each) for each in self.block_passes],
         }
 
 

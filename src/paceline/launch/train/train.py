@@ -20,6 +20,7 @@ from paceline.errors import DataError, ModelLostError, PacelineError
 from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
+from paceline.launch.train.block_training import BlockTraining, block_passes
 from paceline.launch.train.cluster_health import ClusterHealth
 from paceline.launch.train.data_files import (
     format_of_evaluation,
@@ -46,7 +47,7 @@ from paceline.models.progressive import progressive_losses
 from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobAccount, JobState
-from paceline.ps import Client, to_fields
+from paceline.ps import Client, save_tables, to_fields
 from paceline.storage.manifests import MANIFEST
 
 
@@ -142,6 +143,7 @@ class Training:
             bytes=int(state.progress.get("bytes", 0)),
             progressive=progressive_losses(state.progress),
             validation=None if self._losses is None else self._losses.as_json(),
+            block_passes=block_passes(finished),
         )
 
     def _begin(self, dataset: Dataset) -> None:
@@ -159,6 +161,12 @@ class Training:
 
     def _train(self, dataset: Dataset, share: float) -> FinishedJob:
         """Do the passes, which are this share of the whole work."""
+        blocks = self._options.passes.blocks
+        if blocks is not None:
+            training = BlockTraining(
+                self._client, self._runner, self._plan, blocks, on_news=self._on_news, warn=self._warn
+            )
+            return training.run(self._job("read-columns", dataset), dataset, share)
         before = None if self._resumption is None else self._resumption.account
         plan, rates = self._plan, None
         if not self._options.passes.rates.is_constant:
@@ -269,6 +277,8 @@ class Training:
         recent, optimism = self._plan.recent, self._plan.optimism
         if recent is None or optimism is None:
             return
+        if self._options.passes.blocks is not None:  # whose intercept is the best one
+            return
         minibatch = self._plan.model.prepare(recent, KeyScratch())
         tables = open_tables(self._client, self._plan.model, self._plan.update)
         weights = [table.pull(keys, assume_unique=True) for table, keys in zip(tables, minibatch.keys, strict=False)]
@@ -289,7 +299,8 @@ class Training:
         columns = None if self._columns is None else self._columns.to_fields()
         scaling = None if plan.scaling is None else plan.scaling.spec()
         model = {**plan.model.describe(), "finished": finished, "format": self._format, "columns": columns}
-        self._client.save(directory, **model, scaling=scaling)
+        names = [table.name for table in plan.model.tables]
+        save_tables(self._client, directory, names, **model, scaling=scaling)
 
     def _save_what_there_is(self, reason: BaseException) -> None:
         """Save the unfinished model: after Ctrl-C under the name given, after a failure never over a finished one."""
@@ -333,7 +344,7 @@ class Training:
         return plan.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
 
     def _job(self, task: str, dataset: Dataset) -> jobs.Job:
-        is_training = task == "train"
+        is_training = task != "evaluate"
         filters, pull_filters = self._options.filters.of(task)
         return jobs.Job(
             task=task,

@@ -30,6 +30,7 @@ from paceline.transport import TLS, SocketTransport
 
 _STALENESS_EVERY_S = 0.5
 _LOSS_EXAMPLES = 50_000
+_PHASES = {"evaluate": "evaluating", "read-columns": "reading", "solve-blocks": "solving"}
 
 
 def run_training(
@@ -95,7 +96,7 @@ def run_training(
                 stack.enter_context(cluster)
                 client = stack.enter_context(cluster.connect(observer=True))
             plan = plan_training(options, warn)  # while workers start
-            if not quiet and plan.chosen_on:
+            if not quiet and plan.chosen_on and options.passes.blocks is None:
                 warn(plan.sentence())
             if cluster is not None:
                 cluster.wait_workers(client, workers)
@@ -167,7 +168,7 @@ class _Display:
                 bytes_per_s=self._bytes.per_s,
                 workers=progress.num_workers,
                 epoch=f"{progress.epoch}/{self._epochs}" if training and progress.epoch else None,
-                phase=None if training else "evaluating",
+                phase=_PHASES.get(progress.task),
             )
         )
 

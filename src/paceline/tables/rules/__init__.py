@@ -9,6 +9,7 @@ from .base import RULES, UpdateRule
 from .ftrl import FTRL
 from .momentum import Momentum
 from .nadam import NAdam
+from .proximal import ProximalNewton
 from .radam import RAdam
 from .rmsprop import RMSprop
 from .rprop import Rprop
@@ -24,6 +25,7 @@ __all__ = [
     "FTRL",
     "Momentum",
     "NAdam",
+    "ProximalNewton",
     "RAdam",
     "RMSprop",
     "RULES",

@@ -53,6 +53,8 @@ class UpdateRule(ABC):
     """Whether a loop over wide rows is compiled for this rule alone."""
     squares: ClassVar[int] = 0
     """The plane, counted from the values, of which a root is taken, if any."""
+    row_dim: ClassVar[int | None] = None
+    """The `dim` of the tables that it is for, sparse ones all, if it updates the values of a row together."""
     logistic_rate: ClassVar[float | None] = None
     """The learning rate that suits sparse logistic regression: makes the rule a choice of ``paceline train``."""
 

@@ -1,0 +1,143 @@
+"""The options of ``paceline train --solver``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.models.proximal.rules import ProximalBlocks
+    from paceline.models.proximal.solver import BlockPass
+
+MINIBATCHES: Final = "minibatches"
+PROXIMAL_BLOCKS: Final = "proximal-blocks"
+
+Solver = Annotated[
+    str,
+    typer.Option(
+        help="minibatches, or proximal-blocks: logistic regression to the optimum of its loss with --l1 and --l2, by "
+        "blocks of columns (delayed block proximal gradient); holds the data in workers' memory.",
+    ),
+]
+MaxDelay = Annotated[
+    int | None,
+    typer.Option(min=0, help="proximal-blocks: so many blocks may be under way when the next one begins; default 0."),
+]
+BlockRatio = Annotated[float | None, typer.Option(help="proximal-blocks: blocks per value of a mean row; default 4.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(help="proximal-blocks: relative change of the objective below which it is done; default 2e-8."),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(help="proximal-blocks: file (SVG) for a plot of the objective and the active columns by pass."),
+]
+
+_OF_BLOCKS: Final = ("max_delay", "block_ratio", "tolerance", "plot")
+_OF_MINIBATCHES: Final = {
+    "batch_size": "it has no minibatches",
+    "tune": "it has no rates to try",
+    "lr": "steps are as long as the second derivative allows",
+    "beta": "it is FTRL's",
+    "update": "its servers take proximal steps",
+    "schedule": "it has no learning rate",
+    "warmup": "it has no learning rate",
+    "stale": "its gradients are as old as --max-delay says",
+    "validation": "it ends by --tolerance",
+    "pull_filters": "give --filters",
+    "progressive": "it has no loss before learning",
+    "snapshot_every": "it begins anew instead",
+    "resume": "it takes no snapshots",
+    "init_from": "it begins with weights of 0",
+}
+"""Options that proximal-blocks does not take, and why."""
+
+
+def choose_blocks(
+    context: typer.Context,
+    solver: str,
+    *,
+    model: str,
+    consistency: str | None,
+    filters: str,
+    epochs: int | None,
+    l1: float | None,
+    l2: float | None,
+    max_delay: int | None,
+    block_ratio: float | None,
+    tolerance: float | None,
+    plot: Path | None,
+) -> ProximalBlocks | None:
+    """Return what the solver by blocks is asked to do; None if it is another one. Raises UsageError."""
+    given = [name for name in context.params if _is_given(context, name)]
+    if solver == MINIBATCHES:
+        of_blocks = [_option(name) for name in given if name in _OF_BLOCKS]
+        if of_blocks:
+            raise UsageError(f"{', '.join(of_blocks)}: they are of --solver {PROXIMAL_BLOCKS}, which is not asked for")
+        return None
+    if solver != PROXIMAL_BLOCKS:
+        raise UsageError(f"--solver {solver}: expected {MINIBATCHES} or {PROXIMAL_BLOCKS}")
+    if model != "lr":
+        raise UsageError(f"--solver {PROXIMAL_BLOCKS} is for logistic regression: give --model lr instead of {model}")
+    for name in given:
+        if name in _OF_MINIBATCHES:
+            raise UsageError(f"{_option(name)} is nothing for --solver {PROXIMAL_BLOCKS}: {_OF_MINIBATCHES[name]}")
+    if consistency not in (None, "sequential"):
+        raise UsageError(
+            f"--consistency {consistency}: --solver {PROXIMAL_BLOCKS} sums over all workers, which sequential does; "
+            "give --max-delay for blocks that overlap"
+        )
+    from paceline.filters import parse_filters
+    from paceline.models.proximal.rules import ProximalBlocks
+
+    lossy = [str(each.name) for each in parse_filters(filters).filters if each.preserves != "exact"]
+    if lossy:
+        raise UsageError(
+            f"--filters {', '.join(lossy)}: --solver {PROXIMAL_BLOCKS} needs values as they are; take key-caching, "
+            "key-numbers or compress"
+        )
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no directory {plot.absolute().parent}")
+    usual = ProximalBlocks()
+    return ProximalBlocks(
+        l1=usual.l1 if l1 is None else l1,
+        l2=usual.l2 if l2 is None else l2,
+        max_delay=usual.max_delay if max_delay is None else max_delay,
+        block_ratio=usual.block_ratio if block_ratio is None else block_ratio,
+        tolerance=usual.tolerance if tolerance is None else tolerance,
+        max_passes=usual.max_passes if epochs is None else epochs,
+    )
+
+
+def write_plot(file: Path, passes: list[BlockPass]) -> None:
+    """Write a plot of passes. Raises UsageError if it cannot be written."""
+    from paceline.observe import draw_passes
+
+    drawing = draw_passes([each.objective for each in passes], [each.active for each in passes])
+    try:
+        file.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--plot {file}: {error.strerror or error}") from None
+
+
+def describe_end(passes: list[BlockPass]) -> str:
+    """Return a line of how passes over blocks ended."""
+    last = passes[-1]
+    how = {"converged": "converged after", "separable": "labels separated after", "passes": "ended after"}[last.ended]
+    return (
+        f"{how} {last.number} passes over {last.blocks} blocks: objective {last.objective:.8g}, {last.nonzero:,} of "
+        f"{last.features:,} weights other than 0"
+    )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,123 @@
+"""A worker's examples by column: gathered while they are read, sorted once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from paceline.data import Batch
+from paceline.errors import DataError
+from paceline.kernels.columns import sort_entries
+from paceline.kernels.dedup import dedup, scratch_size
+from paceline.models.base import BIAS_KEY
+from paceline.models.proximal.schedule import places_of
+from paceline.tables.types import Floats, Keys
+
+_SORT_BYTES: Final = 24
+"""Memory per value that sorting takes beside what is gathered: column numbers, hash table, sorted rows and values."""
+_SPARE_BYTES: Final = 64 << 20
+_MOST_ROWS: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleColumns:
+    """Examples in compressed sparse columns, in the order of :func:`~.schedule.places_of`; the intercept's is the last.
+
+    `keys` uint64 [columns]; `places` uint64 [columns - 1]; `indptr` int64 [columns + 1]; `rows` int32 [nnz]; `values`
+    float32 [nnz], or of length 0 where all are 1; `labels` float32 [examples], 0 or 1; `weights` float32 [examples], or
+    of length 0 where all are 1. No value is 0, and no column is empty but that of the intercept.
+    """
+
+    keys: Keys
+    places: Keys
+    indptr: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int32]
+    values: Floats
+    labels: Floats
+    weights: Floats
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples there are."""
+        return len(self.labels)
+
+    @property
+    def num_values(self) -> int:
+        """How many values there are, the intercept's excepted."""
+        return int(self.indptr[-2])
+
+    def magnitudes(self) -> npt.NDArray[np.float64]:
+        """Return the summed magnitudes of each column."""
+        if not len(self.values):
+            return np.diff(self.indptr).astype(np.float64)
+        sums = np.concatenate([[0.0], np.cumsum(np.abs(self.values), dtype=np.float64)])
+        return np.diff(sums[self.indptr])
+
+
+class ColumnCollector:
+    """Gathers examples, and sorts them by column. `available_bytes`: None asks the system each time."""
+
+    def __init__(self, available_bytes: int | None = None) -> None:
+        self._batches: list[Batch] = []
+        self._available_bytes = available_bytes
+        self._num_values = self._num_rows = 0
+
+    def add(self, batch: Batch) -> None:
+        """Keep a copy of examples. Raises DataError if they do not fit into memory."""
+        self._num_values += len(batch.keys)
+        self._num_rows += batch.num_examples
+        available = self._available_bytes
+        if available is None:
+            available = psutil.virtual_memory().available
+        wanted = len(batch.keys) * 12 + (self._num_values + self._num_rows) * _SORT_BYTES
+        if wanted > available - (_SPARE_BYTES if self._available_bytes is None else 0) or self._num_rows > _MOST_ROWS:
+            raise DataError(
+                f"{self._num_rows:,} examples with {self._num_values:,} values do not fit into this worker's memory by "
+                f"column: {wanted >> 20:,} MiB more are needed and {available >> 20:,} MiB are free; give more hosts, "
+                "or leave --solver out, which reads the data again in every pass"
+            )
+        self._batches.append(batch.copy())
+
+    def finish(self) -> ExampleColumns:
+        """Return what was gathered, by column; the collector is empty then."""
+        batch, self._batches = Batch.concatenate(self._batches), []
+        numbers, keys = _number_columns(batch)
+        values = np.empty(0, np.float32) if batch.values is None else batch.values
+        counts = np.bincount(numbers if not len(values) else numbers[values != 0], minlength=len(keys))
+        places = places_of(keys)
+        order = np.argsort(places)
+        order = order[counts[order] > 0]
+        starts = np.zeros(len(order) + 2, np.int64)
+        np.cumsum(counts[order], out=starts[1:-1])
+        starts[-1] = starts[-2] + batch.num_examples
+        ends = np.zeros(max(len(keys), 1), np.int64)
+        ends[order] = starts[:-2]
+        rows = np.empty(int(starts[-1]), np.int32)
+        sorted_values = np.ones(len(rows) if len(values) else 0, np.float32)
+        sort_entries(numbers, batch.indptr, values, ends, rows, sorted_values)
+        rows[starts[-2] :] = np.arange(batch.num_examples)
+        return ExampleColumns(
+            keys=np.append(keys[order], BIAS_KEY),
+            places=places[order],
+            indptr=starts,
+            rows=rows,
+            values=sorted_values,
+            labels=batch.labels,
+            weights=_weights_of(batch),
+        )
+
+
+def _weights_of(batch: Batch) -> Floats:
+    weights = batch.weights
+    return np.empty(0, np.float32) if weights is None or bool((weights == 1).all()) else weights
+
+
+def _number_columns(batch: Batch) -> tuple[npt.NDArray[np.int32], Keys]:
+    """Return the number of each value's column, and the keys of columns by number."""
+    numbers, unique = np.empty(len(batch.keys), np.int32), np.empty(len(batch.keys), np.uint64)
+    count = dedup(batch.keys, np.empty(scratch_size(len(batch.keys)), np.int32), unique, numbers)
+    return numbers, unique[:count].copy()

@@ -1,0 +1,86 @@
+"""The arithmetic of delayed block proximal gradient that every worker does alike: activity, violations, radii.
+
+All workers read the same weights and gradients from the servers, and so agree on what follows from them without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import UsageError
+from paceline.tables.rules.proximal import LEAST, MOST
+from paceline.tables.types import Doubles, Floats
+
+Flags = npt.NDArray[np.bool_]
+Positions = npt.NDArray[np.int64]
+"""Numbers of columns."""
+THRESHOLD_RATIO: Final = 10.0
+"""Of the KKT filter's threshold to the largest violation per example."""
+
+
+class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--solver proximal-blocks`` is asked to do. Raises UsageError for numbers out of range."""
+
+    l1: float = 1.0
+    """Weight of Σ|w| beside the summed loss."""
+    l2: float = 0.0
+    """Weight of Σw²/2."""
+    max_delay: int = 0
+    """A block begins when all blocks before the last so many are done."""
+    block_ratio: float = 4.0
+    """Blocks per non-zero value of a mean example."""
+    tolerance: float = 2e-8
+    """The relative change of the objective below which a pass counts as the last, if the next one of all columns is."""
+    max_passes: int = 1000
+
+    def __post_init__(self) -> None:
+        for name, value in (("l1", self.l1), ("l2", self.l2)):
+            if not 0 <= value < math.inf:
+                raise UsageError(f"--{name} {value:g}: expected a finite number from 0 up")
+        if self.max_delay < 0:
+            raise UsageError(f"--max-delay {self.max_delay}: expected a whole number of blocks from 0 up")
+        if not 0 < self.block_ratio < math.inf:
+            raise UsageError(f"--block-ratio {self.block_ratio:g}: expected a finite number above 0")
+        if not 0 < self.tolerance < 1:
+            raise UsageError(f"--tolerance {self.tolerance:g}: expected a number above 0 and below 1")
+
+
+def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -> Doubles:
+    """Return by how much each weight violates its optimality condition: the least magnitude of a subgradient.
+
+    `gradients` are those of the loss alone; 0 where the weight is optimal given the others.
+    """
+    at_zero = np.maximum(np.abs(gradients) - l1, 0.0)
+    found: Doubles = np.where(weights == 0, at_zero, np.abs(gradients + l2 * weights + l1 * np.sign(weights)))
+    return found
+
+
+def stay_active(weights: Doubles, gradients: Doubles, l1: Doubles, thresholds: Doubles | Floats) -> Flags:
+    """Return which columns the KKT filter leaves: not those of weight 0 whose |gradient| is below l1 − threshold.
+
+    No weight without a penalty is ever filtered, none at all while thresholds are infinite.
+    """
+    left: Flags = (weights != 0) | (np.abs(gradients) >= l1 - thresholds)
+    return left
+
+
+def filter_threshold(violation: float, num_examples: int) -> float:
+    """Return the KKT filter's threshold for a pass, given the largest violation of the one before."""
+    return THRESHOLD_RATIO * violation / max(num_examples, 1)
+
+
+def next_radii(changes: Doubles, units: Floats) -> Floats:
+    """Return the trust regions after steps, as the servers set them."""
+    radii: Floats = np.minimum(np.float32(MOST) * units, 2 * np.abs(changes).astype(np.float32) + LEAST * units)
+    return radii.astype(np.float32)
+
+
+def penalties(weights: Doubles, l1: Doubles, l2: Doubles) -> Doubles:
+    """Return each weight's part of the objective beside the loss."""
+    found: Doubles = l1 * np.abs(weights) + l2 * weights * weights / 2
+    return found

@@ -1,0 +1,57 @@
+"""A drawing of a solver's passes: how far the objective is from its last value, and how many columns are active."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 360, 70, 60, 30, 50
+_OBJECTIVE: Final = "#4a7ebb"
+_ACTIVE: Final = "#c0504d"
+
+
+def draw_passes(objectives: Sequence[float], active: Sequence[float]) -> str:
+    """Return an SVG: by pass, the objective's distance from the least one, relative, and the share of active columns.
+
+    The distance is on a logarithmic scale to the left, the share on one from 0 to 1 to the right. Where the objective
+    is the least one there is no point.
+    """
+    least = min(objectives)
+    gaps = [(each - least) / max(abs(least), 1e-300) for each in objectives]
+    logs = [math.log10(gap) if gap > 0 else None for gap in gaps]
+    known = [each for each in logs if each is not None]
+    low, high = (math.floor(min(known)), math.ceil(max(known))) if known else (-1, 0)
+    high = max(high, low + 1)
+    width = max(len(objectives) - 1, 1)
+
+    def x(number: int) -> float:
+        return round(_LEFT + number / width * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(share: float) -> float:
+        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+    left = [f"{x(i)},{y((each - low) / (high - low))}" for i, each in enumerate(logs) if each is not None]
+    right = [f"{x(i)},{y(each)}" for i, each in enumerate(active)]
+    step = max(1, (high - low) // 6)
+    content = [
+        *(_text(_LEFT - 6, y((at - low) / (high - low)) + 4, f"1e{at}", "end") for at in range(low, high + 1, step)),
+        *(_text(_WIDTH - _RIGHT + 6, y(share) + 4, f"{share:.0%}", "start") for share in (0.0, 0.5, 1.0)),
+        *(_text(x(at), _HEIGHT - _BOTTOM + 16, f"{at + 1}") for at in sorted({0, len(objectives) - 1})),
+        _text(_WIDTH / 2, _HEIGHT - 12, "pass"),
+        _text(_LEFT, 18, "objective, relative distance from the least", "start", _OBJECTIVE),
+        _text(_WIDTH - _RIGHT, 18, "active columns", "end", _ACTIVE),
+        f'<polyline fill="none" stroke="{_OBJECTIVE}" stroke-width="1.5" points="{" ".join(left)}"/>',
+        f'<polyline fill="none" stroke="{_ACTIVE}" stroke-width="1.5" points="{" ".join(right)}"/>',
+    ]
+    frame = f'x="{_LEFT}" y="{_TOP}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_HEIGHT - _TOP - _BOTTOM}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'font-family="system-ui, sans-serif" font-size="11"><rect {frame} fill="#fafafa" stroke="#999"/>\n'
+        + "\n".join(content)
+        + "\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "#444") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{color}">{text}</text>'

@@ -1,0 +1,133 @@
+"""Proximal Newton steps with a diagonal bound of the Hessian: the server's side of delayed block proximal gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Final
+
+import numpy as np
+from typing_extensions import override
+
+from paceline.tables.rules.base import RuleCase, UpdateRule, rule_kernel
+from paceline.tables.rules.growth import Bounds, error
+from paceline.tables.settings import check_bounds
+from paceline.tables.types import Doubles, Floats
+
+START: Final = 1.0
+"""The first trust region of a weight, in units of the inverse of its column's mean magnitude; as are those below."""
+LEAST: Final = 0.1
+MOST: Final = 5.0
+_LONGEST: Final = 1e18  # of a unit
+_START, _LEAST, _MOST = np.float32(START), np.float32(LEAST), np.float32(MOST)
+_LONG, _SHORT = np.float32(_LONGEST), np.float32(1.0 / _LONGEST)
+_F0, _F1, _F2 = np.float32(0), np.float32(1), np.float32(2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProximalNewton(UpdateRule):
+    """One proximal step on a weight, given the gradient of a loss and a bound of its second derivative.
+
+    Minimizes g·d + u·d²/2 + l1·|w + d| + l2·(w + d)²/2 over |d| ≤ radius, and sets radius to min(5, 2|d| + 0.1) units,
+    where a unit is the inverse of the column's mean magnitude (Li et al., OSDI'14, algorithm 3; the radius as in
+    Genkin, Lewis and Madigan 2007, section 3.1). Rows have two values: the weight, and the gradient of the last step. A
+    push is one of three things:
+
+    - (g, u) with u > 0 is a step;
+    - (s, -n) with n > 0 says of a column that it has n values with the sum of magnitudes s, and sets its weight to 0:
+      the row's values are (s, n) until its first step. If s is negative, the weight has no penalty;
+    - (g, 0) sets the second value, and no more: so pushes are summed by the servers, and read.
+
+    The state is the radius and, negative where there is no penalty, the unit.
+    """
+
+    l1: float = 0.0
+    l2: float = 0.0
+
+    code: ClassVar[int] = 13
+    row_dim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        check_bounds(self, l1=(0, math.inf), l2=(0, math.inf))
+
+    @property
+    @override
+    def numbers(self) -> tuple[float, ...]:
+        return (self.l1, self.l2)
+
+    @property
+    @override
+    def states(self) -> tuple[str, ...]:
+        return ("radius",)
+
+    @staticmethod
+    @rule_kernel
+    def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
+        """State: radius and unit."""
+        gradient, curvature = grads[at], grads[at + 1]
+        if curvature < _F0:
+            record[0], record[1] = gradient, -curvature
+            record[2], record[3] = _F0, _F0
+        elif curvature == _F0:
+            record[1] = gradient
+        else:
+            if record[2] == _F0:  # the first step
+                unit = _F1
+                if record[0] != _F0 and record[1] != _F0:
+                    unit = min(max(abs(record[1] / record[0]), _SHORT), _LONG)
+                record[2], record[3] = _START * unit, np.copysign(unit, record[0])
+                record[0] = _F0
+            weight, radius, unit = record[0], record[2], abs(record[3])
+            l1, l2 = np.float32(hyper[0]), np.float32(hyper[1])
+            if record[3] < _F0:
+                l1, l2 = _F0, _F0
+            slope, bound = gradient + l2 * weight, curvature + l2
+            if slope + l1 <= bound * weight:
+                change = -(slope + l1) / bound
+            elif slope - l1 >= bound * weight:
+                change = -(slope - l1) / bound
+            else:
+                change = -weight
+            change = min(max(change, -radius), radius)
+            record[0], record[1] = weight + change, gradient
+            record[2] = min(_MOST * unit, _F2 * abs(change) + _LEAST * unit)
+
+    @staticmethod
+    @override
+    def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
+        (plane,), (gradient, curvature) = states, g
+        if curvature < 0:
+            w[:], plane[:] = (gradient, -curvature), 0
+            return
+        if curvature == 0:
+            w[1] = gradient
+            return
+        if plane[0] == 0:
+            unit = np.clip(np.abs(w[1] / w[0]), _SHORT, _LONG) if w.all() else _F1
+            plane[:] = _START * unit, np.copysign(unit, w[0])
+            w[0] = 0
+        unit, has_penalty = np.abs(plane[1]), plane[1] > 0
+        l1, l2 = hyper[:2].astype(np.float32) * has_penalty
+        change = proximal_step(w[0], gradient, curvature, l1, l2)
+        change = np.clip(change, -plane[0], plane[0])
+        w[:] = w[0] + change, gradient
+        plane[0] = np.minimum(_MOST * unit, _F2 * np.abs(change) + _LEAST * unit)
+
+    @classmethod
+    @override
+    def cases(cls) -> dict[str, RuleCase]:
+        return {"": RuleCase(cls(l1=0.5, l2=0.2))}
+
+    @override
+    def grown(self, at: Bounds, formed: Bounds, gradient: float, num: int) -> tuple[Bounds, float]:
+        off = error(num)
+        values = (max(at.values, gradient) + num * MOST * _LONGEST) * off
+        return Bounds(values, MOST * _LONGEST * off), gradient + self.l2 * values + self.l1
+
+
+def proximal_step(weight: Floats, gradient: Floats, bound: Floats, l1: Floats, l2: Floats) -> Floats:
+    """Return the d that minimizes g·d + u·d²/2 + l1·|w + d| + l2·(w + d)²/2, by element."""
+    slope, bound = gradient + l2 * weight, bound + l2
+    up, down = slope + l1 <= bound * weight, slope - l1 >= bound * weight
+    change: Floats = np.where(up, -(slope + l1) / bound, np.where(down, -(slope - l1) / bound, -weight))
+    return change

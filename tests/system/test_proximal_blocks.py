@@ -1,0 +1,163 @@
+"""``paceline train --solver proximal-blocks``: it finds the optimum, whatever the cluster, and says how it went."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import paceline as package
+from paceline.errors import PeerError
+from paceline.launch.local import LocalCluster
+from paceline.launch.train.options import PassOptions, TrainOptions
+from paceline.launch.train.planning import plan_training
+from paceline.launch.train.train import Training, train_locally
+from paceline.models.proximal.rules import ProximalBlocks
+from paceline.protocol import Sequential
+
+from .running import Commands
+
+Array = npt.NDArray[Any]
+NUM_ROWS, NUM_COLUMNS = 600, 40
+
+
+def write_examples(file: Path, *, separable: bool = False) -> tuple[Array, Array]:
+    """Write rows whose columns differ in scale by 10^6, one of them all 0, each row twice; return matrix and labels."""
+    random = np.random.default_rng(5)
+    matrix = random.normal(0, 1, (NUM_ROWS // 2, NUM_COLUMNS)) * (random.random((NUM_ROWS // 2, NUM_COLUMNS)) < 0.2)
+    truth = random.normal(0, 1, NUM_COLUMNS) * (np.arange(NUM_COLUMNS) < 15)
+    truth[7] = 0
+    margins = matrix @ truth * 2 - 0.5
+    labels = (margins > 0) if separable else (random.random(len(margins)) < 1 / (1 + np.exp(-margins)))
+    matrix = (matrix * np.logspace(-3, 3, NUM_COLUMNS)).astype(np.float32).astype(np.float64)
+    matrix[:, 7] = 0
+    matrix, labels = np.repeat(matrix, 2, axis=0), np.repeat(labels, 2)
+    with file.open("w") as out:
+        for row, label in zip(matrix, labels, strict=True):
+            pairs = " ".join(f"{j + 1}:{row[j]:.9g}" for j in range(NUM_COLUMNS) if row[j] or j == 7)
+            out.write(f"{int(label)} {pairs}\n")
+    return matrix, labels.astype(np.float64)
+
+
+def best_objective(matrix: Array, labels: Array, l1: float, l2: float) -> float:
+    """Return the least objective, found by cyclic coordinate descent with exact second derivatives and backtracking."""
+    matrix = np.column_stack([matrix, np.ones(len(matrix))])
+    weights, signs = np.zeros(matrix.shape[1]), 2 * labels - 1
+    l1s, l2s = (np.append(np.full(matrix.shape[1] - 1, each), 0.0) for each in (l1, l2))
+
+    def objective(margins: Array, weights: Array) -> float:
+        penalty = (l1s * np.abs(weights) + l2s * weights * weights / 2).sum()
+        return float(np.logaddexp(0, -signs * margins).sum() + penalty)
+
+    margins, best = np.zeros(len(matrix)), objective(np.zeros(len(matrix)), weights)
+    for _ in range(400):
+        before = best
+        for j in range(matrix.shape[1]):
+            column = matrix[:, j]
+            p = 1 / (1 + np.exp(-margins))
+            slope = column @ (p - labels) + l2s[j] * weights[j]
+            bound = (column * column * p * (1 - p)).sum() + l2s[j] + 1e-12
+            target = weights[j] - slope / bound
+            step = np.sign(target) * max(abs(target) - l1s[j] / bound, 0) - weights[j]
+            for _ in range(30):
+                changed = weights.copy()
+                changed[j] += step
+                found = objective(margins + step * column, changed)
+                if found <= best:
+                    weights, margins, best = changed, margins + step * column, found
+                    break
+                step /= 2
+        if before - best < 1e-10 * best:
+            break
+    return best
+
+
+@pytest.mark.parametrize(
+    ("servers", "workers", "max_delay", "l2"), [(1, 1, 0, 0.0), (2, 3, 2, 0.5)], ids=["alone", "together"]
+)
+def test_the_optimum_is_found(tmp_path: Path, servers: int, workers: int, max_delay: int, l2: float) -> None:
+    matrix, labels = write_examples(tmp_path / "rows.svm")
+    blocks = ProximalBlocks(l1=1.5, l2=l2, max_delay=max_delay, tolerance=1e-8)
+    options = TrainOptions(
+        data=[tmp_path / "rows.svm"],
+        epochs=1,
+        passes=PassOptions(blocks=blocks),
+        numeric_scale="none",
+        save=tmp_path / "model",
+        evaluation=[tmp_path / "rows.svm"],
+    )
+    result = train_locally(options, servers=servers, workers=workers, consistency=Sequential())
+    passes, expected = result.block_passes, best_objective(matrix, labels, 1.5, l2)
+    assert passes[-1].ended == "converged"
+    assert passes[-1].objective == pytest.approx(expected, rel=2e-6)
+    assert all(after.objective <= before.objective * (1 + 1e-6) for before, after in itertools.pairwise(passes))
+    assert passes[0].active == passes[-1].active == 1.0
+    assert min(each.active for each in passes) < 0.9
+    assert passes[-1].features == NUM_COLUMNS - 1  # one column has no values
+    # What is saved is an ordinary model, whose predictions have that loss.
+    model = package.load(tmp_path / "model")
+    weights = model.weights()
+    assert np.count_nonzero(weights.values) == passes[-1].nonzero == result.num_features
+    assert result.evaluation is not None
+    assert result.evaluation.as_json()["log_loss"] == pytest.approx(passes[-1].loss / NUM_ROWS, rel=1e-4)
+
+
+def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
+    write_examples(tmp_path / "rows.svm", separable=True)
+    common = ["train", "rows.svm", "--solver", "proximal-blocks", "--workers", "1", "--numeric-scale", "none"]
+    found = paceline.succeed(*common, "--epochs", "3", "--json", "--plot", "passes.svg", "--filters", "key-caching")
+    passes = found.json["block_passes"]
+    assert [each["number"] for each in passes] == [1, 2, 3]
+    assert passes[-1]["ended"] == "passes"
+    assert "a larger --epochs goes on" in found.err
+    assert "pass 2: objective" in found.err
+    assert "of the columns active" in found.err
+    assert (tmp_path / "passes.svg").read_text().startswith("<svg")
+    separated = paceline.succeed(*common, "--l1", "0", "--max-delay", "100")
+    assert "a plane separates the labels: without --l1 or --l2" in separated.err
+    assert "labels separated after" in separated.out
+    (tmp_path / "one.svm").write_text("1 1:1 2:1\n1 2:1\n")
+    one = paceline.succeed("train", "one.svm", *common[2:4], "--workers", "2", "--save", "one")
+    assert "all 2 labels are 1: there is no best intercept" in one.err
+
+
+def test_a_worker_that_dies_is_done_without(tmp_path: Path) -> None:
+    """Its examples are read again by the others, which find the same optimum; when all are gone that is said."""
+    matrix, labels = write_examples(tmp_path / "rows.svm")
+    blocks = ProximalBlocks(l1=1.5, tolerance=1e-8)
+    data = [tmp_path / "rows.svm"]
+    options = TrainOptions(data=data, epochs=1, passes=PassOptions(blocks=blocks), numeric_scale="none")
+    told: list[str] = []
+    with (
+        LocalCluster.start(workers=2, consistency=Sequential(), start_workers=True) as cluster,
+        cluster.connect(observer=True) as client,
+    ):
+        cluster.wait_workers(client, 2)
+        killed = threading.Event()
+
+        def kill_one(text: str) -> None:
+            if not killed.is_set():
+                killed.set()
+                os.kill(cluster.pids("worker")[0], signal.SIGKILL)
+
+        def training() -> Training:
+            plan = plan_training(options)
+            return Training(options, plan, client, num_workers=2, processes=cluster, on_news=kill_one, warn=told.append)
+
+        result = training().run()
+        assert result.block_passes[-1].objective == pytest.approx(best_objective(matrix, labels, 1.5, 0.0), rel=2e-6)
+        assert any("all is read again, and the passes begin anew" in each for each in told)
+        assert result.lost_workers == 1
+        killed.clear()
+        start = time.monotonic()
+        with pytest.raises(PeerError, match="all workers have died"):
+            training().run()
+        assert time.monotonic() - start < 60

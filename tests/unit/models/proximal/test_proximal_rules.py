@@ -1,0 +1,238 @@
+"""The arithmetic of delayed block proximal gradient, against brute force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.data import Batch
+from paceline.errors import DataError, UsageError
+from paceline.models.base import BIAS_KEY
+from paceline.models.proximal import rules
+from paceline.models.proximal.columns import ColumnCollector, ExampleColumns
+from paceline.models.proximal.convergence import LOOK_AT_ALL, Convergence
+from paceline.models.proximal.margins import Margins
+from paceline.models.proximal.rules import ProximalBlocks
+from paceline.models.proximal.schedule import block_order, block_starts, count_blocks, moving_with, places_of
+from paceline.ps import ProximalNewton, SparseStore
+from paceline.tables.rules.proximal import proximal_step
+from paceline.tables.spec import TableSpec
+
+numbers = st.integers(-80, 80).map(lambda each: each / 10)
+penalties = st.integers(0, 40).map(lambda each: each / 10)
+
+
+@given(weight=numbers, gradient=numbers, bound=st.floats(0.01, 8), l1=penalties, l2=penalties)
+def test_a_proximal_step_is_the_best_one(weight: float, gradient: float, bound: float, l1: float, l2: float) -> None:
+    def objective(step: Any) -> Any:
+        after = weight + step
+        return gradient * step + bound * step * step / 2 + l1 * np.abs(after) + l2 * after * after / 2
+
+    step = float(proximal_step(*(np.float64(each) for each in (weight, gradient, bound, l1, l2))))  # type: ignore[arg-type]
+    others = np.concatenate([step + np.linspace(-1, 1, 201), [-weight, 0.0]])
+    assert objective(step) <= objective(others).min() + 1e-9
+
+
+def push(store: SparseStore, key: int, *pairs: tuple[float, float]) -> list[float]:
+    keys, out = np.array([key], np.uint64), np.empty(2, np.float32)
+    for pair in pairs:
+        store.push(keys, np.array(pair, np.float32))
+    store.pull(keys, out)
+    return out.tolist()
+
+
+def test_a_row_is_described_and_then_steps_within_its_radius() -> None:
+    store = SparseStore(dim=2, rule=ProximalNewton(l1=1.0, l2=0.5))
+    assert push(store, 1, (6.0, -3.0)) == [6.0, 3.0]  # three values whose mean is 2: a unit is a half
+    assert push(store, 1, (-100.0, 4.0)) == [0.5, -100.0]  # as far as one unit
+    assert push(store, 1, (-100.0, 4.0)) == pytest.approx([0.5 + 2 * 0.5 + 0.1 * 0.5, -100.0])
+    assert push(store, 1, (7.0, 0.0))[1] == 7.0  # a sum, which moves nothing
+    assert push(store, 2, (-3.0, -3.0), (0.25, 4.0)) == [-0.0625, 0.25]  # without a penalty
+    assert push(store, 3, (3.0, -3.0), (0.25, 4.0)) == [0.0, 0.25]  # less than the penalty
+    assert push(store, 1, (6.0, -3.0), (0.0, 4.0)) == [0.0, 0.0]  # described anew, it begins at 0
+
+
+def test_the_rule_is_for_rows_of_two_values() -> None:
+    for kind, sizes in (("sparse", {"dim": 3}), ("dense", {"size": 10})):
+        with pytest.raises(UsageError, match=r"ProximalNewton updates sparse tables with dim=2 only"):
+            TableSpec(name="w", kind=kind, update={"kind": "ProximalNewton"}, initializer={"kind": "Zeros"}, **sizes)
+
+
+@given(weight=numbers, gradient=numbers, l1=penalties, l2=penalties)
+def test_only_optimal_weights_have_no_violation(weight: float, gradient: float, l1: float, l2: float) -> None:
+    found = rules.violations(*(np.array([each]) for each in (weight, gradient, l1, l2)))[0]
+    step = proximal_step(*(np.array([each]) for each in (weight, gradient, 1.0, l1, l2)))[0]
+    assert found >= 0
+    assert (found < 1e-9) == (abs(step) < 1e-9) or found < 1e-6
+
+
+def test_the_filter_leaves_weights_that_may_move() -> None:
+    weights, gradients = np.array([0.0, 0.0, 0.0, 2.0, 0.0]), np.array([0.5, -0.95, 1.5, 0.0, 0.0])
+    l1 = np.array([1.0, 1.0, 1.0, 1.0, 0.0])
+    assert rules.stay_active(weights, gradients, l1, np.full(5, 0.1)).tolist() == [False, True, True, True, True]
+    assert rules.stay_active(weights, gradients, l1, np.full(5, np.inf)).all()
+    assert rules.filter_threshold(3.0, 100) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"l1": -1.0}, r"--l1 -1: expected a finite number from 0"),
+        ({"l2": np.inf}, "--l2 inf"),
+        ({"max_delay": -1}, "--max-delay -1"),
+        ({"block_ratio": 0.0}, "--block-ratio 0"),
+        ({"tolerance": 1.0}, "--tolerance 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ProximalBlocks(**setting)
+
+
+# Blocks.
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_each_column_is_in_one_block(num_columns: int, num_blocks: int) -> None:
+    places = np.sort(places_of(np.arange(num_columns, dtype=np.uint64)))
+    starts = block_starts(places, num_blocks)
+    assert (starts[0], starts[-1], len(starts)) == (0, num_columns, num_blocks + 1)
+    assert (np.diff(starts) >= 0).all()
+    assert [int(each) * num_blocks >> 64 for each in places] == np.repeat(
+        np.arange(num_blocks), np.diff(starts)
+    ).tolist()
+    assert sorted(block_order(num_blocks)) == list(range(num_blocks))
+
+
+def test_blocks_are_as_many_as_the_ratio_says() -> None:
+    assert count_blocks(4.0, 1400, 100, 120) == 56
+    assert count_blocks(4.0, 1400, 100, 10) == 10
+    assert count_blocks(0.01, 1400, 100, 120) == count_blocks(4.0, 0, 0, 0) == 1
+
+
+@given(st.integers(1, 20), st.integers(0, 25))
+def test_what_moves_with_a_block_is_what_may_be_under_way(num_steps: int, max_delay: int) -> None:
+    together = [set(moving_with(step, num_steps, max_delay)) for step in range(num_steps)]
+    for a in range(num_steps):
+        for b in range(num_steps):
+            assert (b in together[a]) == (abs(a - b) <= max_delay)
+
+
+# Convergence.
+
+
+def test_it_ends_when_a_pass_over_all_columns_is_at_rest() -> None:
+    run = Convergence(100.0, 1e-3, 1000)
+    run.note_pass(50.0)
+    assert (run.change, run.is_over_all, run.is_over) == (1.0, False, False)
+    run.note_pass(49.99)
+    assert (run.is_over_all, run.has_converged) == (True, False)  # the filter may have hidden something
+    run.note_pass(45.0)
+    assert (run.is_over_all, run.has_converged) == (False, False)  # as it had
+    run.note_pass(44.99)
+    run.note_pass(44.98)
+    assert run.has_converged
+    assert run.is_over
+
+
+def test_there_is_a_look_at_all_columns_now_and_then_and_an_end() -> None:
+    run, over_all = Convergence(2.0**40, 1e-9, 25), []
+    while not run.is_over:
+        over_all.append(run.is_over_all)
+        run.note_pass(2.0 ** (39 - run.num_passes))
+    assert [number for number, each in enumerate(over_all) if each] == [0, LOOK_AT_ALL, 2 * LOOK_AT_ALL]
+    assert (run.num_passes, run.has_converged) == (25, False)
+
+
+# ExampleColumns and margins.
+
+
+def examples(seed: int, *, ones: bool, weighted: bool) -> tuple[Batch, np.ndarray[Any, Any]]:
+    """Return examples, and the same as a dense matrix, whose last column is the intercept's."""
+    random = np.random.default_rng(seed)
+    num, width = int(random.integers(1, 30)), int(random.integers(1, 9))
+    indptr = np.concatenate([[0], np.cumsum(random.integers(0, 5, num))]).astype(np.int64)
+    keys = random.integers(0, width, indptr[-1]).astype(np.uint64)
+    values = np.round(random.normal(0, 10.0 ** random.integers(-3, 4), len(keys)) * random.integers(0, 2, len(keys)), 4)
+    dense = np.zeros((num, width + 1))
+    dense[:, -1] = 1
+    rows = np.repeat(np.arange(num), np.diff(indptr))
+    np.add.at(dense, (rows, keys.astype(int)), 1.0 if ones else values.astype(np.float32))
+    weights = random.uniform(0, 3, num).astype(np.float32) if weighted else None
+    labels = random.integers(0, 2, num).astype(np.float32)
+    return Batch(labels, indptr, keys, None if ones else values.astype(np.float32), weights), dense
+
+
+def by_column(batch: Batch) -> ExampleColumns:
+    collector = ColumnCollector()
+    for start in range(0, batch.num_examples, 7):
+        collector.add(batch.slice(start, min(start + 7, batch.num_examples)))
+    return collector.finish()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ones", [False, True])
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_a_step_within_the_radii_lowers_the_loss_as_its_bound_says(seed: int, ones: bool, weighted: bool) -> None:
+    """Whatever the columns, and however they meet: so a pass without delay never raises the objective."""
+    batch, dense = examples(seed, ones=ones, weighted=weighted)
+    columns, random = by_column(batch), np.random.default_rng(seed)
+    assert columns.keys[-1] == BIAS_KEY
+    places = [int(key) for key in columns.keys[:-1]] + [dense.shape[1] - 1]
+    matrix, margins = dense[:, places], Margins(columns, 0.5)
+    assert (matrix != 0).sum() <= len(columns.rows)
+    y, c = 2 * batch.labels - 1.0, 1.0 if batch.weights is None else batch.weights.astype(np.float64)
+
+    def loss(weights: Any) -> float:
+        return float((np.logaddexp(0, -y * (0.5 + matrix @ weights)) * c).sum())
+
+    weights, chosen = np.zeros(len(places)), np.arange(len(places))
+    start = random.normal(0, 1, len(places)) / np.maximum(np.abs(matrix).max(axis=0), 1e-9)
+    margins.move(chosen, start)
+    weights += start
+    assert margins.losses()[0] == pytest.approx(loss(weights), rel=1e-5)
+    margins.begin_moving(chosen)
+    radii = (np.abs(random.normal(0, 1, len(places))) / np.maximum(np.abs(matrix).max(axis=0), 1e-9)).astype(np.float32)
+    pairs = margins.gradients(chosen, radii).astype(np.float64)
+    slope = (-y * c / (1 + np.exp(np.clip(y * (0.5 + matrix @ weights), -500, 500)))) @ matrix
+    np.testing.assert_allclose(pairs[:, 0], slope, rtol=1e-3, atol=1e-4 * max(1.0, np.abs(slope).max()))
+    for _ in range(5):
+        step = radii * random.uniform(-1, 1, len(places))
+        most = loss(weights) + pairs[:, 0] @ step + (pairs[:, 1] * step * step).sum() / 2
+        assert loss(weights + step) <= most + 1e-3 * max(1.0, abs(most))
+
+
+def test_values_of_zero_are_no_values_and_columns_are_sorted_by_place() -> None:
+    batch = Batch(
+        np.array([1, 0, 1], np.float32),
+        np.array([0, 2, 3, 4], np.int64),
+        np.array([5, 9, 5, 7], np.uint64),
+        np.array([2, 0, -4, 0], np.float32),
+        np.ones(3, np.float32),
+    )
+    columns = by_column(batch)
+    assert columns.keys.tolist() == [5, int(BIAS_KEY)]
+    assert (columns.num_examples, columns.num_values, len(columns.weights)) == (3, 2, 0)
+    assert columns.magnitudes().tolist() == [6.0, 3.0]
+    assert columns.rows.tolist() == [0, 1, 0, 1, 2]
+    nothing = ColumnCollector().finish()
+    assert (nothing.num_examples, nothing.num_values, nothing.keys.tolist()) == (0, 0, [int(BIAS_KEY)])
+
+
+def test_examples_that_do_not_fit_are_refused() -> None:
+    batch, _ = examples(3, ones=True, weighted=False)
+    with pytest.raises(DataError, match=r"do not fit into this worker's memory by column: 0 MiB more are needed"):
+        ColumnCollector(available_bytes=100).add(batch)
+
+
+def test_values_beyond_a_float32_are_refused() -> None:
+    batch = Batch(np.ones(1, np.float32), np.array([0, 1]), np.array([77], np.uint64), np.array([1e30], np.float32))
+    margins = Margins(by_column(batch), 0.0)
+    margins.begin_moving(np.array([0]))
+    with pytest.raises(DataError, match="the values of the column with key 77 are too large for this solver"):
+        margins.gradients(np.array([0]), np.ones(2, np.float32))
