@@ -57,3 +57,16 @@ def test_rare_features_are_not_learned(paceline: Commands, click_log: tuple[Path
     predicted = paceline.succeed("predict", "model", train, "-o", "out", "--json").json
     assert predicted["auc"] > 0.7
     assert {table.spec.name for table in read_model(tmp_path / "model").manifest.tables} == {"lr", "lr occurrences"}
+
+
+def test_a_field_aware_machine_keeps_its_columns(paceline: Commands, tmp_path: Path) -> None:
+    random = np.random.default_rng(8)
+    a, b = random.integers(0, 2, (2, 4000))
+    data = tmp_path / "xor.csv"
+    data.write_text("\n".join(["label,a,b", *(f"{int(x != y)},v{x},w{y}" for x, y in zip(a, b, strict=True))]) + "\n")
+    common: list[str | Path] = ["train", data, "--label", "label", "--categorical", "a,b", "-q", "--workers", "1"]
+    common += ["--model", "ffm", "--l1", "0", "--factor-min-count", "0", "--factor-l2", "0", "--factor-lr", "0.3"]
+    found = paceline.succeed(*common, "--epochs", "6", "--eval", data, "--save", "model", "--json")
+    assert found.json["auc"] > 0.99
+    model = package.load(tmp_path / "model")
+    assert (model.predict({"b": ["w1", "w1"], "a": ["v0", "v1"]}) > 0.5).tolist() == [True, False]

@@ -33,15 +33,15 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="lr: logistic regression; fm: factorization machine; regression: squared loss; poisson: counts; "
-            "softmax: several classes."
+            help="lr: logistic regression; fm, ffm: (field-aware) factorization machine; regression: squared loss; "
+            "poisson: counts; softmax: several classes."
         ),
     ] = "lr",
-    dim: Annotated[int | None, typer.Option(help="fm: factors of a feature; default 8.")] = None,
-    factor_lr: Annotated[float | None, typer.Option(help="fm: learning rate of the factors.")] = None,
-    factor_l2: Annotated[float | None, typer.Option(help="fm: L2 penalty of the factors.")] = None,
+    dim: Annotated[int | None, typer.Option(help="fm: factors of a feature (8); ffm: for each column (4).")] = None,
+    factor_lr: Annotated[float | None, typer.Option(help="fm, ffm: learning rate of the factors.")] = None,
+    factor_l2: Annotated[float | None, typer.Option(help="fm, ffm: L2 penalty of the factors.")] = None,
     factor_min_count: Annotated[
-        int | None, typer.Option(help="fm: how often a feature must have occurred to have factors; default 300.")
+        int | None, typer.Option(help="fm, ffm: how often a feature must have occurred to have factors; default 300.")
     ] = None,
     classes: Annotated[
         str | None,

@@ -134,6 +134,25 @@ def _interactions(
     return make
 
 
+def _field_interactions(
+    num_rows: int, *, ones: bool, backward: bool
+) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    num_fields, width = 13, 4
+
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        indptr, indices, values, factors, _ = _csr(
+            num_rows, num_fields, ones=ones, transposed=False, dim=num_fields * width
+        )(generator)
+        fields = (np.arange(len(indices)) % num_fields).astype(np.int32)
+        active = (generator.random(len(factors)) < 0.8).astype(np.uint8)
+        per_row = floats(generator, num_rows)
+        if not backward:
+            return indptr, indices, values, fields, active, factors, width, per_row
+        return indptr, indices, values, fields, active, factors, width, per_row, np.zeros_like(factors)
+
+    return make
+
+
 def _logistic(count: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         margins = floats(generator, count) * np.float32(10)
@@ -301,6 +320,13 @@ def _array_cases() -> Iterator[ArrayCase]:
             yield ArrayCase(
                 kernels.interaction_gradients, twins.interaction_gradients, name, items, backward, (6,), 1e-3
             )
+    for n, ones in ((1, True), (100, False)):
+        name, items = f"{n}{' of ones' if ones else ''}", n * 13
+        make, backward = (_field_interactions(n, ones=ones, backward=each) for each in (False, True))
+        yield ArrayCase(csr.add_field_interactions, reference.add_field_interactions, name, items, make, (7,), 1e-3)
+        yield ArrayCase(
+            csr.field_interaction_gradients, reference.field_interaction_gradients, name, items, backward, (8,), 1e-3
+        )
     for n in (1, 1000, 1_000_000):
         yield ArrayCase(dense.dense_pull, reference.dense_pull, f"{n}", n, _dense_pull(n), (3,))
 

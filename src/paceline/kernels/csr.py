@@ -112,6 +112,59 @@ def interaction_gradients(indptr, indices, values, factors, sums, residuals, out
 
 
 @njit(cache=True, nogil=True)
+def add_field_interactions(indptr, indices, values, fields, active, factors, width, margins):  # type: ignore[no-untyped-def]
+    """Add Σ_{a<b} ⟨v_a(field of b), v_b(field of a)⟩ x_a x_b of each row to `margins` (float32 [n]).
+
+    `indptr`, `indices`, `values` as :func:`add_interactions` has them; `fields` int32 [nnz] is the field of each pair,
+    `active` uint8 [columns] which columns take part, `factors` float32 [columns, fields * width] their vectors, `width`
+    numbers for each field.
+    """
+    ones = len(values) == 0
+    for i in range(len(margins)):
+        total = np.float32(0)
+        for a in range(indptr[i], indptr[i + 1]):
+            if not active[indices[a]]:
+                continue
+            value = np.float32(1) if ones else values[a]
+            own, own_at = factors[indices[a]], fields[a] * width
+            for b in range(a + 1, indptr[i + 1]):
+                if not active[indices[b]]:
+                    continue
+                other, other_at = factors[indices[b]], fields[b] * width
+                product = np.float32(0)
+                for f in range(width):
+                    product += own[other_at + f] * other[own_at + f]
+                total += product * (value if ones else value * values[b])
+        margins[i] += total
+
+
+@njit(cache=True, nogil=True)
+def field_interaction_gradients(  # type: ignore[no-untyped-def]
+    indptr, indices, values, fields, active, factors, width, residuals, out
+):
+    """Write the gradient by `factors` to `out` (float32 [columns, fields * width]).
+
+    Arguments as :func:`add_field_interactions` has them; `residuals` float32 [n] are derivatives by margin.
+    """
+    ones = len(values) == 0
+    out[:] = np.float32(0)
+    for i in range(len(residuals)):
+        for a in range(indptr[i], indptr[i + 1]):
+            if not active[indices[a]]:
+                continue
+            scale = residuals[i] * (np.float32(1) if ones else values[a])
+            own, own_out, own_at = factors[indices[a]], out[indices[a]], fields[a] * width
+            for b in range(a + 1, indptr[i + 1]):
+                if not active[indices[b]]:
+                    continue
+                other, other_out, other_at = factors[indices[b]], out[indices[b]], fields[b] * width
+                slope = scale if ones else scale * values[b]
+                for f in range(width):
+                    own_out[other_at + f] += slope * other[own_at + f]
+                    other_out[own_at + f] += slope * own[other_at + f]
+
+
+@njit(cache=True, nogil=True)
 def logistic(margins, labels, probabilities, residuals):  # type: ignore[no-untyped-def]
     """Write p = 1/(1 + exp(−margin)) and p − label; return the summed log loss (float64), stable."""
     loss = 0.0

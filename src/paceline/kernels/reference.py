@@ -7,7 +7,8 @@ the same case (see :mod:`paceline.kernels.cases`). Those of the kernels that app
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import combinations, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -198,6 +199,40 @@ def interaction_gradients(
         own, x = indices[start:stop], values[start:stop, np.newaxis] if len(values) else np.ones((stop - start, 1))
         np.add.at(wide, own, residuals[i] * x * (sums[i] - x * factors[own]))
     out[:] = wide
+
+
+def add_field_interactions(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, fields: npt.NDArray[np.int32],
+    active: npt.NDArray[np.uint8], factors: Floats, width: int, margins: Floats,
+) -> None:  # fmt: skip
+    """Add the pairwise part of field-aware factors to `margins`."""
+    for i, a, b, scale in _field_pairs(indptr, indices, values, active):
+        own, other = (factors[indices[at]].reshape(-1, width).astype(np.float64) for at in (a, b))
+        margins[i] += own[fields[b]] @ other[fields[a]] * scale
+
+
+def field_interaction_gradients(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, fields: npt.NDArray[np.int32],
+    active: npt.NDArray[np.uint8], factors: Floats, width: int, residuals: Floats, out: Floats,
+) -> None:  # fmt: skip
+    """Write the gradient of that part by `factors` to `out`."""
+    wide = np.zeros((len(out), out.shape[1] // width, width))
+    rows = factors.reshape(wide.shape)
+    for i, a, b, scale in _field_pairs(indptr, indices, values, active):
+        wide[indices[a], fields[b]] += residuals[i] * scale * rows[indices[b], fields[a]]
+        wide[indices[b], fields[a]] += residuals[i] * scale * rows[indices[a], fields[b]]
+    out[:] = wide.reshape(out.shape)
+
+
+def _field_pairs(
+    indptr: Integers, indices: npt.NDArray[np.int32], values: Floats, active: npt.NDArray[np.uint8]
+) -> Iterator[tuple[int, int, int, float]]:
+    """Yield each row's pairs of active columns, and the product of their values."""
+    for i, (start, stop) in enumerate(pairwise(indptr.tolist())):
+        x = values[start:stop].astype(np.float64) if len(values) else np.ones(stop - start)
+        for a, b in combinations(range(start, stop), 2):
+            if active[indices[a]] and active[indices[b]]:
+                yield i, a, b, float(x[a - start] * x[b - start])
 
 
 def _row_numbers(indptr: Integers) -> Integers:

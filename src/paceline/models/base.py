@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from paceline.data import Batch
+from paceline.data import Batch, Columns
 from paceline.kernels.dedup import dedup, scratch_size
 from paceline.models.features.counting import FeatureCounts, check_counting
 from paceline.models.features.interactions import Interactions
@@ -292,6 +292,15 @@ class SparseModel(ABC):
         known = {name: getattr(former, name) for name in self.found if getattr(self, name) == getattr(fresh, name)}
         model: SparseModel = dataclasses.replace(self, **known)
         return model
+
+    def of_columns(self, format: str, columns: Columns | None) -> SparseModel:
+        """Return the model with what it must know of the columns of the data, which has this format.
+
+        Raises UsageError if it needs others.
+        """
+        if self.interactions is None:
+            return self
+        return dataclasses.replace(self, interactions=self.interactions.of_columns(format, columns))
 
     def calibrated(
         self, labels: Floats, predictions: Floats, weights: Floats | None = None, optimism: Optimism | None = None

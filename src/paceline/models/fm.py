@@ -33,12 +33,13 @@ _MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
 class FactorizationMinibatch(KeyedMinibatch):
     """A minibatch of clicks, of a factorization machine."""
 
-    __slots__ = ("_active", "_model", "_new", "probabilities")
+    __slots__ = ("_active", "_factors", "_model", "_new", "_sums", "probabilities")
 
-    def __init__(self, model: FactorizationMachine, batch: Batch, scratch: KeyScratch) -> None:
+    def __init__(self, model: FactorModel, batch: Batch, scratch: KeyScratch) -> None:
         super().__init__(batch, scratch)
         self._model = model
         self._active = self._new = np.empty(0, np.int64)
+        self._factors = self._sums = np.empty((0, 0), np.float32)
         self.probabilities = np.empty(self.num_examples, np.float32)
 
     @property
@@ -57,11 +58,11 @@ class FactorizationMinibatch(KeyedMinibatch):
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
         rows, first = self._rows, weights[0].reshape(-1)
         residuals = np.empty(self.num_examples, np.float32)
-        factors, sums, loss = self._forward(weights, residuals)
-        gradient, of_factors = np.empty(len(rows.keys), np.float32), np.empty(factors.shape, np.float32)
+        loss = self._forward(weights, residuals)
+        gradient, of_factors = np.empty(len(rows.keys), np.float32), np.empty(weights[1].shape, np.float32)
         csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
         gradient[-1] = residuals.sum(dtype=np.float64)
-        interaction_gradients(rows.indptr, rows.indices, rows.values, factors, sums, residuals, of_factors)
+        self._pair_gradients(residuals, of_factors)
         counts = weights[2].reshape(-1)
         self._active = np.flatnonzero(self._are_active(first, counts))
         self._new = np.flatnonzero(counts < self._model.factor_min_count)
@@ -82,26 +83,33 @@ class FactorizationMinibatch(KeyedMinibatch):
         active: npt.NDArray[np.bool_] = (first[:-1] != 0) & (counts >= self._model.factor_min_count)
         return active
 
-    def _forward(self, weights: Sequence[Floats], residuals: Floats) -> tuple[Floats, Floats, float]:
+    def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
         rows, margins, first = self._rows, np.empty(self.num_examples, np.float32), weights[0].reshape(-1)
         csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
         margins += first[-1] + np.float32(self._model.offset)
-        factors = weights[1] * self._are_active(first, weights[2].reshape(-1))[:, np.newaxis]
-        sums = np.empty((self.num_examples, factors.shape[1]), np.float32)
-        add_interactions(rows.indptr, rows.indices, rows.values, factors, sums, margins)
-        return factors, sums, click_loss(margins, self.labels, self._weights, self.probabilities, residuals)
+        self._add_pairs(weights[1], self._are_active(first, weights[2].reshape(-1)), margins)
+        return click_loss(margins, self.labels, self._weights, self.probabilities, residuals)
+
+    def _add_pairs(self, factors: Floats, active: npt.NDArray[np.bool_], margins: Floats) -> None:
+        """Add what pairs of active features say to margins."""
+        rows = self._rows
+        self._factors = factors * active[:, np.newaxis]
+        self._sums = np.empty((self.num_examples, factors.shape[1]), np.float32)
+        add_interactions(rows.indptr, rows.indices, rows.values, self._factors, self._sums, margins)
+
+    def _pair_gradients(self, residuals: Floats, out: Floats) -> None:
+        """Write the gradient by the factors that the last margins are of, given the derivatives by margin."""
+        rows = self._rows
+        interaction_gradients(rows.indptr, rows.indices, rows.values, self._factors, self._sums, residuals, out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FactorizationMachine(ClickProbabilityModel):
-    """P(click) from a weight and `dim` factors per feature.
+class FactorModel(ClickProbabilityModel):
+    """P(click) from a weight and factors per feature. Abstract: which pairs of factors count is missing.
 
     `factor_lr` and `factor_l2` are rate and penalty of AdaGrad on the factors, `factor_std` their initial deviation. A
     feature has factors once it has occurred `factor_min_count` times.
     """
-
-    name: ClassVar[str] = "fm"
-    title: ClassVar[str] = "a factorization machine"
 
     dim: int = 8
     factor_lr: float = 0.03
@@ -121,12 +129,25 @@ class FactorizationMachine(ClickProbabilityModel):
     @override
     def parameter_tables(self) -> tuple[ModelTable, ...]:
         factors = ModelTable(
-            "fm factors",
-            dim=self.dim,
+            f"{self.name} factors",
+            dim=self.num_factors,
             update=Adagrad(lr=self.factor_lr, weight_decay=self.factor_l2, initial_accumulator=1.0),
             initializer=Normal(std=self.factor_std),
         )
-        return ModelTable("fm"), factors, ModelTable("fm counts", update=SGD(lr=1.0))
+        return ModelTable(self.name), factors, ModelTable(f"{self.name} counts", update=SGD(lr=1.0))
+
+    @property
+    def num_factors(self) -> int:
+        """The factors of a feature."""
+        return self.dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactorizationMachine(FactorModel):
+    """P(click) from a weight and `dim` factors per feature."""
+
+    name: ClassVar[str] = "fm"
+    title: ClassVar[str] = "a factorization machine"
 
     @override
     def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:

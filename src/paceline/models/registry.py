@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.models.base import SparseModel
+from paceline.models.ffm import FieldAwareMachine
 from paceline.models.fm import FactorizationMachine
 from paceline.models.logistic import LogisticRegression
 from paceline.models.poisson import PoissonRegression
@@ -16,7 +17,14 @@ from paceline.models.softmax import SoftmaxRegression
 
 MODELS: Final[dict[str, type[SparseModel]]] = {
     kind.name: kind
-    for kind in (LogisticRegression, FactorizationMachine, LinearRegression, PoissonRegression, SoftmaxRegression)
+    for kind in (
+        LogisticRegression,
+        FactorizationMachine,
+        FieldAwareMachine,
+        LinearRegression,
+        PoissonRegression,
+        SoftmaxRegression,
+    )
 }
 """Every model by its name."""
 

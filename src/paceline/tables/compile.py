@@ -33,11 +33,13 @@ from paceline.tables.rules import SGD
 from paceline.tables.rules import kernels as rule_kernels
 
 KERNELS: tuple[Any, ...] = (
+    csr.add_field_interactions,
     csr.add_interactions,
     csr.csr_dot,
     csr.csr_dot_rows,
     csr.csr_transposed_dot,
     csr.csr_transposed_dot_rows,
+    csr.field_interaction_gradients,
     csr.interaction_gradients,
     csr.logistic,
     dedup.dedup,
@@ -186,3 +188,6 @@ def _compile_batch() -> None:
     csr.csr_transposed_dot_rows(indptr, indices, rows, wide, wide_out)
     csr.add_interactions(indptr, indices, rows, wide, wide_out, out)
     csr.interaction_gradients(indptr, indices, rows, wide, wide_out, out, np.zeros((1, 1), np.float32))
+    active = np.ones(1, np.uint8)
+    csr.add_field_interactions(indptr, indices, rows, indices, active, wide, 1, out)
+    csr.field_interaction_gradients(indptr, indices, rows, indices, active, wide, 1, out, np.zeros((1, 1), np.float32))

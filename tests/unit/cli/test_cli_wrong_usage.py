@@ -99,6 +99,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --interactions C1:C99", 2, "there is no column 'C99'; the columns are I1, I2"),
         ("train good.tsv --count-cells 99", 2, "--count-cells is for features that are counted: give --min-count too"),
         ("train good.tsv --min-count 0", 2, "--min-count 0: expected 1 to"),
+        (
+            "train good.tsv --model ffm --interactions C1:C2",
+            2,
+            "nothing that --model ffm takes: it crosses all",
+        ),
         ("train nolabel.csv", 2, "so say which is the label"),
         ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
         ("train some.csv --numeric b", 2, "need --label"),

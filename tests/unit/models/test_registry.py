@@ -13,6 +13,7 @@ from paceline.cli.train import train
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.models.base import KeyScratch
+from paceline.models.features.layout import RowLayout
 from paceline.models.registry import MODELS, describe_settings, make_model, read_model_settings
 
 
@@ -28,6 +29,7 @@ def make_batch(num_examples: int = 7, num_keys: int = 12) -> Batch:
 SETTINGS: dict[str, dict[str, Any]] = {
     "regression": {"center": 0.3, "scale": 1.0},
     "fm": {"dim": 3, "factor_min_count": 0},
+    "ffm": {"dim": 2, "factor_min_count": 0, "layout": RowLayout(categorical=tuple("abcde"))},
     "poisson": {"mean": 0.7},
     "softmax": {"classes": (0, 1, 4)},
 }
@@ -55,11 +57,11 @@ def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
         (rng.normal(size=(len(keys), table.dim)) / 2).astype(np.float32)
         for keys, table in zip(minibatch.keys, model.tables, strict=True)
     ]
-    if name == "fm":
+    if name in ("fm", "ffm"):
         weights[2] = np.abs(weights[2])  # how often features have occurred
     gradients, _ = minibatch.gradients(weights)
     step = np.float32(2**-7)
-    for number, rows in enumerate(weights[: len(gradients) - (name == "fm")]):  # its last table counts
+    for number, rows in enumerate(weights[: len(gradients) - (name in ("fm", "ffm"))]):  # its last table counts
         gradient = np.asarray(gradients[number]).reshape(rows.shape)
         found = np.empty_like(gradient)
         for at in np.ndindex(rows.shape):

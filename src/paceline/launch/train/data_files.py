@@ -169,9 +169,8 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     else:
         labels, counts = (np.array([*found]) for found in (look.labels.keys(), look.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
-    if model.interactions is not None:
-        format = source_format(options.data[0], look.format)
-        model = dataclasses.replace(model, interactions=model.interactions.of_columns(format, look.columns))
+    if options.init_from is None:
+        model = model.of_columns(source_format(options.data[0], look.format), look.columns)
     weights = options.weights
     if weights.classes == BALANCED:
         weights = dataclasses.replace(weights, classes=balance(_as_model_sees(look.labels, model)))

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch, Columns
-from paceline.data.feature_names import CRITEO_NAMES
 from paceline.errors import UsageError
 from paceline.kernels.text.reference import name_seed
+from paceline.models.features.layout import RowLayout
 from paceline.tables.types import Keys
 
 MAX_ORDER: Final = 3
@@ -57,11 +57,10 @@ class Interactions:
 
     def of_columns(self, format: str, columns: Columns | None) -> Interactions:
         """Return these interactions of the columns of some data."""
-        if columns is not None:
-            return dataclasses.replace(self, categorical=columns.categorical, numeric=columns.numeric)
-        if format != "criteo":
+        layout = RowLayout.of_data(format, columns)
+        if layout is None:
             raise UsageError(f"--interactions {self.text}: {format} has no columns to cross; leave it out")
-        return dataclasses.replace(self, categorical=CRITEO_NAMES)
+        return dataclasses.replace(self, categorical=layout.categorical, numeric=layout.numeric)
 
     @property
     def columns(self) -> tuple[str, ...]:

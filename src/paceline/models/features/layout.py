@@ -1,0 +1,59 @@
+"""Where the features of each column stand in a row."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch, Columns
+from paceline.data.feature_names import CRITEO_NAMES
+from paceline.kernels.text.reference import name_seed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """The columns of some data: rows have a pair for each categorical one, then for each number that is not missing."""
+
+    categorical: tuple[str, ...]
+    numeric: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("categorical", "numeric"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @classmethod
+    def of(cls, settings: Any) -> RowLayout | None:
+        """Return the layout that `settings` are, or are the fields of, as JSON has them."""
+        return settings if settings is None or isinstance(settings, cls) else cls(**settings)
+
+    @classmethod
+    def of_data(cls, format: str, columns: Columns | None) -> RowLayout | None:
+        """Return the layout of data of this format; None if it has no columns."""
+        if columns is not None:
+            return cls(categorical=columns.categorical, numeric=columns.numeric)
+        return cls(categorical=CRITEO_NAMES) if format == "criteo" else None
+
+    def __len__(self) -> int:
+        """Return how many columns there are."""
+        return len(self.categorical) + len(self.numeric)
+
+    def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:
+        """Return the number of the column of each pair of a batch: int32 [pairs]."""
+        lengths = np.diff(batch.indptr)
+        fields = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], lengths)
+        are_numeric = np.flatnonzero(fields >= len(self.categorical))
+        if len(are_numeric):
+            keys, order = self._sorted_numeric
+            fields[are_numeric] = order[np.searchsorted(keys, batch.keys[are_numeric])] + len(self.categorical)
+        return fields.astype(np.int32)
+
+    @cached_property
+    def _sorted_numeric(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """The keys of numeric columns, rising, and the place of each among them."""
+        keys = np.array([name_seed(name) for name in self.numeric], np.uint64)
+        order = np.argsort(keys)
+        return keys[order], order
