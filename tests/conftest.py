@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 from tests.warm import processes
 
@@ -69,5 +70,8 @@ def warm_clusters() -> Iterator[None]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """What ``-n auto`` means here: tests of processes wait more than they compute, so workers are more than cores."""
-    return min(2 * (os.cpu_count() or 1) + 2, 8)
+    """What ``-n auto`` means here: tests of processes wait more than they compute, so workers are more than cores.
+
+    Each has up to a gibibyte.
+    """
+    return max(min(2 * (os.cpu_count() or 1) + 2, 8, int(psutil.virtual_memory().total) >> 30), 1)
