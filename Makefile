@@ -42,6 +42,7 @@ thorough: .venv/.dev
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)
 	$(BIN)/python -m paceline.simulation --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
+	$(BIN)/python benchmarks/defaults.py --peers .venv/peers.json
 	for seed in $$(seq $(REPEATS)); do \
 	  $(BIN)/python -m pytest -q -n auto tests/unit/protocol tests/unit/ps --hypothesis-seed=$$seed || exit 1; \
 	done
