@@ -37,8 +37,8 @@ Plot = Annotated[
     typer.Option(help="proximal-blocks: file (SVG) for a plot of the objective and the active columns by pass."),
 ]
 
-_OF_BLOCKS: Final = ("max_delay", "block_ratio", "tolerance", "plot")
-_OF_MINIBATCHES: Final = {
+OF_BLOCKS: Final = ("max_delay", "block_ratio", "tolerance", "plot")
+OF_MINIBATCHES: Final = {
     "batch_size": "it has no minibatches",
     "tune": "it has no rates to try",
     "lr": "steps are as long as the second derivative allows",
@@ -49,6 +49,11 @@ _OF_MINIBATCHES: Final = {
     "stale": "its gradients are as old as --max-delay says",
     "validation": "it ends by --tolerance",
     "pull_filters": "give --filters",
+    "patience": "it ends by --tolerance",
+    "min_delta": "it ends by --tolerance",
+    "min_count": "--l1 leaves out what is seldom there",
+    "count_cells": "it counts no features",
+    "interactions": "its columns are those of the files",
     "progressive": "it has no loss before learning",
     "snapshot_every": "it begins anew instead",
     "resume": "it takes no snapshots",
@@ -75,7 +80,7 @@ def choose_blocks(
     """Return what the solver by blocks is asked to do; None if it is another one. Raises UsageError."""
     given = [name for name in context.params if _is_given(context, name)]
     if solver == MINIBATCHES:
-        of_blocks = [_option(name) for name in given if name in _OF_BLOCKS]
+        of_blocks = [_option(name) for name in given if name in OF_BLOCKS]
         if of_blocks:
             raise UsageError(f"{', '.join(of_blocks)}: they are of --solver {PROXIMAL_BLOCKS}, which is not asked for")
         return None
@@ -84,8 +89,8 @@ def choose_blocks(
     if model != "lr":
         raise UsageError(f"--solver {PROXIMAL_BLOCKS} is for logistic regression: give --model lr instead of {model}")
     for name in given:
-        if name in _OF_MINIBATCHES:
-            raise UsageError(f"{_option(name)} is nothing for --solver {PROXIMAL_BLOCKS}: {_OF_MINIBATCHES[name]}")
+        if name in OF_MINIBATCHES:
+            raise UsageError(f"{_option(name)} is nothing for --solver {PROXIMAL_BLOCKS}: {OF_MINIBATCHES[name]}")
     if consistency not in (None, "sequential"):
         raise UsageError(
             f"--consistency {consistency}: --solver {PROXIMAL_BLOCKS} sums over all workers, which sequential does; "

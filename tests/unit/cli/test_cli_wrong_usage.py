@@ -73,6 +73,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             "--lr is nothing for --solver proximal-blocks: steps are as long",
         ),
         (
+            "train good.tsv --solver proximal-blocks --min-count 2",
+            2,
+            "--min-count is nothing for --solver proximal-blocks",
+        ),
+        (
             "train good.tsv --solver proximal-blocks --snapshot-every 5s",
             2,
             "--snapshot-every is nothing for --solver proximal-blocks",
