@@ -23,7 +23,7 @@ from .running import Commands
 KEYS = {
     "auc", "log_loss", "calibration", "accuracy", "eval_examples", "train_log_loss", "examples", "seconds",
     "examples_per_s", "num_features", "staleness", "bad_lines", "lost_workers", "bytes", "settings", "progressive",
-    "validation",
+    "validation", "block_passes",
 }  # fmt: skip
 
 
