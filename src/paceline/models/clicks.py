@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from typing_extensions import Self, override
 
+from paceline.data import Batch
 from paceline.kernels.csr import logistic
-from paceline.models.base import Optimism, SparseModel
+from paceline.models.base import KeyedMinibatch, KeyScratch, Optimism, SparseModel, sum_examples
 from paceline.models.metrics import ClickEvaluation, evaluate
+from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
 
 _CHANCE = 3.0  # standard errors
 _OTHER_TIMES = 4.0  # standard errors: several parts are looked at, and the first that differs ends the search
 _NEWEST = 8
 _LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
+
+
+class ClickMinibatch(KeyedMinibatch):
+    """A minibatch of clicks. Abstract: margins, and gradients by what they are made of, are missing."""
+
+    __slots__ = ("probabilities",)
+
+    def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
+        super().__init__(batch, scratch)
+        self.probabilities = np.empty(self.num_examples, np.float32)
+
+    @abstractmethod
+    def margins(self, weights: Sequence[Floats]) -> Floats:
+        """Return the log odds of a click of each example: float32 [n]; `weights` as in :meth:`gradients`."""
+
+    @override
+    def sums(self) -> ExampleSums:
+        return sum_examples(self._rows, self.labels, self._weights, self.probabilities)
+
+    @override
+    def predict(self, weights: Sequence[Floats]) -> Floats:
+        self._forward(weights, np.empty(self.num_examples, np.float32))
+        return self.probabilities
+
+    def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
+        """Return the summed loss; write P(click), and the loss's derivative by each margin (float32 [n])."""
+        return click_loss(self.margins(weights), self.labels, self._weights, self.probabilities, residuals)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

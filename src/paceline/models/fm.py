@@ -19,9 +19,8 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, sum_examples
-from paceline.models.clicks import ClickProbabilityModel, click_loss
-from paceline.models.progressive import ExampleSums
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
+from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.types import Floats, Keys
@@ -30,17 +29,16 @@ MAX_FACTORS = 1024
 _MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
 
 
-class FactorizationMinibatch(KeyedMinibatch):
+class FactorizationMinibatch(ClickMinibatch):
     """A minibatch of clicks, of a factorization machine."""
 
-    __slots__ = ("_active", "_factors", "_model", "_new", "_sums", "probabilities")
+    __slots__ = ("_active", "_factors", "_model", "_new", "_sums")
 
     def __init__(self, model: FactorModel, batch: Batch, scratch: KeyScratch) -> None:
         super().__init__(batch, scratch)
         self._model = model
         self._active = self._new = np.empty(0, np.int64)
         self._factors = self._sums = np.empty((0, 0), np.float32)
-        self.probabilities = np.empty(self.num_examples, np.float32)
 
     @property
     @override
@@ -70,25 +68,17 @@ class FactorizationMinibatch(KeyedMinibatch):
         return (gradient, of_factors[self._active], -occurrences.astype(np.float32)), loss
 
     @override
-    def sums(self) -> ExampleSums:
-        return sum_examples(self._rows, self.labels, self._weights, self.probabilities)
-
-    @override
-    def predict(self, weights: Sequence[Floats]) -> Floats:
-        self._forward(weights, np.empty(self.num_examples, np.float32))
-        return self.probabilities
+    def margins(self, weights: Sequence[Floats]) -> Floats:
+        rows, margins, first = self._rows, np.empty(self.num_examples, np.float32), weights[0].reshape(-1)
+        csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
+        margins += first[-1] + np.float32(self._model.offset)
+        self._add_pairs(weights[1], self._are_active(first, weights[2].reshape(-1)), margins)
+        return margins
 
     def _are_active(self, first: Floats, counts: Floats) -> npt.NDArray[np.bool_]:
         """Return which features take part in pairs."""
         active: npt.NDArray[np.bool_] = (first[:-1] != 0) & (counts >= self._model.factor_min_count)
         return active
-
-    def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
-        rows, margins, first = self._rows, np.empty(self.num_examples, np.float32), weights[0].reshape(-1)
-        csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
-        margins += first[-1] + np.float32(self._model.offset)
-        self._add_pairs(weights[1], self._are_active(first, weights[2].reshape(-1)), margins)
-        return click_loss(margins, self.labels, self._weights, self.probabilities, residuals)
 
     def _add_pairs(self, factors: Floats, active: npt.NDArray[np.bool_], margins: Floats) -> None:
         """Add what pairs of active features say to margins."""

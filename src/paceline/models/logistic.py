@@ -16,45 +16,35 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, sum_examples
-from paceline.models.clicks import ClickProbabilityModel, click_loss
-from paceline.models.progressive import ExampleSums
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
+from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.tables.types import Floats
 
 
-class LogisticMinibatch(KeyedMinibatch):
+class LogisticMinibatch(ClickMinibatch):
     """A minibatch of clicks."""
 
-    __slots__ = ("_offset", "probabilities")
+    __slots__ = ("_offset",)
 
     def __init__(self, batch: Batch, scratch: KeyScratch, offset: float) -> None:
         super().__init__(batch, scratch)
         self._offset = np.float32(offset)
-        self.probabilities = np.empty(self.num_examples, np.float32)
 
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
         rows, residuals = self._rows, np.empty(self.num_examples, np.float32)
-        loss = self._forward(weights[0].reshape(-1), residuals)
+        loss = self._forward(weights, residuals)
         gradient = np.empty(len(rows.keys), np.float32)
         csr_transposed_dot(rows.indptr, rows.indices, rows.values, residuals, gradient[:-1])
         gradient[-1] = residuals.sum(dtype=np.float64)
         return (gradient,), loss
 
     @override
-    def sums(self) -> ExampleSums:
-        return sum_examples(self._rows, self.labels, self._weights, self.probabilities)
-
-    @override
-    def predict(self, weights: Sequence[Floats]) -> Floats:
-        self._forward(weights[0].reshape(-1), np.empty(self.num_examples, np.float32))
-        return self.probabilities
-
-    def _forward(self, weights: Floats, residuals: Floats) -> float:
-        rows, margins = self._rows, np.empty(self.num_examples, np.float32)
-        csr_dot(rows.indptr, rows.indices, rows.values, weights, margins)
-        margins += weights[-1] + self._offset
-        return click_loss(margins, self.labels, self._weights, self.probabilities, residuals)
+    def margins(self, weights: Sequence[Floats]) -> Floats:
+        rows, first, margins = self._rows, weights[0].reshape(-1), np.empty(self.num_examples, np.float32)
+        csr_dot(rows.indptr, rows.indices, rows.values, first, margins)
+        margins += first[-1] + self._offset
+        return margins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

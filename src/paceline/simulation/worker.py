@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
 
 
-class _Push:
+class _UnsafePush:
     __slots__ = ("iteration", "requests", "values")
 
     def __init__(self, iteration: int, values: tuple[Value, ...], requests: list[Request]) -> None:
@@ -51,7 +51,7 @@ class Worker(Client):
         self._iterations_left = 0
         self._examples = 0.0
         self._over: list[tuple[Lease, int, float]] = []  # leases that are through, the clock and count behind each
-        self._unsafe: list[_Push] = []  # not acknowledged, or under sequential not known to be stable
+        self._unsafe: list[_UnsafePush] = []  # not acknowledged, or under sequential not known to be stable
         self.handlers = {
             Welcomed: self.on_welcomed,
             Thrown: self.on_thrown,
@@ -201,7 +201,7 @@ class Worker(Client):
             self._acknowledge(push for push in list(self._unsafe) if push.iteration < clock)
         then()
 
-    def _acknowledge(self, pushes: Iterable[_Push]) -> None:
+    def _acknowledge(self, pushes: Iterable[_UnsafePush]) -> None:
         for push in pushes:
             self._unsafe.remove(push)
             self.cluster.oracle.acknowledged(self.incarnation, push.values)
@@ -226,7 +226,7 @@ class Worker(Client):
             for bucket in sorted(buckets):
                 value = random.getrandbits(40)
                 values.append((bucket, self.cluster.oracle.push(self.incarnation, iteration, bucket, value), value))
-            self._unsafe.append(_Push(iteration, tuple(values), self.push(tuple(values))))
+            self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
         self.tick()
         self._iterations_left -= 1
         self.line.tell(events.Progress(counters=self._counters(self._examples + 0.5)))  # some of the shard

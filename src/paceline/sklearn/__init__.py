@@ -8,6 +8,7 @@ except ImportError as error:
     ) from error
 del sklearn
 
+from paceline.sklearn.factorization_machine import FactorizationMachine  # noqa: E402
 from paceline.sklearn.logistic_regression import LogisticRegression  # noqa: E402
 
-__all__ = ["LogisticRegression"]
+__all__ = ["FactorizationMachine", "LogisticRegression"]

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.utils import check_random_state
-from sklearn.utils.multiclass import check_classification_targets, type_of_target
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
-from typing_extensions import Self
+from sklearn.utils.validation import check_is_fitted
+from typing_extensions import override
 
-from paceline.data import Batch, Columns
-from paceline.data.example_sampling import sample_batch
-from paceline.errors import UsageError
-from paceline.inference.arrays import ArrayReader
-from paceline.inference.frames import ColumnReader, is_frame
-from paceline.launch import prepare_kernels
-from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.planning import plan_on_sample
-from paceline.models.tuning import L1, suggested_batch_size
-from paceline.models.update import UPDATE_NAMES, make_update
-from paceline.ps import FTRL, UpdateRule
-from paceline.sklearn.frames import choose_columns, has_text
-from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
-from paceline.sklearn.weight_table import WeightTable
+from paceline.models.base import SparseModel
+from paceline.models.registry import make_model
+from paceline.sklearn.binary_classifier import BinaryClassifier
 from paceline.tables.types import Doubles
 
 
-class LogisticRegression(ClassifierMixin, BaseEstimator):
+class LogisticRegression(BinaryClassifier):
     """Logistic regression by minibatches, as ``paceline train`` has it: for two classes.
 
     X is an array or a SciPy sparse matrix of numbers [n, features]; or a DataFrame of pandas or polars, whose columns
@@ -69,200 +52,39 @@ class LogisticRegression(ClassifierMixin, BaseEstimator):
         scheduler: str | None = None,
         token: str | None = None,
     ) -> None:
-        self.update = update
-        self.lr = lr
-        self.l1 = l1
-        self.l2 = l2
-        self.beta = beta
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.random_state = random_state
-        self.workers = workers
-        self.servers = servers
-        self.consistency = consistency
-        self.scheduler = scheduler
-        self.token = token
+        super().__init__(
+            update=update,
+            lr=lr,
+            l1=l1,
+            l2=l2,
+            beta=beta,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            random_state=random_state,
+            workers=workers,
+            servers=servers,
+            consistency=consistency,
+            scheduler=scheduler,
+            token=token,
+        )
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train from nothing on examples X and their classes y [n], of which there are two.
-
-        `sample_weight` [n] multiplies the loss and the gradient of each example; not on a cluster.
-        """
-        self._check_parameters()
-        X, targets = self._read_training_data(X, y, reset=True)
-        self.classes_ = self._find_classes(targets)
-        rows = self._to_batch(X, self._to_labels(targets), sample_weight)
-        random = check_random_state(self.random_state)
-        order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
-        chosen = self._options()
-        if self.workers is None and self.scheduler is None:
-            rows = rows.take(order)
-            plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
-            table = WeightTable(plan.update, offset=plan.model.describe()["offset"], scaling=plan.scaling)
-            rows = table.scaled(rows)
-            for epoch in range(plan.epochs):
-                again = random.permutation(rows.num_examples) if self.shuffle and epoch else None
-                table.train(rows, plan.batch_size, again)
-        else:
-            if sample_weight is not None:
-                raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
-            where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
-            table = train_on_cluster(rows, order, chosen, where)
-        self._table = table
-        return self
-
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train on more examples: one pass, in this process, in their order.
-
-        The first call names both `classes`; by its examples rate and scale are chosen.
-        """
-        self._check_parameters()
-        if self.workers is not None or self.scheduler is not None:
-            raise UsageError("partial_fit trains in this process: leave out workers and scheduler, or call fit")
-        is_first = not hasattr(self, "_table")
-        X, targets = self._read_training_data(X, y, reset=is_first)
-        if is_first:
-            if classes is None:
-                raise UsageError("the first call of partial_fit names all classes: partial_fit(X, y, classes=[0, 1])")
-            self.classes_ = self._find_classes(np.asarray(classes))
-        elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
-            raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
-        rows = self._to_batch(X, self._to_labels(targets), sample_weight)
-        if is_first:
-            chosen = TrainOptions(data=(), epochs=1, batch_size=self.batch_size, update=self._rule)
-            plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
-            self._table = WeightTable(plan.update, offset=plan.model.describe()["offset"], scaling=plan.scaling)
-        self._table.train(self._table.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
-        return self
-
-    def decision_function(self, X: Any) -> Doubles:
-        """Return the logit of the second class for each example (float64 [n])."""
-        check_is_fitted(self, "_table")
-        prepare_kernels()
-        if self._columns is None:
-            X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=[np.float64, np.float32])
-        return self._table.decide(self._to_batch(X))
-
-    def predict_proba(self, X: Any) -> Doubles:
-        """Return the probabilities of both classes, in the order of `classes_` (float64 [n, 2])."""
-        margins = self.decision_function(X)
-        second = np.exp(-np.logaddexp(0.0, -margins))
-        return np.column_stack([1.0 - second, second])
-
-    def predict(self, X: Any) -> npt.NDArray[Any]:
-        """Return the likelier class of each example."""
-        margins = self.decision_function(X)
-        found: npt.NDArray[Any] = self.classes_[(margins > 0).astype(np.int64)]
-        return found
+    @override
+    def _model(self) -> SparseModel:
+        return make_model("lr")
 
     @property
     def coef_(self) -> Doubles:
         """The weights by column (float64 [1, features]); of a hashed frame there are none."""
-        check_is_fitted(self, "_table")
+        check_is_fitted(self, "_tables")
         if self._columns is not None:
             raise AttributeError("the columns of a frame were hashed: a category has a key, and no number")
-        return self._table.spread(self.n_features_in_)[np.newaxis]
+        weights, out = self._tables.linear_weights(), np.zeros((1, self.n_features_in_))
+        out[0, weights.keys.astype(np.int64)] = weights.values[:, 0]
+        return out
 
     @property
     def intercept_(self) -> Doubles:
         """The bias (float64 [1])."""
-        check_is_fitted(self, "_table")
-        return np.array([self._table.bias])
-
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the model, as ``paceline train --save`` does; ``paceline.load`` gives P(second class) from it."""
-        check_is_fitted(self, "_table")
-        self._table.save(directory, self._columns)
-
-    def _rule(self, suited_lr: float, suited_l1: float) -> UpdateRule:
-        """Return the update rule; of FTRL, with what suits the data where nothing is given."""
-        lr, l1 = self.lr, self.l1
-        if self.update == UPDATE_NAMES[0]:
-            lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
-        return make_update(self.update, lr=lr, l1=l1, l2=self.l2, beta=self.beta)
-
-    def _options(self) -> TrainOptions:
-        scale = "auto" if self._columns is None else "none"  # which the columns of a frame are by now
-        return TrainOptions(
-            data=(), epochs=self.epochs, batch_size=self.batch_size, update=self._rule, numeric_scale=scale
-        )
-
-    # Data.
-
-    def _check_parameters(self) -> None:
-        for name in ("epochs", "batch_size"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise UsageError(f"{name}={value!r}: expected a positive whole number, or None")
-        self._rule(FTRL().alpha, L1)
-        prepare_kernels()
-
-    def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:
-        """Return X as an array or as the frame that it is, and y checked."""
-        is_table = is_frame(X) and has_text(X) if reset else self._columns is not None
-        if reset:
-            self._columns: Columns | None = None
-        if not is_table:
-            X, y = validate_data(
-                self, X, y, reset=reset, accept_sparse="csr", dtype=[np.float64, np.float32], y_numeric=False
-            )
-        else:
-            y = column_or_1d(y, warn=True)
-            if len(y) != len(X):
-                raise UsageError(f"X has {len(X)} rows and y {len(y)}: expected as many")
-            if reset:
-                check_classification_targets(y)
-                self._columns = choose_columns(X, y)
-                self.feature_names_in_ = np.array(self._columns.names[1:], object)
-                self.n_features_in_ = len(self.feature_names_in_)
-        check_classification_targets(y)
-        return X, np.asarray(y)
-
-    def _find_classes(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        classes = np.unique(y)
-        if len(classes) > 2:
-            raise UsageError(
-                f"Only binary classification is supported. The type of the target is {type_of_target(y)}: y has "
-                f"{len(classes)} classes"
-            )
-        if len(classes) < 2:
-            raise UsageError(f"y has one class, {classes.tolist()[0]!r}: expected two")
-        return classes
-
-    def _to_labels(self, y: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        unknown = np.setdiff1d(y, self.classes_)
-        if len(unknown):
-            raise UsageError(f"y has {unknown.tolist()[0]!r}, which is none of the classes {self.classes_.tolist()}")
-        labels: npt.NDArray[np.float32] = (y == self.classes_[1]).astype(np.float32)
-        return labels
-
-    def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None = None, sample_weight: Any = None) -> Batch:
-        batch = Batch.concatenate(list(self._read(X, is_training=labels is not None)))
-        if labels is not None:
-            batch.labels = labels
-        if sample_weight is not None:
-            batch.weights = _check_sample_weight(sample_weight, X, dtype=np.float32, ensure_non_negative=True)
-        return batch
-
-    def _read(self, X: Any, *, is_training: bool) -> Iterator[Batch]:
-        if self._columns is None:
-            return ArrayReader(None).batches(X)
-        if not is_frame(X):
-            raise UsageError(
-                f"X is a {type(X).__name__}: expected a DataFrame, since fit was given one with categories"
-            )
-        return self._frame_reader(self._columns, is_training=is_training).batches(X)
-
-    def _frame_reader(self, columns: Columns, *, is_training: bool) -> ColumnReader:
-        table: WeightTable | None = getattr(self, "_table", None)
-        is_known = None if table is None or is_training else table.is_known
-        return ColumnReader(columns, from_text=False, is_known=is_known)
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = True
-        tags.classifier_tags.multi_class = False
-        return tags
+        check_is_fitted(self, "_tables")
+        return self._tables.linear_weights().bias.astype(np.float64)

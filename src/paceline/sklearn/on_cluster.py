@@ -18,10 +18,12 @@ from paceline.launch import connect
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import Training, train_locally
+from paceline.models.clicks import ClickProbabilityModel
+from paceline.models.registry import read_model_settings
 from paceline.models.stored import read_stored_model
 from paceline.protocol import parse_consistency
-from paceline.ps import RULES, from_fields, messages
-from paceline.sklearn.weight_table import WeightTable
+from paceline.ps import messages
+from paceline.sklearn.model_tables import ModelTables
 
 _ROWS = 4096
 
@@ -39,25 +41,22 @@ class ClusterChoice:
 
 def train_on_cluster(
     examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, where: ClusterChoice
-) -> WeightTable:
-    """Train as ``paceline train`` does on examples in this order; return the weights."""
+) -> ModelTables:
+    """Train as ``paceline train`` does on examples in this order; return the model's tables."""
     with tempfile.TemporaryDirectory(prefix="paceline-sklearn-") as folder:
-        data, model = Path(folder, "examples.svm"), Path(folder, "model")
+        data, directory = Path(folder, "examples.svm"), Path(folder, "model")
         write_libsvm(data, examples, order)
-        options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=model)
+        options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=directory)
         if where.scheduler is None:
             consistency = parse_consistency(where.consistency)
             train_locally(options, servers=where.servers, workers=where.workers, consistency=consistency)
         else:
             _train_there(options, where.scheduler, where.token)
-        stored = read_stored_model(model)
-        (table,) = stored.tables
-        return WeightTable(
-            from_fields(RULES, table.spec.update),
-            stored.load_store(table.spec.name),
-            offset=stored.described["offset"],
-            scaling=read_key_scaling(stored.described),
-        )
+        stored = read_stored_model(directory)
+        model = read_model_settings(stored.described)
+        assert isinstance(model, ClickProbabilityModel)
+        tables = [(table.spec, stored.load_store(table.spec.name)) for table in stored.tables]
+        return ModelTables(model, tables, read_key_scaling(stored.described))
 
 
 def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> None:

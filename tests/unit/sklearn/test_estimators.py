@@ -1,4 +1,4 @@
-"""The estimator is one of scikit-learn's kind, and trains as ``paceline train`` does, here and on a cluster."""
+"""The estimators are of scikit-learn's kind, and train as ``paceline train`` does, here and on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
-from paceline.sklearn import LogisticRegression
+from paceline.sklearn import FactorizationMachine, LogisticRegression
 
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 
@@ -57,16 +57,27 @@ def examples(num_rows: int = 2000, num_features: int = 300) -> tuple[Any, np.nda
     return X, np.where(random.random(num_rows) < 1 / (1 + np.exp(-margins)), "yes", "no")
 
 
+def pairs(num_rows: int = 3000) -> tuple[Any, np.ndarray[Any, Any]]:
+    """Return sparse examples of two categories, of which only both together say something of the class."""
+    random = np.random.default_rng(2)
+    categories = random.integers(0, 6, (num_rows, 2))
+    features = (np.repeat(np.arange(num_rows), 2), (categories + np.array([0, 6])).reshape(-1))
+    is_likely = categories.sum(axis=1) % 2 == 0
+    y = np.where(random.random(num_rows) < np.where(is_likely, 0.8, 0.2), "yes", "no")
+    return sparse.csr_array((np.ones(2 * num_rows), features), (num_rows, 12)), y
+
+
 EXCEPTIONS = dict.fromkeys(
     ("check_sample_weight_equivalence_on_dense_data", "check_sample_weight_equivalence_on_sparse_data"),
     "what is chosen by a look at the examples depends on how many rows there are",
 )
 
 
-def test_it_passes_the_checks_of_scikit_learn() -> None:
+@pytest.mark.parametrize("kind", [LogisticRegression, FactorizationMachine])
+def test_it_passes_the_checks_of_scikit_learn(kind: type[Any]) -> None:
     failed = [
         (each["check_name"], each["exception"])
-        for each in check_estimator(LogisticRegression(), on_skip=None, on_fail=None, expected_failed_checks=EXCEPTIONS)
+        for each in check_estimator(kind(), on_skip=None, on_fail=None, expected_failed_checks=EXCEPTIONS)
         if each["status"] not in ("passed", "skipped", "xfail")
     ]
     assert failed == []
@@ -158,6 +169,72 @@ def test_training_on_a_cluster_of_this_machine() -> None:
         there.partial_fit(X, y)
 
 
+def test_a_factorization_machine_learns_what_pairs_say() -> None:
+    X, y = pairs()
+    linear, machine = (
+        kind(l1=0.0, random_state=0).fit(X[:2000], y[:2000]) for kind in (LogisticRegression, FactorizationMachine)
+    )
+    unseen = X[2000:].toarray(), y[2000:]
+    assert linear.score(*unseen) < 0.55
+    assert machine.score(*unseen) > 0.75  # the truth's is 0.8
+    without = FactorizationMachine(l1=0.0, random_state=0, factor_min_count=1 << 20).fit(X[:2000], y[:2000])
+    assert without.score(*unseen) < 0.55
+
+
+def test_a_factorization_machine_is_that_of_its_seed_and_settings() -> None:
+    X, y = pairs(1000)
+    settings: dict[str, Any] = {"dim": 3, "factor_lr": 0.1, "factor_l2": 0.0, "factor_min_count": 1, "l1": 0.0}
+    settings["epochs"] = 4
+    model = FactorizationMachine(random_state=0, **settings).fit(X, y)
+    assert {name: clone(model).get_params()[name] for name in settings} == settings
+    np.testing.assert_array_equal(clone(model).fit(X, y).decision_function(X), model.decision_function(X))
+    for other in ({"dim": 4}, {"factor_lr": 0.2}, {"factor_l2": 1.0}, {"factor_min_count": 9}):
+        changed = FactorizationMachine(random_state=0, **{**settings, **other}).fit(X, y)
+        assert np.abs(changed.decision_function(X) - model.decision_function(X)).max() > 1e-4
+    first, second = (FactorizationMachine(random_state=seed, shuffle=False, **settings).fit(X, y) for seed in (0, 1))
+    assert not np.array_equal(first.decision_function(X), second.decision_function(X))
+
+
+def test_a_factorization_machine_is_pickled_saved_and_trained_on(tmp_path: Path) -> None:
+    X, y = pairs()
+    model = FactorizationMachine(l1=0.0, lr=0.05, factor_lr=0.1, random_state=0)
+    for _ in range(4):
+        model.partial_fit(X[:1500], y[:1500], classes=["no", "yes"])
+    copy = pickle.loads(pickle.dumps(model))
+    for each in (model, copy):
+        each.partial_fit(X[1500:], y[1500:])
+    np.testing.assert_array_equal(copy.decision_function(X), model.decision_function(X))
+    assert model.score(X, y) > 0.75
+    model.save(tmp_path / "model")
+    loaded = paceline.load(tmp_path / "model").predict(X)
+    np.testing.assert_allclose(loaded, model.predict_proba(X)[:, 1], atol=1e-6)
+
+
+def test_a_factorization_machine_of_a_frame(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    site, hour = random.integers(0, 4, (2, 2000))
+    y = ((site + hour) % 2).tolist()
+    frame = Frame(
+        site=Column([f"site {each}" for each in site], "O"),
+        hour=Column([f"{each} o'clock" for each in hour], "O"),
+        size=Column(random.random(2000), "f8"),
+    )
+    model = FactorizationMachine(l1=0.0, factor_lr=0.1, epochs=10, random_state=0).fit(frame, y)
+    assert model.score(frame, y) == 1.0
+    model.save(tmp_path / "model")
+    loaded = paceline.load(tmp_path / "model").predict(frame)
+    np.testing.assert_allclose(loaded, model.predict_proba(frame)[:, 1], atol=1e-6)
+
+
+def test_training_a_factorization_machine_on_a_cluster(tmp_path: Path) -> None:
+    X, y = pairs()
+    model = FactorizationMachine(l1=0.0, factor_lr=0.1, epochs=8, random_state=0, workers=1).fit(X, y)
+    assert model.score(X, y) > 0.75
+    model.save(tmp_path / "model")
+    loaded = paceline.load(tmp_path / "model").predict(X)
+    np.testing.assert_allclose(loaded, model.predict_proba(X)[:, 1], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -189,3 +266,18 @@ def test_classes_that_do_not_fit_are_refused() -> None:
     model = LogisticRegression().partial_fit(X, y, classes=["yes", "no"])
     with pytest.raises(UsageError, match="y has 'maybe', which is none of the classes"):
         model.partial_fit(X, ["maybe"] * 50)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dim": 0}, "--dim 0: expected 1 to 1,024 factors"),
+        ({"factor_lr": -1.0}, "lr=-1.0"),
+        ({"factor_min_count": -1}, "--factor-min-count -1"),
+    ],
+)
+def test_settings_of_factors_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    X, y = examples(50)
+    with pytest.raises(UsageError) as raised:
+        FactorizationMachine(**settings).fit(X, y)
+    assert message in str(raised.value)

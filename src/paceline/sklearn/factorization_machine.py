@@ -1,0 +1,84 @@
+"""Factorization machine as an estimator of scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from paceline.models.base import SparseModel
+from paceline.models.registry import make_model
+from paceline.sklearn.binary_classifier import BinaryClassifier
+
+
+class FactorizationMachine(BinaryClassifier):
+    """Factorization machine by minibatches, as ``paceline train --model fm`` has it: for two classes.
+
+    It learns what pairs of features say together, which no linear model does: a weight for each feature, as of
+    :class:`LogisticRegression`, and `dim` factors, whose products weigh pairs (Rendle, ICDM 2010). X is as there.
+
+    Parameters, whose defaults are those of ``paceline train --model fm``:
+
+    - `dim`: the factors of a feature.
+    - `factor_lr`, `factor_l2`: learning rate and L2 penalty of AdaGrad on the factors.
+    - `factor_min_count`: how often a feature must have occurred, over all passes, to have factors.
+    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule of the weights and its settings. A feature whose weight is 0
+      has no factors: l1=0 keeps those that say something in pairs only.
+    - `random_state`: seeds the factors too, but not on a cluster.
+    - All others are as those of :class:`LogisticRegression`.
+
+    After :meth:`fit` there are `classes_` and `n_features_in_`.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int | None = None,
+        factor_lr: float | None = None,
+        factor_l2: float | None = None,
+        factor_min_count: int | None = None,
+        update: str = "ftrl",
+        lr: float | None = None,
+        l1: float | None = None,
+        l2: float | None = None,
+        beta: float | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        random_state: Any = None,
+        workers: int | None = None,
+        servers: int = 1,
+        consistency: str = "bounded:4",
+        scheduler: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(
+            update=update,
+            lr=lr,
+            l1=l1,
+            l2=l2,
+            beta=beta,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            random_state=random_state,
+            workers=workers,
+            servers=servers,
+            consistency=consistency,
+            scheduler=scheduler,
+            token=token,
+        )
+        self.dim = dim
+        self.factor_lr = factor_lr
+        self.factor_l2 = factor_l2
+        self.factor_min_count = factor_min_count
+
+    @override
+    def _model(self) -> SparseModel:
+        return make_model(
+            "fm",
+            dim=self.dim,
+            factor_lr=self.factor_lr,
+            factor_l2=self.factor_l2,
+            factor_min_count=self.factor_min_count,
+        )

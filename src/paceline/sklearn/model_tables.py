@@ -1,0 +1,122 @@
+"""The tables of an estimator's model: rows in this process, trained by minibatches, that can be pickled and saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self
+
+from paceline.data import Batch, Columns
+from paceline.data.key_scaling import KeyScaling, read_key_scaling
+from paceline.inference.weights import Weights, join_weights, unscaled_weights
+from paceline.models.base import KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
+from paceline.ps import SparseStore, UpdateRule, to_fields
+from paceline.storage.model_directory import fill_store, save_model
+from paceline.tables.initializers import Zeros
+from paceline.tables.spec import TableSpec
+from paceline.tables.types import Doubles, Floats, Keys
+
+_BATCH = 4096
+_SEEDS = 1 << 31
+
+
+class ModelTables:
+    """A model of clicks with its tables, each by its specification; the first has a row for each feature and the bias.
+
+    `scaling` is how values are changed before they are used, None if they are not.
+    """
+
+    def __init__(
+        self,
+        model: ClickProbabilityModel,
+        tables: Iterable[tuple[TableSpec, SparseStore]],
+        scaling: KeyScaling | None = None,
+    ) -> None:
+        self._model = model
+        self._tables = list(tables)
+        self._scaling = scaling
+        self._scratch = KeyScratch()
+
+    @classmethod
+    def create(
+        cls, model: SparseModel, rule: UpdateRule, scaling: KeyScaling | None, random: np.random.RandomState
+    ) -> Self:
+        """Return tables without rows; `rule` updates those without a rule of their own, `random` seeds their values."""
+        assert isinstance(model, ClickProbabilityModel)
+        specs = [_specification(table, rule, random) for table in model.tables]
+        return cls(model, [(spec, fill_store(spec, ())) for spec in specs], scaling)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return model and rows: memory at an address does not travel."""
+        scaling = None if self._scaling is None else self._scaling.spec()
+        tables = [(spec, list(store.items())) for spec, store in self._tables]
+        return {"model": self._model, "tables": tables, "scaling": scaling}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tables = [(spec, fill_store(spec, pieces)) for spec, pieces in state["tables"]]
+        self.__init__(state["model"], tables, read_key_scaling(state))  # type: ignore[misc]
+
+    def scaled(self, examples: Batch) -> Batch:
+        """Return examples with the values that :meth:`train` takes."""
+        return examples if self._scaling is None else self._scaling.apply(examples)
+
+    def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:
+        """Make a pass over examples whose values are scaled, in an order if one is given."""
+        if order is not None:
+            examples = examples.take(order)
+        for start in range(0, examples.num_examples, batch_size):
+            minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
+            gradients, _ = minibatch.gradients(self._pull(minibatch))
+            for (_, store), keys, gradient in zip(self._tables, minibatch.gradient_keys, gradients, strict=True):
+                store.push(keys, gradient)
+
+    def decide(self, examples: Batch) -> Doubles:
+        """Return the logit of each example (float64 [n])."""
+        margins = np.empty(examples.num_examples, np.float64)
+        for start in range(0, examples.num_examples, _BATCH):
+            part = self.scaled(examples.slice(start, start + _BATCH))
+            minibatch = self._model.prepare(part, self._scratch)
+            assert isinstance(minibatch, ClickMinibatch)
+            margins[start : start + _BATCH] = minibatch.margins(self._pull(minibatch))
+        return margins
+
+    def _pull(self, minibatch: Minibatch) -> list[Floats]:
+        weights = []
+        for (_, store), keys in zip(self._tables, minibatch.keys, strict=True):
+            weights.append(np.empty((len(keys), store.dim), np.float32))
+            store.pull(keys, weights[-1])
+        return weights
+
+    def is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return which keys have a row."""
+        return self._tables[0][1].read_records(keys)[1]
+
+    def linear_weights(self) -> Weights:
+        """Return the weights of a linear model, for values as they were given."""
+        return unscaled_weights(join_weights(self._tables[0][1].items(), 1), self._scaling, self._model.offset)
+
+    def save(self, directory: str | os.PathLike[str], columns: Columns | None) -> None:
+        """Write a model as trainings do: of numbered features, or of the columns of a frame."""
+        described = {**self._model.describe(), "finished": True, "format": "libsvm", "columns": None}
+        if self._scaling is not None:
+            described = {**described, "scaling": self._scaling.spec()}
+        if columns is not None:
+            described = {**described, "format": "parquet", "columns": columns.to_fields()}
+        save_model(directory, [(spec, store.items()) for spec, store in self._tables], described)
+
+
+def _specification(table: ModelTable, rule: UpdateRule, random: np.random.RandomState) -> TableSpec:
+    """Return what defines a table of a model; those whose rows begin as zeros draw no seed."""
+    return TableSpec(
+        name=table.name,
+        kind="sparse",
+        dim=table.dim,
+        update=to_fields(table.update or rule),
+        initializer=to_fields(table.initializer or Zeros()),
+        seed=0 if table.initializer is None else int(random.randint(_SEEDS, dtype=np.int64)),
+    )
