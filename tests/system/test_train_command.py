@@ -251,6 +251,24 @@ def test_what_columns_are_taken_for_is_told(paceline: Commands, tmp_path: Path) 
     assert paceline.succeed("predict", "model", "x.csv", "--json").json["auc"] > 0.9
 
 
+def test_labels_of_which_one_is_positive(paceline: Commands, tmp_path: Path) -> None:
+    """Label 1 is positive, and 2 is not: a model that took them the other way round had an AUC near 0."""
+    rows = [f"{1 + i % 2},{'ab'[i % 2]},{i % 7}\n" for i in range(600)]
+    (tmp_path / "x.csv").write_text("label,site,age\n" + "".join(rows))
+    described = paceline.succeed("describe", "x.csv", "--positive", "2", "--json").json
+    assert (described["labels"], described["positive"], described["warning"]) == ({"1": 300, "2": 300}, 2, None)
+    assert described["first_row"]["label"] == 0
+    how = ["--positive", "1", "--workers", "1", "--epochs", "1", "-q", "--json", "--save", "model"]
+    trained = paceline.succeed("train", "x.csv", "--eval", "x.csv", *how).json
+    assert trained["auc"] == 1
+    paceline.succeed("convert", "x.csv", "x.paceline", "-q")
+    for data in ("x.csv", "x.paceline"):
+        found = paceline.succeed("predict", "model", data, "--json", "--output", "p.txt").json
+        assert found["auc"] == 1
+        first, second = (float(line) for line in (tmp_path / "p.txt").read_text().splitlines()[:2])
+        assert first > 0.5 > second
+
+
 def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     assert "format   criteo" in paceline.succeed("describe", click_log[0]).out
     (tmp_path / "x.svm").write_text("1 3:1 8:0.5\n2 4:1\n3 3:1\n")

@@ -16,6 +16,7 @@ def describe(
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
     numeric_scale: options.NumericScale = "auto",
+    positive: options.Positive = None,
     json: options.Json = False,
 ) -> None:
     """Say what 'paceline train' would understand of the data: format, labels, columns, and the first row as keys.
@@ -27,7 +28,7 @@ def describe(
     from paceline.launch.train.describing import describe_data, show_description
 
     columns = options.choose_columns(label, categorical, numeric)
-    found = describe_data(data, format, columns, label, numeric_scale)
+    found = describe_data(data, format, columns, label, numeric_scale, options.find_positive(positive))
     if json:
         typer.echo(json_module.dumps(found))
     else:

@@ -36,6 +36,13 @@ Label = Annotated[
     str | None,
     typer.Option(help="csv, parquet, jsonl: the column that holds the label, by name or (not jsonl) place from 0."),
 ]
+Positive = Annotated[
+    str | None,
+    typer.Option(
+        help="The label that is the positive one, where labels are not 0 and 1: a number, or yes, no and the like; "
+        "all others are negative."
+    ),
+]
 Categorical = Annotated[
     str | None,
     typer.Option(
@@ -144,3 +151,10 @@ def choose_columns(
     if not label:
         raise UsageError("--categorical and --numeric need --label, the column that holds the label")
     return Columns(label, split_names(categorical), split_names(numeric), weight=weight or "")
+
+
+def find_positive(text: str | None) -> float | None:
+    """Return the label that ``--positive`` names, None if it is not given."""
+    from paceline.data.labels import parse_positive
+
+    return None if text is None else parse_positive(text)

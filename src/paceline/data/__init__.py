@@ -20,7 +20,8 @@ from paceline.data.formats import (
     source_format,
 )
 from paceline.data.guessing import describe_named, guess_columns
-from paceline.data.sampling import Sample, count_labels, describe_not_binary, sample_labels, sample_objects, sample_rows
+from paceline.data.labels import count_labels, describe_not_binary
+from paceline.data.sampling import Sample, sample_labels, sample_objects, sample_rows
 from paceline.data.scaling import NUMERIC_SCALES, Scale, check_numeric_scale, fit_scale
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log

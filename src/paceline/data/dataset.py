@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
@@ -22,6 +20,7 @@ from paceline.data.dialect import read_dialect
 from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, KEYED_FORMATS, TEXT_FORMATS, detect_format
 from paceline.data.guessing import find_json_columns, guess_columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
+from paceline.data.labels import CLICKS, positive_in, read_as
 from paceline.data.reader import ShardReader
 from paceline.data.sampling import sample_objects, sample_rows
 from paceline.data.streams import is_packed, line_number, stat_file
@@ -32,8 +31,6 @@ MAX_SHARD_BYTES = 16 << 20
 _SHARDS_WANTED = 64
 _PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
-LABELS = ("clicks", "numbers")
-"""What labels are read as: 1 where a label is above 0 and 0 elsewhere, or the numbers as they stand."""
 _RANDOM_ACCESS = ("parquet", "numpy", CONVERTED)
 _MAX_IDLE = 4  # readers that wait, each with an open file
 
@@ -48,7 +45,7 @@ def open_dataset(
     shard_bytes: int | None = None,
     strict: bool = False,
     cache_dir: str | Path | None = None,
-    labels: str = "clicks",
+    labels: str = CLICKS,
     scaling: KeyScaling | None = None,
     needs_labels: bool = True,
 ) -> Dataset:
@@ -58,7 +55,7 @@ def open_dataset(
     content. `columns` is for csv and parquet, and guessed from rows spread over the files if None. `shard_bytes` is the
     size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
     MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
-    parsed shards for later passes. `labels`: ``clicks`` are 1 above 0 and 0 elsewhere, ``numbers`` as they stand.
+    parsed shards for later passes. `labels` is what they are read as (:mod:`paceline.data.labels`).
     `scaling` changes the values of formats without columns. Without `needs_labels` rows may lack a label, which is
     then NaN.
 
@@ -75,8 +72,7 @@ def open_dataset(
         format = detect_format(files[0])
     elif format not in FORMATS:
         raise UsageError(f"'{format}' is no format: choose one of {', '.join(FORMATS)}")
-    if labels not in LABELS:
-        raise UsageError(f"labels={labels!r}: expected one of {', '.join(LABELS)}")
+    positive_in(labels)
     if shard_bytes is None:
         total = sum(size * (_PACKED_RATIO if is_packed(file) else 1) for file, size in zip(files, sizes, strict=True))
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
@@ -291,9 +287,8 @@ class Dataset(Closing):
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
         for block in self._blocks_as_stored(file, shard):
-            if self.labels == "clicks" and self.source_format != "criteo":  # which has no others
-                is_known = block.labels == block.labels if not self.needs_labels else True
-                np.greater(block.labels, 0, out=block.labels, where=is_known)
+            if self.labels != CLICKS or self.source_format != "criteo":  # which has no others than 0 and 1
+                read_as(self.labels, block.labels, unknown=not self.needs_labels)
             yield block
 
     def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:

@@ -21,7 +21,7 @@ from paceline.data.binary.converted import ConvertedFile
 from paceline.data.columns import Columns
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import CONVERTED
-from paceline.data.json_fields import json_text, walk_fields
+from paceline.data.sampling import json_text, walk_fields
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import ModelError
 from paceline.kernels.text.reference import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,10 @@ import numpy.typing as npt
 from paceline.data.binary.arrays import ArrayFile
 from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import Columns, import_arrow
-from paceline.data.dialect import BYTE_ORDER_MARK, is_number, parse_rows, read_dialect
+from paceline.data.dialect import BYTE_ORDER_MARK, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
-from paceline.data.json_fields import json_text, walk_fields
+from paceline.data.labels import count_labels, read_label
 from paceline.data.streams import ByteStream, is_packed, open_stream, stat_file
-from paceline.kernels.text.reference import LABEL_WORDS
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
@@ -173,19 +172,25 @@ def json_cells(objects: Sequence[Mapping[str, Any]], wanted: str) -> list[str]:
     return [json_text(value) for each in objects for name, value, _ in walk_fields(each) if name == wanted]
 
 
-def count_labels(cells: Iterable[str]) -> dict[float, int]:
-    """How often each label is there; what is no label is passed over."""
-    return dict(Counter(value for value in map(read_label, cells) if value is not None))
+def walk_fields(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """Yield the dotted name of each value that is no object and no list, the value, and whether it stands in a list."""
+    for name, each in value.items():
+        yield from _walk(each, f"{path}.{name}" if path else name, in_list=False)
 
 
-def find_label_words(cells: Iterable[str]) -> tuple[str, ...]:
-    """The words that labels are written as, if they are, such as yes and no."""
-    return tuple(sorted({cell.strip().lower() for cell in cells} & set(LABEL_WORDS)))
+def _walk(value: Any, path: str, *, in_list: bool) -> Iterator[tuple[str, Any, bool]]:
+    if isinstance(value, dict):
+        yield from walk_fields(value, path)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _walk(each, path, in_list=True)
+    else:
+        yield path, value, in_list
 
 
-def read_label(cell: str) -> float | None:
-    """The label that a cell holds: a number, or a word for one; None if neither."""
-    return float(cell) if is_number(cell) else LABEL_WORDS.get(cell.strip().lower())
+def json_text(value: Any) -> str:
+    """A category as its key is made of it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -240,13 +245,3 @@ def _read(stream: ByteStream, length: int) -> bytes:
     while filled < length and (count := stream.readinto(memoryview(buffer)[filled:])):
         filled += count
     return bytes(buffer[:filled])
-
-
-def describe_not_binary(labels: Mapping[float, int]) -> str | None:
-    """Say what is wrong with labels of which those above 0 are to be positive; None for two classes, or one."""
-    values = sorted(labels)
-    if len(values) < 2 or (len(values) == 2 and values[0] <= 0 < values[1]):
-        return None
-    shown = [f"{value:g}" for value in values[:10]]
-    listed = ", ".join(shown) + ", ..." if len(values) > len(shown) else f"{', '.join(shown[:-1])} and {shown[-1]}"
-    return f"labels are {listed}, expected two: 0 and 1, or -1 and 1"

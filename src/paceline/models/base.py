@@ -216,7 +216,7 @@ class SparseModel(ABC):
     evaluation: ClassVar[type[Evaluation]]
     """Its metrics."""
     labels: ClassVar[str] = "clicks"
-    """As what data is opened: ``clicks``, or ``numbers``."""
+    """The kind of labels it learns: ``clicks``, or ``numbers``."""
     has_classes: ClassVar[bool] = True
     """Whether labels are classes, which may have weights."""
     diverged_loss: ClassVar[float] = math.inf
@@ -243,6 +243,11 @@ class SparseModel(ABC):
         if self.min_count == 1:
             return self.parameter_tables
         return *self.parameter_tables, ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0))
+
+    @property
+    def read_labels_as(self) -> str:
+        """As what labels are read, which data is opened with (:mod:`paceline.data.labels`)."""
+        return self.labels
 
     @property
     @abstractmethod

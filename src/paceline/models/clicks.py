@@ -6,12 +6,13 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import Self, override
 
 from paceline.data import Batch
+from paceline.data.labels import clicks_where
 from paceline.kernels.csr import logistic
 from paceline.models.base import KeyedMinibatch, KeyScratch, Optimism, SparseModel, sum_examples
 from paceline.models.metrics import ClickEvaluation, evaluate
@@ -63,6 +64,20 @@ class ClickProbabilityModel(SparseModel):
 
     offset: float = 0.0
     """What is added to every margin."""
+    positive: float | None = None
+    """The label of clicks, where others are of none; None: those above 0 are."""
+
+    @property
+    @override
+    def read_labels_as(self) -> str:
+        return clicks_where(self.positive)
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        settings = super().describe()
+        if self.positive is None:
+            del settings["positive"]  # as before there was one
+        return settings
 
     @override
     def evaluate(self, labels: Floats, predictions: Floats) -> ClickEvaluation:

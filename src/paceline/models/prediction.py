@@ -87,7 +87,9 @@ class Predictor:
         if columns is None and found in COLUMN_FORMATS:
             columns = self._guess_columns(str(paths[0]), found)
         try:
-            return open_dataset(paths, found, columns, strict=strict, labels=self.model.labels, needs_labels=False)
+            return open_dataset(
+                paths, found, columns, strict=strict, labels=self.model.read_labels_as, needs_labels=False
+            )
         except UsageError as error:
             if columns is None:
                 raise

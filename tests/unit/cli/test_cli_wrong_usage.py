@@ -113,7 +113,19 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
         ("train some.csv --numeric b", 2, "need --label"),
         ("train classes.csv", 1, "classes.csv: labels are 0, 1 and 2, expected two: 0 and 1, or -1 and 1"),
-        ("train onetwo.svm", 1, "onetwo.svm: labels are 1 and 2, expected two"),
+        (
+            "train onetwo.svm",
+            1,
+            "onetwo.svm: labels are 1 and 2, expected two: 0 and 1, or -1 and 1: say which one is positive with "
+            "--positive",
+        ),
+        ("train onetwo.svm --positive 3", 2, "labels are 1 and 2, and none is 3, the positive one: give one"),
+        ("train onetwo.svm --positive spam", 2, "--positive spam: labels are finite numbers, or one of true, t, yes"),
+        (
+            "train onetwo.svm --positive 1 --model softmax",
+            2,
+            "--positive is nothing that --model softmax takes: it is for lr, fm, ffm",
+        ),
         ("train good.tsv --label y --numeric b", 2, "criteo has no columns to choose"),
         ("train good.tsv --format tsv", 2, "'tsv' is no format: choose one of criteo"),
         ("train good.tsv --consistency sometimes", 2, "expected 'sequential'"),

@@ -36,7 +36,8 @@ from paceline.data import (
 )
 from paceline.data.dialect import is_number
 from paceline.data.guessing import describe_json, find_json_columns
-from paceline.data.sampling import find_label_words
+from paceline.data.labels import CLICKS, find_label_words, read_as
+from paceline.data.sampling import walk_fields
 from paceline.data.streams import is_packed
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
@@ -125,7 +126,14 @@ def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | No
         found = dataclasses.replace(columns, is_open=True)
     with open_dataset(files, "jsonl", found) as dataset:
         guesses = describe_json(objects, found)
-        return DataLook("jsonl", found, sample_labels(dataset.files, "jsonl", found), guesses, columns is None)
+        labels = sample_labels(dataset.files, "jsonl", found)
+        texts = (
+            value
+            for each in objects
+            for name, value, _ in walk_fields(each)
+            if name == found.label and isinstance(value, str)
+        )
+        return DataLook("jsonl", found, labels, guesses, columns is None, label_words=find_label_words(texts))
 
 
 def _look_at_converted(
@@ -158,12 +166,7 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     _check_names(options, look)
     model = options.model
     if model.labels == "clicks":
-        odd = describe_not_binary(look.labels)
-        if odd is not None:
-            raise DataError(
-                f"{options.data[0]}: {odd}: map them before you train {model.name} on them, or take --model softmax "
-                "(classes) or regression (quantities)"
-            )
+        _check_clicks(options, look.labels)
     elif options.init_from is not None:
         pass  # it has begun
     else:
@@ -188,6 +191,21 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     return settled, look
 
 
+def _check_clicks(options: TrainOptions, labels: Mapping[float, int]) -> None:
+    """Raise DataError for labels that are none of clicks, UsageError for a positive one that is not there."""
+    read_as = options.model.read_labels_as
+    odd = describe_not_binary(labels, read_as)
+    if odd is None:
+        return
+    if read_as == CLICKS:
+        raise DataError(
+            f"{options.data[0]}: {odd}: say which one is positive with --positive, or take --model softmax (classes) "
+            "or regression (quantities)"
+        )
+    if options.init_from is None:  # further data may be of negatives alone
+        raise UsageError(f"{options.data[0]}: {odd}: give one that is there with --positive")
+
+
 def weighting_of(options: TrainOptions) -> Weighting:
     """Return how often examples count, once files are settled. Raises UsageError for what the model does not take."""
     model, classes, keep_negatives = options.model, options.weights.classes, options.weights.keep_negatives
@@ -205,10 +223,11 @@ def is_weighted(options: TrainOptions) -> bool:
 
 
 def _as_model_sees(labels: Mapping[float, int], model: SparseModel) -> dict[float, int]:
+    seen = np.array([*labels], np.float32)
+    read_as(model.read_labels_as, seen)
     counts: dict[float, int] = {}
-    for label, count in labels.items():
-        seen = float(label > 0) if model.labels == "clicks" else label
-        counts[seen] = counts.get(seen, 0) + count
+    for label, count in zip(seen.tolist(), labels.values(), strict=True):
+        counts[label] = counts.get(label, 0) + count
     return counts
 
 
@@ -284,5 +303,5 @@ def open_training_data(
             shard_bytes = max(256 << 10, min(size // (16 * num_workers), 16 << 20))
     format, columns = dataset.format, dataset.columns
     dataset.close()
-    labels = plan.model.labels
+    labels = plan.model.read_labels_as
     return open_dataset(options.data, format, columns, shard_bytes, options.strict, cache, labels, plan.scaling)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.data import Batch, Columns, describe_not_binary, open_dataset
+from paceline.data.labels import clicks_where, describe_label_words
 from paceline.errors import DataError, printable
 from paceline.kernels.text.reference import name_seed
 from paceline.launch.kernels import prepare_kernels
@@ -22,15 +23,21 @@ _MOST_TEXT = 24
 
 
 def describe_data(
-    data: Sequence[str], format: str | None, columns: Columns | None, label: str | None, numeric_scale: str = "auto"
+    data: Sequence[str],
+    format: str | None,
+    columns: Columns | None,
+    label: str | None,
+    numeric_scale: str = "auto",
+    positive: float | None = None,
 ) -> dict[str, Any]:
     """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
 
-    Arguments as :class:`TrainOptions` has them. Raises what is wrong with the files.
+    Arguments as :class:`TrainOptions` and models of clicks have them. Raises what is wrong with the files.
     """
     look = look_at(data, format, columns, label, numeric_scale)
     prepare_kernels()
-    with open_dataset(data, look.format, look.columns) as dataset:
+    labels = clicks_where(positive)
+    with open_dataset(data, look.format, look.columns, labels=labels) as dataset:
         with contextlib.closing(dataset.batches(1)) as rows:  # type: ignore[type-var]  # a generator
             first = next(rows, None)
         if first is None:
@@ -42,7 +49,9 @@ def describe_data(
             "bytes": sum(os.path.getsize(file) for file in dataset.files),
             "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
             "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
-            "warning": describe_not_binary(look.labels),
+            "positive": positive,
+            "label_words": list(look.label_words),
+            "warning": describe_not_binary(look.labels, labels),
             "columns": _describe_columns(look),
             "first_row": {"label": float(first.labels[0]), "features": _describe_row(look, first)},
         }
@@ -98,10 +107,14 @@ def _describe_row(look: DataLook, row: Batch) -> list[dict[str, Any]]:
 def show_description(console: Console, found: dict[str, Any]) -> None:
     """Print what :func:`describe_data` returned."""
     labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
+    if found["positive"] is not None:
+        labels += f" ({found['positive']:g} is the positive one)"
+    words = describe_label_words(found["label_words"]) if found["label_words"] else None
     for name, text in (
         ("format", found["format"] + _converted_from(found["converted"])),
         ("files", f"{len(found['files']):,}, {found['bytes']:,} bytes"),
         ("rows", f"{found['rows_looked_at']:,} looked at" + (f"; labels {labels}" if labels else "")),
+        ("words", words),
         ("warning", found["warning"]),
     ):
         if text:

@@ -66,7 +66,7 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
 
 def _sample(options: TrainOptions) -> tuple[ExampleSample, bool]:
     """Return examples as they are trained on, and whether their features are numbered and of unknown scale."""
-    with open_dataset(options.data, options.format, options.columns, labels=options.model.labels) as dataset:
+    with open_dataset(options.data, options.format, options.columns, labels=options.model.read_labels_as) as dataset:
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
             raise DataError(f"{options.data[0]} has no line that can be trained on")

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from paceline.data import Dataset, describe_not_binary, sample_labels
+from paceline.data.labels import CLICKS
 from paceline.errors import DataError, ModelError
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
@@ -105,9 +106,10 @@ def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluatio
     if evaluation is None:
         return
     if issubclass(predictor.model.evaluation, ClickEvaluation):
-        odd = describe_not_binary(sample_labels(dataset.files, dataset.format, dataset.columns))
+        odd = describe_not_binary(sample_labels(dataset.files, dataset.format, dataset.columns), dataset.labels)
         if odd is not None:
-            yield f"{odd}: these figures take those above 0 for positive"
+            consequence = "those above 0 for positive" if dataset.labels == CLICKS else "all for negative"
+            yield f"{odd}: these figures take {consequence}"
     useless = evaluation.find_useless()
     if useless is not None:
         yield f"these predictions are of no use: {useless}"

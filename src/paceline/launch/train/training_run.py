@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
+from paceline.data.labels import describe_label_words
 from paceline.errors import ModelLostError
-from paceline.kernels.text.reference import LABEL_WORDS
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.data_files import settle_files
@@ -66,8 +66,7 @@ def run_training(
         console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
 
     if look.label_words and not quiet:
-        read_as = ", ".join(f"{word} as {LABEL_WORDS[word]:g}" for word in look.label_words)
-        warn(f"labels are words, which are read as numbers: {read_as}")
+        warn(describe_label_words(look.label_words, options.model.read_labels_as))
 
     def train_once() -> TrainResult:
         nonlocal workers

@@ -1,0 +1,93 @@
+"""As what labels are read: above 0, one of them, or as they stand; and what words stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.data import open_dataset, open_spec
+from paceline.data.labels import (
+    clicks_where,
+    describe_label_words,
+    describe_not_binary,
+    parse_positive,
+    positive_in,
+    read_as,
+)
+from paceline.errors import UsageError
+from paceline.launch.train.data_files import look_at
+from paceline.models.registry import make_model, read_model_settings
+
+
+@pytest.mark.parametrize(
+    ("positive", "expected"), [(None, [0, 0, 1, 1, 1]), (2.0, [0, 0, 0, 1, 0]), (0.0, [0, 1, 0, 0, 0])]
+)
+def test_labels_of_clicks(positive: float | None, expected: list[int]) -> None:
+    labels = clicks_where(positive)
+    assert positive_in(labels) == positive
+    found = np.array([-1, 0, 1, 2, 2.5], np.float32)
+    read_as(labels, found)
+    assert found.tolist() == expected
+
+
+def test_a_label_that_float32_has_not_is_found() -> None:
+    found = np.array([0.1, 0.2], np.float32)
+    read_as(clicks_where(0.1), found)
+    assert found.tolist() == [1, 0]
+    assert describe_not_binary({0.1: 5, 0.2: 5}, clicks_where(0.1)) is None
+
+
+def test_labels_that_are_not_known_stay_so() -> None:
+    found = np.array([2, np.nan, 1], np.float32)
+    read_as("clicks:2.0", found, unknown=True)
+    np.testing.assert_array_equal(found, [1, np.nan, 0])
+
+
+@pytest.mark.parametrize("labels", ["", "counts", "clicks:", "clicks:nan", "clicks:inf", "numbers:2"])
+def test_labels_are_read_as_nothing_else(labels: str) -> None:
+    with pytest.raises(UsageError, match="expected numbers, clicks, or clicks:2"):
+        positive_in(labels)
+
+
+def test_the_positive_label_may_be_a_word() -> None:
+    assert [parse_positive(text) for text in ("2", "-1", "No", "true")] == [2, -1, 0, 1]
+    for text in ("spam", "", "nan", "1e39"):
+        with pytest.raises(UsageError, match=f"--positive {text}: labels are finite numbers, or one of true"):
+            parse_positive(text)
+
+
+def test_a_positive_label_that_is_not_there() -> None:
+    assert describe_not_binary({1.0: 3, 2.0: 4}, "clicks:2.0") is None
+    assert describe_not_binary({5.0: 3, 1.0: 3, 2.0: 4}, "clicks:5.0") is None
+    assert describe_not_binary({}, "clicks:2.0") is None
+    said = "labels are 1 and 2, and none is 3, the positive one"
+    assert describe_not_binary({1.0: 3, 2.0: 4}, "clicks:3.0") == said
+    assert describe_not_binary({1.0: 3, 2.0: 4, 3.0: 1}, "numbers") is None
+
+
+def test_words_are_told_as_they_are_read() -> None:
+    said = "labels are words, which are read as numbers: no as 0, yes as 1"
+    assert describe_label_words(["no", "yes"]) == said
+    assert describe_label_words(["no", "yes"], clicks_where(0.0)).endswith("no as 1, yes as 0")
+
+
+def test_words_of_json_lines_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"label": "Yes", "a": "no"}\n{"label": "n", "a": "t"}\n{"label": true, "a": "y"}\n')
+    assert look_at([path]).label_words == ("n", "yes")
+
+
+def test_other_processes_read_labels_alike(tmp_path: Path) -> None:
+    path = tmp_path / "x.svm"
+    path.write_text("1 3:1\n2 4:1\n3 5:1\n")
+    with open_dataset(path, labels="clicks:2.0") as dataset, open_spec(dataset.spec()) as other:
+        assert [batch.labels.tolist() for batch in other.batches(8)] == [[0, 1, 0]]
+
+
+def test_a_model_keeps_its_positive_label() -> None:
+    model = make_model("lr", positive=2.0)
+    assert model.read_labels_as == "clicks:2.0"
+    assert read_model_settings(model.describe()) == model
+    assert "positive" not in make_model("lr").describe()
