@@ -125,6 +125,13 @@ def import_arrow() -> Any:
     return pyarrow
 
 
+def is_list(type: Any) -> bool:
+    """Whether an Arrow type is that of lists of texts, numbers or truth values."""
+    types = import_arrow().types
+    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(test(type) for test in tests) and not types.is_nested(type.value_type)
+
+
 def find_label(path: str, names: Sequence[str]) -> str:
     """The column that holds the label when none is given, by its name."""
     label = next((name for name in LABEL_NAMES if name in names), None)
@@ -184,9 +191,13 @@ class Converter:
         present = np.ones((num_rows, width), np.bool_)
         values = np.ones((num_rows, width), np.float32) if self._columns.numeric else None
         faults = [(self._columns.label, label_ok)]
+        lists: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = []
         for at, name in enumerate(self._columns.names[1 : width + 1]):
             column = record_batch.column(at + 1)
-            if at < num_categorical:
+            if at < num_categorical and is_list(column.type):
+                present[:, at] = False
+                lists.append(self._hash_lists(column, self._seeds[at]))
+            elif at < num_categorical:
                 self._hash(column, self._seeds[at], keys.reshape(-1), at, width)
             else:
                 assert values is not None
@@ -214,6 +225,8 @@ class Converter:
             None if each is None else each[which] for each, which in ((values, present), (weights, good))
         )
         batch = Batch(label[good], indptr, keys[present], values, weights)
+        for lengths, elements in lists:
+            batch = _with_lists(batch, lengths[good], elements[np.repeat(good, lengths)])
         bad_rows = np.flatnonzero(~good)
         bad = [self._describe(record_batch, int(row), first_row, faults) for row in bad_rows[:NUM_KEPT]]
         return Converted(batch, len(bad_rows), bad)
@@ -242,6 +255,19 @@ class Converter:
             out[first::stride] = known[indices.to_numpy(zero_copy_only=False)]
             return
         self._kernels.hash_strings(*self._buffers(self._text(column)), seed, out, first, stride)
+
+    def _hash_lists(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """How many elements the lists of a column have, and the keys of them all; missing ones are passed over."""
+        elements = column.flatten()
+        lengths = self._arrow.compute.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+        if elements.null_count:
+            is_there = elements.is_valid().to_numpy(zero_copy_only=False)
+            rows = np.repeat(np.arange(len(column)), lengths)[is_there]
+            lengths = np.bincount(rows, minlength=len(column)).astype(np.int64)
+            elements = elements.drop_null()
+        keys = np.empty(len(elements), np.uint64)
+        self._hash(elements, seed, keys, 0, 1)
+        return lengths, keys
 
     def _text(self, column: Any) -> Any:
         types = self._arrow.types
@@ -291,3 +317,12 @@ class Converter:
 
 def _flat(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | None:
     return None if values is None else values.reshape(-1)
+
+
+def _with_lists(batch: Batch, lengths: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64]) -> Batch:
+    """Append `lengths[i]` of the keys to row i, each with value 1."""
+    added = np.concatenate([[0], np.cumsum(lengths)])
+    indptr = batch.indptr + added
+    ends = np.repeat(batch.indptr[1:], lengths)  # before which the row's keys go in
+    values = None if batch.values is None else np.insert(batch.values, ends, np.float32(1))
+    return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights)

@@ -15,7 +15,7 @@ from paceline.data.batch import Batch, rebatch
 from paceline.data.binary.arrays import ArrayFileReader
 from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
-from paceline.data.columns import LABEL_NAMES, Columns, import_arrow
+from paceline.data.columns import LABEL_NAMES, Columns, import_arrow, is_list
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, KEYED_FORMATS, TEXT_FORMATS, detect_format
 from paceline.data.guessing import find_json_columns, guess_columns
@@ -127,11 +127,12 @@ def _columns_for(files: list[str], format: str, columns: Columns | None, needs_l
 def column_names(path: str, format: str, wanted: Sequence[str] = LABEL_NAMES) -> list[str]:
     """The names of a csv or parquet file's columns; `wanted` are names that tell a csv file's header.
 
-    Columns of a parquet file that hold lists or structures have no name here: they are not read.
+    Columns of a parquet file that hold structures, or lists of them, have no name here: they are not read.
     """
     if format == "csv":
         return list(read_dialect(path, wanted).names)
-    return [column.name for column in _parquet_schema(path) if not import_arrow().types.is_nested(column.type)]
+    is_nested = import_arrow().types.is_nested
+    return [each.name for each in _parquet_schema(path) if is_list(each.type) or not is_nested(each.type)]
 
 
 def _parquet_schema(path: str) -> Any:

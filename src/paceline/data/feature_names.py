@@ -10,7 +10,7 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.binary.converted import ConvertedFile
-from paceline.data.columns import Columns
+from paceline.data.columns import Columns, is_list
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import CONVERTED
 from paceline.data.sampling import json_text, walk_fields
@@ -69,8 +69,10 @@ def find_feature_names(files: Sequence[str], format: str, columns: Columns | Non
     elif columns is not None:
         for name in columns.numeric:
             finder.add(name_seed(name), name)
-        rows = _csv_rows(files, columns) if format == "csv" else _parquet_rows(files, columns)
-        finder.read(columns.categorical, [name_seed(name) for name in columns.categorical], rows)
+        if format == "csv":
+            finder.read(columns.categorical, list(map(name_seed, columns.categorical)), _csv_rows(files, columns))
+        for name in columns.categorical if format == "parquet" else ():
+            finder.read([name], [name_seed(name)], _parquet_values(files, name))
     return finder.names
 
 
@@ -188,20 +190,16 @@ def _csv_rows(files: Sequence[str], columns: Columns) -> Iterator[Sequence[str]]
                 yield [row[at] for at in places]
 
 
-def _parquet_rows(files: Sequence[str], columns: Columns) -> Iterator[Sequence[str]]:
+def _parquet_values(files: Sequence[str], name: str) -> Iterator[Sequence[str]]:
+    """Yield the texts of a column, and of a column of lists those of the elements, each as a row of one."""
     from paceline.data.tables import open_parquet
 
     for file in files:
         with open_parquet(file) as opened:
-            for batch in opened.iter_batches(_ROWS, columns=list(columns.categorical), use_threads=False):
-                cells = [batch.column(batch.schema.get_field_index(name)) for name in columns.categorical]
-                texts = [["" if cell is None else cell for cell in _as_text(each)] for each in cells]
-                yield from zip(*texts, strict=True)
-
-
-def _as_text(column: object) -> Iterable[str | None]:
-    texts: Iterable[str | None] = column.cast("string").to_pylist()  # type: ignore[attr-defined]
-    return texts
+            for batch in opened.iter_batches(_ROWS, columns=[name], use_threads=False):
+                column = batch.column(batch.schema.get_field_index(name))
+                texts = (column.flatten() if is_list(column.type) else column).cast("string").to_pylist()
+                yield from (("" if text is None else text,) for text in texts)
 
 
 def _lines(files: Sequence[str], newline: str) -> Iterator[str]:

@@ -103,10 +103,12 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
     `cells` in the order of the rows; `counts` of those that are not empty; `type` as :class:`Sample` has it.
     """
     if type == "nested":
-        return "left out", "holds lists or structures"
+        return "left out", "holds structures"
     present = [cell for cell in counts if not is_missing(cell)]
     if not present:
         return "left out", "has no value in the rows looked at"
+    if type == "list":
+        return "categorical", "in lists"
     num_rows = sum(counts[cell] for cell in present)
     all_distinct = len(present) == num_rows >= _LEAST_ROWS
     is_text = type in ("text", "boolean") or not all(map(is_number, present))

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paceline.data.binary.arrays import ArrayFile
 from paceline.data.binary.converted import describe_converted
-from paceline.data.columns import Columns, import_arrow
+from paceline.data.columns import Columns, import_arrow, is_list
 from paceline.data.dialect import BYTE_ORDER_MARK, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.labels import count_labels, read_label
@@ -36,8 +36,8 @@ _MOST_CLASSES = 64
 class Sample:
     """Rows of csv or parquet files, as text; a missing cell is empty.
 
-    `types` says of each column what a parquet file says of it: ``integer``, ``float``, ``boolean``, ``text`` or
-    ``nested``; of csv it is empty, for nothing is said there.
+    `types` says of each column what a parquet file says of it: ``integer``, ``float``, ``boolean``, ``text``,
+    ``list`` or ``nested``; of csv it is empty, for nothing is said there.
     """
 
     names: tuple[str, ...]
@@ -115,6 +115,8 @@ def _as_text(cell: Any) -> str:
 def _kind_of(type: Any) -> str:
     """What a column of a parquet file holds, in the words of :class:`Sample`."""
     types = import_arrow().types
+    if is_list(type):
+        return "list"
     if types.is_nested(type):
         return "nested"
     if types.is_boolean(type):

@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.data.bad_lines import shorten
 from paceline.data.batch import Batch
-from paceline.data.columns import Columns, Converter, import_arrow
+from paceline.data.columns import Columns, Converter, import_arrow, is_list
 from paceline.data.reader import Report
-from paceline.errors import DataError
+from paceline.errors import DataError, UsageError
 
 _PARQUET_ROWS = 32768
 
@@ -52,6 +52,11 @@ class ParquetReader:
             self._has_label = needs_label or columns.label in file.schema_arrow.names
             self._converter = Converter(path, columns, has_label=self._has_label)
             columns.check_in(path, file.schema_arrow.names, needs_label=needs_label)
+            for name in {*columns.names} - {*columns.categorical}:
+                if name in file.schema_arrow.names and is_list(file.schema_arrow.field(name).type):
+                    raise UsageError(
+                        f"{path}: column '{name}' holds lists: they are categories, say --categorical {name}"
+                    )
             metadata = file.metadata
             self._first_rows = [0]
             for group in range(metadata.num_row_groups):

@@ -327,7 +327,7 @@ def test_labels_are_read_as_clicks_or_as_numbers(tmp_path: Path, folder: Path) -
             assert read(dataset).labels.tolist() == expected[labels]
             assert [batch.labels.tolist() for batch in dataset.batches(4)] == [expected[labels]]
     assert len(list(folder.iterdir())) == 1
-    with pytest.raises(UsageError, match="labels='words': expected one of clicks, numbers"):
+    with pytest.raises(UsageError, match="labels='words': expected numbers, clicks, or clicks:2"):
         open_dataset(path, labels="words")
 
 

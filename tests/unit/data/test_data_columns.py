@@ -269,8 +269,31 @@ def test_parquet_columns_are_guessed(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(table(5), path)
     with open_dataset(path) as dataset:
-        assert dataset.columns == Columns("click", ("site",), ("ad", "price"))
+        assert dataset.columns == Columns("click", ("site", "tags"), ("ad", "price"))
         assert len(rows(dataset)) == 5
+
+
+@pytest.mark.parametrize("type", [pa.list_(pa.string()), pa.large_list(pa.large_string())])
+def test_parquet_lists(tmp_path: Path, type: Any) -> None:
+    """Lists are several categories of one column; what is missing, in them or as a whole, is no feature."""
+    tags = pa.array([["x", "y"], [], None, ["x", None], ["z"]], type)
+    codes = pa.array([[1], [2, 3], None, [], [4]], pa.list_(pa.int32()))
+    content = pa.table({"click": [1, 0, 1, None, 0], "tags": tags, "codes": codes, "price": [1.0, 2.0, None, 4.0, 5.0]})
+    pq.write_table(content, tmp_path / "x.parquet", row_group_size=3)
+    columns = Columns("click", ("tags", "codes"), ("price",))
+    with open_dataset(tmp_path / "x.parquet", columns=columns) as dataset:
+        assert rows(dataset) == [
+            (1, {name_seed("price"): 1.0, key("tags", "x"): 1.0, key("tags", "y"): 1.0, key("codes", "1"): 1.0}),
+            (0, {name_seed("price"): 2.0, key("codes", "2"): 1.0, key("codes", "3"): 1.0}),
+            (1, {}),
+            (0, {name_seed("price"): 5.0, key("tags", "z"): 1.0, key("codes", "4"): 1.0}),
+        ]
+        assert dataset.bad_lines.count == 1
+    with open_dataset(tmp_path / "x.parquet") as dataset:
+        assert dataset.columns is not None
+        assert dataset.columns.categorical == ("tags", "codes")
+    with pytest.raises(UsageError, match="column 'tags' holds lists: they are categories, say --categorical tags"):
+        open_dataset(tmp_path / "x.parquet", columns=Columns("click", (), ("tags",))).num_shards(0)
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def test_what_parquet_says_counts() -> None:
     assert judge([1, 2] * 200, type="text")[0] == "categorical"
     assert judge([1, 2] * 2000, type="float")[0] == "numeric"
     assert judge(["true", "false"] * 20, type="boolean")[0] == "categorical"
-    assert judge(["[1, 2]"] * 20, type="nested") == ("left out", "holds lists or structures")
+    assert judge(["[1, 2]"] * 20, type="nested") == ("left out", "holds structures")
+    assert judge(["[1, 2]"] * 20, type="list") == ("categorical", "in lists")
 
 
 def test_the_label_alone_is_enough(tmp_path: Path) -> None:

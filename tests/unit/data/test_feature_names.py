@@ -47,6 +47,13 @@ def test_columns(tmp_path: Path, format: str) -> None:
     assert find_feature_names([str(path)], format, COLUMNS, keys[:2]) == {key: names[key] for key in keys[:2].tolist()}
 
 
+def test_elements_of_lists(tmp_path: Path) -> None:
+    path, columns = tmp_path / "x.parquet", Columns("click", ("tags",))
+    pyarrow.parquet.write_table(pyarrow.table({"click": [1, 0], "tags": [["a", "b"], ["b", None]]}), path)
+    keys = keys_of(path, "parquet", columns)
+    assert set(find_feature_names([str(path)], "parquet", columns, keys).values()) == {"tags=a", "tags=b"}
+
+
 def test_criteo(tmp_path: Path) -> None:
     numbers = ["", "0", "2", "3", "4", "100", "-1", "-7", "12345678", "1", "7", "9", "20"]
     lines = [f"{row % 2}\t" + "\t".join([*numbers[row:], *numbers[:row], *[f"{row}f"] * 25, ""]) for row in range(13)]

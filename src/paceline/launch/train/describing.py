@@ -94,10 +94,9 @@ def _describe_row(look: DataLook, row: Batch) -> list[dict[str, Any]]:
         names = [known.get(key) for key in row.keys.tolist()]
     elif look.columns is not None:
         numeric = {name_seed(name): name for name in look.columns.numeric}
-        names = [
-            *look.columns.categorical,
-            *(numeric[key] for key in row.keys[len(look.columns.categorical) :].tolist()),
-        ]
+        types = {} if look.sample is None else dict(zip(look.sample.names, look.sample.types, strict=True))
+        single = [name for name in look.columns.categorical if types.get(name) != "list"]
+        names = [*single, *(numeric.get(key) for key in row.keys[len(single) :].tolist())]
     return [
         {"column": name, "key": key, "value": value}
         for name, key, value in zip(names, row.keys.tolist(), values.tolist(), strict=True)
