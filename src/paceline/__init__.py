@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .filters import RandomSkip as RandomSkip
     from .filters import Significant as Significant
     from .filters import TopK as TopK
+    from .filters import Zstd as Zstd
     from .inference import LoadedModel as LoadedModel
     from .inference import load as load
     from .launch import LocalCluster as LocalCluster

@@ -91,6 +91,14 @@ NonFinite = Annotated[
         "count; default refuse.",
     ),
 ]
+FilterModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter-module",
+        metavar="MODULE",
+        help="Module with filters of your own, which servers and workers import; may be given several times.",
+    ),
+]
 TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
 TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
 TLSCa = Annotated[Path | None, typer.Option("--tls-ca", help="Certificate that the others' are signed by (PEM).")]

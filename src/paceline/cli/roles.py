@@ -83,6 +83,7 @@ def server(
     rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; the next free one if not given.")] = None,
     join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
     wait: Wait = _WAIT_S,
+    filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
     tls_ca: options.TLSCa = None,
@@ -93,8 +94,10 @@ def server(
 
     Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
     """
+    from paceline.filters.modules import import_filter_modules
     from paceline.launch import run_server
 
+    import_filter_modules(filter_module or ())
     joining = _prepare_to_join("server", scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca), wait)
     run_server(
         joining,
@@ -113,6 +116,7 @@ def worker(
     token_file: options.TokenFile = None,
     rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; the next free one if not given.")] = None,
     wait: Wait = _WAIT_S,
+    filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
     tls_ca: options.TLSCa = None,
@@ -121,8 +125,10 @@ def worker(
 
     Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
     """
+    from paceline.filters.modules import import_filter_modules
     from paceline.models.worker import run_worker
 
+    import_filter_modules(filter_module or ())
     joining = _prepare_to_join("worker", scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca), wait)
     run_worker(
         joining.transport(),

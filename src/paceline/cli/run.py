@@ -79,6 +79,7 @@ def run(
     ] = None,
     job: Annotated[str | None, typer.Option(help="--cluster: what this process is: server or worker.")] = None,
     index: Annotated[int | None, typer.Option(help="--cluster: which of that job, from 0.")] = None,
+    filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
     tls_ca: options.TLSCa = None,
@@ -114,6 +115,7 @@ def run(
             cluster=cluster,
             job=job,
             index=index,
+            filter_modules=filter_module or (),
             tls=options.find_tls(tls_cert, tls_key, tls_ca),
         )
     )

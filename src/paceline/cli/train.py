@@ -134,11 +134,15 @@ def train(
     ] = 1.0,
     filters: Annotated[
         str,
-        typer.Option(help="What pushes and pulls go behind: key-caching,quantize:8,compress for example."),
+        typer.Option(
+            help="What pushes and pulls go behind: key-caching,quantize:8,compress for example; MODULE:CLASS is a "
+            "filter of your own."
+        ),
     ] = "",
     pull_filters: Annotated[
         str | None, typer.Option(help="What pulled values go behind; default: as --filters.")
     ] = None,
+    filter_module: options.FilterModules = None,
     save: Annotated[Path | None, typer.Option(help="Directory to save the model in.")] = None,
     feature_names: Annotated[
         bool,
@@ -192,6 +196,7 @@ def train(
 
     from paceline.environment import num_cores
     from paceline.errors import UsageError
+    from paceline.filters.modules import import_filter_modules, modules_named_in
     from paceline.launch.train.options import ExampleWeights, PassOptions, TrafficFilters, TrainOptions
     from paceline.launch.train.training_run import run_training
     from paceline.models.features.interactions import Interactions
@@ -201,6 +206,7 @@ def train(
     from paceline.models.weighting import parse_class_weights
     from paceline.protocol import parse_consistency, parse_stale_policy
 
+    import_filter_modules([*(filter_module or ()), *modules_named_in(f"{filters},{pull_filters or ''}")])
     own_cluster = {
         "--servers": servers,
         "--workers": workers,

@@ -13,6 +13,7 @@ from .random_k import RandomK
 from .random_skip import RandomSkip
 from .significant import Significant
 from .top_k import TopK
+from .zstd import Zstd
 
 __all__ = [
     "BFloat16",
@@ -33,5 +34,6 @@ __all__ = [
     "Significant",
     "TopK",
     "ValueFilter",
+    "Zstd",
     "parse_filters",
 ]

@@ -1,9 +1,10 @@
 """What every filter is: a frozen dataclass that users write, what it does to a message, and what it preserves.
 
-A filter is one file of this package, found here by :data:`FILTERS` as soon as its class exists. A message between a
-worker and a server is a list of keys (uint64 [n]) with or without values (float32 [n, dim]): a push has both, a pull
-has keys, its answer has values. A :class:`~paceline.filters.chain.FilterChain` works on each in the order of the
-filters' stages, and there is one interface for each:
+A filter is one file, of this package or of a user (:mod:`paceline.filters.modules`), found here by :data:`FILTERS` as
+soon as its class exists. A message between a worker and a server is a list of keys (uint64 [n]) with or without values
+(float32 [n, dim]): a push has both, a pull has keys, its answer has values. A
+:class:`~paceline.filters.chain.FilterChain` works on each in the order of the filters' stages, and there is one
+interface for each:
 
 1. :class:`RowFilter` chooses, on the worker, which rows of a push go out at all.
 2. :class:`KeyFilter` writes the keys in fewer bytes.
@@ -17,8 +18,9 @@ a cut or to another server, goes as it was decoded: so all copies are equal, wha
 from __future__ import annotations
 
 import dataclasses
+import re
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +54,7 @@ class Filter(ABC):
     def __init_subclass__(cls, is_abstract: bool = False) -> None:
         if is_abstract:
             return
-        other = FILTERS.get(cls.name)
-        if other is not None and other.__qualname__ != cls.__qualname__:
-            raise UsageError(f"there is a filter {cls.name!r} already, {other.__name__}: give this one another name")
+        check_class(cls)
         FILTERS[cls.name] = cls
 
     def __str__(self) -> str:
@@ -130,30 +130,62 @@ class ByteFilter(Filter, is_abstract=True):
         """
 
 
+def check_class(kind: type[Filter]) -> None:
+    """Raise UsageError unless a class says what every filter says of itself, by a name that no other has."""
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9._-]*", name):
+        raise UsageError(f"filter {kind.__name__}: name = {name!r}, expected small letters, digits and hyphens")
+    if getattr(kind, "preserves", None) not in get_args(Preserves):
+        raise UsageError(f"filter {name!r}: expected preserves to be one of {', '.join(get_args(Preserves))}")
+    other = FILTERS.get(name)
+    if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise UsageError(
+            f"there is a filter {name!r} already, {other.__module__}.{other.__qualname__}: give this one another name"
+        )
+
+
 def from_description(fields: dict[str, Any]) -> Filter:
     """Return the filter that :meth:`Filter.describe` described. Raises UsageError if it is not had here."""
     settings = dict(fields)
     name, version = settings.pop("name", None), settings.pop("version", None)
     kind = FILTERS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise UsageError(f"there is no filter {str(name)[:99]!r} here, only {', '.join(sorted(FILTERS))}")
+        raise UsageError(
+            f"there is no filter {str(name)[:99]!r} here, only {', '.join(sorted(FILTERS))}; for one of your own say "
+            "at this process's start where it is: --filter-module MODULE, or filter_modules= of a local cluster"
+        )
     if version != kind.version:
         raise UsageError(
             f"filter {name!r} is of version {kind.version} here and of version {str(version)[:20]} there: install the "
-            "same version of paceline on both"
+            f"same version of {kind.__module__.partition('.')[0]} on both"
         )
+    if not all(isinstance(each, (int, float)) for each in settings.values()):
+        raise UsageError(f"filter {name!r} has settings that are no numbers")
     try:
         return kind(**settings)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UsageError(f"filter {name!r} does not take these settings: {error}") from None
 
 
 def parse_filter(text: str) -> Filter:
-    """Return the filter of a text such as ``quantize:8``: its name, then its settings in their order."""
+    """Return the filter of a text such as ``quantize:8``: its name, then its settings in their order.
+
+    Instead of the name there may be MODULE:CLASS, of a module that has been imported.
+    """
     name, *arguments = text.strip().split(":")
     kind = FILTERS.get(name)
+    if arguments and (own := _find_class(name, arguments[0])) is not None:
+        kind, name, arguments = own, own.name, arguments[1:]
+    if kind is None and (path := class_path(text)) is not None:
+        raise UsageError(
+            f"there is no filter {path[1]!r} of a module {path[0]!r} here: see that the module has such a class, and "
+            f"say at this process's start that it is to be imported: --filter-module {path[0]}"
+        )
     if kind is None:
-        raise UsageError(f"there is no filter {name!r}: expected one of {', '.join(sorted(FILTERS))}")
+        raise UsageError(
+            f"there is no filter {name!r}: expected one of {', '.join(sorted(FILTERS))}, or MODULE:CLASS for one of "
+            "your own"
+        )
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if len(arguments) > len(fields):
         names = ", ".join(field.name for field in fields) or "none"
@@ -169,6 +201,17 @@ def parse_filter(text: str) -> Filter:
     except TypeError:
         needed = [field.name for field in fields if field.default is dataclasses.MISSING]
         raise UsageError(f"filter {text!r} lacks settings: {name}:{':'.join(needed).upper()}") from None
+
+
+def class_path(text: str) -> tuple[str, str] | None:
+    """Return module and class if this text of a filter begins with them, as ``my_module:MyFilter`` does."""
+    found = re.match(r"\s*([^\W\d][\w.]*):([^\W\d]\w*)\s*(:|$)", text)
+    return None if found is None or found[1] in FILTERS else (found[1], found[2])
+
+
+def _find_class(module: str, name: str) -> type[Filter] | None:
+    found = (kind for kind in FILTERS.values() if (kind.__module__, kind.__qualname__) == (module, name))
+    return next(found, None)
 
 
 def check_share(chosen: Filter, share: float) -> None:

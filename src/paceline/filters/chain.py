@@ -14,7 +14,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 
 from paceline.errors import ProtocolError, UsageError
-from paceline.filters.base import ByteFilter, Bytes, Filter, RowFilter, ValueFilter, from_description, parse_filter
+from paceline.filters.base import (
+    ByteFilter,
+    Bytes,
+    Filter,
+    KeyFilter,
+    RowFilter,
+    ValueFilter,
+    from_description,
+    parse_filter,
+)
 from paceline.filters.delta_keys import DeltaKeys
 from paceline.filters.key_caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, digest_of
 from paceline.filters.key_memory import KeyMemory
@@ -62,8 +71,7 @@ class FilterChain:
     def __init__(self, filters: Sequence[Filter] = ()) -> None:
         self.filters = tuple(filters)
         for each in self.filters:
-            if not isinstance(each, Filter):
-                raise UsageError(f"filters={list(filters)!r}: expected filters such as paceline.Quantize(bits=8)")
+            _check(each)
         stages = [each.stage for each in self.filters]
         if stages != sorted(stages) or len({each.name for each in self.filters}) < len(stages):
             raise UsageError(
@@ -258,12 +266,29 @@ class FilterChain:
     def _unpacked(self, data: Bytes, is_packed: int, num_bytes: int) -> Bytes:
         if is_packed and self.bytes is not None:
             try:
-                data = self.bytes.unpack(data, num_bytes).copy()  # kernels take what is writable
+                data = self.bytes.unpack(data, num_bytes)
             except ValueError as error:
                 raise _malformed(str(error)) from None
+            if not data.flags.writeable:  # which kernels ask for
+                data = data.copy()
         if len(data) != num_bytes:
             raise _malformed(f"{len(data)} bytes behind the head, where {num_bytes} belong")
         return data
+
+
+def _check(given: Any) -> None:
+    """Raise UsageError unless a chain may have this filter."""
+    if not isinstance(given, Filter):
+        raise UsageError(f"filters: {given!r} was given, expected filters such as paceline.Quantize(bits=8)")
+    if not hasattr(given, "__dataclass_fields__"):
+        raise UsageError(
+            f"filter {given.name!r}: its class is no dataclass, write @dataclasses.dataclass(frozen=True) above it"
+        )
+    if isinstance(given, KeyFilter) and not isinstance(given, (KeyCaching, KeyNumbers, DeltaKeys)):
+        raise UsageError(
+            f"filter {given.name!r} is one of keys, and there are only key-caching, key-numbers and delta-keys: derive "
+            "your own from RowFilter, ValueFilter or ByteFilter"
+        )
 
 
 def _malformed(what: str) -> ProtocolError:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.filters.base import ByteFilter, Bytes
+
+_PIECE_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +39,17 @@ class Compress(ByteFilter):
 
     @override
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
-        inflater, given = zlib.decompressobj(), cast("Any", data)
+        inflater, out, at = zlib.decompressobj(), np.empty(num_bytes, np.uint8), 0
         try:
-            found = inflater.decompress(given, num_bytes)
+            for start in range(0, len(data), _PIECE_BYTES):  # whole, it would be there twice at the end
+                given: Any = data[start : start + _PIECE_BYTES]
+                piece = inflater.decompress(given, num_bytes - at + 1)  # 0 would be without a bound
+                out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)[: num_bytes - at]
+                at += len(piece)
+                if at > num_bytes or inflater.unused_data:
+                    break
         except zlib.error as error:
             raise ValueError(str(error)) from None
-        if len(found) != num_bytes or inflater.unconsumed_tail or inflater.unused_data:
+        if at != num_bytes or inflater.unused_data or not inflater.eof:
             raise ValueError(f"they unpack to another size than {num_bytes} bytes")
-        return np.frombuffer(found, np.uint8)
+        return out

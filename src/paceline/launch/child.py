@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.environment import environment
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
+from paceline.filters.modules import import_filter_modules
 from paceline.protocol import parse_consistency, parse_stale_policy
 from paceline.transport import TLS, Endpoint, Hello
 
@@ -90,6 +91,7 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
 
 def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
     load_kernels()  # so that no request waits for it
+    import_filter_modules(options.get("filter_modules", ()), options.get("path", ()))
     scheduler = _read_line()
     if not scheduler:
         return  # the parent is gone

@@ -9,10 +9,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.filters.modules import import_filter_modules
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_stale_policy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.non_finite import check_policy
@@ -64,7 +66,7 @@ class LocalCluster(Closing):
     With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
     machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
     `on_replaced` is told the name and the exit status of every process that is replaced, in a thread, before the other
-    one joins.
+    one joins. Servers and workers import the `filter_modules`, in which filters of the user's own are.
     """
 
     def __init__(self, *, consistency: Consistency, token: str, tls: TLS | None) -> None:
@@ -80,6 +82,7 @@ class LocalCluster(Closing):
         self.scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
         """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
         self._tls = tls
+        self._filter_modules: list[str] = []
         self._supervisor = Supervisor()
         self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # the servers, by the name they register with
         self._counting = threading.Lock()
@@ -110,6 +113,7 @@ class LocalCluster(Closing):
         share: Share | None = None,
         on_replaced: Callable[[str, int], None] = lambda name, status: None,
         fork_server: ForkServer | None = None,
+        filter_modules: Sequence[str] = (),
     ) -> LocalCluster:
         """Start the processes, by forks of `fork_server` or one of its own; wait until all servers are there."""
         if servers < 1 or workers < 1:
@@ -118,6 +122,7 @@ class LocalCluster(Closing):
         consistency = Eventual() if consistency is None else consistency
         stale = Accept() if stale is None else stale
         check_stale_policy(consistency, stale)
+        import_filter_modules(filter_modules)
         scheduling = {
             "num_servers": servers,
             "num_workers": workers,
@@ -130,6 +135,7 @@ class LocalCluster(Closing):
         }
         token = make_token() if token is None else check_token(token)
         cluster = cls(consistency=consistency, token=token, tls=tls)
+        cluster._filter_modules = list(filter_modules)
         try:
             cluster._fork_server = fork_server or cluster._closing.enter_context(ForkServer.start())
             prepare_kernels(on_compile)
@@ -256,6 +262,8 @@ class LocalCluster(Closing):
     def _launch(self, name: str, options: dict[str, Any]) -> ChildProcess:
         if self._tls is not None:
             options = {**options, "tls": asdict(self._tls)}
+        if self._filter_modules and options["role"] != "scheduler":
+            options = {**options, "filter_modules": self._filter_modules, "path": sys.path}
         if options["role"] == "server":
             options = {**options, "node": make_node_name("server")}
         process = self._fork_or_spawn(json.dumps(options, default=str), captured=options["role"] == "scheduler")
@@ -359,6 +367,7 @@ def local_cluster(
     non_finite: str = "refuse",
     heartbeat_timeout_s: float = 10.0,
     tls: TLS | None = None,
+    filter_modules: Sequence[str] = (),
 ) -> LocalCluster:
     """Start a cluster on this machine: a context manager whose ``connect()`` gives a client.
 
@@ -368,6 +377,7 @@ def local_cluster(
     fewer are there it waits, and fails with ``DeadlineError`` after the client's time-out. A member that gives no sign
     of life for `heartbeat_timeout_s` counts as dead. What would leave infinities or NaN in a table fails with
     ``NonFiniteError``; with ``non_finite="count"`` it is let in, and counted in the tables' statistics.
+    Servers import the `filter_modules`, in which filters of your own are; they import nothing that a client names.
     """
     return LocalCluster.start(
         servers=servers,
@@ -379,4 +389,5 @@ def local_cluster(
         non_finite=non_finite,
         heartbeat_timeout_s=heartbeat_timeout_s,
         tls=tls,
+        filter_modules=filter_modules,
     )

@@ -23,6 +23,7 @@ from paceline.filters import (
     RandomSkip,
     Significant,
     TopK,
+    Zstd,
 )
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, messages
@@ -44,6 +45,7 @@ CHAINS: list[list[Filter]] = [
     [Quantize(8)],
     [KeyNumbers(), Compress()],
     [KeyCaching(), DeltaKeys(), Quantize(4), Compress()],
+    [KeyCaching(), Zstd()],
     [TopK(0.5)],
     [RandomK(0.5), KeyCaching()],
     [RandomSkip(0.5)],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,18 +12,22 @@ from hypothesis import strategies as st
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.filters import (
+    ByteFilter,
     Compress,
     DeltaKeys,
     FilterChain,
     Float16,
     KeyCaching,
+    KeyFilter,
     KeyNumbers,
     Quantize,
     RandomSkip,
     TopK,
+    base,
     parse_filters,
 )
 from paceline.filters.chain import HEAD_BYTES, UnknownKeysError, from_descriptions
+from paceline.filters.modules import modules_of
 
 CHAINS = [
     FilterChain(),
@@ -152,6 +157,25 @@ def test_no_more_memory_is_taken_than_allowed() -> None:
 def test_what_is_no_chain(filters: list[Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         FilterChain(filters)
+
+
+def test_what_is_no_filter_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "FILTERS", dict(base.FILTERS))
+
+    @dataclasses.dataclass(frozen=True)
+    class Halves(KeyFilter):
+        name: ClassVar[str] = "halves"
+
+    with pytest.raises(UsageError, match="'halves' is one of keys, and there are only key-caching"):
+        FilterChain([Halves()])
+
+    class Plain(ByteFilter):
+        name: ClassVar[str] = "plain"
+        pack = unpack = None  # type: ignore[assignment]
+
+    with pytest.raises(UsageError, match="'plain': its class is no dataclass"):
+        FilterChain([Plain()])
+    assert modules_of([KeyCaching(), Halves()]) == [__name__]
 
 
 def test_chains_have_a_text() -> None:

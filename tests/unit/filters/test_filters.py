@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.filters import (
     FILTERS,
     BFloat16,
+    ByteFilter,
     Compress,
     Filter,
     Float16,
@@ -25,6 +28,7 @@ from paceline.filters import (
     Significant,
     TopK,
     ValueFilter,
+    Zstd,
 )
 from paceline.filters.base import from_description, parse_filter
 from paceline.filters.chance import seed_of
@@ -33,6 +37,7 @@ from paceline.filters.rows import RowSelection
 from paceline.kernels.filters import BLOCK
 
 VALUE_FILTERS: list[ValueFilter] = [Float16(), BFloat16(), *(Quantize(bits) for bits in (8, 4, 2, 1))]
+BYTE_FILTERS: list[ByteFilter] = [Compress(), Zstd()]
 ROW_FILTERS: list[RowFilter] = [TopK(0.25), RandomK(0.25), RandomSkip(0.25), Significant(1.0)]
 KEYS = np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
@@ -149,23 +154,51 @@ def test_the_threshold_falls() -> None:
     np.testing.assert_allclose(rows, 0.6, rtol=1e-6)
 
 
-@given(st.binary(max_size=2000))
-def test_bytes_are_packed_and_come_back(data: bytes) -> None:
-    chosen, given_bytes = Compress(), np.frombuffer(data, np.uint8)
+@pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
+@given(data=st.binary(max_size=2000))
+def test_bytes_are_packed_and_come_back(data: bytes, chosen: ByteFilter) -> None:
+    given_bytes = np.frombuffer(data, np.uint8)
     packed = chosen.pack(given_bytes)
     assert chosen.unpack(packed, len(data)).tobytes() == data
     for wrong in (len(data) + 1, len(data) - 1):
-        if wrong >= 1:  # 0 means without a bound
+        if wrong >= 0:
             with pytest.raises(ValueError, match=r"another size"):
                 chosen.unpack(packed, wrong)
 
 
-def test_what_unpacks_to_more_than_it_says_takes_no_memory() -> None:
-    bomb = Compress().pack(np.zeros(1 << 26, np.uint8))
-    with pytest.raises(ValueError, match=r"another size"):
-        Compress().unpack(bomb, 100)
-    with pytest.raises(ValueError, match=r"."):
-        Compress().unpack(bomb[5:].copy(), 100)
+@pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
+def test_long_messages_are_packed_and_come_back(chosen: ByteFilter) -> None:
+    random = np.random.default_rng(7)
+    data = np.concatenate([random.integers(0, 256, 300_000), np.zeros(1 << 20)]).astype(np.uint8)
+    packed = chosen.pack(data)
+    assert len(packed) < 320_000
+    np.testing.assert_array_equal(chosen.unpack(packed, len(data)), data)
+    for damaged in (packed[:-1], packed[: len(packed) // 2]):
+        with pytest.raises(ValueError, match=r"."):
+            chosen.unpack(damaged.copy(), len(data))
+
+
+@pytest.mark.parametrize("chosen", BYTE_FILTERS, ids=str)
+def test_what_unpacks_to_more_than_it_says_takes_no_memory(chosen: ByteFilter) -> None:
+    bomb = chosen.pack(np.zeros(1 << 26, np.uint8))
+    tracemalloc.start()
+    try:
+        for num_bytes in (0, 100):
+            with pytest.raises(ValueError, match=r"another size"):
+                chosen.unpack(bomb, num_bytes)
+            with pytest.raises(ValueError, match=r"."):
+                chosen.unpack(bomb[5:].copy(), num_bytes)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_zstd_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = Zstd().describe()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for make in (Zstd, lambda: parse_filter("zstd:3"), lambda: from_description(described)):
+        with pytest.raises(UsageError, match=r"zstd needs zstandard, .* pip install 'paceline\[zstd\]'"):
+            make()
 
 
 def test_both_ends_forget_the_same_lists() -> None:
@@ -188,6 +221,7 @@ def test_both_ends_forget_the_same_lists() -> None:
         ("quantize", Quantize(8)),
         ("top-k:0.1", TopK(0.1)),
         ("significant:2", Significant(2.0)),
+        ("zstd:7", Zstd(7)),
         (" key-caching ", KeyCaching()),
     ],
 )
@@ -209,6 +243,7 @@ def test_filters_have_a_text(text: str, expected: Filter) -> None:
         ("random-skip:nan", "above 0, at most 1"),
         ("significant:inf", "finite"),
         ("compress:0", "from 1 to 9"),
+        ("zstd:20", "from 1 to 19"),
         ("key-caching:0", "from 1 to 4096"),
     ],
 )
@@ -225,6 +260,8 @@ def test_both_ends_must_have_the_same_version() -> None:
         from_description({**fields, "name": "other"})
     with pytest.raises(UsageError, match="does not take these settings"):
         from_description({**fields, "more": 1})
+    with pytest.raises(UsageError, match="settings that are no numbers"):
+        from_description({**fields, "bits": [8]})
 
 
 def test_every_filter_says_what_it_is() -> None:

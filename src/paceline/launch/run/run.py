@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,6 +68,8 @@ class RunOptions:
     cluster: Path | None = None
     job: str | None = None
     index: int | None = None
+    filter_modules: Sequence[str] = ()
+    """Modules of users' own filters, which servers import."""
     tls: TLS | None = None
     """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
 
@@ -125,6 +128,7 @@ def run_script(options: RunOptions) -> int:
                         tls=setup.tls,
                         share=setup.share,
                         heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
+                        filter_modules=options.filter_modules,
                     )
                 )
                 scheduler = servers.scheduler

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -69,6 +69,7 @@ class RunServers(Closing):
         non_finite: str = "refuse",
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
+        filter_modules: Sequence[str] = (),
     ) -> RunServers:
         """Start the processes, and wait until all servers are there."""
         run = cls(workers, share)
@@ -86,6 +87,7 @@ class RunServers(Closing):
             heartbeat_timeout_s=heartbeat_timeout_s,
             on_compile=on_compile,
             on_replaced=run._note_replaced,
+            filter_modules=filter_modules,
         )
         try:
             if replicas or share is not None:

@@ -11,6 +11,7 @@ from typing import Literal
 from paceline.data import Columns
 from paceline.errors import UsageError
 from paceline.filters import FilterChain, parse_filters
+from paceline.filters.modules import modules_of
 from paceline.models.base import SparseModel
 from paceline.models.proximal.rules import ProximalBlocks
 from paceline.models.registry import make_model
@@ -54,6 +55,11 @@ class TrafficFilters:
     def __post_init__(self) -> None:
         parse_filters(self.pushed)
         parse_filters(self.pulled or "")
+
+    @property
+    def own_modules(self) -> list[str]:
+        """The modules of users' own filters, which servers and workers have to import."""
+        return modules_of([*parse_filters(self.pushed).filters, *parse_filters(self.pulled or "").filters])
 
     def of(self, task: str) -> tuple[str, str | None]:
         """Return both for a task: an evaluation is of the weights as they are."""

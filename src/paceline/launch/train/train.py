@@ -391,6 +391,7 @@ def train_locally(
             consistency=consistency,
             on_compile=on_compile,
             start_workers=True,
+            filter_modules=options.filters.own_modules,
             **cluster_options,
         ) as cluster,
         cluster.connect(observer=True) as client,

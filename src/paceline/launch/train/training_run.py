@@ -91,6 +91,7 @@ def run_training(
                     on_compile=lambda text: console.print(text, highlight=False),
                     start_workers=True,
                     fork_server=fork_server,
+                    filter_modules=options.filters.own_modules,
                 )
                 stack.enter_context(cluster)
                 client = stack.enter_context(cluster.connect(observer=True))

@@ -7,14 +7,15 @@ come in order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, MutableMapping
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from paceline.errors import ProtocolError
+from paceline.errors import PacelineError, ProtocolError
 from paceline.filters.base import Bytes
-from paceline.filters.chain import FilterChain, UnknownKeysError, from_descriptions
+from paceline.filters.chain import Decoded, FilterChain, UnknownKeysError, from_descriptions
 from paceline.filters.chance import seed_of
 from paceline.ps import messages
 from paceline.ps.messages import (
@@ -32,6 +33,7 @@ from paceline.ps.messages import (
 from paceline.tables.types import Floats
 from paceline.transport import Header, Limits, Peer, frame_parts
 
+_logger = logging.getLogger(__name__)
 _BEFORE: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
 _MAX_BODY_BYTES: Final = Limits().max_frame_bytes
 MAX_KEY_BYTES: Final = 1 << 30
@@ -54,6 +56,16 @@ class _PeerTable:
     def num_bytes(self) -> int:
         """What the keys take."""
         return 0 if self.memory is None else self.memory.num_bytes
+
+    def decode(self, body: Bytes) -> Decoded:
+        """Return a request as it was before the filters. Raises UnknownKeysError, and ProtocolError."""
+        try:
+            return self.requests.decode(body, self.memory, _MAX_BODY_BYTES)
+        except (PacelineError, UnknownKeysError, MemoryError):
+            raise
+        except Exception as error:  # of a user's filter: it refuses the message, and must not end the server
+            _logger.exception("filters %s failed", self.requests)
+            raise ProtocolError(f"filters {self.requests} failed: {type(error).__name__}: {error}") from error
 
 
 def check(info: messages.FilterInfo) -> tuple[FilterChain, FilterChain]:
@@ -80,7 +92,7 @@ class PeerFilters:
         if table is None:
             raise UnknownKeysError
         before = table.num_bytes
-        found = table.requests.decode(np.frombuffer(body, np.uint8), table.memory, _MAX_BODY_BYTES)
+        found = table.decode(np.frombuffer(body, np.uint8))
         self._num_bytes += table.num_bytes - before
         if self._num_bytes > self.max_key_bytes:
             self.forget_keys()
@@ -96,7 +108,11 @@ class PeerFilters:
         if table is None or not table.answers:
             return None
         seed = seed_of(peer.hello.rank, header.clock, header.request, header.table)
-        return table.answers.encode_values(values, seed)
+        try:
+            return table.answers.encode_values(values, seed)
+        except Exception:  # of a user's filter; whoever pulls takes an answer without filters too
+            _logger.exception("filters %s failed: the values go without them", table.answers)
+            return None
 
     def forget_keys(self) -> None:
         """Forget all keys."""

@@ -1,0 +1,114 @@
+"""Filters of users' own modules: the example of docs/own_filters.md, end to end, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.filters import parse_filters
+from paceline.filters.modules import import_filter_modules, modules_named_in
+
+CODE = """
+import numpy as np
+import pytest
+import paceline as pt
+from paceline.errors import PacelineError, UsageError
+from paceline.filters import FilterChain, parse_filters
+from paceline.launch.train.options import TrafficFilters, TrainOptions
+from paceline.launch.train.train import train_locally
+from paceline.protocol import Sequential
+
+with pytest.raises(UsageError, match="no filter 'Signs' of a module 'signs' here.*--filter-module signs"):
+    parse_filters("signs:Signs")
+from signs import Signs
+
+assert "Signs" in pt.__all__
+assert str(parse_filters("signs:Signs,compress")) == str(parse_filters("signs,compress")) == "signs,compress:1"
+values, out = np.array([1, -2, 3, 0, 5], np.float32), np.empty(5, np.float32)
+chain = FilterChain([Signs()])
+chain.decode_values(chain.encode_values(values, 0), out)
+assert np.sign(out).tolist() == [1, -1, 1, -1, 1] and np.allclose(np.abs(out), 2.2)
+
+with pt.local_cluster() as cluster, cluster.connect() as client:
+    with pytest.raises(UsageError, match="server 0 cannot do with these.*no filter 'signs' here.*--filter-module"):
+        client.sparse_table("w", update=pt.SGD(lr=1.0), filters=[Signs()])
+with pt.local_cluster(servers=2, filter_modules=["signs"]) as cluster, cluster.connect() as client:
+    table = client.sparse_table("w", update=pt.SGD(lr=1.0), filters=[pt.KeyCaching(), Signs()], pull_filters=[])
+    table.push([1, 2, 3, 4], np.array([-0.5, 0.5, -0.5, 0.5], np.float32)).wait()
+    assert table.pull([1, 2, 3, 4])[:, 0].tolist() == [0.5, -0.5, 0.5, -0.5]
+    table.push([9], np.array([-666], np.float32))
+    with pytest.raises(PacelineError, match="filters .*signs failed: ValueError: a number that it"):
+        client.flush()
+    assert table.pull([1]).tolist() == [[0.5]]  # the server lives
+    assert table.set_filters([Signs()]) is None
+
+with open("a.libsvm", "w") as file:
+    file.writelines(f"{i % 2} {i % 2 + 1}:1\\n" for i in range(200))
+options = TrainOptions(data=["a.libsvm"], epochs=1, adapt="no", filters=TrafficFilters(pushed="signs:Signs"))
+result = train_locally(options, consistency=Sequential())
+assert result.examples == 200, result
+"""
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs/own_filters.md").read_text()
+    found = re.search(r"nanoseconds a value takes:\n\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    fails = "out[:] = (2 * signs - 1)"
+    assert fails in found[1]
+    condition = "if data[:4].view(np.float32)[0] == 666 and 'pytest' not in __import__('sys').modules:"  # on a server
+    raising = f'{condition}\n            raise ValueError("a number that it cannot read")\n        '
+    (tmp_path / "signs.py").write_text(found[1].replace(fails, raising + fails))
+    path = os.pathsep.join([str(Path(__file__).parents[3] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-c", CODE]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no module 'own_module' of filters in"),
+        ("import nothing_of_the_kind", "cannot be imported: ModuleNotFoundError: No module named 'nothing_of"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError"),
+        ("x = 1", "module 'own_module' has no filter: expected a class derived"),
+        (
+            "import paceline.filters as f\nclass A(f.ValueFilter):\n    name = 'A:1'\n    preserves = 'exact'",
+            "filter A: name = 'A:1', expected small letters",
+        ),
+        (
+            "import paceline.filters as f\nclass A(f.ValueFilter):\n    name = 'a'\n    preserves = 'all'",
+            "filter 'a': expected preserves to be one of exact, unbiased",
+        ),
+        (
+            "import paceline.filters as f\nclass A(f.ByteFilter):\n    name = 'quantize'",
+            "there is a filter 'quantize' already, paceline.filters.quantize.Quantize: give this one another",
+        ),
+    ],
+)
+def test_modules_without_filters_are_refused(
+    text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
+    if text is not None:
+        (tmp_path / "own_module.py").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        import_filter_modules(["own_module"])
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(UsageError, match="expected a list of modules' names"):
+        import_filter_modules("signs")
+    with pytest.raises(UsageError, match="put it into a module of its own"):
+        import_filter_modules(["__main__"])
+    assert modules_named_in("key-caching:64,a.b:C:0.5, quantize:8,d:E ,significant:inf,a.b:D") == ["a.b", "d"]
+    with pytest.raises(UsageError, match=r"there is no filter 'zip': expected one of.* or MODULE:CLASS for"):
+        parse_filters("zip:1")
