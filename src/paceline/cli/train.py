@@ -33,15 +33,25 @@ def train(
     model: Annotated[
         str,
         typer.Option(
-            help="lr: logistic regression; fm, ffm: (field-aware) factorization machine; regression: squared loss; "
-            "poisson: counts; softmax: several classes."
+            help="lr: logistic regression; fm, ffm: (field-aware) factorization machine; deepfm, dcn: with a network "
+            "over columns (PyTorch); regression: squared loss; poisson: counts; softmax: several classes."
         ),
     ] = "lr",
-    dim: Annotated[int | None, typer.Option(help="fm: factors of a feature (8); ffm: for each column (4).")] = None,
-    factor_lr: Annotated[float | None, typer.Option(help="fm, ffm: learning rate of the factors.")] = None,
-    factor_l2: Annotated[float | None, typer.Option(help="fm, ffm: L2 penalty of the factors.")] = None,
+    dim: Annotated[
+        int | None, typer.Option(help="fm, deepfm, dcn: factors of a feature (8); ffm: for each column (4).")
+    ] = None,
+    factor_lr: Annotated[float | None, typer.Option(help="Models with factors: learning rate of the factors.")] = None,
+    factor_l2: Annotated[float | None, typer.Option(help="Models with factors: L2 penalty of the factors.")] = None,
     factor_min_count: Annotated[
-        int | None, typer.Option(help="fm, ffm: how often a feature must have occurred to have factors; default 300.")
+        int | None,
+        typer.Option(help="Models with factors: how often a feature must have occurred to have some; default 300."),
+    ] = None,
+    hidden: Annotated[
+        str | None, typer.Option(help="deepfm, dcn: units of each hidden layer, as in 128,64; default 64,32.")
+    ] = None,
+    cross_layers: Annotated[int | None, typer.Option(help="dcn: layers that cross columns; default 2.")] = None,
+    tower_lr: Annotated[
+        float | None, typer.Option(help="deepfm, dcn: learning rate of the layers (Adam); default 0.002.")
     ] = None,
     classes: Annotated[
         str | None,
@@ -199,6 +209,7 @@ def train(
     from paceline.filters.modules import import_filter_modules, modules_named_in
     from paceline.launch.train.options import ExampleWeights, PassOptions, TrafficFilters, TrainOptions
     from paceline.launch.train.training_run import run_training
+    from paceline.models.deep.layers import parse_hidden
     from paceline.models.features.interactions import Interactions
     from paceline.models.registry import make_model
     from paceline.models.schedules import RatePlan, parse_schedule
@@ -255,6 +266,9 @@ def train(
                 factor_l2=factor_l2,
                 factor_min_count=factor_min_count,
                 positive=options.find_positive(positive),
+                hidden=None if hidden is None else parse_hidden(hidden),
+                cross_layers=cross_layers,
+                tower_lr=tower_lr,
                 classes=None if classes is None else parse_classes(classes),
                 min_count=min_count,
                 count_cells=count_cells,

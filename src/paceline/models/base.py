@@ -177,9 +177,10 @@ class CountedMinibatch(Minibatch):
         occurrences = inner.occurrences() if self._is_first_pass else np.zeros(len(inner.keys[0]) - 1, np.int64)
         learned = self._sketched.estimates(counts) + occurrences >= self._min_count
         gradients, loss = inner.gradients(weights[:-1])
-        known = np.append(inner.keys[0][:-1][learned], BIAS_KEY)
+        rare = inner.keys[0][:-1][~learned]
         chosen = [
-            np.append(learned, True) if keys is inner.keys[0] else np.isin(keys, known) for keys in inner.gradient_keys
+            np.append(learned, True) if keys is inner.keys[0] else np.isin(keys, rare, invert=True)
+            for keys in inner.gradient_keys
         ]
         added = self._sketched.added(occurrences)
         counted = (added > 0) & (counts < self._min_count)

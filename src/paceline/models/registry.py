@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.models.base import SparseModel
+from paceline.models.deep.dcn import DeepCrossNetwork
+from paceline.models.deep.deepfm import DeepFactorizationMachine
 from paceline.models.ffm import FieldAwareMachine
 from paceline.models.fm import FactorizationMachine
 from paceline.models.logistic import LogisticRegression
@@ -21,6 +23,8 @@ MODELS: Final[dict[str, type[SparseModel]]] = {
         LogisticRegression,
         FactorizationMachine,
         FieldAwareMachine,
+        DeepFactorizationMachine,
+        DeepCrossNetwork,
         LinearRegression,
         PoissonRegression,
         SoftmaxRegression,

@@ -14,6 +14,7 @@ from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.models.base import KeyScratch
 from paceline.models.features.layout import RowLayout
+from paceline.models.fm import FactorModel
 from paceline.models.registry import MODELS, describe_settings, make_model, read_model_settings
 
 
@@ -30,6 +31,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "regression": {"center": 0.3, "scale": 1.0},
     "fm": {"dim": 3, "factor_min_count": 0},
     "ffm": {"dim": 2, "factor_min_count": 0, "layout": RowLayout(categorical=tuple("abcde"))},
+    "deepfm": {"dim": 2, "factor_min_count": 0, "layout": RowLayout(categorical=tuple("abcde")), "hidden": (3, 2)},
+    "dcn": {
+        "dim": 2,
+        "factor_min_count": 0,
+        "layout": RowLayout(categorical=tuple("abcde")),
+        "hidden": (3,),
+        "cross_layers": 2,
+    },
     "poisson": {"mean": 0.7},
     "softmax": {"classes": (0, 1, 4)},
 }
@@ -57,11 +66,14 @@ def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
         (rng.normal(size=(len(keys), table.dim)) / 2).astype(np.float32)
         for keys, table in zip(minibatch.keys, model.tables, strict=True)
     ]
-    if name in ("fm", "ffm"):
-        weights[2] = np.abs(weights[2])  # how often features have occurred
+    counts = 2 if isinstance(model, FactorModel) else None  # the number of the table that counts features
+    if counts is not None:
+        weights[counts] = np.abs(weights[counts])
     gradients, _ = minibatch.gradients(weights)
     step = np.float32(2**-7)
-    for number, rows in enumerate(weights[: len(gradients) - (name in ("fm", "ffm"))]):  # its last table counts
+    for number, rows in enumerate(weights):
+        if number == counts:
+            continue
         gradient = np.asarray(gradients[number]).reshape(rows.shape)
         found = np.empty_like(gradient)
         for at in np.ndindex(rows.shape):

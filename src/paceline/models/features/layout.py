@@ -33,7 +33,7 @@ class RowLayout:
     @classmethod
     def of_data(cls, format: str, columns: Columns | None) -> RowLayout | None:
         """Return the layout of data of this format; None if it has no columns."""
-        if columns is not None:
+        if columns is not None and not columns.is_open:
             return cls(categorical=columns.categorical, numeric=columns.numeric)
         return cls(categorical=CRITEO_NAMES) if format == "criteo" else None
 

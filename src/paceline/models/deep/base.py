@@ -1,0 +1,218 @@
+"""What deep models of clicks have in common: a network over the factors of an example's columns.
+
+margin = offset + bias + Σ w[k]·x_k + network(e), where e has Σ v[k]·x_k over the features of each column, one column's
+behind the other's, and zeros where there are none. Weights w, factors v and which features have these are as in
+:mod:`paceline.models.fm`; layers are tables too (:mod:`paceline.models.deep.layers`), with Adam. Networks compute in
+PyTorch, which is imported by the processes that compute, when they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import Self, override
+
+from paceline.data import Batch, Columns
+from paceline.errors import UsageError
+from paceline.kernels.dedup import sum_rows
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
+from paceline.models.deep.layers import Layer, check_layers
+from paceline.models.features.layout import RowLayout
+from paceline.models.fm import FactorizationMinibatch, FactorModel
+from paceline.tables.rules import Adam
+from paceline.tables.types import Floats, Keys
+
+if TYPE_CHECKING:
+    from paceline.models.deep.networks import Network
+
+_NUM_TABLES = 3  # those of weights, factors and counts come before those of layers
+
+
+class ColumnSums:
+    """Sums over the features of each column of each example of a minibatch, and the way back.
+
+    `indices` int32 [pairs] say which row of factors each pair has; `values` are float32 [pairs], or empty where all
+    are 1.
+    """
+
+    def __init__(self, layout: RowLayout, batch: Batch, indices: npt.NDArray[np.int32], values: Floats) -> None:
+        examples = np.repeat(np.arange(batch.num_examples), np.diff(batch.indptr))
+        self._places = (examples * len(layout) + layout.fields_of(batch)).astype(np.int32)
+        self._shape = batch.num_examples, len(layout)
+        self._indices, self._values = indices, values
+
+    def sums(self, factors: Floats) -> Floats:
+        """Return Σ v[k]·x_k by example and column: float32 [n, columns * dim], of `factors` float32 [features, dim]."""
+        n, num_columns = self._shape
+        found = self._summed(factors[self._indices], self._places, n * num_columns)
+        return found.reshape(n, num_columns * factors.shape[1])
+
+    def gradients(self, by_sums: Floats, num_features: int) -> Floats:
+        """Return the gradients by `factors`, given those by :meth:`sums`."""
+        n, num_columns = self._shape
+        rows = by_sums.reshape(n * num_columns, by_sums.shape[1] // num_columns)[self._places]
+        return self._summed(rows, self._indices, num_features)
+
+    def _summed(self, rows: Floats, places: npt.NDArray[np.int32], count: int) -> Floats:
+        if len(self._values):
+            rows = rows * self._values[:, np.newaxis]
+        dim = rows.shape[1]
+        out = np.empty(count * dim, np.float32)
+        sum_rows(places, rows.reshape(-1), dim, out)
+        return out.reshape(count, dim)
+
+
+class DeepMinibatch(FactorizationMinibatch):
+    """A minibatch of clicks, of a deep model."""
+
+    __slots__ = ("_columns", "_deep", "_layer_gradients", "_layers", "_networks", "_pass")
+
+    def __init__(self, model: DeepModel, batch: Batch, scratch: KeyScratch) -> None:
+        super().__init__(model, batch, scratch)
+        assert model.layout is not None, "the columns of the data are known by now"
+        self._deep = model
+        self._networks = load_networks(model.name)
+        self._columns = ColumnSums(model.layout, batch, self._rows.indices, self._rows.values)
+        self._layers: Sequence[Floats] = ()
+        self._layer_gradients: Sequence[Floats] = ()
+        self._pass: Any = None
+
+    @property
+    @override
+    def keys(self) -> tuple[Keys, ...]:
+        return *super().keys, *self._deep.layer_keys
+
+    @property
+    @override
+    def gradient_keys(self) -> tuple[Keys, ...]:
+        return *super().gradient_keys, *self._deep.layer_keys
+
+    @override
+    def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
+        gradients, loss = super().gradients(weights)
+        return (*gradients, *self._layer_gradients), loss
+
+    @override
+    def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
+        self._layers = weights[_NUM_TABLES:]
+        return super()._forward(weights, residuals)
+
+    @override
+    def _add_pairs(self, factors: Floats, active: npt.NDArray[np.bool_], margins: Floats) -> None:
+        if self._deep.weighs_pairs:
+            super()._add_pairs(factors, active, margins)
+        else:
+            self._factors = factors * active[:, np.newaxis]
+        inputs = self._columns.sums(self._factors)
+        self._pass = self._networks.NetworkPass(self._deep.network, inputs, self._layers)
+        margins += self._pass.margins
+
+    @override
+    def _pair_gradients(self, residuals: Floats, out: Floats) -> None:
+        if self._deep.weighs_pairs:
+            super()._pair_gradients(residuals, out)
+        else:
+            out[:] = 0
+        by_inputs, *self._layer_gradients = self._pass.gradients(residuals)
+        out += self._columns.gradients(by_inputs, len(out))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepModel(FactorModel):
+    """P(click) from a weight and factors per feature, and a network over the factors of all columns. Abstract.
+
+    `hidden` are the units of each hidden layer, `tower_lr` is Adam's rate of all layers.
+    """
+
+    hidden: tuple[int, ...] = (64, 32)
+    tower_lr: float = 0.002
+    layout: RowLayout | None = None
+    """The columns of the data; None until they are known."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", tuple(self.hidden))
+        object.__setattr__(self, "layout", RowLayout.of(self.layout))
+        check_layers(self.hidden, self.num_inputs)
+        super().__post_init__()
+        if self.interactions is not None:
+            raise UsageError(
+                f"--interactions is nothing that --model {self.name} takes: its network crosses all columns"
+            )
+
+    @property
+    @override
+    def parameter_tables(self) -> tuple[ModelTable, ...]:
+        update = Adam(lr=self.tower_lr)
+        return *super().parameter_tables, *(layer.table(update) for layer in self.layers)
+
+    @property
+    def num_inputs(self) -> int:
+        """The inputs of the network."""
+        return self.dim * (1 if self.layout is None else len(self.layout))
+
+    @property
+    def weighs_pairs(self) -> bool:
+        """Whether products of factors weigh pairs of features, as in a factorization machine."""
+        return False
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of the network, as :attr:`network` takes them."""
+
+    @property
+    @abstractmethod
+    def network(self) -> Network:
+        """What makes [n, 1] of inputs [n, :attr:`num_inputs`] and the layers' rows."""
+
+    @cached_property
+    def layer_keys(self) -> tuple[Keys, ...]:
+        """The keys of the layers' rows."""
+        return tuple(layer.keys for layer in self.layers)
+
+    def hidden_layers(self, first: int) -> tuple[Layer, ...]:
+        """Return the hidden layers, of which the first one is of this number."""
+        sizes = zip((self.num_inputs, *self.hidden), self.hidden, strict=False)
+        return tuple(
+            Layer(f"{self.name} hidden {number + 1}", first + number, *size) for number, size in enumerate(sizes)
+        )
+
+    @override
+    def of_columns(self, format: str, columns: Columns | None) -> Self:
+        layout = RowLayout.of_data(format, columns)
+        if layout is None:
+            raise UsageError(
+                f"--model {self.name} has a network over the factors of each column, and {format} has no columns: take "
+                "--model fm"
+            )
+        if importlib.util.find_spec("torch") is None:
+            raise _missing_torch(self.name)
+        return dataclasses.replace(self, layout=layout)
+
+    @override
+    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
+        return DeepMinibatch(self, batch, scratch)
+
+
+def load_networks(model: str) -> ModuleType:
+    """Return :mod:`paceline.models.deep.networks`. Raises UsageError where PyTorch is not installed."""
+    try:
+        from paceline.models.deep import networks
+    except ImportError as error:
+        raise _missing_torch(model) from error
+    return networks
+
+
+def _missing_torch(model: str) -> UsageError:
+    return UsageError(
+        f"--model {model} computes in PyTorch, which is not installed: pip install 'paceline[torch]', or take --model "
+        "fm or ffm"
+    )

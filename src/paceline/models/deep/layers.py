@@ -1,0 +1,63 @@
+"""The layers of a network, as tables of a model: a row for each unit, of its weights and, last, its bias.
+
+So a network is pulled, pushed, replicated, kept in snapshots and saved as all parameters are, under each consistency.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.models.base import ModelTable
+from paceline.tables.initializers import Uniform
+from paceline.tables.rules import UpdateRule
+from paceline.tables.spec import MAX_DIM
+from paceline.tables.types import Keys
+
+MAX_LAYERS: Final = 16
+MAX_UNITS: Final = 1 << 14
+
+
+class Layer(NamedTuple):
+    """A layer of so many units, each with a weight for each input and a bias. `number` is its own in the network."""
+
+    name: str
+    number: int
+    num_inputs: int
+    num_units: int
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of its rows: no other layer's, since what a row begins as is a function of its key."""
+        return (np.uint64(self.number) << np.uint64(32)) + np.arange(self.num_units, dtype=np.uint64)
+
+    def table(self, update: UpdateRule) -> ModelTable:
+        """Return the table of its rows, which begin as those of ``torch.nn.Linear``: uniform within 1/√inputs."""
+        bound = 1 / math.sqrt(self.num_inputs)
+        return ModelTable(
+            self.name, dim=self.num_inputs + 1, update=update, initializer=Uniform(low=-bound, high=bound)
+        )
+
+
+def check_layers(hidden: tuple[int, ...], num_inputs: int) -> None:
+    """Raise UsageError unless these can be the hidden layers over so many inputs."""
+    if not 1 <= len(hidden) <= MAX_LAYERS or not all(1 <= units <= MAX_UNITS for units in hidden):
+        given = ",".join(map(str, hidden))
+        raise UsageError(
+            f"--hidden {given}: expected 1 to {MAX_LAYERS} numbers of units, each from 1 to {MAX_UNITS:,}, as in 128,64"
+        )
+    if num_inputs + 1 > MAX_DIM:
+        raise UsageError(
+            f"the columns have {num_inputs:,} factors in all: expected fewer than {MAX_DIM:,}; take a smaller --dim"
+        )
+
+
+def parse_hidden(text: str) -> tuple[int, ...]:
+    """Return the units of each hidden layer, given as in ``128,64``. Raises UsageError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--hidden {text}: expected numbers of units, as in 128,64") from None

@@ -1,0 +1,62 @@
+"""``paceline train --model deepfm``, from the command to the predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paceline as package
+
+from .running import Commands
+
+
+def write_pairs(path: Path, seed: int) -> None:
+    """Write rows with two columns, of which only the pair tells, a third that tells nothing, and weights."""
+    rng = np.random.default_rng(seed)
+    a, b, c = rng.integers(0, 4, (3, 4000))
+    labels = rng.random(4000) < np.where((a + b) % 2 == 0, 0.9, 0.1)
+    rows = zip(labels.astype(int), a, b, c, strict=True)
+    path.write_text("\n".join(["label,a,b,x,times", *(f"{y},v{a},w{b},{c},2" for y, a, b, c in rows)]) + "\n")
+
+
+def test_a_deep_model_is_trained_and_used(paceline: Commands, tmp_path: Path) -> None:
+    """On several servers and workers, with weights and a validation file; and trained further."""
+    write_pairs(tmp_path / "train.csv", 0)
+    write_pairs(tmp_path / "eval.csv", 1)
+    common: list[str | Path] = [
+        "train",
+        "train.csv",
+        "--model",
+        "deepfm",
+        "--hidden",
+        "16",
+        "--l1",
+        "0",
+        "--epochs",
+        "4",
+    ]
+    common += ["--factor-min-count", "0", "--factor-l2", "0", "--factor-lr", "0.3", "--tower-lr", "0.01"]
+    common += ["--servers", "2", "--workers", "2", "--consistency", "sequential", "--json", "--weight", "times"]
+    options = ("--categorical", "a,b", "--numeric", "x", "--label", "label", "--eval", "eval.csv")
+    trained = paceline.succeed(*common, *options, "--save", "model", "--validation", "eval.csv", "--progressive")
+    assert trained.json["auc"] > 0.88  # the truth's is 0.9
+    assert len(trained.json["validation"]["passes"]) <= 4
+    assert "on the validation file" in trained.err
+    predicted = paceline.succeed("predict", "model", "eval.csv", "-o", "out.txt", "--json").json
+    assert predicted["auc"] == pytest.approx(trained.json["auc"], abs=1e-6)
+    model = package.load(tmp_path / "model")
+    found = model.predict([{"a": "v0", "b": "w0", "x": 1.0}, {"a": "v0", "b": "w1", "x": 1.0}])
+    assert found[0] > 0.8 > 0.2 > found[1]
+    inspected = json.loads(paceline.succeed("inspect", "model", "--json").out)
+    assert [(each["name"], each["features"], each["dim"]) for each in inspected["tables"][3:]] == [
+        ("deepfm hidden 1", 16, 3 * 8 + 1),
+        ("deepfm output", 1, 17),
+    ]
+    further = paceline.succeed(*common, "--init-from", "model", "--eval", "eval.csv").json
+    assert further["auc"] > 0.88
+    other = paceline.run(*common[:4], "--init-from", "model", "--hidden", "8")
+    assert other.status == 2
+    assert "the model in model has hidden=" in other.err
