@@ -9,7 +9,7 @@ import pytest
 from tests.unit.models.training import train
 
 from paceline.data import Batch, Columns
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.kernels.text.reference import name_seed
 from paceline.models.features.interactions import Interactions
 from paceline.models.features.layout import RowLayout
@@ -29,6 +29,16 @@ def test_columns_of_pairs() -> None:
     assert LAYOUT.fields_of(batch).tolist() == [0, 1, 2, 3, 4, 0, 1, 4, 0, 1, 2, 4]
     assert len(LAYOUT) == 5
     assert RowLayout.of_data("csv", Columns("l", ("a", "b"), ("x", "y", "z"))) == LAYOUT
+
+
+@pytest.mark.parametrize("lengths", [(3, 2), (2, 1)])
+def test_rows_of_lists_are_refused(lengths: tuple[int, int]) -> None:
+    """A row has more than one value of a category, or none."""
+    indptr = np.cumsum([0, *lengths])
+    batch = Batch(np.zeros(2, np.float32), indptr, np.arange(indptr[-1], dtype=np.uint64))
+    for layout in (LAYOUT, RowLayout(categorical=("a", "b"))):
+        with pytest.raises(DataError, match=r"as columns of lists do: .* take --model fm"):
+            layout.fields_of(batch)
 
 
 def make_pairs(seed: int, n: int = 8000, num_values: int = 6) -> Batch:

@@ -12,19 +12,25 @@ import pytest
 from paceline.cli.train import train
 from paceline.data import Batch
 from paceline.errors import UsageError
-from paceline.models.base import KeyScratch
+from paceline.models.base import KeyScratch, SparseModel
 from paceline.models.features.layout import RowLayout
 from paceline.models.fm import FactorModel
 from paceline.models.registry import MODELS, describe_settings, make_model, read_model_settings
 
 
-def make_batch(num_examples: int = 7, num_keys: int = 12) -> Batch:
+def make_batch(num_examples: int = 7, num_keys: int = 12, num_columns: int = 0) -> Batch:
+    """Return examples of up to 5 features, or of one for each column."""
     rng = np.random.default_rng(1)
-    lengths = rng.integers(0, 6, num_examples)
+    lengths = np.full(num_examples, num_columns) if num_columns else rng.integers(0, 6, num_examples)
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     keys = rng.integers(0, num_keys, indptr[-1]).astype(np.uint64)
     values = rng.normal(size=indptr[-1]).astype(np.float32)
     return Batch(rng.integers(0, 2, num_examples).astype(np.float32), indptr, keys, values)
+
+
+def columns_of(model: SparseModel) -> int:
+    """Return how many columns the model knows the data to have; 0 if it does not care."""
+    return len(getattr(model, "layout", None) or ())
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -58,7 +64,7 @@ def test_settings_travel(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
     model, scratch, rng = make_model(name, **SETTINGS.get(name, {})), KeyScratch(), np.random.default_rng(2)
-    batch = make_batch()
+    batch = make_batch(num_columns=columns_of(model))
     if is_weighted:
         batch.weights = rng.uniform(0, 3, batch.num_examples).astype(np.float32)
     minibatch = model.prepare(batch, scratch)
@@ -89,7 +95,8 @@ def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_key_once_and_empty_batches(name: str) -> None:
     model = make_model(name, **SETTINGS.get(name, {}))
-    for batch in (make_batch(), make_batch(0), make_batch(1, 1)):
+    for sizes in ((), (0,), (1, 1)):
+        batch = make_batch(*sizes, num_columns=columns_of(model))
         minibatch = model.prepare(batch, KeyScratch())
         for keys in minibatch.keys:
             assert len(np.unique(keys)) == len(keys)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch, Columns
 from paceline.data.feature_names import CRITEO_NAMES
+from paceline.errors import DataError
 from paceline.kernels.text.reference import name_seed
+
+_SEVERAL: Final = (
+    "a row has several values of a category, or none, as columns of lists do: models with factors for each column need "
+    "one; leave such columns out, or take --model fm"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,13 +48,21 @@ class RowLayout:
         return len(self.categorical) + len(self.numeric)
 
     def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:
-        """Return the number of the column of each pair of a batch: int32 [pairs]."""
-        lengths = np.diff(batch.indptr)
+        """Return the number of the column of each pair of a batch: int32 [pairs].
+
+        Raises DataError for rows that have not one value of each categorical column, as where one has lists.
+        """
+        lengths, num_categorical = np.diff(batch.indptr), len(self.categorical)
+        if lengths.min(initial=num_categorical) < num_categorical:
+            raise DataError(_SEVERAL)
         fields = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], lengths)
-        are_numeric = np.flatnonzero(fields >= len(self.categorical))
+        are_numeric = np.flatnonzero(fields >= num_categorical)
         if len(are_numeric):
             keys, order = self._sorted_numeric
-            fields[are_numeric] = order[np.searchsorted(keys, batch.keys[are_numeric])] + len(self.categorical)
+            found = np.searchsorted(keys, batch.keys[are_numeric])
+            if not np.isin(batch.keys[are_numeric], keys).all():
+                raise DataError(_SEVERAL)
+            fields[are_numeric] = order[found] + num_categorical
         return fields.astype(np.int32)
 
     @cached_property
