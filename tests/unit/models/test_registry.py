@@ -95,8 +95,8 @@ def test_gradients_are_those_of_the_loss(name: str, is_weighted: bool) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_key_once_and_empty_batches(name: str) -> None:
     model = make_model(name, **SETTINGS.get(name, {}))
-    for sizes in ((), (0,), (1, 1)):
-        batch = make_batch(*sizes, num_columns=columns_of(model))
+    for num_examples, num_keys in ((7, 12), (0, 12), (1, 1)):
+        batch = make_batch(num_examples, num_keys, columns_of(model))
         minibatch = model.prepare(batch, KeyScratch())
         for keys in minibatch.keys:
             assert len(np.unique(keys)) == len(keys)

@@ -28,6 +28,7 @@ class DeepCrossNetwork(DeepModel):
     name: ClassVar[str] = "dcn"
     title: ClassVar[str] = "a deep and cross network"
 
+    factor_l2: float = 0.05
     cross_layers: int = 2
 
     def __post_init__(self) -> None:
