@@ -43,6 +43,11 @@ def find_sources(context: typer.Context, names: list[str]) -> list[str]:
 
 def expand_pattern(name: str) -> Sequence[str]:
     """Return the files that a pattern stands for; of a name that is none, or that there is a file of, itself."""
+    if "://" in name:
+        from paceline.data.streams import expand_url, is_url
+
+        if is_url(name):
+            return expand_url(name)
     if not glob.has_magic(name) or os.path.exists(name):
         return [name]
     fitting = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.labels import CLICKS, positive_in, read_as
 from paceline.data.reader import ShardReader
 from paceline.data.sampling import sample_objects, sample_rows
-from paceline.data.streams import is_packed, line_number, stat_file
+from paceline.data.streams import full_path, is_packed, line_number, stat_file
 from paceline.errors import DataError, UsageError
 
 MIN_SHARD_BYTES = 256 << 10
@@ -66,8 +65,8 @@ def open_dataset(
         paths = [paths]
     if not paths:
         raise UsageError("no data file was named: a dataset has at least one")
-    files = [os.path.abspath(path) for path in paths]
-    sizes = [stat_file(file).st_size for file in files]
+    files = [full_path(path) for path in paths]
+    sizes = [stat_file(file).num_bytes for file in files]
     if format is None:
         format = detect_format(files[0])
     elif format not in FORMATS:
@@ -236,7 +235,7 @@ class Dataset(Closing):
             if self.format in _RANDOM_ACCESS:
                 self._give_back(file, self._take(file))
             elif self.can_enter(file):
-                self._num_shards[file] = -(-stat_file(path).st_size // self.shard_bytes)
+                self._num_shards[file] = -(-stat_file(path).num_bytes // self.shard_bytes)
         return self._num_shards.get(file)
 
     def ended(self, file: int) -> int | None:
@@ -343,7 +342,7 @@ class Dataset(Closing):
 
     def _open_reader(self, file: int) -> ShardReader:
         path = self.files[file]
-        size = stat_file(path).st_size
+        size = stat_file(path).num_bytes
         if self.format == CONVERTED:
             return ConvertedReader(path, self.columns, self.shard_bytes)
         if self.format == "numpy":

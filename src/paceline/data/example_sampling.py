@@ -42,7 +42,7 @@ def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: in
     64 blocks of 1 MiB of text (parquet: 32,768 rows) in all. Runs beyond `max_rows` or `max_pairs` are left out evenly.
     Malformed lines are left out too, whatever ``dataset.strict`` says. Raises as :meth:`Dataset.read`.
     """
-    sizes = [stat_file(file).st_size for file in dataset.files]
+    sizes = [stat_file(file).num_bytes for file in dataset.files]
     has_pieces = dataset.format != "parquet" and all(map(dataset.can_enter, range(len(sizes))))
     is_large = has_pieces and sum(sizes) > _NUM_PIECES * _PIECE_BYTES
     shard_bytes = _PIECE_BYTES if is_large else BLOCK_BYTES

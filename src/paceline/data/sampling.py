@@ -209,7 +209,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
     budget = _LONG_LINES_BYTES
     for file in chosen:
         path = files[file]
-        size = stat_file(path).st_size
+        size = stat_file(path).num_bytes
         stream = open_stream(path)
         try:
             if is_packed(path) or size <= each * _PIECE_BYTES:

@@ -10,6 +10,7 @@ from paceline.data.bad_lines import shorten
 from paceline.data.batch import Batch
 from paceline.data.columns import Columns, Converter, import_arrow, is_list
 from paceline.data.reader import Report
+from paceline.data.streams import is_url, open_url
 from paceline.errors import DataError, UsageError
 
 _PARQUET_ROWS = 32768
@@ -38,7 +39,7 @@ def open_parquet(path: str) -> Iterator[Any]:
     import_arrow()
     from pyarrow import parquet
 
-    with _arrow_errors(path), parquet.ParquetFile(path) as file:
+    with _arrow_errors(path), parquet.ParquetFile(open_url(path) if is_url(path) else path) as file:
         yield file
 
 

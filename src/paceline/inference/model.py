@@ -120,7 +120,7 @@ class LoadedModel:
         return self._arrays.batches(X)
 
     def _file_batches(self, paths: Iterable[str | os.PathLike[str]], strict: bool) -> Iterator[Batch]:
-        with self._predictor.open_data([Path(path) for path in paths], strict=strict) as dataset:
+        with self._predictor.open_data([os.fspath(path) for path in paths], strict=strict) as dataset:
             yield from dataset.batches(_BATCH)
 
     def _row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Dataset, line_number, open_dataset
-from paceline.data.streams import GzipStream
+from paceline.data.streams.packed import GzipStream
 from paceline.data.text import LineReader
 from paceline.errors import UsageError
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.reader import Report
+from paceline.data.streams import check_local
 from paceline.errors import DataError
 
 NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
@@ -33,6 +34,7 @@ class ArrayFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        check_local(path, "NumPy's")
         try:
             arrays = _load(path)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

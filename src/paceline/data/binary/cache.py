@@ -19,6 +19,7 @@ from typing import Any
 from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_count
+from paceline.data.streams import stat_file
 
 _serial = itertools.count()
 
@@ -59,13 +60,13 @@ class ShardCache:
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{shard}.shard"
 
     def _describe(self, path: str, shard: int) -> dict[str, Any]:
-        status = os.stat(path)
+        status = stat_file(path)
         return {
             **self._identity,
             "path": path,
             "shard": shard,
-            "size": status.st_size,
-            "mtime": status.st_mtime_ns,
+            "size": status.num_bytes,
+            "version": status.version,
         }
 
 

@@ -24,6 +24,7 @@ from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_
 from paceline.data.columns import Columns, Guess, Guesses
 from paceline.data.reader import Report
 from paceline.data.scaling import Scale
+from paceline.data.streams import check_local
 from paceline.errors import DataError
 from paceline.kernels.text.reference import hash_bytes, name_seed
 
@@ -137,6 +138,7 @@ class ConvertedFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        check_local(path, "converted")
         try:
             self.blocks = BlockFile(path)
         except OSError as error:

@@ -38,7 +38,7 @@ from paceline.data.dialect import is_number
 from paceline.data.guessing import describe_json, find_json_columns
 from paceline.data.labels import CLICKS, find_label_words, read_as
 from paceline.data.sampling import walk_fields
-from paceline.data.streams import is_packed
+from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.options import TrainOptions
@@ -277,7 +277,7 @@ def _check_place(save: str | Path | None) -> None:
 
 def total_size(files: Sequence[str | Path]) -> int:
     """Return the size of files in bytes."""
-    return sum(os.path.getsize(file) for file in files)
+    return sum(stat_file(file).num_bytes for file in files)
 
 
 def open_training_data(
@@ -288,7 +288,7 @@ def open_training_data(
     Several passes are cached in `spare`, given room. Where shards are mixed they are many and small.
     """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
-    size = sum(os.path.getsize(file) for file in dataset.files)
+    size = sum(stat_file(file).num_bytes for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
     is_cache = dataset.format == CONVERTED and plan.scaling is None  # which reads as fast as one
     if cache is None and spare is not None and plan.epochs > 1 and not is_cache:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from paceline.data import Batch, Columns, describe_not_binary, open_dataset
 from paceline.data.labels import clicks_where, describe_label_words
+from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
 from paceline.kernels.text.reference import name_seed
 from paceline.launch.kernels import prepare_kernels
@@ -46,7 +46,7 @@ def describe_data(
             "format": look.format,
             "files": list(data),
             "converted": _describe_converted(look),
-            "bytes": sum(os.path.getsize(file) for file in dataset.files),
+            "bytes": sum(stat_file(file).num_bytes for file in dataset.files),
             "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
             "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
             "positive": positive,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data import Dataset
+from paceline.data.streams import stat_file
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.launch.train.options import SnapshotPlan
 from paceline.launch.train.plan import TrainingPlan
@@ -119,7 +120,7 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
 
 
 def _files(paths: Sequence[str | Path]) -> list[list[Any]]:
-    return [[os.path.basename(path), os.path.getsize(path)] for path in paths]
+    return [[os.path.basename(path), stat_file(path).num_bytes] for path in paths]
 
 
 class Resumption:

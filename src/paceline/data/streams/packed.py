@@ -1,100 +1,16 @@
-"""Bytes of one file, plain or unpacked, with a position that can be moved; what can be wrong with a file."""
+"""The text of compressed files."""
 
 from __future__ import annotations
 
-import errno
-import os
 import zlib
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 
+from paceline.data.streams.plain import ByteStream, open_bytes
 from paceline.errors import DataError, UsageError
-
-
-def is_packed(path: str | Path) -> bool:
-    """Whether the file is to be unpacked as it is read: its name ends in ``.gz`` or ``.zst``."""
-    return str(path).endswith(tuple(kind.suffix for kind in _PACKED))
-
-
-def stat_file(path: str) -> os.stat_result:
-    """The status of a regular, non-empty, readable file; :exc:`DataError` in a sentence for anything else."""
-    try:
-        status = os.stat(path)
-        if os.path.isdir(path):
-            raise DataError(f"{path} is a folder, not a data file: name the files in it, as in {path}/*")
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if os.path.isfile(path) and status.st_size == 0:
-        raise DataError(f"{path} is empty: it has no line to read")
-    return status
-
-
-def _unreadable(path: str, error: OSError) -> DataError:
-    if error.errno == errno.ENOENT:
-        return DataError(f"{path} does not exist")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return DataError(f"{path} cannot be read: permission is denied")
-    return DataError(f"{path} cannot be read: {error.strerror or error}")
-
-
-class ByteStream(Protocol):
-    """A file's text from `position` on."""
-
-    position: int
-
-    def readinto(self, view: memoryview) -> int:
-        """Fill `view` from its start; fewer bytes than asked for are possible, 0 only at the end."""
-
-    def seek(self, position: int) -> None:
-        """Go to `position`, or to the end if it lies behind that."""
-
-    def close(self) -> None:
-        """Close the file; again is allowed."""
-
-
-def open_stream(path: str) -> ByteStream:
-    """The text of `path`, unpacked if its name says so."""
-    return next((kind(path) for kind in _PACKED if path.endswith(kind.suffix)), None) or PlainStream(path)
-
-
-class PlainStream:
-    """A file as it is. Descriptors, not file objects: dropping an iterator half-way must not warn."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.position = 0
-        self._descriptor = -1
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-
-    def readinto(self, view: memoryview) -> int:
-        """Fill `view` as far as one read does."""
-        try:
-            count = os.readv(self._descriptor, [view])
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        self.position += count
-        return count
-
-    def seek(self, position: int) -> None:
-        """Go to `position`."""
-        position = min(position, os.fstat(self._descriptor).st_size)
-        self.position = os.lseek(self._descriptor, position, os.SEEK_SET)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class PackedStream(ABC):
@@ -110,9 +26,9 @@ class PackedStream(ABC):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._restart(PlainStream(path))
+        self._restart(open_bytes(path))
 
-    def _restart(self, raw: PlainStream) -> None:
+    def _restart(self, raw: ByteStream) -> None:
         self._raw = raw
         self._compressed = memoryview(bytearray(self.chunk_bytes))
         self._pending = self._surplus = b""
@@ -259,33 +175,9 @@ class ZstdStream(PackedStream):
         return self._pending
 
 
-_PACKED: tuple[type[PackedStream], ...] = (GzipStream, ZstdStream)
+PACKED: tuple[type[PackedStream], ...] = (GzipStream, ZstdStream)
 
 
-def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
-    """The first bytes of the text, and whether that is all of it."""
-    stream = open_stream(path)
-    try:
-        buffer = bytearray(num_bytes + 1)
-        filled = 0
-        while filled <= num_bytes and (count := stream.readinto(memoryview(buffer)[filled:])):
-            filled += count
-    finally:
-        stream.close()
-    return bytes(buffer[: min(filled, num_bytes)]), filled <= num_bytes
-
-
-def line_number(path: str | Path, offset: int) -> int:
-    """The number, from 1, of the line that byte `offset` of the (unpacked) text is in."""
-    stream = open_stream(str(path))
-    try:
-        buffer = bytearray(1 << 20)
-        newlines = 0
-        while left := min(offset - stream.position, len(buffer)):
-            count = stream.readinto(memoryview(buffer)[:left])
-            if not count:
-                break
-            newlines += buffer.count(b"\n", 0, count)
-    finally:
-        stream.close()
-    return newlines + 1
+def is_packed(path: str | Path) -> bool:
+    """Whether the file is to be unpacked as it is read: its name ends in ``.gz`` or ``.zst``."""
+    return str(path).endswith(tuple(kind.suffix for kind in PACKED))

@@ -1,0 +1,91 @@
+"""Bytes of one file, with a position that can be moved; what can be wrong with a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Protocol
+
+from paceline.data.streams.remote import FileStatus, UrlStream, is_url, stat_url
+from paceline.errors import DataError
+
+
+def stat_file(path: str | Path) -> FileStatus:
+    """The status of a regular, non-empty, readable file; :exc:`DataError` in a sentence for anything else."""
+    if is_url(path):
+        return stat_url(str(path))
+    try:
+        status = os.stat(path)
+        if os.path.isdir(path):
+            raise DataError(f"{path} is a folder, not a data file: name the files in it, as in {path}/*")
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if os.path.isfile(path) and status.st_size == 0:
+        raise DataError(f"{path} is empty: it has no line to read")
+    return FileStatus(status.st_size, str(status.st_mtime_ns))
+
+
+def open_bytes(path: str) -> ByteStream:
+    """The bytes of a file as they are stored."""
+    return UrlStream(path) if is_url(path) else PlainStream(path)
+
+
+def _unreadable(path: str | Path, error: OSError) -> DataError:
+    if error.errno == errno.ENOENT:
+        return DataError(f"{path} does not exist")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return DataError(f"{path} cannot be read: permission is denied")
+    return DataError(f"{path} cannot be read: {error.strerror or error}")
+
+
+class ByteStream(Protocol):
+    """A file's text from `position` on."""
+
+    position: int
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill `view` from its start; fewer bytes than asked for are possible, 0 only at the end."""
+
+    def seek(self, position: int) -> None:
+        """Go to `position`, or to the end if it lies behind that."""
+
+    def close(self) -> None:
+        """Close the file; again is allowed."""
+
+
+class PlainStream:
+    """A file as it is. Descriptors, not file objects: dropping an iterator half-way must not warn."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.position = 0
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill `view` as far as one read does."""
+        try:
+            count = os.readv(self._descriptor, [view])
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        self.position += count
+        return count
+
+    def seek(self, position: int) -> None:
+        """Go to `position`."""
+        position = min(position, os.fstat(self._descriptor).st_size)
+        self.position = os.lseek(self._descriptor, position, os.SEEK_SET)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
