@@ -99,13 +99,21 @@ class ValueFilter(Filter, is_abstract=True):
 
     stage: ClassVar[int] = 3
 
+    @property
+    def keeps_error(self) -> bool:
+        """Whether a worker adds to a row that it pushes what this filter took of it before (error feedback)."""
+        return False
+
     @abstractmethod
     def num_bytes(self, count: int) -> int:
         """Return how many bytes `count` values take."""
 
     @abstractmethod
-    def encode(self, values: Floats, seed: int, out: Bytes) -> None:
-        """Write values (float32 [count]) to `out`, of that many bytes. Chance may go by `seed` (64 bits) alone."""
+    def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
+        """Write values (float32 [count]) to `out`, of that many bytes. Chance may go by `seed` (64 bits) alone.
+
+        Without a seed there is no chance: the sender keeps the error, which then has to be less than the values.
+        """
 
     @abstractmethod
     def decode(self, data: Bytes, out: Floats) -> None:
@@ -176,7 +184,7 @@ def parse_filter(text: str) -> Filter:
     kind = FILTERS.get(name)
     if arguments and (own := _find_class(name, arguments[0])) is not None:
         kind, name, arguments = own, own.name, arguments[1:]
-    if kind is None and (path := class_path(text)) is not None:
+    elif (path := class_path(text)) is not None:
         raise UsageError(
             f"there is no filter {path[1]!r} of a module {path[0]!r} here: see that the module has such a class, and "
             f"say at this process's start that it is to be imported: --filter-module {path[0]}"
@@ -206,7 +214,8 @@ def parse_filter(text: str) -> Filter:
 def class_path(text: str) -> tuple[str, str] | None:
     """Return module and class if this text of a filter begins with them, as ``my_module:MyFilter`` does."""
     found = re.match(r"\s*([^\W\d][\w.]*):([^\W\d]\w*)\s*(:|$)", text)
-    return None if found is None or found[1] in FILTERS else (found[1], found[2])
+    is_ours = found is not None and found[1] in FILTERS and FILTERS[found[1]].__module__.startswith("paceline.")
+    return None if found is None or is_ours else (found[1], found[2])
 
 
 def _find_class(module: str, name: str) -> type[Filter] | None:

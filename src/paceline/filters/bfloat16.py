@@ -29,7 +29,7 @@ class BFloat16(ValueFilter):
         return 2 * count
 
     @override
-    def encode(self, values: Floats, seed: int, out: Bytes) -> None:
+    def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         bits = values.view(np.uint32)
         rounded = (bits & ~_SIGN) + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # to even
         rounded = np.minimum(rounded, _LARGEST)  # what is finite stays so

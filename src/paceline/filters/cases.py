@@ -80,6 +80,16 @@ def _quantize(count: int, bits: int) -> Callable[[np.random.Generator], tuple[An
     return make
 
 
+def _quantize_nearest(count: int, bits: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
+    def make(generator: np.random.Generator) -> tuple[Any, ...]:
+        values, _, half, _, scales, codes = _quantize(count, bits)(generator)
+        if count > 2000:
+            values[1700] = np.nan
+        return values, bits, half, scales, codes
+
+    return make
+
+
 def _dequantize(count: int, bits: int) -> Callable[[np.random.Generator], tuple[Any, ...]]:
     def make(generator: np.random.Generator) -> tuple[Any, ...]:
         scales, codes = _written(count, bits)
@@ -116,6 +126,8 @@ def _cases() -> Iterator[ArrayCase]:
         for bits in _HALVES:
             label = f"{n} in {bits} bits"
             yield ArrayCase(filters.quantize, reference.quantize, label, n, _quantize(n, bits), (4, 5))
+            nearest = _quantize_nearest(n, bits)
+            yield ArrayCase(filters.quantize_nearest, reference.quantize_nearest, label, n, nearest, (3, 4))
             yield ArrayCase(filters.dequantize, reference.dequantize, label, n, _dequantize(n, bits), (4,))
 
 

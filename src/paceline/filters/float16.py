@@ -30,7 +30,7 @@ class Float16(ValueFilter):
         return 2 * count
 
     @override
-    def encode(self, values: Floats, seed: int, out: Bytes) -> None:
+    def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         out.view(np.float16)[:] = np.clip(values, -_LARGEST, _LARGEST)
 
     @override

@@ -1,4 +1,7 @@
-"""Few bits a value, by stochastic rounding (Alistarh et al., NeurIPS 2017, section 3, with the largest as the norm)."""
+"""Few bits a value, by stochastic rounding (Alistarh et al., NeurIPS 2017, section 3, with the largest as the norm).
+
+With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019) values are rounded to the nearest.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.filters.base import Bytes, Preserves, ValueFilter
-from paceline.kernels.filters import BLOCK, dequantize, quantize
+from paceline.kernels.filters import BLOCK, dequantize, quantize, quantize_nearest
 from paceline.tables.types import Floats
 
 _HALVES = {8: np.float32(127), 4: np.float32(7), 2: np.float32(1), 1: np.float32(0.5)}
@@ -23,6 +26,9 @@ class Quantize(ValueFilter):
     Values are rounded up or down by chance, so that the mean is right. The error is less than a step, which is the
     largest magnitude by 127, 7, 1 or, with one bit, twice that magnitude. Zero stays zero, except with one bit, which
     is the sign. Where a block holds an infinity or NaN, all of it is NaN.
+
+    With 1 and 2 bits a worker rounds what it pushes to the nearest number instead, and adds the error to the next push
+    of the same row (error feedback): chance alone would be too much noise. It keeps an error for every row.
     """
 
     bits: int = 8
@@ -39,10 +45,18 @@ class Quantize(ValueFilter):
     def num_bytes(self, count: int) -> int:
         return 4 * -(-count // BLOCK) + -(-count * self.bits // 8)
 
+    @property
     @override
-    def encode(self, values: Floats, seed: int, out: Bytes) -> None:
+    def keeps_error(self) -> bool:
+        return self.bits <= 2
+
+    @override
+    def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         scales, codes = self._split(out, len(values))
-        quantize(values, self.bits, _HALVES[self.bits], np.uint64(seed), scales, codes)
+        if seed is None:
+            quantize_nearest(values, self.bits, _HALVES[self.bits], scales, codes)
+        else:
+            quantize(values, self.bits, _HALVES[self.bits], np.uint64(seed), scales, codes)
 
     @override
     def decode(self, data: Bytes, out: Floats) -> None:

@@ -133,6 +133,27 @@ def quantize(values: Floats, bits: int, half: np.float32, seed: np.uint64, scale
     codes[:] = np.bitwise_or.reduce(whole.reshape(-1, per_byte) << shifts, axis=1) if len(codes) else 0
 
 
+def quantize_nearest(values: Floats, bits: int, half: np.float32, scales: Floats, codes: Bytes) -> None:
+    """Round to few bits, to the nearest number."""
+    per_byte = 8 // bits
+    whole = np.zeros(len(codes) * per_byte, np.uint8)
+    for block in range(len(scales)):
+        part = values[block * BLOCK : (block + 1) * BLOCK]
+        sizes = np.abs(part)
+        if not np.isfinite(part).all():
+            scales[block] = np.nan
+            continue
+        threshold = np.float32(0.7 * sizes.sum(dtype=np.float64) / len(part)) if bits == 2 else np.float32(0)
+        top = sizes.max() if bits > 2 else np.float32(sizes[sizes >= threshold].mean(dtype=np.float64))
+        scales[block] = top
+        if top > 0:
+            exact = part / top if bits > 2 else np.where(sizes < threshold, 0, np.where(part >= 0, 1, -1))
+            rounded = np.floor((exact.astype(np.float32) + np.float32(1)) * half + np.float32(0.5 if bits > 2 else 0))
+            whole[block * BLOCK : block * BLOCK + len(part)] = rounded
+    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
+    codes[:] = np.bitwise_or.reduce(whole.reshape(-1, per_byte) << shifts, axis=1) if len(codes) else 0
+
+
 def dequantize(codes: Bytes, bits: int, half: np.float32, scales: Floats, out: Floats) -> None:
     """Read what was rounded."""
     shifts = np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)

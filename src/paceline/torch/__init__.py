@@ -33,6 +33,7 @@ from paceline.autoload import BACKEND, register
 from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.torch.compiling import keep_out_of_graphs
 from paceline.torch.embeddings import Embedding, EmbeddingBag
+from paceline.torch.gradient_filters import filter_hook
 from paceline.torch.strategies import (
     AllReduce,
     CentralStorage,
@@ -56,6 +57,7 @@ __all__ = [
     "PacelineProcessGroup",
     "ParameterServer",
     "Strategy",
+    "filter_hook",
     "register",
     "strategy",
 ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from paceline.errors import UsageError
+from paceline.filters import Quantize
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.one_device import OneDevice
@@ -150,12 +151,18 @@ def check_compression(rank: int, size: int) -> None:
     num_rows = _ROWS * size * 10
     with _alone() as strategy:
         exact = _train(strategy, _OPTIMIZERS[0], _ROWS * size, num_rows)
-    for compression, tolerance in (("fp16", 0.01), ("bf16", 0.05), ("powersgd:2", 0.5)):
-        with AllReduce(seed=5, compression=compression) as strategy:
+    chosen: list[tuple[dict[str, Any], float]] = [
+        ({"compression": "fp16"}, 0.01),
+        ({"compression": "bf16"}, 0.05),
+        ({"compression": "powersgd:2"}, 0.5),
+        ({"filters": [Quantize(8)]}, 0.05),
+    ]
+    for options, tolerance in chosen:
+        with AllReduce(seed=5, **options) as strategy:
             trained = _train(strategy, _OPTIMIZERS[0], _ROWS, num_rows)
             assert _is_alike(strategy, trained)
         difference = float((trained - exact).abs().max())
-        assert 1e-7 < difference < tolerance, (compression, difference)
+        assert 1e-7 < difference < tolerance, (options, difference)
 
 
 def check_synchronized_batch_norm(rank: int, size: int) -> None:

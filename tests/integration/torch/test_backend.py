@@ -18,7 +18,7 @@ import pytest
 from tests.warm.processes import WarmProcess
 
 _HERE = Path(__file__).parent
-_SIZES = {"calls": 3, "training": 2, "faults": 3}
+_SIZES = {"calls": 3, "training": 2, "gradient_filters": 2, "faults": 3}
 _KILLED = {"faults": 2}
 _PATIENCE_S = 180.0
 

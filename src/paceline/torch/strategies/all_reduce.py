@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.filters import Filter
+from paceline.filters.gradients import gradient_filters
 from paceline.torch.embeddings import ReplicatedTables, RowTables
+from paceline.torch.gradient_filters import filter_hook
 from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
 from paceline.torch.strategies.compression import check_compression, compress
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
@@ -36,7 +39,8 @@ class AllReduce(Strategy):
     has initialized stays as it is. `join` lets ranks have unequal numbers of batches: one that has run out takes part
     with zero gradients (still divided by all ranks), and at the end of the epoch all have the values and the optimizer
     state of the one that went on longest; a scheduler that is called in every step stays behind. `compression`:
-    ``fp16``, ``bf16`` or ``powersgd:R`` on the wire. `sync_batch_norm` makes BatchNorm layers normalize over all ranks.
+    ``fp16``, ``bf16`` or ``powersgd:R`` on the wire. `filters`: what gradients go behind instead, as
+    :func:`paceline.torch.filter_hook` takes them. `sync_batch_norm` makes BatchNorm layers normalize over all ranks.
     `find_unused_parameters` allows parameters that have no part in the loss, `static_graph` promises that the same ones
     are used in every step; both as DistributedDataParallel means them. `bucket_mb`: mebibytes of gradients sent at
     once. `timeout`: how long a rank is waited for.
@@ -54,6 +58,7 @@ class AllReduce(Strategy):
         seed: int = 0,
         join: bool = False,
         compression: str | None = None,
+        filters: Sequence[Filter] | str = (),
         sync_batch_norm: bool = False,
         find_unused_parameters: bool = False,
         bucket_mb: float = 25,
@@ -61,6 +66,10 @@ class AllReduce(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         check_compression(compression)
+        if filters:
+            gradient_filters(filters)
+            if compression is not None:
+                raise UsageError(f"compression={compression!r} and filters={filters!r}: take one of them")
         if backend is not None and backend not in BACKENDS:
             raise UsageError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
         if bucket_mb <= 0:
@@ -78,6 +87,7 @@ class AllReduce(Strategy):
         super().__init__(Ranks.meet(timeout, backend=backend or "paceline"), device=chosen, seed=seed)
         self.takes_uneven = join
         self._compression = compression
+        self._filters = filters
         self._sync_batch_norm = sync_batch_norm
         self._find_unused_parameters = find_unused_parameters
         self._static_graph = static_graph
@@ -122,6 +132,8 @@ class AllReduce(Strategy):
         )
         if self._compression is not None:
             compress(replica, self._compression)
+        elif self._filters:
+            replica.register_comm_hook(replica.process_group, filter_hook(self._filters))
         return replica
 
     def _broadcast_values(self, model: nn.Module) -> None:
