@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .inference import LoadedModel as LoadedModel
     from .inference import load as load
     from .launch import LocalCluster as LocalCluster
+    from .launch import MemoryLimit as MemoryLimit
     from .launch import connect as connect
     from .launch import local_cluster as local_cluster
     from .protocol import Accept as Accept
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = {
     "inference": ("LoadedModel", "load"),
-    "launch": ("LocalCluster", "connect", "local_cluster"),
+    "launch": ("LocalCluster", "MemoryLimit", "connect", "local_cluster"),
     "protocol": ("Accept", "BoundedDelay", "DelayCompensate", "DropStale", "Eventual", "Sequential"),
     "ps": ("Client", "DenseTable", "SparseTable", "Ticket"),
 }

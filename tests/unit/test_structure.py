@@ -29,7 +29,7 @@ LARGE_CLASSES = {
     "collectives/network/receiving.py:IncomingMessage": (12, 21),
     "collectives/p2p/progress.py:ProgressLoop": (12, 19),
     "environment.py:Environment": (1, 19),
-    "launch/run/run.py:RunOptions": (0, 23),
+    "launch/run/run.py:RunOptions": (0, 24),
     "launch/train/options.py:TrainOptions": (0, 21),
     "protocol/replication/core.py:Replication": (38, 10),
     "ps/client/servers.py:Servers": (19, 16),

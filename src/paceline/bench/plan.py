@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline.errors import UsageError
+from paceline.tables.memory.limit import SIZE_UNITS, parse_size
 
 OPS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "int32": 4, "int64": 8}
@@ -15,7 +16,6 @@ PEERS: Final = (OURS, "gloo", "mpi")
 ROUNDS: Final = 9
 """In every round each peer has its turn at a batch of repetitions."""
 DEFAULT_SIZES: Final = "4,1K,16K,64K,256K,1M,4M,16M,100M"
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _CUT: Final = ("all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -95,20 +95,18 @@ def parse_sizes(text: str) -> list[int]:
     """Return the bytes of sizes such as ``4,16K,100M``, in units of 1024. Raises UsageError."""
     sizes = []
     for part in text.split(","):
-        number, unit = part.strip().upper(), ""
-        if number and number[-1] in _UNITS:
-            number, unit = number[:-1], number[-1]
-        if not (number.isascii() and number.isdigit() and int(number) > 0):
+        size = parse_size(part)
+        if size is None:
             raise UsageError(
                 f"--sizes {text}: got {part.strip()!r}, expected bytes such as 4, 16K or 100M, separated by commas"
             )
-        sizes.append(int(number) * _UNITS[unit])
+        sizes.append(size)
     return sizes
 
 
 def format_size(num_bytes: int) -> str:
     """Write a size as :func:`parse_sizes` reads it."""
-    for unit, factor in reversed(_UNITS.items()):
+    for unit, factor in reversed(SIZE_UNITS.items()):
         if num_bytes >= factor and num_bytes % factor == 0:
             return f"{num_bytes // factor}{unit}"
     return str(num_bytes)

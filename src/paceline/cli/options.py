@@ -99,6 +99,18 @@ FilterModules = Annotated[
         help="Module with filters of your own, which servers and workers import; may be given several times.",
     ),
 ]
+MemoryLimitSize = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-limit",
+        help="Memory that the rows of sparse tables take on each server, as 512M or 8G; beyond it they lie in files "
+        "without a name in --spill-dir, which is slower; default: no limit.",
+    ),
+]
+SpillDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder for rows beyond --memory-limit, on a disk; default: that of temporary files."),
+]
 TLSCert = Annotated[Path | None, typer.Option("--tls-cert", help="This process's certificate (PEM); turns TLS on.")]
 TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="Key of --tls-cert (PEM).")]
 TLSCa = Annotated[Path | None, typer.Option("--tls-ca", help="Certificate that the others' are signed by (PEM).")]

@@ -82,6 +82,8 @@ def server(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 0,
     rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; the next free one if not given.")] = None,
     join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
+    memory_limit: options.MemoryLimitSize = None,
+    spill_dir: options.SpillDir = None,
     wait: Wait = _WAIT_S,
     filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,
@@ -96,14 +98,19 @@ def server(
     """
     from paceline.filters.modules import import_filter_modules
     from paceline.launch import run_server
+    from paceline.tables.memory.limit import MemoryLimit
 
     import_filter_modules(filter_module or ())
+    limit = MemoryLimit.parse(memory_limit, spill_dir)
+    if limit is not None and limit.warning is not None:
+        typer.echo(f"paceline server: {limit.warning}", err=True)
     joining = _prepare_to_join("server", scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca), wait)
     run_server(
         joining,
         address=_address(host, port),
         rank=rank,
         extra=join,
+        memory_limit=limit,
         on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
         on_leaving=lambda: typer.echo(
             "paceline server: leaves when its rows are on other servers; Ctrl-C or SIGTERM once more ends it at once"

@@ -51,6 +51,8 @@ def run(
     ] = None,
     min_replicas: options.OptionalMinReplicas = None,
     non_finite: options.NonFinite = None,
+    memory_limit: options.MemoryLimitSize = None,
+    spill_dir: options.SpillDir = None,
     heartbeat_timeout: Annotated[
         float | None,
         typer.Option(
@@ -91,6 +93,7 @@ def run(
     Example: paceline run --strategy parameter-server --servers 2 --consistency bounded:4 --nproc-per-node 4 train.py
     """
     from paceline.launch import RunOptions, run_script
+    from paceline.tables.memory.limit import MemoryLimit
 
     status = run_script(
         RunOptions(
@@ -109,6 +112,7 @@ def run(
             replicas=replicas,
             min_replicas=min_replicas,
             non_finite=non_finite,
+            memory_limit=MemoryLimit.parse(memory_limit, spill_dir),
             heartbeat_timeout_s=heartbeat_timeout,
             threads=threads,
             log_dir=log_dir,

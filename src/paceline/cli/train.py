@@ -112,6 +112,8 @@ def train(
     replicas: options.OptionalReplicas = None,
     min_replicas: options.OptionalMinReplicas = None,
     non_finite: options.NonFinite = None,
+    memory_limit: options.MemoryLimitSize = None,
+    spill_dir: options.SpillDir = None,
     update: Annotated[str, typer.Option(help="ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.")] = "ftrl",
     lr: Annotated[
         float | None, typer.Option(help="Learning rate (FTRL: alpha); default: by the data (FTRL), or by --update.")
@@ -216,6 +218,7 @@ def train(
     from paceline.models.softmax import parse_classes
     from paceline.models.weighting import parse_class_weights
     from paceline.protocol import parse_consistency, parse_stale_policy
+    from paceline.tables.memory.limit import MemoryLimit
 
     import_filter_modules([*(filter_module or ()), *modules_named_in(f"{filters},{pull_filters or ''}")])
     own_cluster = {
@@ -226,6 +229,8 @@ def train(
         "--replicas": replicas,
         "--min-replicas": min_replicas,
         "--non-finite": non_finite,
+        "--memory-limit": memory_limit,
+        "--spill-dir": spill_dir,
         "--heartbeat-timeout": heartbeat_timeout,
     }
     blocks = solver_options.choose_blocks(
@@ -252,7 +257,10 @@ def train(
         raise UsageError("--auto-resume needs --snapshot-every, and processes of its own (no --scheduler)")
     given = [name for name, value in own_cluster.items() if value is not None]
     if scheduler is not None and given:
-        raise UsageError(f"{', '.join(given)}: the cluster of --scheduler has its own; give it to 'paceline scheduler'")
+        raise UsageError(
+            f"{', '.join(given)}: the cluster of --scheduler has its own; give it to 'paceline scheduler' or 'paceline "
+            "server'"
+        )
     if tune and (resume or init_from or update != "ftrl" or model not in ("lr", "fm")):
         raise UsageError("--tune tries rates of FTRL for --model lr or fm that begins anew: leave it out")
     servers = servers or 1
@@ -305,6 +313,7 @@ def train(
         replicas=replicas or 0,
         min_replicas=min_replicas or 0,
         non_finite=non_finite or "refuse",
+        memory_limit=MemoryLimit.parse(memory_limit, spill_dir),
         auto_resume=auto_resume,
         scheduler=scheduler,
         token=None if scheduler is None else options.find_token(token_file),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .connecting import connect
     from .kernels import load_kernels, prepare_kernels
-    from .local import LocalCluster, local_cluster
+    from .local import LocalCluster, MemoryLimit, local_cluster
     from .roles import Joining, run_scheduler, run_server
     from .run.run import RunOptions, run_script
     from .supervisor import watch_parent
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "connecting": ("connect",),
     "kernels": ("load_kernels", "prepare_kernels"),
-    "local": ("LocalCluster", "local_cluster"),
+    "local": ("LocalCluster", "MemoryLimit", "local_cluster"),
     "roles": ("Joining", "run_scheduler", "run_server"),
     "run.run": ("RunOptions", "run_script"),
     "supervisor": ("watch_parent",),
@@ -26,6 +26,7 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "Joining",
     "LocalCluster",
+    "MemoryLimit",
     "RunOptions",
     "connect",
     "load_kernels",

@@ -17,6 +17,7 @@ from paceline.environment import environment
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.filters.modules import import_filter_modules
 from paceline.protocol import parse_consistency, parse_stale_policy
+from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Endpoint, Hello
 
 from .kernels import load_kernels, load_kernels_nowait
@@ -105,6 +106,7 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
                 extra=options.get("extra", False),
                 with_parent=True,
                 node=options["node"],
+                memory_limit=MemoryLimit(**options["memory_limit"]) if options.get("memory_limit") else None,
             )
         except (AddressError, DeadlineError) as error:
             # It came to take a dead server's place, and the cluster may have ended meanwhile.

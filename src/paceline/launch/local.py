@@ -24,6 +24,7 @@ from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.filters.modules import import_filter_modules
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_stale_policy
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
+from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
 from paceline.tables.non_finite import check_policy
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.security.authentication import check_token
@@ -62,7 +63,8 @@ class LocalCluster(Closing):
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
     A scheduler that dies is replaced by another one, which learns from the nodes what it knew.
     With `replicas` every row is on so many more servers, and a server that dies is replaced too. A push is acknowledged
-    when at least `min_replicas` of them have it. `non_finite` says what becomes of infinities and NaN.
+    when at least `min_replicas` of them have it. `non_finite` says what becomes of infinities and NaN. What a server's
+    rows take beyond the `memory_limit` lies in files.
     With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
     machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
     `on_replaced` is told the name and the exit status of every process that is replaced, in a thread, before the other
@@ -105,6 +107,7 @@ class LocalCluster(Closing):
         replicas: int = 0,
         min_replicas: int = 0,
         non_finite: str = "refuse",
+        memory_limit: MemoryLimit | None = None,
         heartbeat_timeout_s: float = 10.0,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
@@ -119,6 +122,8 @@ class LocalCluster(Closing):
         if servers < 1 or workers < 1:
             raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
         check_replicas(replicas, servers, min_replicas)
+        if memory_limit is not None:
+            memory_limit.check_folder()
         consistency = Eventual() if consistency is None else consistency
         stale = Accept() if stale is None else stale
         check_stale_policy(consistency, stale)
@@ -140,7 +145,8 @@ class LocalCluster(Closing):
             cluster._fork_server = fork_server or cluster._closing.enter_context(ForkServer.start())
             prepare_kernels(on_compile)
             listening = dict.fromkeys(range(servers), _LOOPBACK) if share is None else share.servers
-            cluster._start(scheduling, listening, workers if start_workers else 0, share, on_replaced)
+            serving = {"role": "server", "memory_limit": None if memory_limit is None else asdict(memory_limit)}
+            cluster._start(scheduling, serving, listening, workers if start_workers else 0, share, on_replaced)
         except BaseException:
             cluster.close()
             raise
@@ -149,6 +155,7 @@ class LocalCluster(Closing):
     def _start(
         self,
         scheduling: dict[str, Any],
+        server: dict[str, Any],
         listening: Mapping[int, str],
         num_workers: int,
         share: Share | None,
@@ -163,7 +170,7 @@ class LocalCluster(Closing):
             scheduler = self._start_child("scheduler", {**scheduling, "replaces": False})
         serving: list[tuple[Child, dict[str, Any]]] = []
         for rank, address in listening.items():
-            options: dict[str, Any] = {"role": "server", "rank": rank, "address": address}
+            options: dict[str, Any] = {**server, "rank": rank, "address": address}
             if scheduler is None:
                 options["scratch"] = str(self.scratch)
             serving.append((self._start_child(f"server {rank}", options), options))
@@ -365,6 +372,7 @@ def local_cluster(
     replicas: int = 0,
     min_replicas: int = 0,
     non_finite: str = "refuse",
+    memory_limit: MemoryLimit | None = None,
     heartbeat_timeout_s: float = 10.0,
     tls: TLS | None = None,
     filter_modules: Sequence[str] = (),
@@ -376,7 +384,8 @@ def local_cluster(
     one, and so many may die without loss. A push is acknowledged when at least `min_replicas` of them have it; while
     fewer are there it waits, and fails with ``DeadlineError`` after the client's time-out. A member that gives no sign
     of life for `heartbeat_timeout_s` counts as dead. What would leave infinities or NaN in a table fails with
-    ``NonFiniteError``; with ``non_finite="count"`` it is let in, and counted in the tables' statistics.
+    ``NonFiniteError``; with ``non_finite="count"`` it is let in, and counted in the tables' statistics. What a server's
+    rows take beyond the `memory_limit` (``MemoryLimit(num_bytes=8 << 30, spill_dir="/data")``) lies in files.
     Servers import the `filter_modules`, in which filters of your own are; they import nothing that a client names.
     """
     return LocalCluster.start(
@@ -387,6 +396,7 @@ def local_cluster(
         replicas=replicas,
         min_replicas=min_replicas,
         non_finite=non_finite,
+        memory_limit=memory_limit,
         heartbeat_timeout_s=heartbeat_timeout_s,
         tls=tls,
         filter_modules=filter_modules,

@@ -27,6 +27,7 @@ from paceline.protocol import (
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.ps.pulse import Pulse
+from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, new_event_loop
 from paceline.transport.backoff import Backoff
 
@@ -175,9 +176,11 @@ def run_scheduler(
 def run_server(
     joining: Joining, *, address: str = "127.0.0.1:0", rank: int | None = None, extra: bool = False,
     with_parent: bool = False, on_ready: Callable[[int, Endpoint], None] | None = None,
-    on_leaving: Callable[[], None] = lambda: None, node: str | None = None,
+    on_leaving: Callable[[], None] = lambda: None, node: str | None = None, memory_limit: MemoryLimit | None = None,
 ) -> None:  # fmt: skip
     """Be a parameter server until the cluster ends, under the name `node`, which no other has; None: one is made.
+
+    Rows beyond the `memory_limit` lie in files.
 
     An `extra` one joins a cluster that has all its servers. At SIGTERM its buckets move to the others before it goes,
     however long that takes (`on_leaving` is called if it is more than a moment); a second one ends it at once. Raises
@@ -260,6 +263,7 @@ def run_server(
                 replicas=settings.replicas,
                 min_replicas=settings.min_replicas,
                 non_finite=settings.non_finite,
+                memory_limit=memory_limit,
                 transport=transport,
                 on_filled=tell,
                 fail=fail,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.tables.memory.blocks import RowMemory
 from paceline.tables.rules import RULES
 from paceline.tables.settings import from_fields
 from paceline.tables.sparse_part import TablePart
@@ -32,10 +33,11 @@ class ServerTable:
 
 
 class ServerTables:
-    """All tables of the server of rank `rank`."""
+    """All tables of the server of rank `rank`, and the `memory` of their rows."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, memory: RowMemory | None = None) -> None:
         self.rank = rank
+        self.memory = RowMemory() if memory is None else memory
         self.by_number: dict[int, ServerTable] = {}
 
     def find(self, number: int) -> ServerTable:

@@ -28,7 +28,7 @@ class EarlierRows:
 
     def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
         self._store = store
-        self._before = SparseStore(dim=store.dim, rule=rule)
+        self._before = SparseStore(dim=store.dim, rule=rule, memory=store.memory)
         self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # what has changed: 1 where there was a row, else 0
 
     def put_aside(self, keys: Keys) -> None:

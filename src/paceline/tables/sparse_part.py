@@ -11,6 +11,7 @@ from typing_extensions import override
 from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
 from paceline.tables.dense_part import DensePart
+from paceline.tables.memory.blocks import RowMemory
 from paceline.tables.part import Selection, TablePart, check_finite
 from paceline.tables.ranges import bucket_bounds, bucket_width, clip_runs, owned_runs
 from paceline.tables.sparse_store import SparseStore
@@ -36,9 +37,11 @@ __all__ = [
 class SparsePart(TablePart):
     """Rows by uint64 key. A bucket that is not held is one without rows: whose keys come here, the server says."""
 
-    def __init__(self, spec: TableSpec, buckets: Buckets) -> None:
+    def __init__(self, spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> None:
         super().__init__(spec)
-        self.store = SparseStore(dim=spec.dim, rule=self.rule, initializer=self.initializer, seed=spec.seed)
+        self.store = SparseStore(
+            dim=spec.dim, rule=self.rule, initializer=self.initializer, seed=spec.seed, memory=memory
+        )
         self.hold(buckets)
         self.set_primary(buckets)
 
@@ -139,6 +142,6 @@ class SparsePart(TablePart):
         return self.store.erase(keys)
 
 
-def make_part(spec: TableSpec, buckets: Buckets) -> TablePart:
-    """Return a new part of a table, for a server that holds `buckets` and is their primary."""
-    return SparsePart(spec, buckets) if spec.kind == "sparse" else DensePart(spec, buckets)
+def make_part(spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> TablePart:
+    """Return a new part of a table, for a server that holds `buckets` and is their primary; `memory` is for rows."""
+    return SparsePart(spec, buckets, memory) if spec.kind == "sparse" else DensePart(spec, buckets)

@@ -18,7 +18,8 @@ from paceline.errors import UsageError
 from paceline.kernels import index, sparse
 from paceline.kernels.parameters import INITIAL_A, INITIAL_B, NUM_PARAMETERS
 from paceline.tables.initializers import Initializer, Zeros
-from paceline.tables.pages import Pages
+from paceline.tables.memory.blocks import RowBlock, RowMemory
+from paceline.tables.memory.pages import Pages
 from paceline.tables.rules import SGD, UpdateRule, kernels
 from paceline.tables.types import Floats, Keys
 
@@ -32,13 +33,6 @@ _INLINE_WORDS = 3  # rows up to this many words lie in the index itself
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
 _WIDE_FILL = 0.5  # beside wide rows the index is small
 _HEADER_LINES = 1
-
-
-def aligned_zeros(num_bytes: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Return zeroed memory and its first address that is a multiple of a cache line."""
-    memory = np.zeros(num_bytes + index.LINE_BYTES, np.uint8)
-    address = memory.ctypes.data
-    return memory, address + -address % index.LINE_BYTES
 
 
 def _new_salt() -> int:
@@ -79,7 +73,7 @@ class SparseStore:
     """Rows of `dim` float32 values, by uint64 key, with an update rule's state beside each.
 
     Arguments: `dim`, values per row; `rule`, what :meth:`push` does; `initializer` and `seed`, what a missing
-    row reads as. A row exists from its first push. Any of the 2^64 keys is legal.
+    row reads as; `memory`, where the rows lie. A row exists from its first push. Any of the 2^64 keys is legal.
     """
 
     def __init__(
@@ -89,11 +83,13 @@ class SparseStore:
         rule: UpdateRule | None = None,
         initializer: Initializer | None = None,
         seed: int = 0,
+        memory: RowMemory | None = None,
     ) -> None:
         rule = SGD(lr=1.0) if rule is None else rule
         initializer = Zeros() if initializer is None else initializer
         self.dim = dim
         self.rule = rule
+        self.memory = RowMemory() if memory is None else memory
         self.row_words = dim * (1 + rule.num_states) + rule.has_count
         self._inline = self.row_words <= _INLINE_WORDS
         self._growth = _GROWTH if self._inline else _WIDE_GROWTH
@@ -116,11 +112,10 @@ class SparseStore:
 
         # All buckets share one empty line, with its header and tail, until their first row.
         self.directory = np.zeros(index.DIRECTORY_WORDS, np.uint64)
-        self._nothing, address = aligned_zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
-        self._nowhere = address + _HEADER_LINES * index.LINE_BYTES
+        self._nothing = self.memory.zeros((_HEADER_LINES + 1 + index.TAIL_LINES) * index.LINE_BYTES)
         self.lines = [self._nothing] * index.NUM_BUCKETS
-        self._rows: list[Pages | None] = [None] * index.NUM_BUCKETS
-        self.directory[index.LINES : index.ROWS : 2] = self._nowhere
+        self._rows: list[Pages | RowBlock | None] = [None] * index.NUM_BUCKETS
+        self.directory[index.LINES : index.ROWS : 2] = self._nothing.address + _HEADER_LINES * index.LINE_BYTES
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
@@ -138,7 +133,7 @@ class SparseStore:
     @property
     def num_bytes(self) -> int:
         """Bytes held for index and rows; of wide rows, those written (what is reserved beyond takes no memory)."""
-        lines = {id(memory): memory.nbytes for memory in self.lines}
+        lines = {id(block): block.num_bytes for block in self.lines}
         slots = 0 if self._inline else int(self.directory[index.USED : index.FREE].sum())
         return sum(lines.values()) + 4 * self.row_words * slots
 
@@ -161,7 +156,8 @@ class SparseStore:
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
-                spare = aligned_zeros(max(lines.nbytes for lines in self.lines))  # never written: it takes no memory
+                # It is never written, and so takes no memory.
+                spare = self.memory.zeros(max(lines.num_bytes for lines in self.lines))
                 self._make_room(num_keys)
                 return
             except MemoryError:
@@ -225,6 +221,10 @@ class SparseStore:
         count = int(self.directory[index.COUNT + bucket])
         keys, rows = np.empty(count, np.uint64), np.empty(count, np.uint64)
         if count:
+            self.lines[bucket].will_be_read()
+            block = self._rows[bucket]
+            if isinstance(block, RowBlock):
+                block.will_be_read()
             index.bucket_keys(self.directory, self.layout, bucket, keys, rows)
         records = np.empty((len(keys), self.row_words), np.float32)
         sparse.copy_records(rows, self.row_words, records.reshape(-1))
@@ -233,7 +233,7 @@ class SparseStore:
     def drop_bucket(self, bucket: int) -> None:
         """Forget one bucket's rows and give their memory back, however many there are."""
         directory = self.directory
-        directory[2 * bucket], directory[2 * bucket + 1] = self._nowhere, 1
+        directory[2 * bucket], directory[2 * bucket + 1] = self._nothing.address + _HEADER_LINES * index.LINE_BYTES, 1
         directory[index.TAIL + bucket] = index.TAIL_LINES
         directory[index.SALT + bucket] = index.FIRST_SALT
         for section in (index.ROWS, index.COUNT, index.LIMIT, index.USED, index.FREE):
@@ -285,9 +285,10 @@ class SparseStore:
             num_lines = int(limit / (self._slots * self._fill)) + 1
             self._grow_rows(bucket, limit)
         grown[index.SALT + bucket] = salt or directory[index.SALT + bucket]
+        self.lines[bucket].will_be_read()
         for attempt in itertools.count():
-            memory, address = aligned_zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
-            grown[2 * bucket] = address + _HEADER_LINES * index.LINE_BYTES
+            block = self.memory.zeros((_HEADER_LINES + num_lines + tail) * index.LINE_BYTES)
+            grown[2 * bucket] = block.address + _HEADER_LINES * index.LINE_BYTES
             grown[2 * bucket + 1] = num_lines
             grown[index.TAIL + bucket] = tail
             grown[index.LIMIT + bucket] = limit
@@ -299,7 +300,7 @@ class SparseStore:
                 grown[index.SALT + bucket] = _new_salt()
         for at in (2 * bucket, 2 * bucket + 1, *(each + bucket for each in (index.TAIL, index.LIMIT, index.SALT))):
             directory[at] = grown[at]
-        self.lines[bucket] = memory
+        self.lines[bucket] = block
 
     def _grow_rows(self, bucket: int, limit: int) -> None:
         """Make room for `limit` rows behind the entries of a bucket (indirect); what is reserved stays."""
@@ -308,7 +309,10 @@ class SparseStore:
         num_bytes = 4 * self.row_words * limit
         pages = self._rows[bucket]
         if pages is None:
-            pages = self._rows[bucket] = Pages(num_bytes)
+            pages = self._rows[bucket] = Pages(num_bytes) if self.memory.limit is None else self.memory.zeros(num_bytes)
         elif num_bytes > pages.num_bytes:
-            pages.resize(num_bytes)
+            if isinstance(pages, Pages):
+                pages.resize(num_bytes)
+            else:
+                pages = self._rows[bucket] = self.memory.enlarged(pages, num_bytes)
         self.directory[index.ROWS + bucket] = pages.address

@@ -8,10 +8,11 @@ from paceline.cli.solver import OF_BLOCKS, OF_MINIBATCHES
 from paceline.cli.train import train
 
 _OF_BOTH = """
-data evaluation model format label positive categorical numeric numeric_scale epochs servers workers solver consistency
-replicas min_replicas non_finite l1 l2 weight class_weight keep_negatives filters save feature_names cache
-snapshot_dir snapshots auto_resume strict json quiet heartbeat_timeout scheduler token_file tls_cert tls_key
-tls_ca filter_module dim factor_lr factor_l2 factor_min_count hidden cross_layers tower_lr classes context
+data evaluation model format label positive categorical numeric numeric_scale epochs servers workers solver
+consistency replicas min_replicas non_finite l1 l2 weight class_weight keep_negatives filters save feature_names cache
+snapshot_dir snapshots auto_resume strict json quiet heartbeat_timeout scheduler token_file tls_cert tls_key tls_ca
+filter_module dim factor_lr factor_l2 factor_min_count hidden cross_layers tower_lr classes context memory_limit
+spill_dir
 """
 
 

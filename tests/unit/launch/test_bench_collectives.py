@@ -78,7 +78,7 @@ def test_wrong_plans_are_refused() -> None:
         BenchPlan(ranks=1, sizes=(4,))
     with pytest.raises(UsageError, match="--peer nccl: expected one of paceline, gloo, mpi"):
         choose_peers(["nccl"])
-    with pytest.raises(UsageError, match="of memory for 1048576G, of which"):
+    with pytest.raises(UsageError, match="of memory for 1024T, of which"):
         next(bench_collectives(BenchPlan(sizes=(1 << 50,), peers=("paceline",))))
     with pytest.raises(UsageError, match=r"^1000000 ranks need about 62500\.0 GiB of memory for 4, of which"):
         next(bench_collectives(BenchPlan(ranks=1_000_000, sizes=(4,), peers=("paceline",))))

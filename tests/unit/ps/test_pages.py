@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from paceline.tables.pages import LazyFloats, Pages
+from paceline.tables.memory.pages import LazyFloats, Pages
 from paceline.tables.rules import Adagrad
 from paceline.tables.sparse_store import SparseStore
 
@@ -33,7 +33,7 @@ class MapWithoutRemap(mmap.mmap):
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "copy":
         MapWithoutRemap.resized = 0
-        monkeypatch.setattr("paceline.tables.pages.mmap.mmap", MapWithoutRemap)
+        monkeypatch.setattr("paceline.tables.memory.pages.mmap.mmap", MapWithoutRemap)
     name: str = request.param
     return name
 

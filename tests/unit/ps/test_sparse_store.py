@@ -16,9 +16,8 @@ from paceline.errors import UsageError
 from paceline.kernels import index, reference, sparse
 from paceline.kernels.cases import random_keys
 from paceline.protocol.placement import NUM_BUCKETS
-from paceline.tables import sparse_store
 from paceline.tables.initializers import Constant
-from paceline.tables.pages import Pages
+from paceline.tables.memory.pages import Pages
 from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, Momentum, UpdateRule
 from paceline.tables.sparse_store import SparseStore
 
@@ -375,19 +374,19 @@ def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
     for each in (store, other):
         each.push(old, np.ones(len(old) * dim, np.float32))
     other.push(new, np.ones(len(new) * dim, np.float32))
-    budget = sum(lines.nbytes for lines in other.lines) + (1 << 14)
-    allocate = sparse_store.aligned_zeros
+    budget = sum(lines.num_bytes for lines in other.lines) + (1 << 14)
+    allocate = store.memory.zeros
     allocated: list[weakref.ref[Any]] = []
 
     def count_bytes() -> int:  # in a frame of its own: that of an error keeps what it refers to
         every = [*store.lines, *(each() for each in allocated)]
-        return sum(memory.nbytes for memory in {id(each): each for each in every if each is not None}.values())
+        return sum(memory.num_bytes for memory in {id(each): each for each in every if each is not None}.values())
 
     def allocate_within_budget(num_bytes: int) -> Any:
         if count_bytes() + num_bytes > budget:
             raise MemoryError
         found = allocate(num_bytes)
-        allocated.append(weakref.ref(found[0]))
+        allocated.append(weakref.ref(found))
         return found
 
     def enlarge(pages: Pages, num_bytes: int) -> None:
@@ -396,7 +395,7 @@ def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
 
     resize = Pages.resize
     monkeypatch.setattr(Pages, "resize", enlarge)
-    monkeypatch.setattr(sparse_store, "aligned_zeros", allocate_within_budget)
+    monkeypatch.setattr(store.memory, "zeros", allocate_within_budget)
     before = pull(store, keys)
     store.reserve(keys)
     assert pull(store, keys).tobytes() == before.tobytes()

@@ -34,6 +34,7 @@ from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
 from paceline.protocol import Accept, check_stale_policy, parse_stale_policy
 from paceline.strategies import StrategyChoice, choose_strategy
+from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_token
@@ -62,6 +63,7 @@ class RunOptions:
     replicas: int | None = None
     min_replicas: int | None = None
     non_finite: str | None = None
+    memory_limit: MemoryLimit | None = None
     heartbeat_timeout_s: float | None = None
     threads: int | None = None
     log_dir: Path | None = None
@@ -105,6 +107,8 @@ def run_script(options: RunOptions) -> int:
         check_replicas(choice.server_replicas, choice.servers, options.min_replicas or 0)
     else:
         _check_no_servers(options, choice.name)
+    if options.memory_limit is not None and options.memory_limit.warning is not None:
+        print(f"paceline run: {options.memory_limit.warning}", file=sys.stderr)
     if options.log_dir is not None:
         check_log_dir(options.log_dir)
     with contextlib.ExitStack() as stack:
@@ -124,6 +128,7 @@ def run_script(options: RunOptions) -> int:
                         replicas=choice.server_replicas,
                         min_replicas=options.min_replicas or 0,
                         non_finite=options.non_finite or "refuse",
+                        memory_limit=options.memory_limit,
                         token=setup.token,
                         tls=setup.tls,
                         share=setup.share,
@@ -205,6 +210,7 @@ def _check_no_servers(options: RunOptions, strategy: str) -> None:
         "--stale": options.stale,
         "--min-replicas": options.min_replicas,
         "--non-finite": options.non_finite,
+        "--memory-limit": None if options.memory_limit is None else options.memory_limit.num_bytes,
         "--heartbeat-timeout": options.heartbeat_timeout_s,
     }
     for name, value in given.items():

@@ -22,6 +22,7 @@ from paceline.launch.supervisor import describe_status
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import SchedulerLink, make_node_name, messages
 from paceline.ps.client.routes import MapWatch
+from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Hello
 
 _LEAVING_S = 2.0
@@ -67,6 +68,7 @@ class RunServers(Closing):
         heartbeat_timeout_s: float,
         min_replicas: int = 0,
         non_finite: str = "refuse",
+        memory_limit: MemoryLimit | None = None,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
         filter_modules: Sequence[str] = (),
@@ -81,6 +83,7 @@ class RunServers(Closing):
             replicas=replicas,
             min_replicas=min_replicas,
             non_finite=non_finite,
+            memory_limit=memory_limit,
             token=token,
             tls=tls,
             share=share,

@@ -26,6 +26,7 @@ from paceline.models.progressive import HEADING, ProgressiveLoss
 from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import Client, messages
+from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, SocketTransport
 
 _STALENESS_EVERY_S = 0.5
@@ -43,6 +44,7 @@ def run_training(
     replicas: int = 0,
     min_replicas: int = 0,
     non_finite: str = "refuse",
+    memory_limit: MemoryLimit | None = None,
     auto_resume: bool = False,
     scheduler: str | None = None,
     token: str | None = None,
@@ -65,6 +67,8 @@ def run_training(
     def warn(text: str) -> None:
         console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
 
+    if memory_limit is not None and memory_limit.warning is not None:
+        warn(memory_limit.warning)
     if look.label_words and not quiet:
         warn(describe_label_words(look.label_words, options.model.read_labels_as))
 
@@ -86,6 +90,7 @@ def run_training(
                     replicas=replicas,
                     min_replicas=min_replicas,
                     non_finite=non_finite,
+                    memory_limit=memory_limit,
                     tls=tls,
                     heartbeat_timeout_s=heartbeat_timeout_s,
                     on_compile=lambda text: console.print(text, highlight=False),

@@ -14,6 +14,7 @@ from paceline.ps.messages import ACK, FILTERED, FORWARDED, VALUES
 from paceline.ps.server.filtered import PeerFilters
 from paceline.ps.server.pushes import ChainPush
 from paceline.ps.server.stale_gradients import StaleGradients
+from paceline.tables.memory.blocks import SpillError
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable, ServerTables
 from paceline.transport import HEADER, HEADER_BYTES, MAGIC, PROTOCOL_VERSION, Header, Limits, Peer, frame_parts, padded
@@ -142,11 +143,17 @@ class Answers:
             f"{self._core.replication.version}): the request was not carried out; take the new map and send it again"
         )
 
-    def no_memory(self) -> PeerError:
+    def no_memory(self, error: MemoryError) -> PeerError:
         """Return why a request is refused that there is no memory for."""
+        rank = self._tables.rank
+        if isinstance(error, SpillError):
+            return PeerError(
+                f"server {rank} has no room for this request: {error}; it was refused, and nothing has changed: free "
+                "some of the disk, name another folder with --spill-dir, or start more servers"
+            )
         return PeerError(
-            f"server {self._tables.rank} has no memory for this request: it was refused, and nothing has changed; ask "
-            "for less at a time, or start more servers"
+            f"server {rank} has no memory for this request: it was refused, and nothing has changed; ask for less at a "
+            "time, or start more servers"
         )
 
     def late_read(self, read: BlockedRead) -> DeadlineError:

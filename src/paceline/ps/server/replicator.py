@@ -236,7 +236,7 @@ class Replicator:
     def new_table(self, spec: messages.TableSpec) -> ServerTable:
         """Return an empty table with the buckets that are here. Raises PeerError if there is no memory for it."""
         try:
-            part = make_part(spec, self._core.replication.held)
+            part = make_part(spec, self._core.replication.held, self._tables.memory)
         except MemoryError:
             raise PeerError(f"server {self._tables.rank} has no memory for its part of {spec}") from None
         part.set_primary(self._core.replication.primary)

@@ -202,8 +202,8 @@ class Runtime:
                 self.answer_push(peer, header, asked, clock, push.flags)
             except PacelineError as error:
                 peer.send_error(header, error)
-            except MemoryError:
-                peer.send_error(header, self.answers.no_memory())
+            except MemoryError as error:
+                peer.send_error(header, self.answers.no_memory(error))
 
     def _refuse(self, token: Any) -> None:
         """Have a client ask again by the newer map. A server that has sent a push on needs no answer."""

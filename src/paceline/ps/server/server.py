@@ -45,6 +45,8 @@ from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
 from paceline.ps.server.stale_gradients import StaleGradients
 from paceline.tables.bounds import MAX_CLOCK
+from paceline.tables.memory.blocks import RowMemory
+from paceline.tables.memory.limit import MemoryLimit
 from paceline.tables.non_finite import REFUSE, NonFinite
 from paceline.tables.server_tables import ServerTables
 from paceline.transport import Handler, Header, Hello, Peer, Transport, frame_parts
@@ -63,10 +65,10 @@ class Server(Handler):
     Arguments: `consistency` and `stale`, the cluster's; `expected_workers`, how many must have joined before the first
     iteration can complete; `replicas`, how many servers may die without loss; `min_replicas`, how many must have a push
     before it is acknowledged; `non_finite`, what becomes of infinities and NaN (:mod:`paceline.tables.non_finite`);
-    `transport`, for connections to other servers, which a lone one does not need;
-    `on_filled`, which takes what the scheduler must hear, and does not raise; `fail`, called with an exception after
-    which this server must not go on (:mod:`paceline.ps.fail_stop`). If it returns, the server tells nobody of that
-    exception.
+    `memory_limit`, beyond which rows lie in files; `transport`, for connections to other servers, which a lone one does
+    not need; `on_filled`, which takes what the scheduler must hear, and does not raise; `fail`, called with an
+    exception after which this server must not go on (:mod:`paceline.ps.fail_stop`). If it returns, the server tells
+    nobody of that exception.
     """
 
     def __init__(
@@ -79,12 +81,13 @@ class Server(Handler):
         replicas: int = 0,
         min_replicas: int = 0,
         non_finite: str = REFUSE,
+        memory_limit: MemoryLimit | None = None,
         transport: Transport | None = None,
         on_filled: Callable[[messages.Filled], None] = lambda filled: None,
     ) -> None:
         self._on_failure = fail
         self._is_sure = True
-        self.tables = ServerTables(0)
+        self.tables = ServerTables(0, RowMemory(memory_limit))
         self.core = ServerCore(
             consistency, expected_workers=expected_workers, replicas=replicas, min_replicas=min_replicas
         )
@@ -194,9 +197,9 @@ class Server(Handler):
         except PacelineError:
             if self._is_sure:
                 raise
-        except MemoryError:
+        except MemoryError as error:
             if self._is_sure:  # it came before anything was changed
-                raise self._answers.no_memory() from None
+                raise self._answers.no_memory(error) from None
         except Exception as error:
             self._fail(error)
 

@@ -1,0 +1,186 @@
+"""A server's table of 10^8 features: memory, rates and pauses as it grows, snapshot and recovery; beyond a limit too.
+
+    python benchmarks/scale.py [--rows 100000000] [--memory-limit 1G --spill-dir DIR] [--directory DIR] [--json]
+
+One server process, one client that pushes 100,000 keys at a time (FTRL, dim 1), each push awaited. Ten times on the way
+to the last row a line is printed: the growth of the server's resident memory by row, without the pages of files that
+it maps (*file* has those), and as many times the 20 bytes of key, value and state; new and known keys a second (pushes
+of keys that have a row, drawn anew, and pulls of such), of 3 million keys each; the median and the longest push of new
+keys since the last line, in which buckets grow. Then a snapshot is taken, and loaded into a new cluster, checksums
+verified. With --memory-limit rows beyond it lie in files: their slowdown is what the columns of known keys show. It
+counts when memory is short: run it where the system gives no more than the limit and some 400 MB, as by ``systemd-run
+--scope -p MemoryMax=1400M``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from paceline import MemoryLimit
+from paceline.launch.local import LocalCluster
+from paceline.ps import FTRL, Client, SparseTable
+from paceline.ps.client.snapshot_loading import load_snapshot
+from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.storage.snapshot_directory import read_newest
+
+BARE_BYTES = 8 + 3 * 4
+KEYS = 100_000
+NUM_LINES = 10
+NUM_KNOWN = 30  # pushes and pulls of keys that have a row, for each line
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    rows: int
+    bytes_per_row: float
+    ratio: float
+    file_megabytes: int
+    new_per_s: int
+    known_per_s: int
+    pulled_per_s: int
+    median_ms: float
+    longest_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    rows: int
+    snapshot_s: float
+    snapshot_megabytes: int
+    longest_push_meanwhile_ms: float
+    recovery_s: float
+    recovered_rows: int
+
+
+def keys_of(numbers: np.ndarray) -> np.ndarray:
+    """Return the keys of features by number, all different."""
+    return (numbers.astype(np.uint64) + np.uint64(1)) * _ODD
+
+
+def resident(server: psutil.Process) -> tuple[int, int]:
+    """Return the bytes of a process that are in memory: its own, and those of files that it maps."""
+    found = server.memory_info()
+    return found.rss - found.shared, found.shared
+
+
+def push(table: SparseTable, keys: np.ndarray, grads: np.ndarray) -> float:
+    start = time.perf_counter()
+    table.push(keys, grads[: len(keys)], assume_unique=True).wait()
+    return time.perf_counter() - start
+
+
+def fill(table: SparseTable, server: psutil.Process, first: int, rows: int, before: tuple[int, int]) -> Line:
+    """Push the keys of the features from number `first` to `rows`, then known ones; return what that took."""
+    random = np.random.default_rng(first)
+    grads = random.standard_normal((KEYS, 1), np.float32)
+    times = [push(table, keys_of(np.arange(at, min(at + KEYS, rows))), grads) for at in range(first, rows, KEYS)]
+    own, mapped = resident(server)
+    known, pulled, size = 0.0, 0.0, min(KEYS, rows)
+    for _ in range(NUM_KNOWN):
+        known += push(table, np.unique(keys_of(random.integers(0, rows, size))), grads)
+        some = np.unique(keys_of(random.integers(0, rows, size)))
+        start = time.perf_counter()
+        table.pull(some, assume_unique=True)
+        pulled += time.perf_counter() - start
+    return Line(
+        rows=rows,
+        bytes_per_row=round((own - before[0]) / rows, 1),
+        ratio=round((own - before[0]) / rows / BARE_BYTES, 2),
+        file_megabytes=round((mapped - before[1]) / 1e6),
+        new_per_s=round((rows - first) / sum(times)),
+        known_per_s=round(NUM_KNOWN * size / known),
+        pulled_per_s=round(NUM_KNOWN * size / pulled),
+        median_ms=round(1e3 * float(np.median(times)), 1),
+        longest_ms=round(1e3 * max(times), 1),
+    )
+
+
+def snapshot(client: Client, table: SparseTable, rows: int, directory: Path) -> tuple[float, float]:
+    """Take a snapshot while known keys are pushed; return the seconds, and those of the longest push meanwhile."""
+    random = np.random.default_rng(1)
+    grads = np.full((KEYS, 1), 0.5, np.float32)
+    taker, times = SnapshotTaker(client, directory), [0.0]
+    start = time.perf_counter()
+    taker.begin()
+    while taker.poll() is None:
+        times.append(push(table, np.unique(keys_of(random.integers(0, rows, min(2000, rows)))), grads))
+        time.sleep(0.005)
+    return time.perf_counter() - start, max(times)
+
+
+def measure(rows: int, limit: MemoryLimit | None, directory: Path, as_json: bool) -> None:
+    with (
+        LocalCluster.start(servers=1, workers=1, memory_limit=limit) as cluster,
+        cluster.connect() as client,
+        cluster.connect(observer=True) as observer,
+    ):
+        table = client.sparse_table("weights", dim=1, update=FTRL(alpha=0.05, l1=0.1))
+        server = psutil.Process(cluster.pids("server")[0])
+        push(table, keys_of(np.arange(1)), np.ones((1, 1), np.float32))
+        before, steps = resident(server), [rows * (number + 1) // NUM_LINES for number in range(NUM_LINES)]
+        for first, last in zip([0, *steps], steps, strict=False):
+            print_line(fill(table, server, first, last, before), as_json=as_json)
+        seconds, longest_s = snapshot(observer, table, rows, directory)
+        written = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
+    with (
+        LocalCluster.start(servers=1, workers=1, memory_limit=limit) as cluster,
+        cluster.connect(observer=True) as client,
+    ):
+        start = time.perf_counter()
+        load_snapshot(client, read_newest(directory))
+        recovery_s = time.perf_counter() - start
+        found = client.statistics()[0].tables["weights"].rows
+    ending = Ending(
+        rows=rows,
+        snapshot_s=round(seconds, 1),
+        snapshot_megabytes=round(written / 1e6),
+        longest_push_meanwhile_ms=round(1e3 * longest_s, 1),
+        recovery_s=round(recovery_s, 1),
+        recovered_rows=found,
+    )
+    print(json.dumps(asdict(ending)) if as_json else "\n".join(f"{k:26} {v}" for k, v in asdict(ending).items()))
+
+
+def print_line(line: Line, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(line)), flush=True)
+    else:
+        print(
+            f"{line.rows:>11,} {line.bytes_per_row:>9.1f} {line.ratio:>6.2f} {line.file_megabytes:>8} "
+            f"{line.new_per_s:>11,} {line.known_per_s:>11,} {line.pulled_per_s:>11,} {line.median_ms:>9.1f} "
+            f"{line.longest_ms:>10.1f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--memory-limit", help="rows beyond it lie in files, as 512M or 8G")
+    parser.add_argument("--spill-dir", type=Path, help="folder of those files")
+    parser.add_argument("--directory", type=Path, help="where the snapshot goes; a temporary folder in it is used")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    arguments = parser.parse_args()
+    limit = MemoryLimit.parse(arguments.memory_limit, arguments.spill_dir)
+    if not arguments.json:
+        print(f"load {os.getloadavg()[0]:.1f}, {psutil.virtual_memory().available / 1e9:.1f} GB of memory available")
+        print(
+            f"{'rows':>11} {'bytes/row':>9} {'ratio':>6} {'file MB':>8} {'new/s':>11} {'known/s':>11} "
+            f"{'pulled/s':>11} {'median ms':>9} {'longest ms':>10}"
+        )
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+        measure(arguments.rows, limit, Path(folder), arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""How much memory a server's rows may take: what ``--memory-limit 8G --spill-dir DIR`` says."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from paceline.errors import UsageError
+
+SIZE_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_IN_MEMORY: Final = ("tmpfs", "ramfs")
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes of a size such as ``4``, ``16K`` or ``8G``, in units of 1024; None if it is none."""
+    number, unit = text.strip().upper(), ""
+    if number and number[-1] in SIZE_UNITS:
+        number, unit = number[:-1], number[-1]
+    return int(number) * SIZE_UNITS[unit] if number.isascii() and number.isdigit() and int(number) > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """How much memory the rows of a server's sparse tables take before more of them lie in files.
+
+    Raises UsageError where there can be no such limit.
+    """
+
+    num_bytes: int
+    """Of each server; what its index of wide rows takes counts too. Dense tables stay in memory, and do not count."""
+    spill_dir: str = field(default_factory=tempfile.gettempdir)
+    """Folder of the files, on a disk with room for the rest. They have no names, and go with the process."""
+
+    def __post_init__(self) -> None:
+        if self.num_bytes <= 0:
+            raise UsageError(f"a memory limit of {self.num_bytes} bytes: expected a positive number")
+
+    @classmethod
+    def parse(cls, text: str | None, spill_dir: Path | None) -> MemoryLimit | None:
+        """Return what ``--memory-limit`` and ``--spill-dir`` ask for; raise UsageError for what cannot be."""
+        if text is None:
+            if spill_dir is not None:
+                raise UsageError(f"--spill-dir {spill_dir} is for rows beyond a limit: give --memory-limit too")
+            return None
+        num_bytes = parse_size(text)
+        if num_bytes is None:
+            raise UsageError(f"--memory-limit {text}: expected a positive number of bytes such as 512M, 8G or 1T")
+        limit = cls(num_bytes=num_bytes, spill_dir=str((spill_dir or Path(tempfile.gettempdir())).absolute()))
+        limit.check_folder()
+        return limit
+
+    def check_folder(self) -> None:
+        """Raise UsageError unless files can be made in the folder."""
+        try:
+            tempfile.TemporaryFile(dir=self.spill_dir).close()
+        except OSError as error:
+            raise UsageError(
+                f"rows beyond the memory limit cannot be kept in {self.spill_dir}: {error.strerror}; name a folder "
+                "that can be written to with --spill-dir"
+            ) from None
+
+    @property
+    def warning(self) -> str | None:
+        """Say if the folder lies in memory itself, so that nothing is won; None if it does not."""
+        folder = Path(self.spill_dir).resolve()
+        mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
+        mount = max(mounts, key=lambda each: len(each.mountpoint), default=None)
+        if mount is None or mount.fstype not in _IN_MEMORY:
+            return None
+        return (
+            f"{self.spill_dir} is a {mount.fstype}, whose files lie in memory: rows beyond the memory limit save none "
+            "there; name a folder on a disk with --spill-dir"
+        )

@@ -1,0 +1,120 @@
+"""Rows beyond a memory limit lie in files: the same to the bit, and nothing is left of them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.errors import UsageError
+from paceline.kernels import index
+from paceline.tables.memory.blocks import RowMemory, SpillError
+from paceline.tables.memory.limit import MemoryLimit, parse_size
+from paceline.tables.rules import FTRL, Adagrad, UpdateRule
+from paceline.tables.sparse_store import SparseStore
+
+LIMIT_BYTES = 1 << 19
+
+
+def keys_of(count: int, seed: int) -> np.ndarray:
+    """Return keys (uint64) of few buckets, so that these become large enough for files of their own."""
+    keys = np.random.default_rng(seed).integers(0, 2**64, 64 * count, np.uint64)
+    buckets = np.empty(len(keys), np.uint16)
+    index.buckets_of(keys, buckets)
+    return keys[buckets < 8]
+
+
+def mapped_files(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("dim", "rule"), [(1, FTRL(alpha=0.05, l1=0.1)), (16, Adagrad(lr=0.1))])
+def test_a_table_beyond_its_limit_is_the_same_to_the_bit(
+    tmp_path: Path, dim: int, rule: UpdateRule, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path)))
+    spilled, plain = SparseStore(dim=dim, rule=rule, memory=memory), SparseStore(dim=dim, rule=rule)
+    with caplog.at_level(logging.WARNING, "paceline.tables"):
+        for seed in (0, 1, 0):  # the last pass finds its rows
+            keys = keys_of(40_000 // dim, seed)
+            grads = np.random.default_rng(seed + 9).standard_normal(dim * len(keys)).astype(np.float32)
+            for store in (spilled, plain):
+                store.reserve(keys)
+                store.push(keys, grads)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert memory.in_memory_bytes <= LIMIT_BYTES
+    assert memory.spilled_bytes > 0
+    assert mapped_files(tmp_path) > 0
+    assert os.listdir(tmp_path) == []
+    found, expected = np.empty(dim * len(keys), np.float32), np.empty(dim * len(keys), np.float32)
+    spilled.pull(keys, found)
+    plain.pull(keys, expected)
+    np.testing.assert_array_equal(found, expected)
+    for (some, records), (same, others) in zip(spilled.items(), plain.items(), strict=True):
+        np.testing.assert_array_equal(some, same)
+        np.testing.assert_array_equal(records, others)
+    assert spilled.erase(keys[:1000]) == 1000
+    for bucket in range(8):
+        spilled.drop_bucket(bucket)
+    gc.collect()
+    assert memory.spilled_bytes == 0
+    assert mapped_files(tmp_path) == 0
+
+
+def test_a_full_disk_refuses_a_push_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SparseStore(dim=1, memory=RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path))))
+    keys = keys_of(40_000, 0)
+    store.push(keys[:1000], np.ones(1000, np.float32))
+    before = {bucket: store.bucket(bucket) for bucket in range(8)}
+
+    def is_full(number: int, start: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", is_full)
+    with pytest.raises(SpillError, match=rf"MB of rows find no room in {tmp_path}: No space left on device"):
+        store.reserve(keys)
+    for bucket, (some, records) in before.items():
+        found, same = store.bucket(bucket)
+        np.testing.assert_array_equal(np.sort(found), np.sort(some))
+        assert records.sum() == same.sum()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4", 4),
+        ("16K", 16 << 10),
+        ("8g", 8 << 30),
+        ("1T", 1 << 40),
+        ("8X", None),
+        ("0", None),
+        ("-1", None),
+        ("", None),
+    ],
+)
+def test_sizes_are_read(text: str, size: int | None) -> None:
+    assert parse_size(text) == size
+
+
+def test_what_cannot_be_a_limit_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    assert MemoryLimit.parse(None, None) is None
+    with pytest.raises(UsageError, match="--memory-limit 8X: expected a positive number of bytes such as 512M"):
+        MemoryLimit.parse("8X", None)
+    with pytest.raises(UsageError, match="give --memory-limit too"):
+        MemoryLimit.parse(None, tmp_path)
+    with pytest.raises(UsageError, match=rf"cannot be kept in {tmp_path}/no: No such file or directory; name a folder"):
+        MemoryLimit.parse("8G", tmp_path / "no")
+    with pytest.raises(UsageError, match="a memory limit of 0 bytes"):
+        MemoryLimit(num_bytes=0)
+
+
+def test_a_folder_in_memory_is_told(tmp_path: Path) -> None:
+    if not Path("/dev/shm").is_mount():
+        pytest.skip("no tmpfs at /dev/shm")
+    limit = MemoryLimit(num_bytes=1, spill_dir="/dev/shm")
+    assert limit.warning is not None
+    assert limit.warning.startswith("/dev/shm is a tmpfs, whose files lie in memory")
