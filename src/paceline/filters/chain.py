@@ -122,7 +122,7 @@ class FilterChain:
         self,
         keys: Keys,
         values: Floats,
-        seed: int,
+        seed: int | None,
         memory: KeyMemory | None,
         *,
         is_range: bool = False,
@@ -234,7 +234,7 @@ class FilterChain:
     def _value_bytes(self, count: int) -> int:
         return 4 * count if self.values is None else self.values.num_bytes(count)
 
-    def _write_values(self, values: Floats, seed: int, out: Bytes) -> None:
+    def _write_values(self, values: Floats, seed: int | None, out: Bytes) -> None:
         if self.values is None:
             out.view(np.float32)[:] = values
         else:

@@ -1,6 +1,8 @@
-"""What a worker holds back of its pushes to a table, by row: the state of one :class:`RowFilter`."""
+"""What a worker holds back of its pushes to a table, by row (error feedback)."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 
@@ -9,6 +11,27 @@ from paceline.tables.rules import SGD
 from paceline.tables.sparse_store import SparseStore
 from paceline.tables.types import Floats, Keys
 
+_MAX_RANGES: Final = 1024
+"""So many ranges of a dense table have errors kept; programs push the same ones again and again."""
+
+
+class HeldRows:
+    """Rows of `dim` values to be added to later pushes of the same rows; those that were never held back are zero."""
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._store = SparseStore(dim=dim, rule=SGD(lr=1.0))
+
+    def read(self, keys: Keys) -> Floats:
+        """Return what is held back of these rows, float32 [n, dim]."""
+        rows = np.empty((len(keys), self._dim), np.float32)
+        self._store.pull(keys, rows.reshape(-1))
+        return rows
+
+    def add(self, keys: Keys, change: Floats) -> None:
+        """Hold back so much more of these rows."""
+        self._store.push(keys, -change.reshape(-1))  # since its rule is w ← w − x
+
 
 class RowSelection:
     """Applies a filter to the pushes of one table of rows of `dim` values."""
@@ -16,21 +39,20 @@ class RowSelection:
     def __init__(self, chosen_by: RowFilter, dim: int) -> None:
         self._filter = chosen_by
         self._dim = dim
-        # A push of −x to it adds x, since its rule is w ← w − x.
-        self._rest = SparseStore(dim=dim, rule=SGD(lr=1.0)) if chosen_by.keeps_rest else None
+        self._held = HeldRows(dim) if chosen_by.keeps_rest else None
 
     def choose(self, keys: Keys, values: Floats, clock: int, seed: int) -> tuple[Keys, Floats]:
         """Return the keys and values (float32 [n * dim]) that go out; hold back the others."""
         if not len(keys):
             return keys, values
         rows = given = values.reshape(-1, self._dim)
-        if self._rest is None:
+        if self._held is None:
             chosen = self._filter.choose(keys, rows, clock, seed)
         else:
-            held = self.held_back(keys)
+            held = self._held.read(keys)
             rows = given + held
             chosen = self._filter.choose(keys, rows, clock, seed)
-            self._rest.push(keys, np.where(chosen[:, None], held, -given).reshape(-1))
+            self._held.add(keys, np.where(chosen[:, None], -held, given))
         rows, scale = rows[chosen], self._filter.rescale()
         if scale != 1.0:
             rows *= np.float32(scale)
@@ -38,7 +60,57 @@ class RowSelection:
 
     def held_back(self, keys: Keys) -> Floats:
         """Return what is held back of these rows, float32 [n, dim]."""
-        rows = np.zeros((len(keys), self._dim), np.float32)
-        if self._rest is not None:
-            self._rest.pull(keys, rows.reshape(-1))
-        return rows
+        return np.zeros((len(keys), self._dim), np.float32) if self._held is None else self._held.read(keys)
+
+
+class RowErrors:
+    """What a filter of values has taken of the rows pushed to a sparse table, to be added to their next pushes."""
+
+    def __init__(self, dim: int) -> None:
+        self._rows = HeldRows(dim)
+
+    def read(self, keys: Keys, num_values: int, *, is_range: bool) -> Floats:
+        """Return what is to be added to a push of these keys (float32 [num_values])."""
+        return self._rows.read(keys).reshape(-1)
+
+    def keep(self, keys: Keys, before: Floats, after: Floats, *, is_range: bool) -> None:
+        """Have `after` be read of them next time, in place of `before`, except for what is not finite."""
+        self._rows.add(keys, _finite(after) - before)
+
+
+class ElementErrors:
+    """As :class:`RowErrors`, for what one server has of a dense table: its elements by key, and ranges of them.
+
+    A range is known by its bounds (uint64 [2]), of which the server may have a part: other bounds are another range.
+    """
+
+    def __init__(self) -> None:
+        self._elements = np.zeros(0, np.float32)
+        self._ranges: dict[bytes, Floats] = {}
+
+    def read(self, keys: Keys, num_values: int, *, is_range: bool) -> Floats:
+        """Return what is to be added to a push of these keys, or bounds (float32 [num_values])."""
+        if is_range:
+            kept = self._ranges.pop(keys.tobytes(), None)
+            return np.zeros(num_values, np.float32) if kept is None or len(kept) != num_values else kept
+        missing = int(keys.max(initial=0)) + 1 - len(self._elements)
+        if missing > 0:
+            self._elements = np.pad(self._elements, (0, missing))
+        return self._elements[keys]
+
+    def keep(self, keys: Keys, before: Floats, after: Floats, *, is_range: bool) -> None:
+        """Have `after` be read of them next time, in place of `before`, except for what is not finite."""
+        if is_range:
+            self._ranges[keys.tobytes()] = _finite(after)
+            while len(self._ranges) > _MAX_RANGES:
+                del self._ranges[next(iter(self._ranges))]
+        else:
+            self._elements[keys] = _finite(after)
+
+    def forget_ranges(self) -> None:
+        """Forget the ranges: the server has other parts of them now."""
+        self._ranges.clear()
+
+
+def _finite(values: Floats) -> Floats:
+    return np.where(np.isfinite(values), values, np.float32(0))

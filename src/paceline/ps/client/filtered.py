@@ -15,11 +15,11 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.errors import PacelineError, UsageError
-from paceline.filters.base import Filter, ValueFilter
+from paceline.filters.base import Bytes, Filter, ValueFilter
 from paceline.filters.chain import FilterChain
 from paceline.filters.chance import seed_of
 from paceline.filters.delta_keys import DeltaKeys
-from paceline.filters.rows import RowSelection
+from paceline.filters.rows import ElementErrors, RowErrors, RowSelection
 from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection, make_room, make_way
@@ -59,7 +59,9 @@ class TableFilters:
         sent = [each.describe() for each in self.requests.filters if each not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
         """What servers have to know."""
+        self._is_dense = is_dense
         self._selections: list[RowSelection] = []
+        self._row_errors: RowErrors | None = None
         self._senders: dict[int, FilteredSender] = {}
 
     def __bool__(self) -> bool:
@@ -90,6 +92,16 @@ class TableFilters:
             keys, grads = selection.choose(keys, grads, clock, seed)
         return keys, grads
 
+    def errors(self, dim: int) -> RowErrors | ElementErrors | None:
+        """Return where errors of pushes by one connection are kept; None if they are not."""
+        if self.requests.values is None or not self.requests.values.keeps_error:
+            return None
+        if self._is_dense:
+            return ElementErrors()
+        if self._row_errors is None:
+            self._row_errors = RowErrors(dim)
+        return self._row_errors
+
     def order(
         self, keys: Keys, grads: Floats, dim: int, inverse: npt.NDArray[np.int32] | None
     ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
@@ -108,6 +120,8 @@ class FilteredSender:
 
     def __init__(self, connection: ServerConnection, filters: TableFilters) -> None:
         self._connection = connection
+        self._filters = filters
+        self._errors: RowErrors | ElementErrors | None = None
         self._chain, self.answers = filters.requests, filters.answers
         self._meta = messages.encode(filters.info)
         self._memory = self._chain.memory(sends=True)
@@ -137,9 +151,11 @@ class FilteredSender:
         self._begin(connection)
         request = session.request(KINDS[kind], clock, sequence, None, bool(flags & TICKS))
         keys, values = parts[0], parts[1] if len(parts) > 1 else _NO_VALUES
-        read = values if self._chain.values is None else np.empty_like(values)
         seed = seed_of(connection.hello.rank, clock, sequence, table, connection.rank)
-        body = self._chain.encode(keys, values, seed, self._memory, is_range=bool(flags & RANGE), read=read)
+        if kind == PUSH:
+            body, read = self._encode_push(keys, values, seed, is_range=bool(flags & RANGE))
+        else:
+            body, read = self._encode(keys, values, seed, is_range=bool(flags & RANGE))
         frame = frame_parts(
             _FILTERED[kind],
             flags=flags,
@@ -158,6 +174,23 @@ class FilteredSender:
         connection.transmit(tuple(frame), request)
         return request
 
+    def _encode_push(self, keys: Keys, values: Floats, seed: int, *, is_range: bool) -> tuple[Bytes, Floats]:
+        """Return the body for a push and what the server reads of the values, which is never less for long."""
+        if self._errors is None and len(values):
+            self._errors = self._filters.errors(len(values) // len(keys))
+        errors = self._errors
+        if errors is None or not len(values):
+            return self._encode(keys, values, seed, is_range=is_range)
+        before = errors.read(keys, len(values), is_range=is_range)
+        wanted = values + before
+        body, read = self._encode(keys, wanted, None, is_range=is_range)
+        errors.keep(keys, before, wanted - read, is_range=is_range)
+        return body, read
+
+    def _encode(self, keys: Keys, values: Floats, seed: int | None, *, is_range: bool) -> tuple[Bytes, Floats]:
+        read = values if self._chain.values is None else np.empty_like(values)
+        return self._chain.encode(keys, values, seed, self._memory, is_range=is_range, read=read), read
+
     def _begin(self, connection: ServerConnection) -> None:
         """Forget what the other end has forgotten."""
         version = connection.core.version
@@ -168,6 +201,8 @@ class FilteredSender:
         self._version = version
         if self._memory is not None:
             self._memory.clear()
+        if isinstance(self._errors, ElementErrors):
+            self._errors.forget_ranges()
 
     def forget(self) -> None:
         """Take note that the other end does not know what a request refers to."""
