@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.data import Batch, detect_format, open_dataset, sample_labels
 from paceline.errors import DataError
@@ -86,9 +92,93 @@ def test_rows_that_are_not_finite_are_malformed(tmp_path: Path) -> None:
         ({"indptr": [0, 9], "indices": [1], "data": [1.0]}, "no whole csr matrix"),
         ({"format": "csc", "indptr": [0, 1], "indices": [1], "data": [1.0]}, "expected csr"),
         ({"X": np.array([{}])}, "cannot be read as arrays of NumPy"),
+        ({"indptr": [0, 1.5, 2], "indices": [1, 2], "data": [1.0, 2.0]}, "no whole csr matrix"),
+        ({"indptr": [0, 2], "indices": [0.5, np.nan], "data": [1.0, 2.0]}, "no whole csr matrix"),
+        ({"indptr": [0, 2], "indices": 3, "data": [1.0, 2.0]}, "no whole csr matrix"),
+        ({"indptr": [0, 2], "indices": [[1, 2], [3, 4]], "data": np.ones((2, 2))}, "no whole csr matrix"),
+        ({"indptr": ["0", "2"], "indices": [1, 2], "data": [1.0, 2.0]}, "no whole csr matrix"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any], told: str) -> None:
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(DataError, match=told):
         read(tmp_path / "x.npz")
+
+
+def test_numbers_that_float32_does_not_hold_are_malformed_without_a_warning(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", X=[[1e300], [1], [1], [2]], y=[0, 1e300, 1, 0])
+    with open_dataset(tmp_path / "x.npz", labels="numbers") as dataset:
+        assert [batch.labels.tolist() for batch in dataset.batches(9)] == [[1, 0]]
+        assert [line.row for line in dataset.bad_lines.first] == [1, 2]
+
+
+def npy(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def zipped(method: int, **members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def header(text: str) -> bytes:
+    return b"\x93NUMPY\x01\0" + len(text).to_bytes(2, "little") + text.encode() + bytes(64)
+
+
+def test_files_that_only_look_like_arrays_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    large = "{'descr': '<f8', 'fortran_order': False, 'shape': (%d, 4)}\n"
+    y = npy(Y)
+    for number, data in enumerate(
+        (
+            zipped(zipfile.ZIP_STORED, X=b"hello", **{"y.npy": y}),
+            zipped(zipfile.ZIP_STORED, **{"X.npy": header(large % 10**12), "y.npy": y}),
+            zipped(zipfile.ZIP_STORED, **{"X.npy": header("{'descr': '<f8'"), "y.npy": y}),
+            header(large % 2**62),
+            header(large % -1),
+            header("{'descr': '<f8', 'fortran_order': False, 'shape': (1,\n"),
+            header("[" * 5000),
+        )
+    ):
+        path = tmp_path / f"{number}.npz"
+        path.write_bytes(data)
+        with pytest.raises(
+            DataError, match=r"(cannot be read as arrays of NumPy: .|has shape .*: expected rows)"
+        ) as it:
+            read(path, format="numpy")
+        assert "\n" not in str(it.value)
+
+
+FILES = {
+    "npy": npy(X[:40]),
+    "stored": zipped(zipfile.ZIP_STORED, **{"X.npy": npy(X[:40]), "y.npy": npy(Y[:40])}),
+    "deflated": zipped(zipfile.ZIP_DEFLATED, **{"X.npy": npy(X[:40]), "y.npy": npy(Y[:40])}),
+    "csr": zipped(
+        zipfile.ZIP_DEFLATED,
+        **{"indptr.npy": npy([0, 2, 3]), "indices.npy": npy([1, 2, 3]), "data.npy": npy(X[0, :3]), "y.npy": npy(Y[:2])},
+    ),
+}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(sorted(FILES)),
+    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), max_size=6),
+    st.floats(0, 1),
+    st.booleans(),
+)
+def test_damaged_arrays_are_read_or_refused(
+    kind: str, flips: list[tuple[float, int]], kept: float, in_header: bool
+) -> None:
+    data = bytearray(FILES[kind])
+    for place, bits in flips:
+        data[int(place * (min(len(data), 128) if in_header else len(data)))] ^= bits
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.npz")
+        path.write_bytes(data[: 1 + int(kept * len(data))])
+        with contextlib.suppress(DataError):
+            assert read(path, format="numpy", needs_labels=False).num_examples <= 40

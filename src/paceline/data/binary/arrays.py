@@ -7,10 +7,11 @@ is with ``.y.npy`` instead of its ending. A shard is a range of rows.
 
 from __future__ import annotations
 
-import zipfile
+import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,12 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.reader import Report
 from paceline.data.streams import check_local
-from paceline.errors import DataError
+from paceline.errors import DataError, printable
 
 NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
+_PARTS = ("indptr", "indices", "data")
 _ROWS = 4096
+_MOST_TEXT = 200
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -36,11 +39,13 @@ class ArrayFile:
         self._path = path
         check_local(path, "NumPy's")
         try:
-            arrays = _load(path)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} cannot be read as arrays of NumPy: {error}") from error
+            with _quietly():
+                arrays = _load(path)
+        except Exception as error:  # a header is parsed as Python, and an archive by zlib: there is no end of kinds
+            why = printable(str(error).partition("\n")[0] or type(error).__name__, _MOST_TEXT)
+            raise DataError(f"{path} cannot be read as arrays of NumPy: {why}") from error
         self.X: npt.NDArray[Any] | None = arrays.get("X")
-        self.indptr, self.indices, self.values = (arrays.get(name) for name in ("indptr", "indices", "data"))
+        self.indptr, self.indices, self.values = (arrays.get(name) for name in _PARTS)
         self.y: npt.NDArray[Any] | None = arrays.get("y")
         if self.X is None and (self.indptr is None or self.indices is None or self.values is None):
             raise DataError(
@@ -61,20 +66,18 @@ class ArrayFile:
         X, y, indptr = self.X, self.y, self.indptr
         if X is not None and (X.ndim != 2 or X.dtype.kind not in "fiub"):
             raise DataError(f"{self._path}: X has shape {X.shape} and dtype {X.dtype}: expected rows of numbers")
-        if X is None:
-            assert indptr is not None
-            assert self.indices is not None
-            assert self.values is not None
-            ends = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and indptr[-1] == len(self.indices)
-            rises = ends and (indptr[1:] >= indptr[:-1]).all() and len(self.indices) == len(self.values)
-            if not rises or (len(self.indices) and self.indices.min() < 0) or self.values.dtype.kind not in "fiub":
-                raise DataError(f"{self._path} holds no whole csr matrix of numbers")
+        if X is None and not _is_csr(indptr, self.indices, self.values):
+            raise DataError(f"{self._path} holds no whole csr matrix of numbers")
         if y is not None and (y.shape != (self.num_rows,) or y.dtype.kind not in "fiub"):
             what = f"y has shape {y.shape} and dtype {y.dtype}"
             raise DataError(f"{self._path}: {what}: expected {self.num_rows:,} numbers")
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop`, with labels NaN where there are none."""
+        """Examples `start` to `stop`, with labels NaN where there are none, and infinite what float32 does not hold."""
+        with _quietly():
+            return self._rows(start, stop)
+
+    def _rows(self, start: int, stop: int) -> Batch:
         labels = np.full(stop - start, np.nan, np.float32)
         if self.y is not None:
             labels[:] = self.y[start:stop]
@@ -93,16 +96,50 @@ class ArrayFile:
         return Batch(labels, indptr - indptr[0], self.indices[pairs].astype(np.uint64), values)
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings that NumPy has for numbers that are too large, and for odd headers: we look ourselves."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def labels_beside(path: str) -> Path:
+    """The file that the labels of arrays are in, unless they are with them."""
+    return Path(path).with_suffix(".y.npy")
+
+
 def _load(path: str) -> dict[str, npt.NDArray[Any]]:
-    beside = Path(path).with_suffix(".y.npy")
+    beside = labels_beside(path)
     labels = {"y": np.load(beside, allow_pickle=False)} if beside.exists() else {}
-    found = np.load(path, mmap_mode="r", allow_pickle=False)
-    if isinstance(found, np.ndarray):
-        return {"X": found, **labels}
-    with found:
+    with open(path, "rb") as file:
+        if file.read(2) == ZIP_MAGIC[:2]:
+            file.seek(0)
+            return {**labels, **_load_archive(file)}
+    return {"X": np.load(path, mmap_mode="r", allow_pickle=False), **labels}
+
+
+def _load_archive(file: BinaryIO) -> dict[str, npt.NDArray[Any]]:
+    with np.load(file, allow_pickle=False) as found:
         if "format" in found.files and found["format"].item() not in (b"csr", "csr"):
             raise ValueError(f"the matrix is {found['format'].item()!r}, expected csr: save X.tocsr()")
-        return {**labels, **{name: found[name] for name in found.files if name not in ("format", "shape")}}
+        arrays = {name: found[name] for name in found.files if name not in ("format", "shape")}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"{name} is no array")
+    return arrays
+
+
+def _is_csr(indptr: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None, values: npt.NDArray[Any] | None) -> bool:
+    if indptr is None or indices is None or values is None:
+        return False
+    if (indptr.ndim, indices.ndim, values.ndim) != (1, 1, 1) or len(indices) != len(values):
+        return False
+    if indptr.dtype.kind not in "iu" or indices.dtype.kind not in "iu" or values.dtype.kind not in "fiub":
+        return False
+    if not len(indptr) or indptr[0] != 0 or indptr[-1] != len(indices) or not (indptr[1:] >= indptr[:-1]).all():
+        return False
+    return not len(indices) or bool(indices.min() >= 0)
 
 
 class ArrayFileReader:
@@ -112,8 +149,7 @@ class ArrayFileReader:
         self._path = path
         self._file = ArrayFile(path)
         if self._file.y is None and needs_label:
-            beside = Path(path).with_suffix(".y.npy")
-            raise DataError(f"{path} has no labels: expected y in it, or {beside} beside it")
+            raise DataError(f"{path} has no labels: expected y in it, or {labels_beside(path)} beside it")
         self._needs_label = needs_label
         num_rows = self._file.num_rows
         self._shard_rows = max(num_rows * shard_bytes // max(num_bytes, 1), 1)
