@@ -184,6 +184,15 @@ def test_a_file_that_is_not_whole_is_refused(out: Path, change: Any, told: str) 
         ({"guesses": [1]}, "not whole"),
         ({"bad": [[1, 2, 3, 4, 5]]}, "not whole"),
         ({"sources": 3}, "not whole"),
+        ({"names": [0, 2**62, 0]}, "a section is not as expected"),
+        ({"names": [0, 10**30, 0]}, "a section is not as expected"),
+        ({"names": [-1, 5, 0]}, "a section is not as expected"),
+        ({"names": [0, 5]}, "not whole"),
+        ({"labels": [[10**400, 1]]}, "not whole"),
+        ({"num_examples": 3000.0}, "not as many"),
+        ({"guesses": [["a", "label", "", "many", []]]}, "not whole"),
+        ({"num_guessed_rows": "x"}, "not whole"),
+        ({"columns": {"label": "click", "categorical": [5], "numeric": []}, "scales": {}}, "not whole"),
     ],
     ids=str,
 )
@@ -209,6 +218,9 @@ def test_names_of_features_are_kept_on_request(source: Path, out: Path) -> None:
     assert len(expected) == len(keys)
     assert find_feature_names([str(out)], "paceline", None, keys) == expected
     settle_files(options)
+    out.write_bytes(out.read_bytes().replace(b"site=s3", b"site=s4"))
+    with pytest.raises(DataError, match="the names of its features are damaged"):
+        find_feature_names([str(out)], "paceline", None, keys)
 
 
 def test_it_is_described_as_its_sources_were(source: Path, out: Path) -> None:

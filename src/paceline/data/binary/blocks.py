@@ -5,7 +5,7 @@ All numbers are little-endian, and all sections begin at multiples of 64 bytes::
     header      magic (8 bytes); version (uint32)
     per block   labels float32 [n]; indptr int64 [n+1] unless all rows are as wide; keys uint64;
                 values float32, or nothing; weights float32 [n], or nothing
-    ...         what the footer names besides
+    ...         what the footer names besides, each with the CRC-32 of its bytes
     footer      JSON: the blocks, each with the XXH64 of its bytes, and what the writer adds
     trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic
 
@@ -76,6 +76,23 @@ class BlockEntry:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Where something besides the blocks lies, and its CRC-32."""
+
+    offset: int
+    num_bytes: int
+    checksum: int
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[Any], end: int) -> Section:
+        """The section that was written, of a file whose footer begins at `end`. Raises TypeError, ValueError."""
+        section = cls(*fields)
+        if not all(map(is_count, fields)) or section.offset + section.num_bytes > end:
+            raise ValueError("a section is not as expected")
+        return section
+
+
 class BlockWriter(Closing):
     """Writes a file, block by block; without :meth:`finish` it is none. Raises OSError."""
 
@@ -114,10 +131,12 @@ class BlockWriter(Closing):
         self._entries.append(replace(entry, checksum=checksum))
         self._write(data[: entry.num_bytes].data)
 
-    def write_section(self, data: bytes) -> None:
-        """Write something besides."""
+    def write_section(self, data: bytes) -> Section:
+        """Write something besides; where it lies is for the footer."""
+        section = Section(self.position, len(data), zlib.crc32(data))
         self._write(data)
         self._write(bytes(-len(data) % _ALIGNMENT))
+        return section
 
     def finish(self, content: dict[str, Any], *, sync: bool = False) -> None:
         """Write the footer, with `content` in it, and close the file; `sync`: it is on the disk when this returns."""
@@ -184,9 +203,12 @@ class BlockFile(Closing):
             return None
         return _take(mapped, before, entry)
 
-    def read_section(self, offset: int, num_bytes: int) -> bytes:
-        """What :meth:`BlockWriter.write_section` wrote there."""
-        return os.pread(self._descriptor, num_bytes, offset)
+    def read_section(self, section: Section) -> bytes:
+        """What :meth:`BlockWriter.write_section` wrote there. Raises OSError, and ValueError if it is damaged."""
+        data = os.pread(self._descriptor, section.num_bytes, section.offset)
+        if zlib.crc32(data) != section.checksum:
+            raise ValueError("a section's checksum does not fit")
+        return data
 
     def _read_footer(self) -> dict[str, Any]:
         if os.pread(self._descriptor, len(_HEADER), 0) != _HEADER:

@@ -16,11 +16,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paceline.data.bad_lines import BadLine
 from paceline.data.batch import Batch
-from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_count
+from paceline.data.binary.blocks import BlockFile, BlockWriter, Section, bad_line_of, is_count
 from paceline.data.columns import Columns, Guess, Guesses
 from paceline.data.reader import Report
 from paceline.data.scaling import Scale
@@ -30,6 +31,7 @@ from paceline.kernels.text.reference import hash_bytes, name_seed
 
 _KIND = "data"
 _MOST_LABELS = 1000
+_GUESSES = tuple[tuple[str, str, str, int, tuple[str, ...]], ...]
 _HASH = hash_bytes(b"paceline", name_seed("hash"))
 """What a file says of the hash of its keys: it is the same wherever the hash is."""
 
@@ -67,8 +69,10 @@ class Description:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Description:
-        """The description that :meth:`to_fields` made. Raises KeyError, TypeError, ValueError."""
+        """The description that :meth:`to_fields` made. Raises KeyError, TypeError, ValueError, AttributeError."""
         columns = None if fields["columns"] is None else Columns.from_fields(fields["columns"])
+        for name in () if columns is None else columns.names:
+            name_seed(name)  # which of nothing but a text there is
         width = 0 if columns is None else len(columns.numeric)
         scales = {
             how: tuple(Scale(bool(log), float(mean), float(deviation)) for log, mean, deviation in found)
@@ -80,13 +84,10 @@ class Description:
             format=str(fields["format"]),
             columns=columns,
             scales=scales,
-            guesses=tuple(
-                Guess(name, kind, reason, count, tuple(examples))
-                for name, kind, reason, count, examples in fields["guesses"]
-            ),
-            num_guessed_rows=fields["num_guessed_rows"],
-            sources=tuple(map(str, fields["sources"])),
-            num_bad=fields["num_bad"],
+            guesses=tuple(Guess(*each) for each in msgspec.convert(fields["guesses"], _GUESSES)),
+            num_guessed_rows=msgspec.convert(fields["num_guessed_rows"], int),
+            sources=msgspec.convert(fields["sources"], tuple[str, ...]),
+            num_bad=msgspec.convert(fields["num_bad"], int),
             bad=tuple(map(bad_line_of, fields["bad"])),
         )
 
@@ -115,8 +116,7 @@ class DataWriter:
         section = None
         if names is not None:
             text = "".join(f"{key}\t{json.dumps(name)}\n" for key, name in sorted(names.items())).encode()
-            section = [self._writer.position, len(text)]
-            self._writer.write_section(text)
+            section = astuple(self._writer.write_section(text))
         content = {
             "kind": _KIND,
             "hash": _HASH,
@@ -156,11 +156,12 @@ class ConvertedFile:
             """The labels as they stand, of which there are at most 1,000, and how often each is there."""
             self.num_examples: int = content["num_examples"]
             self.num_positives: int = content["num_positives"]
-            self._names = content["names"]
+            names = content["names"]
+            self._names = None if names is None else Section.from_fields(names, content["end"])
             self.starts = [0, *accumulate(entry.num_rows for entry in self.blocks.entries)]
-            if self.starts[-1] != self.num_examples or not is_count(self.num_positives):
+            if self.starts[-1] != self.num_examples or not all(map(is_count, (self.num_examples, self.num_positives))):
                 raise ValueError("its rows are not as many as it says")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self.close()
             raise self._damaged(str(error)) from error
         except BaseException:
@@ -186,11 +187,11 @@ class ConvertedFile:
         if self._names is None:
             return None
         try:
-            lines = self.blocks.read_section(*self._names).decode().splitlines()
+            lines = self.blocks.read_section(self._names).decode().splitlines()
             pairs = (line.split("\t", 1) for line in lines)
             return {int(key): str(json.loads(name)) for key, name in pairs}
-        except (OSError, TypeError, ValueError) as error:
-            raise self._damaged("the names of its features") from error
+        except (OSError, ValueError) as error:
+            raise self._damaged("the names of its features are damaged") from error
 
 
 def describe_converted(path: str) -> ConvertedFile:
