@@ -261,6 +261,8 @@ def train(
             f"{', '.join(given)}: the cluster of --scheduler has its own; give it to 'paceline scheduler' or 'paceline "
             "server'"
         )
+    if token_file is not None and scheduler is None:
+        raise UsageError("--token-file is for a cluster that runs already: name it with --scheduler, or leave it out")
     if tune and (resume or init_from or update != "ftrl" or model not in ("lr", "fm")):
         raise UsageError("--tune tries rates of FTRL for --model lr or fm that begins anew: leave it out")
     servers = servers or 1

@@ -245,7 +245,7 @@ def read_feature_names(directory: Path) -> dict[int, str]:
             for line in lines:
                 key, _, name = line.partition("\t")
                 names[int(key)] = str(json.loads(name))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory / FEATURE_NAMES} holds no names of features: {error}") from None

@@ -86,6 +86,7 @@ class ColumnReader(FrameReader):
     says of which keys it has rows, and None that it is only trained now.
 
     What a category looks like as text is certain of text and whole numbers alone: of a CSV file, others are refused.
+    So are truth values in a numeric column, which in a CSV file are malformed, and in a Parquet file 0 and 1.
     """
 
     def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
@@ -134,8 +135,9 @@ class ColumnReader(FrameReader):
                     "it with dtype=str)"
                 )
             return array
-        numbers = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean, types.is_null)
-        if not (is_text or any(test(found) for test in numbers)):
+        numbers = (types.is_integer, types.is_floating, types.is_decimal, types.is_null)
+        is_number = any(test(found) for test in numbers) or (types.is_boolean(found) and not self._from_text)
+        if not (is_text or is_number):
             raise UsageError(f"column {name!r} is numeric, and {found} here: expected numbers")
         return array.cast(arrow.float64()) if types.is_null(found) else array
 

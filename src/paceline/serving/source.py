@@ -24,19 +24,23 @@ class ModelSource:
         self.failures = 0
         """How often a newer model could not be loaded."""
         self._failed: str | None = None
+        self._told: str | None = None
 
     def refresh(self) -> None:
         """Take a newer model, if there is one; the former serves until that is loaded, and if it cannot be."""
         try:
             version = find_version(self._directory)
             if version in (self.version, self._failed):
+                self._told = None
                 return
             self._failed = version  # until it has not
             model = load(self._directory)
         except Exception as error:  # a model is about to be replaced, or is damaged, or there is no memory for it
-            self.failures += 1
-            _logger.warning("the newer model is not served: %s", error)
+            if str(error) != self._told:  # once, as long as a directory is gone
+                self.failures += 1
+                self._told = str(error)
+                _logger.warning("the former model is served on, for a newer one is not to be had: %s", error)
             return
-        self.model, self.version, self._failed = model, version, None
+        self.model, self.version, self._failed, self._told = model, version, None, None
         self.reloads += 1
         _logger.info("a newer model is served: %r", model)

@@ -61,7 +61,12 @@ def read_fields(folder: Path, kind: type[Manifest]) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         fields = json.loads(read_manifest_text(path))
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
+        raise ModelError(
+            f"{folder} is a file, and {kind.NAME} is a directory that 'paceline train' wrote (of data, 'paceline "
+            "describe' says what is in it)"
+        ) from None
+    except FileNotFoundError:
         raise ModelError(f"{folder} {kind.ABSENT}: there is no {MANIFEST} in it") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None

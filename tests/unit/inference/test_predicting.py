@@ -85,6 +85,7 @@ class TestColumns:
             ({"site": [object(), 1, 2, 3]}, "'site' is no column of text or numbers"),
             ({"age": [1.0, np.inf, 2.0, 3.0]}, "row 1 of the frame: its column 'age' is not a finite number"),
             ({"age": ["1", "x", "2", "3"]}, "row 1 of the frame: its column 'age' is not a finite number"),
+            ({"age": [True, False, True, True]}, "'age' is numeric, and bool here: expected numbers"),
             ({"age": [b"1", b"2", b"3", b"4"]}, "'age' is numeric, and binary here"),
         ],
     )

@@ -130,7 +130,7 @@ def test_health_and_metrics(numbered: Path) -> None:
     assert ask("GET", "/nothing")[0] == 404
 
 
-def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path) -> None:
+def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = ModelSource(numbered)
     ask = Asked(source)
     before = ask.predict([{"3": 1}])
@@ -147,9 +147,16 @@ def test_a_newer_model_is_served_and_a_damaged_one_is_not(numbered: Path) -> Non
         source.refresh()
     assert (source.reloads, source.failures) == (1, 1)
     assert ask.predict([{"3": 1}]) == after
+    moved = numbered.with_name("moved")
+    for times in (2, 3):  # it is gone, which is told once until it is back
+        numbered.rename(moved)
+        for _ in range(3):
+            source.refresh()
+        assert source.failures == len(caplog.messages) == times
+        assert ask.predict([{"3": 1}]) == after
+        moved.rename(numbered)
+        source.refresh()
     shutil.rmtree(numbered)
-    source.refresh()
-    assert ask.predict([{"3": 1}]) == after
     save_weights(numbered, {3: 0.5, 4: 1.0})
     source.refresh()
     assert source.model.num_features == 2
