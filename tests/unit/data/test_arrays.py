@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any], to
 
 
 def test_numbers_that_float32_does_not_hold_are_malformed_without_a_warning(tmp_path: Path) -> None:
-    np.savez(tmp_path / "x.npz", X=[[1e300], [1], [1], [2]], y=[0, 1e300, 1, 0])
+    np.savez(tmp_path / "x.npz", X=np.array([[1e300], [1], [1], [2]]), y=[0, 1e300, 1, 0])
     with open_dataset(tmp_path / "x.npz", labels="numbers") as dataset:
         assert [batch.labels.tolist() for batch in dataset.batches(9)] == [[1, 0]]
         assert [line.row for line in dataset.bad_lines.first] == [1, 2]
