@@ -78,6 +78,13 @@ class Columns:
         """All the columns, in the order in which they are read."""
         return [self.label, *self.categorical, *self.numeric, *([self.weight] if self.weight else [])]
 
+    def describe_fault(self, name: str, *, is_missing: bool) -> str:
+        """Say what ails a row whose cell in column `name` is no number, or `is_missing`."""
+        what = f"its {'label' if name == self.label else 'weight' if name == self.weight else 'column'} '{name}'"
+        if is_missing:
+            return f"{what} is missing"
+        return f"{what} is not a finite number" + (" from 0 up" if name == self.weight else "")
+
     def check_in(self, path: str, names: Sequence[str], *, needs_label: bool = True) -> None:
         """Raise :exc:`UsageError` unless the file, which has columns `names`, has them all, once each.
 
@@ -88,8 +95,7 @@ class Columns:
                 continue
             if name not in names:
                 raise UsageError(f"{path} has no column '{name}': its columns are {', '.join(names)}")
-            if list(names).count(name) > 1:
-                raise UsageError(f"{path} has more than one column '{name}': rename all but one")
+        check_distinct(path, [name for name in names if name in self.names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,13 @@ def is_list(type: Any) -> bool:
     types = import_arrow().types
     tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     return any(test(type) for test in tests) and not types.is_nested(type.value_type)
+
+
+def check_distinct(path: str, names: Sequence[str]) -> None:
+    """Raise :exc:`UsageError` where two columns of a file have one name."""
+    double = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    if double is not None:
+        raise UsageError(f"{path} has more than one column '{double}' in its header: rename all but one")
 
 
 def find_label(path: str, names: Sequence[str]) -> str:
@@ -236,12 +249,9 @@ class Converter:
     ) -> BadLine:
         name = next(name for name, ok in faults if not ok[row])
         value = record_batch.column(record_batch.schema.get_field_index(name))[row].as_py()
-        what = f"its label '{name}'" if name == self._columns.label else f"its column '{name}'"
         cells = [column[row].as_py() for column in record_batch.columns]
         text = ",".join("" if cell is None else str(cell) for cell in cells)
-        missing = value is None or value == ""
-        expected = "finite number from 0 up" if name == self._columns.weight else "finite number"
-        reason = f"{what} is {'missing' if missing else f'not a {expected}'}"
+        reason = self._columns.describe_fault(name, is_missing=value is None or value == "")
         return BadLine(self._path, None, first_row + row + 1, shorten(text), reason)
 
     def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:

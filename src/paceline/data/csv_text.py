@@ -75,20 +75,18 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
     return parse
 
 
-def describe_bad_row(why: int, dialect: Dialect, columns: Columns) -> str:
-    """Say what ails a row, by what the kernel says of it."""
+def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "") -> str:
+    """Say what ails a row, which begins with `line`, by what the kernel says of it."""
     from paceline.kernels.text import reference
 
     detail, kind = divmod(why, reference.DETAIL)
     if kind == reference.BAD_QUOTE:
         return "a quote is opened and not closed"
     if kind == reference.BAD_WIDTH:
-        return f"it has {detail} cells where the first row has {len(dialect.names)}"
-    name = dialect.names[detail]
-    what = f"its label '{name}'" if name == columns.label else f"its column '{name}'"
-    if kind in (reference.NO_LABEL, reference.NO_WEIGHT):
-        return f"{what} is missing"
-    return f"{what} is not a finite number" + (" from 0 up" if name == columns.weight else "")
+        reason = f"it has {detail} cells where the first row has {len(dialect.names)}"
+        is_quoted = any(cell.startswith("'") for cell in line.split(dialect.separator))
+        return reason + ("; ' is no quote in csv, but \" is" if is_quoted else "")
+    return columns.describe_fault(dialect.names[detail], is_missing=kind in (reference.NO_LABEL, reference.NO_WEIGHT))
 
 
 class CsvReader:
@@ -236,4 +234,5 @@ class CsvReader:
     def _describe(self, base: int, at: int, why: int) -> BadLine:
         buffer = self._window.buffer
         line = bytes(buffer[at : buffer.find(b"\n", at)][:1000])
-        return BadLine(self._path, base + at, None, shorten(line), describe_bad_row(why, self._dialect, self._columns))
+        text = shorten(line)
+        return BadLine(self._path, base + at, None, text, describe_bad_row(why, self._dialect, self._columns, text))

@@ -17,6 +17,9 @@ HEAD_BYTES = 1 << 16
 _MAX_HEAD_BYTES = 1 << 24
 
 SEPARATORS = (",", ";", "\t")
+LAST_SEPARATOR = "|"
+"""Taken where no other fits: within cells of other files it separates the elements of lists."""
+_WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
 """What a missing number may be written as, in any case."""
@@ -40,10 +43,19 @@ class Dialect:
 
 
 def read_lines(path: str) -> tuple[bytes, bool]:
-    """What a file begins with, and whether that is all of it: 64 KiB, or up to 16 MiB for a longer first line."""
+    """What a file begins with, and whether that is all of it: 64 KiB, or up to 16 MiB for a longer first line.
+
+    Raises DataError for text of two or four bytes a character, by its byte-order mark.
+    """
     num_bytes = HEAD_BYTES
     while True:
         head, whole = read_head(path, num_bytes)
+        encoding = next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), None)
+        if encoding is not None:
+            raise DataError(
+                f"{path} is text in {encoding}, by its byte-order mark, and expected is UTF-8: convert it, as "
+                f"iconv -f {encoding} -t UTF-8 does"
+            )
         if whole or b"\n" in head or num_bytes >= _MAX_HEAD_BYTES:
             return head, whole
         num_bytes *= 4
@@ -63,7 +75,7 @@ def read_dialect(path: str, wanted: Sequence[str] = ()) -> Dialect:
     if dialect is None:
         first = shorten(text.partition("\n")[0])
         raise DataError(
-            f"{path} does not look like csv: expected rows of one width, separated by commas, semicolons or tabs; "
+            f"{path} does not look like csv: expected rows of one width, separated by commas, semicolons, tabs or |; "
             f"its first line is '{first}'"
         )
     return dialect
@@ -91,7 +103,9 @@ def guess_dialect(text: str, wanted: Sequence[str] = ()) -> Dialect | None:
     if it has a word above a column of numbers, or consists of distinct words alone.
     """
     found: list[tuple[bool, float, int, str, list[list[str]]]] = []
-    for separator in SEPARATORS:
+    for separator in (*SEPARATORS, LAST_SEPARATOR):
+        if found and separator == LAST_SEPARATOR:
+            break
         rows = parse_rows(text, separator, _ROWS)
         if len(rows) < (1 if wanted else 2) or len(rows[0]) < 2:
             continue

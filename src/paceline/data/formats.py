@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.data.bad_lines import shorten
 from paceline.data.binary.arrays import NPY_MAGIC, ZIP_MAGIC
 from paceline.data.binary.blocks import MAGIC
-from paceline.data.dialect import BYTE_ORDER_MARK, NUMBER, guess_dialect, read_lines
+from paceline.data.dialect import BYTE_ORDER_MARK, LAST_SEPARATOR, NUMBER, guess_dialect, read_lines
 from paceline.data.streams import stat_file
 from paceline.errors import DataError
 
@@ -49,12 +49,17 @@ def detect_format(path: str | Path) -> str:
         data = [line for line in lines if not line.lstrip().startswith("#")]
         if data and _share(data, _is_libsvm) > 0.5 and any(":" in line for line in data):
             return "libsvm"
-        if _share(lines, _is_json) > 0.5:
+        if _share(lines, _is_json) > 0.5 or _is_json(lines[0]):
             return "jsonl"
-        if _share(lines, _is_vw) > 0.5:
+        if _share(lines, _is_vw) > 0.5 and not _is_bar_separated(lines):
             return "vw"
-        if guess_dialect("\n".join(lines)) is not None:
+        if not lines[0].lstrip().startswith("{") and guess_dialect("\n".join(lines)) is not None:
             return "csv"
+    if lines and lines[0].lstrip().startswith("{"):
+        raise DataError(
+            f"{path} looks like JSON whose objects do not end in the line in which they begin: write one object per "
+            "line, as jq -c . does"
+        )
     if lines and lines[0].lstrip().startswith("["):
         raise DataError(f"{path} looks like an array of JSON: write one object per line, as jq -c '.[]' does")
     if len(lines) == 1 and guess_dialect(lines[0], [""]) is not None:
@@ -98,6 +103,17 @@ def _is_json(line: str) -> bool:
 
 def _is_vw(line: str) -> bool:
     return _VW.match(line) is not None
+
+
+def _is_bar_separated(lines: list[str]) -> bool:
+    """Whether lines that begin as those of vw are csv: they have names in the first, or not one feature in all."""
+    if re.fullmatch(r"[^\s|]+(?:\|[^\s|]+)+", lines[0]) is None:  # as examples begin that have features, or none at all
+        return False
+    dialect = guess_dialect("\n".join(lines))
+    if dialect is None:
+        return False
+    has_names = dialect.has_header and dialect.separator == LAST_SEPARATOR
+    return has_names or not any(re.search(r"\|\S*[ \t]+[^\s|]", line) for line in lines)
 
 
 def _is_libsvm(line: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, find_label, resolve_label
+from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, check_distinct, find_label, resolve_label
 from paceline.data.dialect import is_missing, is_number
 from paceline.data.one_column import line_loss, table_loss
 from paceline.data.sampling import Sample, json_text, walk_fields
@@ -43,6 +43,7 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     """
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
+    check_distinct(path, sample.names)
     _check_decimal_points(path, sample)
     sample = _without_copies(sample)
     labels = sample.labels(label)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.dialect import is_number
+from paceline.data.bad_lines import shorten
+from paceline.data.dialect import is_missing, is_number
 from paceline.errors import UsageError
 from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32
 
@@ -54,7 +55,8 @@ def parse_positive(text: str) -> float:
     label = read_label(text)
     if label is None or abs(label) > MAX_FLOAT32:
         raise UsageError(
-            f"--positive {text}: labels are finite numbers, or one of {', '.join(LABEL_WORDS)}: write others as numbers"
+            f"--positive {text}: labels are finite numbers, or one of {', '.join(LABEL_WORDS)}: write other words as "
+            "numbers, 1 for the positive one and 0 for the others"
         )
     return label
 
@@ -67,6 +69,22 @@ def read_label(cell: str) -> float | None:
 def count_labels(cells: Iterable[str]) -> dict[float, int]:
     """How often each label is there; what is no label is passed over."""
     return dict(Counter(value for value in map(read_label, cells) if value is not None))
+
+
+def describe_no_numbers(cells: Iterable[str]) -> str | None:
+    """Say which texts stand where labels, or weights, should; None if one of them can be read, or there is none."""
+    texts: dict[str, None] = {}
+    for cell in cells:
+        if read_label(cell) is not None:
+            return None
+        if not is_missing(cell):
+            texts[cell] = None
+    shown = [f"'{shorten(text)}'" for text in list(texts)[:3]]
+    if not shown:
+        return None
+    if len(texts) > len(shown):
+        return f"texts such as {', '.join(shown)}"
+    return f"text, {shown[0]}" if len(shown) == 1 else f"texts, {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def find_label_words(cells: Iterable[str]) -> tuple[str, ...]:

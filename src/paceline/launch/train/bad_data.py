@@ -9,6 +9,7 @@ from typing import Any
 from paceline.data import BadLines, line_number
 
 _NUM_NAMED = 5
+_LARGE_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,14 @@ class BadData:
     count: int
     first: list[str]
 
-    def sentence(self) -> str:
-        """Return a warning, with the first few on lines of their own."""
-        skipped = "1 malformed line was" if self.count == 1 else f"{self.count:,} malformed lines were"
+    def sentence(self, num_good: int | None = None) -> str:
+        """Return a warning, with the first few on lines of their own.
+
+        `num_good` is how many lines were read besides, if that is known: what share was skipped is told if it is large.
+        """
+        share = 0.0 if num_good is None else self.count / max(self.count + num_good, 1)
+        of_all = f", {share:.0%} of all," if share > _LARGE_SHARE else ""
+        skipped = f"1 malformed line{of_all} was" if self.count == 1 else f"{self.count:,} malformed lines{of_all} were"
         listed = "".join(f"\n  {line}" for line in self.first)
         return f"{skipped} skipped (--strict stops at the first):{listed}"
 

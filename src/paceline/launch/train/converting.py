@@ -63,7 +63,7 @@ class Conversion:
             f"converted {self.num_examples:,} examples ({share:.1%} above 0) in {self.seconds:.2f} s "
             f"({self.num_examples / self.seconds:,.0f}/s): {self.num_bytes:,} bytes"
         )
-        return f"{text}\npaceline: {self.bad_lines.sentence()}" if self.bad_lines.count else text
+        return f"{text}\npaceline: {self.bad_lines.sentence(self.num_examples)}" if self.bad_lines.count else text
 
 
 def look_at_sources(

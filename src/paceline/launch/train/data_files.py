@@ -36,8 +36,8 @@ from paceline.data import (
 )
 from paceline.data.dialect import is_number
 from paceline.data.guessing import describe_json, find_json_columns
-from paceline.data.labels import CLICKS, find_label_words, read_as
-from paceline.data.sampling import walk_fields
+from paceline.data.labels import CLICKS, describe_no_numbers, find_label_words, read_as
+from paceline.data.sampling import json_cells, walk_fields
 from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
@@ -114,6 +114,7 @@ def look_at(
         scales = tuple(fit_scale(sample.column(name), numeric_scale, known) for name in taken.numeric)
         taken = dataclasses.replace(taken, scales=scales)
     open_dataset(data, format, taken).close()
+    _check_numbers(first, taken, sample.column(taken.label), sample.column(taken.weight) if taken.weight else [])
     labels = count_labels(sample.column(taken.label))
     words = find_label_words(sample.column(taken.label))
     return DataLook(format, taken, labels, guesses, columns is None, sample, words)
@@ -124,6 +125,7 @@ def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | No
     found = find_json_columns(files[0], objects, columns.label if columns else label, weight or "")
     if columns is not None:
         found = dataclasses.replace(columns, is_open=True)
+    _check_numbers(files[0], found, *(json_cells(objects, name) for name in (found.label, found.weight)))
     with open_dataset(files, "jsonl", found) as dataset:
         guesses = describe_json(objects, found)
         labels = sample_labels(dataset.files, "jsonl", found)
@@ -134,6 +136,22 @@ def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | No
             if name == found.label and isinstance(value, str)
         )
         return DataLook("jsonl", found, labels, guesses, columns is None, label_words=find_label_words(texts))
+
+
+def _check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: Sequence[str]) -> None:
+    """Raise DataError where the column of the labels, or of the weights, holds nothing but texts."""
+    texts = describe_no_numbers(labels)
+    if texts is not None:
+        raise DataError(
+            f"{path}: the labels, column '{columns.label}', are {texts}, and expected are numbers, or words as yes "
+            "and no: write 1 for the positive ones and 0 for the others (several classes: 0, 1, 2, ...), or say which "
+            "column it is with --label"
+        )
+    texts = describe_no_numbers(weights)
+    if texts is not None:
+        raise DataError(
+            f"{path}: the weights, column '{columns.weight}', are {texts}, and expected are numbers from 0 up"
+        )
 
 
 def _look_at_converted(

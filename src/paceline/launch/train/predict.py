@@ -48,14 +48,14 @@ class PredictionResult:
     def sentence(self) -> str:
         """Return the result for people."""
         found = self.evaluation
-        text = f"{self.examples:,} predictions in {self.seconds:.2f} s: "
+        text = f"{self.examples:,} prediction{'s' * (self.examples != 1)} in {self.seconds:.2f} s: "
         text += "the data has no labels" if found is None else found.sentence()
         if found is not None and found.examples < self.examples:
             text += f" (on {found.examples:,} examples that have a label)"
         for warning in self.warnings:
             text += f"\npaceline: {warning}"
         if self.bad_lines.count:
-            text += f"\npaceline: no prediction for what was not understood: {self.bad_lines.sentence()}"
+            text += f"\npaceline: no prediction for what was not understood: {self.bad_lines.sentence(self.examples)}"
         return text
 
 

@@ -116,8 +116,9 @@ class Training:
                     raise
             state, statistics, found_staleness = finished.state, self._client.statistics(), staleness.summary()
             rows = sum(each.tables[plan.model.tables[0].name].rows for each in statistics)
-            bad_data = self._report_bad_data(finished.reports)
             examples = int(state.progress.get("examples", 0))
+            passes = self._plan.epochs if self._losses is None else self._losses.last_pass
+            bad_data = self._report_bad_data(finished.reports, None if before else examples // max(passes, 1))
             self._check_trained(state, before)
             self._calibrate()
             if options.save is not None:
@@ -335,10 +336,10 @@ class Training:
         ) as dataset:
             reports = self._runner.run(self._job("evaluate", dataset), dataset, span=span).reports
         found = [np.frombuffer(body, np.float32) for fields, body in reports if fields["kind"] == "predictions"]
-        self._report_bad_data(reports)
+        width = plan.model.num_outputs
+        self._report_bad_data(reports, sum(map(len, found)) // (1 + width))
         if not found:
             raise DataError(f"{files[0]} has no line that can be evaluated")
-        width = plan.model.num_outputs
         halves = [np.split(body, [len(body) // (1 + width)]) for body in found]
         labels, predictions = (np.concatenate([half[i] for half in halves]) for i in range(2))
         return plan.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
@@ -359,7 +360,7 @@ class Training:
             pull_filters=pull_filters,
         )
 
-    def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]]) -> BadData:
+    def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]], num_good: int | None) -> BadData:
         found = [fields for fields, _ in reports if fields["kind"] == "data"]
         for fields in found:
             if fields["cache_error"]:
@@ -367,7 +368,7 @@ class Training:
                 break
         bad = describe_bad_lines([(fields["bad_lines"], fields["first"]) for fields in found])
         if bad.count:
-            self._warn(bad.sentence())
+            self._warn(bad.sentence(num_good))
         return bad
 
 

@@ -1,0 +1,108 @@
+"""What is said of files that people bring: other encodings, separators and quotes, words for labels, cut lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.data import detect_format, open_dataset
+from paceline.data.labels import describe_no_numbers
+from paceline.errors import PacelineError
+from paceline.launch.train.bad_data import BadData
+from paceline.launch.train.data_files import look_at
+
+ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (ROWS.encode("utf-16"), "is text in UTF-16, by its byte-order mark.*iconv -f UTF-16 -t UTF-8"),
+        (ROWS.encode("utf-32"), "is text in UTF-32"),
+        (b'{\n"a": 1\n}\n{\n"a": 2\n}\n', "looks like JSON whose objects do not end in the line"),
+        (b"a,a,click\n1,2,0\n3,4,1\n", "more than one column 'a' in its header: rename all but one"),
+        (
+            ROWS.replace("outcome", "label").encode(),
+            "labels, column 'label', are texts, 'won' and 'lost', and expected",
+        ),
+        (b'{"click": "won", "a": 1}\n' * 3, "labels, column 'click', are text, 'won', and expected are numbers"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(PacelineError, match=expected):
+        look_at([path])
+
+
+def test_weights_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("site,price,click\n,1.5,1\n" + "b,2,0\n" * 20)
+    with pytest.raises(PacelineError, match="the weights, column 'site', are text, 'b', and expected are numbers"):
+        look_at([path], weight="site")
+    columns = look_at([path]).columns
+    assert columns is not None
+    assert columns.describe_fault("click", is_missing=True) == "its label 'click' is missing"
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["a", "1"], None),
+        (["", "na"], None),
+        (["a", "no"], None),
+        (["a", "", "a"], "text, 'a'"),
+        (["a", "b", "c"], "texts, 'a', 'b' and 'c'"),
+        (["a", "b", "c", "d"], "texts such as 'a', 'b', 'c'"),
+    ],
+)
+def test_texts_in_place_of_numbers(cells: Sequence[str], expected: str | None) -> None:
+    assert describe_no_numbers(cells) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "format"),
+    [
+        ("site|price|click\n|1.5|1\nb c|2|0\n", "csv"),
+        ("1|2|3\n0|5|6\n", "csv"),
+        ("1 |f a:1 b\n0 |f a b:2\n", "vw"),
+        ("1 |\n0 |\n", "vw"),
+        ("1|f\n0|f a b\n", "vw"),
+        ("tag|f a\nother|f b c\n", "vw"),
+        ("1,a|b|c|d\n0,a|b|c|d\n", "csv"),
+        ('{"y": 1, "a": 2}\n{"y": 0, "a"\n{"y": 0, "a"\n', "jsonl"),
+    ],
+)
+def test_bars_and_cut_lines(tmp_path: Path, text: str, format: str) -> None:
+    path = tmp_path / "x"
+    path.write_text(text)
+    assert detect_format(path) == format
+
+
+def test_cells_between_bars(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text('site|price|click\na,b|1.5|1\n"c|d"|2|0\n')
+    with open_dataset(path) as dataset:
+        assert next(dataset.batches(10)).labels.tolist() == [1, 0]
+        assert dataset.columns is not None
+        assert dataset.columns.names == ["click", "site", "price"]
+
+
+def test_quotes_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("site,price,click\na,1,0\n'b,c',2,1\nd,e,2,1\n" + "a,1,0\n" * 5)
+    with open_dataset(path) as dataset:
+        assert sum(batch.num_examples for batch in dataset.batches(10)) == 6
+        told = [line.reason for line in dataset.bad_lines.first]
+    assert told == [
+        "it has 4 cells where the first row has 3; ' is no quote in csv, but \" is",
+        "it has 4 cells where the first row has 3",
+    ]
+
+
+def test_a_large_share_of_malformed_lines_is_told() -> None:
+    assert BadData(40, []).sentence(60).startswith("40 malformed lines, 40% of all, were skipped (--strict")
+    assert BadData(1, []).sentence(2).startswith("1 malformed line, 33% of all, was skipped (--strict")
+    assert BadData(40, []).sentence(1000).startswith("40 malformed lines were skipped (--strict")
