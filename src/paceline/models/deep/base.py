@@ -50,15 +50,14 @@ class ColumnSums:
         self._indices, self._values = indices, values
 
     def sums(self, factors: Floats) -> Floats:
-        """Return Σ v[k]·x_k by example and column: float32 [n, columns * dim], of `factors` float32 [features, dim]."""
+        """Return Σ v[k]·x_k by example and column: float32 [n, columns, dim], of `factors` float32 [features, dim]."""
         n, num_columns = self._shape
         found = self._summed(factors[self._indices], self._places, n * num_columns)
-        return found.reshape(n, num_columns * factors.shape[1])
+        return found.reshape(n, num_columns, factors.shape[1])
 
     def gradients(self, by_sums: Floats, num_features: int) -> Floats:
         """Return the gradients by `factors`, given those by :meth:`sums`."""
-        n, num_columns = self._shape
-        rows = by_sums.reshape(n * num_columns, by_sums.shape[1] // num_columns)[self._places]
+        rows = by_sums.reshape(-1, by_sums.shape[2])[self._places]
         return self._summed(rows, self._indices, num_features)
 
     def _summed(self, rows: Floats, places: npt.NDArray[np.int32], count: int) -> Floats:
@@ -107,22 +106,14 @@ class DeepMinibatch(FactorizationMinibatch):
 
     @override
     def _add_pairs(self, factors: Floats, active: npt.NDArray[np.bool_], margins: Floats) -> None:
-        if self._deep.weighs_pairs:
-            super()._add_pairs(factors, active, margins)
-        else:
-            self._factors = factors * active[:, np.newaxis]
-        inputs = self._columns.sums(self._factors)
-        self._pass = self._networks.NetworkPass(self._deep.network, inputs, self._layers)
+        of_columns = self._columns.sums(factors * active[:, np.newaxis])
+        self._pass = self._networks.NetworkPass(self._deep.network, of_columns, self._layers)
         margins += self._pass.margins
 
     @override
     def _pair_gradients(self, residuals: Floats, out: Floats) -> None:
-        if self._deep.weighs_pairs:
-            super()._pair_gradients(residuals, out)
-        else:
-            out[:] = 0
-        by_inputs, *self._layer_gradients = self._pass.gradients(residuals)
-        out += self._columns.gradients(by_inputs, len(out))
+        by_columns, *self._layer_gradients = self._pass.gradients(residuals)
+        out[:] = self._columns.gradients(by_columns, len(out))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,11 +150,6 @@ class DeepModel(FactorModel):
         return self.dim * (1 if self.layout is None else len(self.layout))
 
     @property
-    def weighs_pairs(self) -> bool:
-        """Whether products of factors weigh pairs of features, as in a factorization machine."""
-        return False
-
-    @property
     @abstractmethod
     def layers(self) -> tuple[Layer, ...]:
         """The layers of the network, as :attr:`network` takes them."""
@@ -171,7 +157,7 @@ class DeepModel(FactorModel):
     @property
     @abstractmethod
     def network(self) -> Network:
-        """What makes [n, 1] of inputs [n, :attr:`num_inputs`] and the layers' rows."""
+        """What makes margins of the factors of columns and the layers' rows."""
 
     @cached_property
     def layer_keys(self) -> tuple[Keys, ...]:

@@ -47,4 +47,4 @@ class DeepCrossNetwork(DeepModel):
     @property
     @override
     def network(self) -> Network:
-        return partial(load_networks(self.name).deep_and_cross_output, num_cross=self.cross_layers)
+        return partial(load_networks(self.name).dcn, num_cross=self.cross_layers)

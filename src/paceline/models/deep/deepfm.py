@@ -27,11 +27,6 @@ class DeepFactorizationMachine(DeepModel):
 
     @property
     @override
-    def weighs_pairs(self) -> bool:
-        return True
-
-    @property
-    @override
     def layers(self) -> tuple[Layer, ...]:
         hidden = self.hidden_layers(0)
         return *hidden, Layer("deepfm output", len(hidden), self.hidden[-1], 1)
@@ -39,5 +34,5 @@ class DeepFactorizationMachine(DeepModel):
     @property
     @override
     def network(self) -> Network:
-        network: Network = load_networks(self.name).deep_output
+        network: Network = load_networks(self.name).deepfm
         return network

@@ -16,6 +16,10 @@ from torch.nn import functional
 from paceline.tables.types import Floats
 
 
+Network = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""What makes margins [n, 1] of the factors of columns [n, columns, dim] and layers."""
+
+
 def dense(inputs: Tensor, layer: Tensor) -> Tensor:
     """Return what a layer makes of inputs [n, inputs]: [n, units]."""
     return functional.linear(inputs, layer[:, :-1], layer[:, -1])
@@ -28,6 +32,11 @@ def perceptron(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
     return inputs
 
 
+def sum_pairs(factors: Tensor) -> Tensor:
+    """Return Σ ⟨e_a, e_b⟩ over pairs of columns, [n, 1], in time linear in them (Rendle, ICDM 2010, lemma 3.1)."""
+    return (factors.sum(1).square() - factors.square().sum(1)).sum(1, keepdim=True) / 2
+
+
 def cross_network(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
     """Return x_L, with x_{l+1} = x_0 ⊙ (W_l x_l + b_l) + x_l (Wang et al., DCN V2, WWW 2021, equation 1)."""
     crossed = inputs
@@ -36,34 +45,32 @@ def cross_network(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
     return crossed
 
 
-def deep_output(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
-    """Return [n, 1]: the last layer's of the hidden ones'."""
-    return dense(perceptron(inputs, layers[:-1]), layers[-1])
+def deepfm(factors: Tensor, layers: Sequence[Tensor]) -> Tensor:
+    """The network of DeepFM: the last layer is of one unit over the hidden ones."""
+    return dense(perceptron(factors.flatten(1), layers[:-1]), layers[-1]) + sum_pairs(factors)
 
 
-def deep_and_cross_output(inputs: Tensor, layers: Sequence[Tensor], num_cross: int) -> Tensor:
-    """Return [n, 1]: the last layer's of the first `num_cross` layers', which cross, beside the hidden ones'."""
+def dcn(factors: Tensor, layers: Sequence[Tensor], num_cross: int) -> Tensor:
+    """The network of DCN-v2: of the layers, `num_cross` cross and the last is of one unit over these and the hidden."""
+    inputs = factors.flatten(1)
     crossed = cross_network(inputs, layers[:num_cross])
     return dense(torch.cat([crossed, perceptron(inputs, layers[num_cross:-1])], 1), layers[-1])
-
-
-Network = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
 class NetworkPass:
     """One pass of a minibatch through a network, and the way back.
 
-    `margins` float32 [n] are what the network says of `inputs`, float32 [n, inputs].
+    `margins` float32 [n] are what the network says of `factors`, float32 [n, columns, dim].
     """
 
-    def __init__(self, network: Network, inputs: Floats, layers: Sequence[Floats]) -> None:
-        self._leaves = [torch.from_numpy(each).requires_grad_() for each in (inputs, *layers)]
+    def __init__(self, network: Network, factors: Floats, layers: Sequence[Floats]) -> None:
+        self._leaves = [torch.from_numpy(each).requires_grad_() for each in (factors, *layers)]
         with _one_thread():
             self._output = network(self._leaves[0], self._leaves[1:]).squeeze(1)
         self.margins: Floats = self._output.detach().numpy()
 
     def gradients(self, residuals: Floats) -> list[Floats]:
-        """Return the gradients by inputs and by each layer, given the loss's derivatives by margin (float32 [n])."""
+        """Return the gradients by factors and by each layer, given the loss's derivatives by margin (float32 [n])."""
         with _one_thread():
             found = torch.autograd.grad(self._output, self._leaves, torch.from_numpy(residuals))
         return [np.ascontiguousarray(each.numpy()) for each in found]
