@@ -41,10 +41,14 @@ def export(
     model: Annotated[Path, typer.Argument(help="Directory of a model.")],
     file: Annotated[Path, typer.Argument(help="File to write.")],
     to: Annotated[
-        str | None, typer.Option(help="npz (NumPy) or text (KEY:WEIGHT, a line each); by the file's name if not given.")
+        str | None,
+        typer.Option(
+            help="npz (NumPy), text (KEY:WEIGHT, a line each) or onnx (the network of deepfm, dcn); by the file's name "
+            "if not given."
+        ),
     ] = None,
 ) -> None:
-    """Write the weights that are not 0 for other programs.
+    """Write the weights that are not 0, or a network, for other programs.
 
     Example: paceline model export model weights.npz
     """

@@ -1,7 +1,10 @@
-"""A model's weights for other programs: NumPy's arrays, or lines of text as in a readable model of Vowpal Wabbit."""
+"""A model for other programs: weights as NumPy's arrays, or as lines of text like a readable model of Vowpal Wabbit's,
+and the network of a deep model as ONNX.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Final
@@ -10,23 +13,29 @@ import numpy as np
 
 from paceline.errors import ModelError, UsageError
 from paceline.inference.weights import Weights, read_weights
-from paceline.models.stored import read_stored_model
+from paceline.models.deep.base import DeepModel, load_networks
+from paceline.models.registry import MODELS, read_model_settings
+from paceline.models.stored import StoredModel, read_stored_model
 from paceline.storage.durable_io import replacing
 
-FORMATS: Final = ("npz", "text")
+_BY_SUFFIX: Final = {".npz": "npz", ".onnx": "onnx"}
+FORMATS: Final = ("npz", "text", "onnx")
 
 
 def export_model(directory: str | os.PathLike[str], file: Path, format: str | None = None) -> int:
-    """Write the weights of a model that are not 0 to a file; return how many features have one.
+    """Write the weights of a model that are not 0 to a file; return how many features have one, or how many there are.
 
     ``npz`` has arrays `keys` (uint64 [n]), `values` (float32 [n, dim]) and `bias` (float32 [dim]) of each table, behind
     the table's name and a dot. ``text`` has a line ``KEY:WEIGHT`` for each, and ``Constant:WEIGHT`` for the bias, of
-    models of one number per feature. None: by the file's suffix. Raises UsageError for what cannot be written so.
+    models of one number per feature. ``onnx`` is the network of a deep model. None: by the file's suffix. Raises
+    UsageError for what cannot be written so.
     """
-    format = format or ("npz" if file.suffix == ".npz" else "text")
+    format = format or _BY_SUFFIX.get(file.suffix, "text")
     if format not in FORMATS:
-        raise UsageError(f"--to {format}: expected {' or '.join(FORMATS)}")
+        raise UsageError(f"--to {format}: expected {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     stored = read_stored_model(directory)
+    if format == "onnx":
+        return _export_network(stored, file)
     tables = {table.spec.name: _nonzero(read_weights(stored, table)) for table in stored.tables}
     first = next(iter(tables.values()))
     if format == "text" and (len(tables) > 1 or first.values.shape[1] > 1):
@@ -41,6 +50,30 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
     except OSError as error:
         raise ModelError(f"cannot write the weights to {file}: {error.strerror or error}") from None
     return len(first.keys)
+
+
+def _export_network(stored: StoredModel, file: Path) -> int:
+    """Write the network of a deep model; return how many weights it has."""
+    kind = stored.described.get("kind")
+    model = read_model_settings(stored.described) if kind in MODELS else None
+    if not isinstance(model, DeepModel) or model.layout is None:
+        raise UsageError(
+            f"the model in {stored.directory} is of kind {kind!r}, which has no network to write as onnx: export it "
+            "--to npz"
+        )
+    layers = []
+    for layer in model.layers:
+        layers.append(np.empty((layer.num_units, layer.num_inputs + 1), np.float32))
+        stored.load_store(layer.name).pull(layer.keys, layers[-1])
+    networks, num_columns = load_networks(model.name), len(model.layout)
+    if importlib.util.find_spec("onnxscript") is None:
+        raise UsageError("--to onnx needs onnxscript, which is not installed: pip install 'paceline[onnx]'")
+    try:
+        with replacing(file) as aside:
+            networks.write_onnx(model.network, layers, num_columns, model.dim, aside)
+    except OSError as error:
+        raise ModelError(f"cannot write the network to {file}: {error.strerror or error}") from None
+    return sum(each.size for each in layers)
 
 
 def _nonzero(weights: Weights) -> Weights:

@@ -124,8 +124,8 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
         assert found["lr.bias"].tolist() == [np.float32(0.1)]
     run(capsys, monkeypatch, "model", "export", str(model), str(text))
     assert text.read_text() == f"Constant:0.100000001\n3:0.5\n9:1.5\n{2**64 - 1}:-2\n"
-    with pytest.raises(UsageError, match="--to onnx: expected npz or text"):
-        export_model(model, text, "onnx")
+    with pytest.raises(UsageError, match="--to csv: expected npz, text or onnx"):
+        export_model(model, text, "csv")
     with pytest.raises(ModelError, match="cannot write the weights to"):
         export_model(model, tmp_path / "nowhere" / "w.npz")
 

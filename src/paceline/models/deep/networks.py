@@ -6,7 +6,10 @@ A layer is float32 [units, inputs + 1], its biases in the last column.
 from __future__ import annotations
 
 import contextlib
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.tables.types import Floats
-
 
 Network = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """What makes margins [n, 1] of the factors of columns [n, columns, dim] and layers."""
@@ -74,6 +76,44 @@ class NetworkPass:
         with _one_thread():
             found = torch.autograd.grad(self._output, self._leaves, torch.from_numpy(residuals))
         return [np.ascontiguousarray(each.numpy()) for each in found]
+
+
+class _WithLayers(torch.nn.Module):
+    """A network whose layers are its own parameters."""
+
+    def __init__(self, network: Network, layers: Sequence[Floats]) -> None:
+        super().__init__()
+        self._network = network
+        self._layers = torch.nn.ParameterList([torch.from_numpy(each) for each in layers])
+
+    def forward(self, factors: Tensor) -> Tensor:
+        return self._network(factors, list(self._layers))
+
+
+def write_onnx(network: Network, layers: Sequence[Floats], num_columns: int, dim: int, file: Path) -> None:
+    """Write a network as an ONNX file: `factors` float32 [examples, columns, dim] to `margins` float32 [examples, 1].
+
+    Needs the packages onnxscript and onnx.
+    """
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of operators of packages that are not there
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one part of PyTorch to another
+            program = torch.onnx.export(
+                _WithLayers(network, layers).eval(),
+                (torch.zeros(2, num_columns, dim),),
+                dynamo=True,
+                input_names=["factors"],
+                output_names=["margins"],
+                dynamic_shapes={"factors": {0: torch.export.Dim("examples")}},
+                verbose=False,
+            )
+            assert program is not None
+            program.save(file, external_data=False)
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

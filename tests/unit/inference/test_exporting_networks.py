@@ -1,0 +1,74 @@
+"""``paceline model export --to onnx``: what other programs compute with it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from onnx.reference import ReferenceEvaluator
+
+from paceline.errors import ModelError, UsageError
+from paceline.inference.export import export_model
+from paceline.models.deep.base import DeepModel, load_networks
+from paceline.models.features.layout import RowLayout
+from paceline.models.registry import make_model
+from paceline.ps import SGD, SparseStore, to_fields
+from paceline.storage.model_directory import save_model
+from paceline.tables.initializers import Zeros
+from paceline.tables.spec import TableSpec
+
+Floats = npt.NDArray[np.float32]
+
+
+def save_network(directory: Path, model: DeepModel) -> list[Floats]:
+    """Save the layers of a model, with made-up weights; return them."""
+    rng, rule = np.random.default_rng(0), SGD(lr=1.0)
+    layers = [rng.normal(size=(len(layer.keys), layer.num_inputs + 1)).astype(np.float32) for layer in model.layers]
+    tables = []
+    for layer, rows in zip(model.layers, layers, strict=True):
+        store = SparseStore(dim=rows.shape[1], rule=rule)
+        store.write_records(layer.keys, rows)
+        update, initializer = to_fields(rule), to_fields(Zeros())
+        spec = TableSpec(name=layer.name, kind="sparse", update=update, initializer=initializer, dim=rows.shape[1])
+        tables.append((spec, store.items()))
+    save_model(directory, tables, {**model.describe(), "finished": True, "format": "csv", "columns": None})
+    return layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepfm", "dcn"])
+def test_a_network_as_onnx(name: str, tmp_path: Path) -> None:
+    model = make_model(name, dim=2, hidden=(4, 3), layout=RowLayout(categorical=("a", "b", "c")))
+    assert isinstance(model, DeepModel)
+    layers, file = save_network(tmp_path / "model", model), tmp_path / "network.onnx"
+    assert export_model(tmp_path / "model", file) == sum(each.size for each in layers)
+    read = onnx.load(file)
+    assert [each.name for each in (*read.graph.input, *read.graph.output)] == ["factors", "margins"]
+    factors = np.random.default_rng(1).normal(size=(5, 3, 2)).astype(np.float32)
+    (found,) = ReferenceEvaluator(read).run(None, {"factors": factors})
+    expected = load_networks(name).NetworkPass(model.network, factors, layers).margins
+    np.testing.assert_allclose(np.reshape(found, -1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("deepfm", dim=2, hidden=(2,), layout=RowLayout(categorical=("a", "b")))
+    assert isinstance(model, DeepModel)
+    save_network(tmp_path / "model", model)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        UsageError, match=r"--to onnx needs onnxscript, which is not installed: pip install 'paceline\[onnx\]'"
+    ):
+        export_model(tmp_path / "model", tmp_path / "network.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_there_is_no_network(tmp_path: Path) -> None:
+    save_model(tmp_path / "lr", [], {"kind": "lr", "finished": True, "format": "csv", "columns": None})
+    with pytest.raises(UsageError, match="of kind 'lr', which has no network to write as onnx: export it --to npz"):
+        export_model(tmp_path / "lr", tmp_path / "x.onnx")
+    with pytest.raises(ModelError, match="nothing holds no model"):
+        export_model(tmp_path / "nothing", tmp_path / "x.onnx")
