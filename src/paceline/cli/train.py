@@ -145,12 +145,12 @@ def train(
         float, typer.Option(help="Share of the negatives to train on; each then counts as often as makes up for it.")
     ] = 1.0,
     filters: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="What pushes and pulls go behind: key-caching,quantize:8,compress for example; MODULE:CLASS is a "
-            "filter of your own."
+            "filter of your own; none. Default: key-caching,key-numbers where servers are on other machines."
         ),
-    ] = "",
+    ] = None,
     pull_filters: Annotated[
         str | None, typer.Option(help="What pulled values go behind; default: as --filters.")
     ] = None,
@@ -220,7 +220,7 @@ def train(
     from paceline.protocol import parse_consistency, parse_stale_policy
     from paceline.tables.memory.limit import MemoryLimit
 
-    import_filter_modules([*(filter_module or ()), *modules_named_in(f"{filters},{pull_filters or ''}")])
+    import_filter_modules([*(filter_module or ()), *modules_named_in(f"{filters or ''},{pull_filters or ''}")])
     own_cluster = {
         "--servers": servers,
         "--workers": workers,
@@ -238,7 +238,7 @@ def train(
         solver,
         model=model,
         consistency=consistency,
-        filters=filters,
+        filters=filters or "",
         epochs=epochs,
         l1=l1,
         l2=l2,

@@ -168,7 +168,9 @@ class FilterChain:
         filters has made the body, or if it takes more than `max_bytes` decoded.
         """
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
-        if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or key_bytes > 10 * num_keys + DIGEST_BYTES:
+        least = 0 if form == KNOWN else num_keys  # no key takes less than a byte
+        most = 10 * num_keys + DIGEST_BYTES
+        if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
             raise _malformed(f"{num_keys} keys in {key_bytes} bytes of form {form}, and {num_values} values")
         start = key_bytes + 3 & -4
         rest = self._unpacked(body[HEAD_BYTES:], is_packed, start + self._value_bytes(num_values))
@@ -301,5 +303,7 @@ def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
 
 
 def parse_filters(text: str) -> FilterChain:
-    """Return the chain of a text such as ``key-caching,quantize:8,compress``."""
+    """Return the chain of a text such as ``key-caching,quantize:8,compress``; ``none`` is an empty one."""
+    if text.strip() == "none":
+        return FilterChain()
     return FilterChain([parse_filter(each) for each in text.split(",") if each.strip()])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.errors import UsageError
+from paceline.errors import ProtocolError, UsageError
 from paceline.filters import (
     BFloat16,
     Compress,
@@ -25,12 +26,13 @@ from paceline.filters import (
     TopK,
     Zstd,
 )
+from paceline.filters.chain import NUMBERS
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, messages
-from paceline.ps.messages import FILTERED_PUSH, PUSH, TICK
-from paceline.ps.server.filtered import FilteredFrames
+from paceline.ps.messages import FILTERED_PULL, FILTERED_PUSH, PUSH, TICK
+from paceline.ps.server.filtered import FilteredFrames, PeerFilters
 from paceline.testing import Fault, FaultPlan, FaultyTransport
-from paceline.transport import SocketTransport
+from paceline.transport import Header, SocketTransport
 
 from .harness import TOKEN, Cluster, in_threads, keys_of, random_keys
 
@@ -268,6 +270,50 @@ def test_what_a_server_does_not_have_is_said_when_the_table_is_made() -> None:
         assert client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(8)]) is table
         with pytest.raises(UsageError, match="was opened by this client with other filters"):
             client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
+
+
+def test_filters_change_while_a_pull_waits() -> None:
+    """Its answer is none that the new filters would read, or the old ones misread."""
+    with Cluster(consistency=Sequential(), workers=2) as cluster:
+        first, second = cluster.connect(rank=0), cluster.connect(rank=1)
+        table = first.sparse_table("w", update=SGD(lr=1.0), filters=[Float16()])
+        other = second.sparse_table("w", update=SGD(lr=1.0))
+        table.push(KEYS[:2], -np.ones((2, 1), np.float32), tick=True).wait()
+        waiting = table.pull_async(KEYS[:2])
+        table.set_filters([BFloat16()])
+        other.push(KEYS[:2], -np.full((2, 1), 2, np.float32), tick=True)
+        assert waiting.result().tolist() == [[3], [3]]
+        assert table.pull(KEYS[:2]).tolist() == [[3], [3]]
+
+
+def test_chance_does_not_depend_on_what_else_is_asked() -> None:
+    found = []
+    for asks in (False, True):
+        with Cluster() as cluster:
+            client = cluster.connect()
+            table = client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
+            table.push(KEYS, np.random.default_rng(4).standard_normal((len(KEYS), 1)).astype(np.float32)).wait()
+            if asks:
+                client.statistics()
+            found.append(table.pull(KEYS))
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_keys_that_a_worker_only_claims_count_as_nothing() -> None:
+    claim = messages.encode(messages.FilterInfo(requests=[KeyNumbers(1).describe()], answers=[]))
+    filters = PeerFilters(max_key_bytes=1 << 20)
+    peer: Any = object()
+    keys, chain = np.arange(1000, dtype=np.uint64), FilterChain([KeyNumbers(1)])
+    for body in (
+        struct.pack("<IIIBBxx", 1 << 20, 0, 8, NUMBERS, 0) + bytes(8),  # a million keys in 8 bytes
+        chain.encode(keys, np.empty(0, np.float32), 0, chain.memory(sends=True))[:-9],
+    ):
+        header = Header(kind=FILTERED_PULL, table=1, meta_bytes=len(claim), body_bytes=len(body))
+        with pytest.raises(ProtocolError):
+            filters.decode(peer, header, memoryview(claim), memoryview(bytes(body)))
+        assert 0 <= filters.num_bytes < 1 << 15
+    filters.disconnected(peer)
+    assert filters.num_bytes == 0
 
 
 @pytest.mark.parametrize("bits", [1, 2])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from paceline.data import Columns
 from paceline.errors import UsageError
@@ -18,6 +18,7 @@ from paceline.models.registry import make_model
 from paceline.models.schedules import RatePlan
 from paceline.models.update import RuleChoice, suited_ftrl
 from paceline.ps import UpdateRule
+from paceline.ps.messages import MemberInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,29 +44,49 @@ class ExampleWeights:
     """The share of the negatives that is trained on; each counts as often as would bring their number back."""
 
 
+BETWEEN_MACHINES: Final = "key-caching,key-numbers"
+"""Filters that change no bit, and save more time than they take where bytes go over a network (docs/benchmarks.md)."""
+
+
+def are_on_several_machines(members: Sequence[MemberInfo]) -> bool:
+    """Return whether a worker and a server of a cluster run on different machines, as far as they have told."""
+    machines: dict[str, set[str]] = {"server": set(), "worker": set()}
+    for member in members:
+        if member.process is not None:
+            machines[member.role].add(member.process.host.partition("/")[0])  # without the namespace
+    return bool(machines["server"] and machines["worker"]) and len(set.union(*machines.values())) > 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrafficFilters:
     """What pushes and pulls go behind, as :func:`paceline.filters.parse_filters` reads it. Raises UsageError."""
 
-    pushed: str = ""
-    """Of workers' pushes and pulls."""
+    pushed: str | None = None
+    """Of workers' pushes and pulls; None: what pays for itself, which is nothing on one machine."""
     pulled: str | None = None
     """Of pulled values; None: the same, as far as they are for values and bytes."""
 
     def __post_init__(self) -> None:
-        parse_filters(self.pushed)
+        parse_filters(self.pushed or "")
         parse_filters(self.pulled or "")
+
+    def suited_to(self, members: Sequence[MemberInfo]) -> TrafficFilters:
+        """Return these, or where nothing is said those that suit the machines of a cluster."""
+        if self.pushed is not None or not are_on_several_machines(members):
+            return self
+        return replace(self, pushed=BETWEEN_MACHINES)
 
     @property
     def own_modules(self) -> list[str]:
         """The modules of users' own filters, which servers and workers have to import."""
-        return modules_of([*parse_filters(self.pushed).filters, *parse_filters(self.pulled or "").filters])
+        return modules_of([*parse_filters(self.pushed or "").filters, *parse_filters(self.pulled or "").filters])
 
     def of(self, task: str) -> tuple[str, str | None]:
         """Return both for a task: an evaluation is of the weights as they are."""
+        pushed = self.pushed or ""
         if task != "evaluate":
-            return self.pushed, self.pulled
-        chain = parse_filters(self.pushed)
+            return pushed, self.pulled
+        chain = parse_filters(pushed)
         return str(FilterChain([each for each in chain.filters if each.preserves == "exact"])), None
 
 

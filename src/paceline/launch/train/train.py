@@ -47,7 +47,7 @@ from paceline.models.progressive import progressive_losses
 from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobAccount, JobState
-from paceline.ps import Client, save_tables, to_fields
+from paceline.ps import Client, messages, save_tables, to_fields
 from paceline.storage.manifests import MANIFEST
 
 
@@ -96,6 +96,7 @@ class Training:
         if plan.resumed is not None:
             self._resumption = Resumption(plan.resumed)
         with self._signals:
+            self._choose_filters()
             before = 0 if self._resumption is None else self._resumption.examples
             shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
             dataset = open_training_data(options, plan, self._num_workers, spare, shard_bytes)
@@ -146,6 +147,17 @@ class Training:
             validation=None if self._losses is None else self._losses.as_json(),
             block_passes=block_passes(finished),
         )
+
+    def _choose_filters(self) -> None:
+        options = self._options
+        cluster: messages.ClusterMap = self._client.link.call(messages.GetMap(), messages.ClusterMap)
+        filters = options.filters.suited_to(cluster.members)
+        if filters is not options.filters:
+            self._options = dataclasses.replace(options, filters=filters)
+            self._on_news(
+                f"keys go to the servers behind --filters {filters.pushed}, which changes no result, since they are on "
+                "other machines; --filters none leaves them as they are"
+            )
 
     def _begin(self, dataset: Dataset) -> None:
         """Bring the cluster to where the training begins."""

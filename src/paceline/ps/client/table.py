@@ -72,11 +72,10 @@ class Table:
     def set_filters(self, filters: Sequence[Filter] = (), pull_filters: Sequence[Filter] | None = None) -> None:
         """Have later requests of this client go behind other filters, as those of its declaration.
 
-        What filters before have held back is lost. Raises UsageError if a server does not have them; then nothing has
-        changed.
+        What filters before have held back is lost. Pulls that are under way are answered without filters. Raises
+        UsageError if a server does not have them; then nothing has changed.
         """
         chosen = TableFilters(filters, pull_filters, is_dense=self.spec.kind == "dense") or None
-        self._settle()
         with self._servers.lock:
             if chosen is not None and not chosen.are(self.filters):
                 self._servers.call_all(messages.CheckFilters(filters=chosen.info))

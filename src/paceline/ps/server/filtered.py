@@ -46,9 +46,11 @@ Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
 class _PeerTable:
     """What one connection has said of one table."""
 
-    __slots__ = ("answers", "memory", "requests")
+    __slots__ = ("answers", "first_request", "memory", "requests")
 
-    def __init__(self, info: messages.FilterInfo) -> None:
+    def __init__(self, info: messages.FilterInfo, first_request: int) -> None:
+        self.first_request = first_request
+        """Those before were behind other filters, and so their answers go without any."""
         self.requests, self.answers = check(info)
         self.memory = self.requests.memory(sends=False)
 
@@ -79,23 +81,26 @@ class PeerFilters:
     def __init__(self, max_key_bytes: int = MAX_KEY_BYTES) -> None:
         self.max_key_bytes = max_key_bytes
         self._tables: dict[Peer, dict[int, _PeerTable]] = {}
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """What the keys of all connections take."""
 
     def decode(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> tuple[Header, memoryview]:
         """Return header and body of a frame as they were before the filters. Raises UnknownKeysError."""
         if len(meta):
-            told = _PeerTable(messages.decode_filters(meta))
+            told = _PeerTable(messages.decode_filters(meta), header.request)
             former = self._tables.setdefault(peer, {}).get(header.table)
-            self._num_bytes -= 0 if former is None else former.num_bytes
+            self.num_bytes -= 0 if former is None else former.num_bytes
             self._tables[peer][header.table] = told
         table = self._tables.get(peer, {}).get(header.table)
         if table is None:
             raise UnknownKeysError
         before = table.num_bytes
-        found = table.decode(np.frombuffer(body, np.uint8))
-        self._num_bytes += table.num_bytes - before
-        if self._num_bytes > self.max_key_bytes:
-            self.forget_keys()
+        try:
+            found = table.decode(np.frombuffer(body, np.uint8))
+        finally:  # of what it refuses it may remember some too
+            self.num_bytes += table.num_bytes - before
+            if self.num_bytes > self.max_key_bytes:
+                self.forget_keys()
         if found.is_range != bool(header.flags & RANGE):
             raise ProtocolError("a filtered request for a range has keys, or one for keys has a range")
         kind, flags = _BEFORE[header.kind], header.flags | FILTERED
@@ -105,9 +110,9 @@ class PeerFilters:
     def encode(self, peer: Peer, header: Header, values: Floats) -> Bytes | None:
         """Return the body of the answer to a filtered pull; None if it goes as it is."""
         table = self._tables.get(peer, {}).get(header.table)
-        if table is None or not table.answers:
+        if table is None or not table.answers or header.request < table.first_request:
             return None
-        seed = seed_of(peer.hello.rank, header.clock, header.request, header.table)
+        seed = seed_of(peer.hello.rank, header.clock, header.sequence, header.table)
         try:
             return table.answers.encode_values(values, seed)
         except Exception:  # of a user's filter; whoever pulls takes an answer without filters too
@@ -116,7 +121,7 @@ class PeerFilters:
 
     def forget_keys(self) -> None:
         """Forget all keys."""
-        self._num_bytes = 0
+        self.num_bytes = 0
         for tables in self._tables.values():
             for table in tables.values():
                 if table.memory is not None:
@@ -125,7 +130,7 @@ class PeerFilters:
     def disconnected(self, peer: Peer) -> None:
         """Forget a connection."""
         for table in self._tables.pop(peer, {}).values():
-            self._num_bytes -= table.num_bytes
+            self.num_bytes -= table.num_bytes
 
 
 class FilteredFrames:

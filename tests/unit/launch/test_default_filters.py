@@ -1,0 +1,31 @@
+"""Which filters a training has where nothing is said of them."""
+
+from __future__ import annotations
+
+from paceline.launch.train.options import BETWEEN_MACHINES, TrafficFilters
+from paceline.ps.messages import MemberInfo, Process
+from paceline.transport import Address, Endpoint
+
+HERE = Endpoint(tcp=Address.parse("127.0.0.1:7"))
+
+
+def member(role: str, machine: str | None, rank: int = 0) -> MemberInfo:
+    process = None if machine is None else Process(machine, 7, 1)
+    endpoint = HERE if role == "server" else None
+    return MemberInfo(node=f"{role}{rank}", role=role, rank=rank, incarnation=1, endpoint=endpoint, process=process)
+
+
+def test_keys_are_filtered_between_machines() -> None:
+    apart = [member("server", "one/pid:4"), member("worker", "one/pid:4"), member("worker", "two/pid:4", 1)]
+    assert TrafficFilters().suited_to(apart).of("train") == (BETWEEN_MACHINES, None)
+    assert TrafficFilters().suited_to(apart).of("evaluate") == ("key-caching:64,key-numbers:64", None)
+    assert TrafficFilters(pulled="quantize:8").suited_to(apart).of("train") == (BETWEEN_MACHINES, "quantize:8")
+    for said in ("none", "", "quantize:8"):
+        assert TrafficFilters(pushed=said).suited_to(apart).of("train") == (said, None)
+
+
+def test_nothing_is_filtered_on_one_machine() -> None:
+    containers = [member("server", "one/pid:4"), member("worker", "one/pid:5")]
+    unknown = [member("server", "one/pid:4"), member("worker", None)]
+    for members in (containers, unknown, []):
+        assert TrafficFilters().suited_to(members).of("train") == ("", None)
