@@ -246,6 +246,11 @@ class SparseModel(ABC):
         return *self.parameter_tables, ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0))
 
     @property
+    def knows_columns_by_place(self) -> bool:
+        """Whether each column has one place in every row."""
+        return self.interactions is not None
+
+    @property
     def read_labels_as(self) -> str:
         """As what labels are read, which data is opened with (:mod:`paceline.data.labels`)."""
         return self.labels

@@ -79,6 +79,11 @@ class FieldAwareMachine(FactorModel):
             raise UsageError(f"--dim {self.dim} for {num_columns} columns: expected at most {MAX_DIM:,} factors in all")
         return num_columns * self.dim
 
+    @property
+    @override
+    def knows_columns_by_place(self) -> bool:
+        return True
+
     @override
     def of_columns(self, format: str, columns: Columns | None) -> Self:
         layout = RowLayout.of_data(format, columns)

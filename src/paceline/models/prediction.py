@@ -17,6 +17,7 @@ from paceline.data import (
     column_names,
     detect_format,
     find_label,
+    have_same_features,
     is_unlabelled_criteo,
     open_dataset,
     source_format,
@@ -77,7 +78,7 @@ class Predictor:
         for path in paths:
             found = format or self._format_of(path)
             features = source_format(path, found)
-            if features != self.format and not {features, self.format} <= set(COLUMN_FORMATS):
+            if not have_same_features(features, self.format):
                 raise DataError(
                     f"{path} {'is said to be' if format else 'looks like'} {features}, and the model in "
                     f"{self._directory} was trained on {self.format}, whose features are others: give it "

@@ -14,6 +14,8 @@ import pytest
 from paceline.data import Columns, open_dataset
 from paceline.data.feature_names import find_feature_names, read_feature_names, write_feature_names
 from paceline.errors import ModelError
+from paceline.launch.train.feature_names import name_features
+from paceline.models.features.interactions import Interactions
 
 COLUMNS = Columns("label", ("site", "text"), ("age",))
 ROWS: dict[str, list[Any]] = {
@@ -52,6 +54,17 @@ def test_elements_of_lists(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"click": [1, 0], "tags": [["a", "b"], ["b", None]]}), path)
     keys = keys_of(path, "parquet", columns)
     assert set(find_feature_names([str(path)], "parquet", columns, keys).values()) == {"tags=a", "tags=b"}
+
+
+def test_crosses_of_rows_without_pairs(tmp_path: Path) -> None:
+    """Rows with missing numbers alone have no pair: in the middle, and at the end."""
+    path, columns = tmp_path / "x.csv", Columns("click", (), ("a", "b"))
+    path.write_text("click,a,b\n1,,\n0,2,3\n1,,\n0,,\n")
+    interactions = Interactions(text="a:b").of_columns("csv", columns)
+    with open_dataset(path, columns=columns) as dataset:
+        keys = np.unique(np.concatenate([interactions.apply(batch).keys for batch in dataset.batches(100)]))
+    assert len(keys) == 3
+    assert set(name_features([str(path)], "csv", columns, interactions, keys).values()) == {"a", "b", "a^b"}
 
 
 def test_criteo(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ def test_settings() -> None:
     assert read_model_settings(json.loads(json.dumps(model.describe()))) == model
     with pytest.raises(UsageError, match="libsvm has none: take --model fm"):
         FieldAwareMachine().of_columns("libsvm", None)
+    for fields in (("a", "b"), ()):  # of JSON lines, which stand in the order of each line
+        with pytest.raises(UsageError, match="jsonl has none: take --model fm"):
+            FieldAwareMachine().of_columns("jsonl", Columns("y", fields, is_open=True))
     with pytest.raises(UsageError, match="it crosses all columns"):
         FieldAwareMachine(interactions=Interactions(text="a:b"))
     with pytest.raises(UsageError, match="for 200 columns: expected at most"):

@@ -20,7 +20,8 @@ COLUMNS = Columns("y", ("a", "b", "c"), ("x", "z"))
 
 def crosses_of(text: str) -> list[str]:
     found = Interactions(text=text).of_columns("csv", COLUMNS)
-    return ["^".join(found.columns[number] for number in cross) for cross in found.crosses]
+    assert found.layout is not None
+    return ["^".join(found.layout.names[number] for number in cross) for cross in found.crosses]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_which_columns(text: str, crosses: list[str]) -> None:
         ("a:,b:c", "and 'a:' is none"),
         ("a:d", "there is no column 'd'; the columns are a, b, c, x, z"),
         ("a:a", "'a:a' crosses a column with itself"),
+        ("*:d", "there is no column 'd'"),
     ],
 )
 def test_no_crosses(text: str, said: str) -> None:
@@ -53,6 +55,11 @@ def test_no_crosses(text: str, said: str) -> None:
         crosses_of(text)
     with pytest.raises(UsageError, match="libsvm has no columns to cross"):
         Interactions(text="a:b").of_columns("libsvm", None)
+    with pytest.raises(UsageError, match="jsonl has no columns to cross"):  # fields stand in the order of each line
+        Interactions(text="a:b").of_columns("jsonl", Columns("y", ("a", "b"), is_open=True))
+    for alone in ("a:*", "*:*", "*:*:*"):
+        with pytest.raises(UsageError, match=r"there are too few columns to cross: a$"):
+            Interactions(text=alone).of_columns("csv", Columns("y", ("a",)))
     many = Columns("y", tuple(f"c{i}" for i in range(200)))
     with pytest.raises(UsageError, match="more than 10,000 crosses"):
         Interactions(text="*:*").of_columns("csv", many)

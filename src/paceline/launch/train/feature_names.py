@@ -63,8 +63,8 @@ def _find_parts(
         for batch in dataset.batches(_ROWS):
             rows = interactions.apply(batch)
             is_wanted = np.isin(rows.keys, missing)
-            has_wanted = np.add.reduceat(is_wanted, rows.indptr[:-1]) > 0 if len(is_wanted) else is_wanted
-            for key, of in interactions.parts_of(batch.take(np.flatnonzero(has_wanted))):
+            row_of_pair = np.repeat(np.arange(rows.num_examples), np.diff(rows.indptr))
+            for key, of in interactions.parts_of(batch.take(np.unique(row_of_pair[is_wanted]))):
                 found[key] = of
             missing = np.setdiff1d(missing, np.fromiter(found, np.uint64, len(found)))
     return {key: found[key] for key in wanted.tolist() if key in found}

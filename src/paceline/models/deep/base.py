@@ -171,6 +171,11 @@ class DeepModel(FactorModel):
             Layer(f"{self.name} hidden {number + 1}", first + number, *size) for number, size in enumerate(sizes)
         )
 
+    @property
+    @override
+    def knows_columns_by_place(self) -> bool:
+        return True
+
     @override
     def of_columns(self, format: str, columns: Columns | None) -> Self:
         layout = RowLayout.of_data(format, columns)

@@ -1,8 +1,8 @@
 """Interactions: features that stand for values of two or three columns together, such as `country^device`.
 
 They are made of the columns' keys while a minibatch is prepared, for training, evaluation and prediction alike; data
-and caches do not hold them. A model keeps what it needs for that in its settings: the text that a user wrote, and the
-columns in the order in which rows have them.
+and caches do not hold them. A model keeps what it needs for that in its settings: the text that a user wrote, and where
+the columns stand in rows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import numpy.typing as npt
 
 from paceline.data import Batch, Columns
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import name_seed
 from paceline.models.features.layout import RowLayout
-from paceline.tables.types import Keys
 
 MAX_ORDER: Final = 3
 MAX_CROSSES: Final = 10_000
@@ -34,20 +32,18 @@ class Interactions:
 
     text: str
     """``C1:C2,C3:*``: crosses of two or three columns; ``*`` stands for every column."""
-    categorical: tuple[str, ...] = ()
-    """The columns of the data; none until they are known (:meth:`of_columns`)."""
-    numeric: tuple[str, ...] = ()
+    layout: RowLayout | None = None
+    """The columns of the data; None until they are known (:meth:`of_columns`)."""
 
     def __post_init__(self) -> None:
-        for name in ("categorical", "numeric"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "layout", RowLayout.of(self.layout))
         for cross in self.text.split(","):
             parts = cross.split(":")
             if not 2 <= len(parts) <= MAX_ORDER or not all(parts):
                 raise UsageError(
                     f"--interactions {self.text}: expected two or three columns as in C1:C2,C3:*, and {cross!r} is none"
                 )
-        if self.categorical or self.numeric:
+        if self.layout is not None:
             _ = self.crosses  # which are checked
 
     @classmethod
@@ -60,25 +56,25 @@ class Interactions:
         layout = RowLayout.of_data(format, columns)
         if layout is None:
             raise UsageError(f"--interactions {self.text}: {format} has no columns to cross; leave it out")
-        return dataclasses.replace(self, categorical=layout.categorical, numeric=layout.numeric)
+        return dataclasses.replace(self, layout=layout)
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """All columns, in the order in which rows have them."""
-        return (*self.categorical, *self.numeric)
+    def _columns(self) -> RowLayout:
+        assert self.layout is not None, "columns are known once there is data"
+        return self.layout
 
     @cached_property
     def crosses(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the columns that are crossed, rising, each set of them once."""
-        numbers = {name: number for number, name in enumerate(self.columns)}
+        names = self._columns.names
+        numbers = {name: number for number, name in enumerate(names)}
         found: dict[tuple[int, ...], None] = {}
         for cross in self.text.split(","):
             choices: list[Iterable[int]] = []
             for name in cross.split(":"):
                 if name != _ANY and name not in numbers:
                     raise UsageError(
-                        f"--interactions {self.text}: there is no column {name!r}; the columns are "
-                        f"{', '.join(self.columns)}"
+                        f"--interactions {self.text}: there is no column {name!r}; the columns are {', '.join(names)}"
                     )
                 choices.append(range(len(numbers)) if name == _ANY else (numbers[name],))
             before = len(found)
@@ -89,27 +85,26 @@ class Interactions:
                     raise UsageError(f"--interactions {self.text}: more than {MAX_CROSSES:,} crosses; name fewer")
             if len(found) == before and _ANY not in cross and len(set(cross.split(":"))) < len(cross.split(":")):
                 raise UsageError(f"--interactions {self.text}: {cross!r} crosses a column with itself")
+        if not found:
+            raise UsageError(f"--interactions {self.text}: there are too few columns to cross: {', '.join(names)}")
         return tuple(found)
 
     @cached_property
-    def _numeric_keys(self) -> Keys:
-        return np.array([name_seed(name) for name in self.numeric], np.uint64)
-
-    @cached_property
     def _terms(self) -> npt.NDArray[np.int64]:
+        """The columns of each cross, and -1 in place of a third that it does not have."""
         return np.array([(*cross, *([-1] * (MAX_ORDER - len(cross)))) for cross in self.crosses], np.int64)
 
     def apply(self, batch: Batch) -> Batch:
         """Return the rows with the pairs of their crosses behind their own."""
         from paceline.kernels.interactions import cross_features
 
-        terms = self._terms
+        terms, layout = self._terms, self._columns
         most = len(batch.keys) + batch.num_examples * len(terms)
         indptr, keys = np.empty(batch.num_examples + 1, np.int64), np.empty(most, np.uint64)
         values = _NO_VALUES if batch.values is None else batch.values
         out_values = np.empty(most if len(values) else 0, np.float32)
         num_pairs = cross_features(
-            *(batch.indptr, batch.keys, values, len(self.categorical), self._numeric_keys, terms),
+            *(batch.indptr, batch.keys, values, len(layout.categorical), layout.numeric_keys, terms),
             *(indptr, keys, out_values),
         )
         crossed = None if batch.values is None else out_values[:num_pairs]
@@ -129,6 +124,7 @@ class Interactions:
 
     def _by_column(self, keys: Sequence[int]) -> dict[int, int]:
         """Return a row's own keys by the number of the column."""
-        found = dict(enumerate(keys[: len(self.categorical)]))
-        numbers = {key: number for number, key in enumerate(self._numeric_keys.tolist(), len(self.categorical))}
-        return found | {numbers[key]: key for key in keys[len(self.categorical) :]}
+        num_categorical = len(self._columns.categorical)
+        found = dict(enumerate(keys[:num_categorical]))
+        numbers = {key: number for number, key in enumerate(self._columns.numeric_keys.tolist(), num_categorical)}
+        return found | {numbers[key]: key for key in keys[num_categorical:]}

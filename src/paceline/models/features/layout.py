@@ -38,14 +38,27 @@ class RowLayout:
 
     @classmethod
     def of_data(cls, format: str, columns: Columns | None) -> RowLayout | None:
-        """Return the layout of data of this format; None if it has no columns."""
+        """Return the layout of data of this format; None if it has none.
+
+        JSON lines have fields in the order of each line.
+        """
         if columns is not None and not columns.is_open:
             return cls(categorical=columns.categorical, numeric=columns.numeric)
         return cls(categorical=CRITEO_NAMES) if format == "criteo" else None
 
     def __len__(self) -> int:
         """Return how many columns there are."""
-        return len(self.categorical) + len(self.numeric)
+        return len(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns, in the order in which rows have them."""
+        return (*self.categorical, *self.numeric)
+
+    @cached_property
+    def numeric_keys(self) -> npt.NDArray[np.uint64]:
+        """The key of each numeric column: uint64 [numeric columns]."""
+        return np.array([name_seed(name) for name in self.numeric], np.uint64)
 
     def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:
         """Return the number of the column of each pair of a batch: int32 [pairs].
@@ -68,6 +81,5 @@ class RowLayout:
     @cached_property
     def _sorted_numeric(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """The keys of numeric columns, rising, and the place of each among them."""
-        keys = np.array([name_seed(name) for name in self.numeric], np.uint64)
-        order = np.argsort(keys)
-        return keys[order], order
+        order = np.argsort(self.numeric_keys)
+        return self.numeric_keys[order], order
