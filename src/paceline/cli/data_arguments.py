@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from paceline.data.binary.arrays import holds_labels_of
 from paceline.errors import DataError, UsageError
 
 STANDARD_INPUT = "-"
@@ -42,7 +43,10 @@ def find_sources(context: typer.Context, names: list[str]) -> list[str]:
 
 
 def expand_pattern(name: str) -> Sequence[str]:
-    """Return the files that a pattern stands for; of a name that is none, or that there is a file of, itself."""
+    """Return the files that a pattern stands for; of a name that is none, or that there is a file of, itself.
+
+    Labels of arrays, which are read with the file that they stand beside (``x.y.npy`` beside ``x.npy``), are left out.
+    """
     if "://" in name:
         from paceline.data.streams import expand_url, is_url
 
@@ -53,7 +57,7 @@ def expand_pattern(name: str) -> Sequence[str]:
     fitting = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
     if not fitting:
         raise DataError(f"no file fits {name}")
-    return fitting
+    return [path for path in fitting if not holds_labels_of(path, fitting)]
 
 
 def _keep_standard_input(context: typer.Context) -> str:

@@ -23,6 +23,8 @@ from paceline.data.sampling import Sample, json_text, walk_fields
 from paceline.errors import UsageError
 
 NUM_EXAMPLES = 3
+IN_LISTS = "in lists"
+"""The reason why a column of lists is categorical."""
 
 _LEAST_ROWS = 50  # of fewer rows, all distinct says little
 _FEW, _ROWS_PER_VALUE = 64, 20
@@ -30,6 +32,7 @@ _LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _PADDED = re.compile(r"[+-]?0[0-9]+")
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
@@ -44,7 +47,7 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
     check_distinct(path, sample.names)
-    _check_decimal_points(path, sample)
+    _check_commas(path, sample)
     sample = _without_copies(sample)
     labels = sample.labels(label)
     for name, type in zip(sample.names, sample.types, strict=True):
@@ -64,14 +67,24 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     return Guesses(Columns(label, categorical, numeric, weight=weight), tuple(guesses), len(sample.rows))
 
 
-def _check_decimal_points(path: str, sample: Sample) -> None:
-    """Raise UsageError for a column of numbers with decimal commas, which would be taken for text."""
+def _check_commas(path: str, sample: Sample) -> None:
+    """Raise UsageError for a column of numbers with commas, decimal ones or of thousands: they would be text."""
     for name in sample.names:
-        cells = [cell for cell in sample.column(name) if not is_missing(cell)]
-        odd = [cell for cell in cells if _DECIMAL_COMMA.fullmatch(cell.strip())]
-        if len(odd) > len(cells) / 2 and sum(map(is_number, cells)) + len(odd) == len(cells):
+        cells = [cell.strip() for cell in sample.column(name) if not is_missing(cell)]
+        by_thousands, decimal = (
+            [cell for cell in cells if pattern.fullmatch(cell)] for pattern in (_THOUSANDS, _DECIMAL_COMMA)
+        )
+        others = sum(map(is_number, cells))
+        if len(by_thousands) > len(cells) / 2 and others + len(by_thousands) == len(cells):
             raise UsageError(
-                f"{path} has numbers with decimal commas, such as '{odd[0]}' in column '{name}': write them with "
+                f"{path} has numbers with commas between thousands, such as '{by_thousands[0]}' in column '{name}': "
+                f"write them without (if they are decimal commas, with points), or say --categorical {name} if they "
+                "are text"
+            )
+        if len(decimal) > len(cells) / 2 and others + len(decimal) == len(cells):
+            odd = next(cell for cell in decimal if not _THOUSANDS.fullmatch(cell))
+            raise UsageError(
+                f"{path} has numbers with decimal commas, such as '{odd}' in column '{name}': write them with "
                 f"points (where semicolons separate the columns: sed 's/,/./g'), or say --categorical {name} if they "
                 "are text"
             )
@@ -87,10 +100,11 @@ def describe_named(sample: Sample, columns: Columns) -> Guesses:
     """The same of columns that were named."""
     kinds = {columns.weight: "weight", columns.label: "label"} | dict.fromkeys(columns.categorical, "categorical")
     kinds |= dict.fromkeys(columns.numeric, "numeric")
-    guesses = [
-        _describe(name, kinds.get(name, "left out"), "" if name in kinds else "not named", Counter(filter(None, cells)))
-        for name, cells in ((name, sample.column(name)) for name in sample.names)
-    ]
+    guesses = []
+    for name, type in zip(sample.names, sample.types, strict=True):
+        reason = "not named" if name not in kinds else IN_LISTS if type == "list" else ""
+        counts = Counter(filter(None, sample.column(name)))
+        guesses.append(_describe(name, kinds.get(name, "left out"), reason, counts))
     return Guesses(columns, tuple(guesses), len(sample.rows))
 
 
@@ -109,7 +123,7 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
     if not present:
         return "left out", "has no value in the rows looked at"
     if type == "list":
-        return "categorical", "in lists"
+        return "categorical", IN_LISTS
     num_rows = sum(counts[cell] for cell in present)
     all_distinct = len(present) == num_rows >= _LEAST_ROWS
     is_text = type in ("text", "boolean") or not all(map(is_number, present))
@@ -243,7 +257,7 @@ def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Gue
                 as_category = in_list or not is_number or name in columns.categorical
                 kinds.setdefault(name, {})["categorical" if as_category else "numeric"] = None
                 if in_list:
-                    kinds[name]["in lists"] = None
+                    kinds[name][IN_LISTS] = None
     guesses = []
     for name, found in counts.items():
         kind, *others = kinds.get(name, {"left out": None})

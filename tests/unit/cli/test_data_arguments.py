@@ -28,6 +28,14 @@ def test_patterns_stand_for_the_files_that_fit(tmp_path: Path, monkeypatch: pyte
     assert expand_pattern("missing.svm") == ["missing.svm"]
 
 
+def test_a_pattern_of_arrays_is_not_for_their_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.npy", "a.y.npy", "b.npz", "b.y.npy", "c.y.npy"):
+        Path(name).touch()
+    assert expand_pattern("*.np[yz]") == ["a.npy", "b.npz", "c.y.npy"]
+    assert expand_pattern("*.y.npy") == ["a.y.npy", "b.y.npy", "c.y.npy"]
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_standard_input_is_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_packed: bool

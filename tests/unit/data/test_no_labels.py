@@ -66,6 +66,22 @@ def test_decimal_commas_are_refused(tmp_path: Path) -> None:
         open_dataset(path)
 
 
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("{i},234", "commas between thousands, such as '0,234' in column 'price': write them without"),
+        ("1,{i:03},234", "commas between thousands, such as '1,000,234'"),
+        ("{i},{i}00", "decimal commas, such as '10,1000'"),  # '1,100' could be either
+        ("{i},234.50", "commas between thousands, such as '0,234.50'"),
+    ],
+)
+def test_thousands_are_not_decimal(tmp_path: Path, cell: str, said: str) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("y;price\n" + "".join(f"{i % 2};{cell.format(i=i)}\n" for i in range(60)))
+    with pytest.raises(UsageError, match=said):
+        open_dataset(path)
+
+
 def test_labels_that_are_words(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     for one, zero in (("yes", "no"), ("Y", "n"), ("T", "F"), ("True", "false")):

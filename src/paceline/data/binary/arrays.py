@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +26,7 @@ NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _PARTS = ("indptr", "indices", "data")
 _ROWS = 4096
 _MOST_TEXT = 200
+_LABELS = ".y.npy"
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -104,9 +105,15 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def labels_beside(path: str) -> Path:
-    """The file that the labels of arrays are in, unless they are with them."""
-    return Path(path).with_suffix(".y.npy")
+def labels_beside(path: str | Path) -> Path:
+    """Where the labels of the examples in a file are, unless that holds them itself."""
+    return Path(path).with_suffix(_LABELS)
+
+
+def holds_labels_of(path: str, others: Container[str]) -> bool:
+    """Whether a file holds the labels of one of the others."""
+    name = path.removesuffix(_LABELS)
+    return name != path and any(name + suffix in others for suffix in (".npy", ".npz"))
 
 
 def _load(path: str) -> dict[str, npt.NDArray[Any]]:
