@@ -16,6 +16,7 @@ from paceline.data.formats import (
     FORMATS,
     KEYED_FORMATS,
     detect_format,
+    have_same_features,
     is_unlabelled_criteo,
     source_format,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "find_label",
     "fit_scale",
     "guess_columns",
+    "have_same_features",
     "is_unlabelled_criteo",
     "line_number",
     "merge_guesses",

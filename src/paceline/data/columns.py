@@ -19,14 +19,13 @@ from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, name_seed,
 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
-"""What a label may be written as besides numbers, in any case."""
 
 _PLACE = re.compile(r"-?[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a csv or parquet file that are read.
+    """The columns of csv and parquet files, or the fields of JSON lines, that are read.
 
     `label`: a number, or true and false; `categorical`: each value, as text, is a feature
     with value 1, a missing one a feature too; `numeric`: each column is one feature whose value is the
@@ -238,8 +237,9 @@ class Converter:
             None if each is None else each[which] for each, which in ((values, present), (weights, good))
         )
         batch = Batch(label[good], indptr, keys[present], values, weights)
+        num_numbers = present[good, num_categorical:].sum(axis=1)
         for lengths, elements in lists:
-            batch = _with_lists(batch, lengths[good], elements[np.repeat(good, lengths)])
+            batch = _with_lists(batch, lengths[good], elements[np.repeat(good, lengths)], num_numbers)
         bad_rows = np.flatnonzero(~good)
         bad = [self._describe(record_batch, int(row), first_row, faults) for row in bad_rows[:NUM_KEPT]]
         return Converted(batch, len(bad_rows), bad)
@@ -329,10 +329,14 @@ def _flat(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | N
     return None if values is None else values.reshape(-1)
 
 
-def _with_lists(batch: Batch, lengths: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64]) -> Batch:
-    """Append `lengths[i]` of the keys to row i, each with value 1."""
-    added = np.concatenate([[0], np.cumsum(lengths)])
-    indptr = batch.indptr + added
-    ends = np.repeat(batch.indptr[1:], lengths)  # before which the row's keys go in
+def _with_lists(
+    batch: Batch,
+    lengths: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.uint64],
+    num_numbers: npt.NDArray[np.int64],
+) -> Batch:
+    """Add `lengths[i]` of the keys to row i, each with value 1, before its last `num_numbers[i]` pairs."""
+    indptr = batch.indptr + np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.repeat(batch.indptr[1:] - num_numbers, lengths)  # before which the row's keys go in
     values = None if batch.values is None else np.insert(batch.values, ends, np.float32(1))
     return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights)

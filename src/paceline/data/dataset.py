@@ -16,7 +16,15 @@ from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
 from paceline.data.columns import LABEL_NAMES, Columns, import_arrow, is_list
 from paceline.data.dialect import read_dialect
-from paceline.data.formats import COLUMN_FORMATS, CONVERTED, FORMATS, KEYED_FORMATS, TEXT_FORMATS, detect_format
+from paceline.data.formats import (
+    COLUMN_FORMATS,
+    CONVERTED,
+    FORMATS,
+    KEYED_FORMATS,
+    TEXT_FORMATS,
+    detect_format,
+    have_same_features,
+)
 from paceline.data.guessing import find_json_columns, guess_columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.labels import CLICKS, positive_in, read_as
@@ -51,9 +59,9 @@ def open_dataset(
     """Open data files, all of one format and read in this order, as a :class:`Dataset`.
 
     `format` is one of :data:`FORMATS`; None tells it from the first file's
-    content. `columns` is for csv and parquet, and guessed from rows spread over the files if None. `shard_bytes` is the
-    size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256 KiB and 16
-    MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
+    content. `columns` is for csv, parquet and JSON lines, and guessed from rows spread over the files if None.
+    `shard_bytes` is the size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256
+    KiB and 16 MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
     parsed shards for later passes. `labels` is what they are read as (:mod:`paceline.data.labels`).
     `scaling` changes the values of formats without columns. Without `needs_labels` rows may lack a label, which is
     then NaN.
@@ -98,8 +106,11 @@ def _look_at_converted(files: list[str], columns: Columns | None) -> tuple[str, 
         found = describe_converted(file)
         first = first or found
         stored, format = found.description.columns, found.description.format
-        if format != first.description.format and stored is None:
-            raise DataError(f"{file} was converted from {format}, and {files[0]} from {first.description.format}")
+        if not have_same_features(format, first.description.format):
+            raise DataError(
+                f"{file} was converted from {format}, and {files[0]} from {first.description.format}: all must be of "
+                "one format"
+            )
         check_columns(file, stored, first.description.columns if columns is None else columns)
     assert first is not None
     if columns is not None and first.description.columns is None:

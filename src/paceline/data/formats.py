@@ -88,6 +88,11 @@ def source_format(path: str | Path, format: str | None = None) -> str:
     return "libsvm" if format == "numpy" else format
 
 
+def have_same_features(format: str, other: str) -> bool:
+    """Whether a model that was trained on one of two source formats can read the other."""
+    return format == other or {format, other} <= set(COLUMN_FORMATS)
+
+
 def _share(lines: list[str], fits: Callable[[str], bool]) -> float:
     return sum(fits(line) for line in lines) / len(lines)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -19,15 +21,21 @@ from paceline.data.binary.blocks import TRAILER, BlockFile
 from paceline.data.feature_names import find_feature_names
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.converting import Conversion, convert_data, look_at_sources
-from paceline.launch.train.data_files import look_at, settle_files
+from paceline.launch.train.data_files import format_of_evaluation, look_at, settle_files
 from paceline.launch.train.describing import describe_data
 from paceline.launch.train.options import TrainOptions
+from paceline.models.features.interactions import Interactions
+from paceline.models.registry import make_model
 
 COLUMNS = Columns("click", ("site",), ("age", "price"), weight="w")
 
 
 def csv_text(num_rows: int) -> str:
-    rows = (f"{i % 3 == 0:d},s{i % 7},{'' if i % 5 == 0 else i % 50},{i * 1.5},{1 + i % 2}\n" for i in range(num_rows))
+    """Rows whose label follows the logarithm of the price, which no price shows by itself."""
+    rows = (
+        f"{k / 4 - 5 > i % 7 - 3:d},s{i % 7},{'' if i % 5 == 0 else i % 50},{math.exp(k / 4):.3f},{1 + i % 2}\n"
+        for i, k in enumerate(itertools.islice(itertools.cycle(range(40)), num_rows))
+    )
     return "click,site,age,price,w\n" + "".join(rows)
 
 
@@ -37,6 +45,15 @@ SOURCES = {
     ),
     "libsvm": "".join(f"{i % 5 - 2} " + " ".join(f"{k}:{k / 4}" for k in range(i % 9)) + "\n" for i in range(3000)),
     "csv": csv_text(3000),
+    "vw": "".join(f"{i % 2 * 2 - 1} {1 + i % 3} |a x:{i % 7} |b y{i % 5}\n" for i in range(500)),
+    "jsonl": "".join(
+        json.dumps(
+            {"click": i % 2, "site": f"s{i % 7}", "age": i % 50 if i % 5 else None, "tags": [1, "b"], "w": 1 + i % 2}
+        )
+        + "\n"
+        for i in range(500)
+    ),
+    "numpy": "",
 }
 
 
@@ -73,7 +90,11 @@ def out(source: Path) -> Path:
 def test_it_has_the_examples_of_its_sources(tmp_path: Path, format: str) -> None:
     source, out = tmp_path / "x", tmp_path / "out"
     source.write_text(SOURCES[format])
-    columns = COLUMNS if format == "csv" else None
+    if format == "numpy":
+        rng = np.random.default_rng(1)
+        with open(source, "wb") as file:
+            np.savez(file, X=rng.poisson(0.5, (500, 9)), y=rng.integers(0, 2, 500))
+    columns = {"csv": COLUMNS, "jsonl": Columns("click", ("age",), weight="w", is_open=True)}.get(format)
     done = convert(source, out, columns)
     assert detect_format(out) == "paceline"
     for labels in ("clicks", "numbers"):
@@ -84,8 +105,11 @@ def test_it_has_the_examples_of_its_sources(tmp_path: Path, format: str) -> None
     look, look_before = look_at([out]), look_at([source], columns=columns)
     assert set(look.labels) == set(look_before.labels)
     assert look.columns == look_before.columns
-    assert open_dataset(out).source_format == format
-    assert open_spec(json.loads(json.dumps(open_dataset(out).spec()))).source_format == format
+    kept = "libsvm" if format == "numpy" else format
+    assert open_dataset(out).source_format == kept
+    assert open_spec(json.loads(json.dumps(open_dataset(out).spec()))).source_format == kept
+    settled, _ = settle_files(TrainOptions(data=[str(out)], model=make_model("regression")))
+    assert settled.columns == look.columns
 
 
 def test_numbers_are_brought_to_the_scales_that_are_wanted(source: Path, out: Path) -> None:
@@ -97,6 +121,7 @@ def test_numbers_are_brought_to_the_scales_that_are_wanted(source: Path, out: Pa
         )
     unweighted = look_at([out]).columns
     assert unweighted is not None
+    assert [scale.log for scale in unweighted.scales] == [False, True]  # as the labels tell
     assert read_all(open_dataset(out, columns=unweighted.unweighted)).weights is None
 
 
@@ -228,19 +253,27 @@ def test_it_is_described_as_its_sources_were(source: Path, out: Path) -> None:
         describe_data([str(path)], None, columns, None) for path, columns in ((out, None), (source, COLUMNS))
     )
     assert found["format"] == "paceline"
-    assert found["converted"] == {"format": "csv", "examples": 3000, "positives": 1000, "sources": [str(source)]}
+    assert found["converted"] == {"format": "csv", "examples": 3000, "positives": 1425, "sources": [str(source)]}
     assert {**found, "format": 0, "files": 0, "bytes": 0, "labels": 0, "converted": 0} == {
         **before, "format": 0, "files": 0, "bytes": 0, "labels": 0, "converted": 0,
     }  # fmt: skip
-    assert found["labels"] == {"0": 2000, "1": 1000}
+    assert found["labels"] == {"0": 1575, "1": 1425}
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp_path: Path) -> None:
     other = tmp_path / "x.svm"
     other.write_text(SOURCES["libsvm"])
     convert(other, tmp_path / "svm")
-    with pytest.raises(DataError, match=r"svm was converted from libsvm, and .*out from csv"):
-        open_dataset([out, tmp_path / "svm"])
+    for files in ([out, tmp_path / "svm"], [tmp_path / "svm", out]):
+        told = r"{1} was converted from {3}, and {0} from {2}: all must be of one format"
+        names = [*map(str, files), *(describe_converted(str(file)).description.format for file in files)]
+        with pytest.raises(DataError, match=told.format(*names)):
+            open_dataset(files)
+    options = TrainOptions(data=[out], evaluation=[tmp_path / "svm"])
+    with pytest.raises(DataError, match=r"svm is converted from libsvm, and .*out is converted from csv: all must be"):
+        settle_files(options)
+    with pytest.raises(DataError, match=r"x.csv was not written by 'paceline convert': all files of a command are of"):
+        look_at([out, source])
     with pytest.raises(DataError, match=r"other numeric columns than are wanted \(price\)"):
         open_dataset(out, columns=Columns("click", ("site",), ("age",)))
     with pytest.raises(DataError, match="without weights: convert its sources with --weight importance"):
@@ -258,6 +291,65 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
         convert(out, tmp_path / "again")
     with pytest.raises(DataError, match=r"cannot write .*nowhere/x: No such file"):
         convert(source, tmp_path / "nowhere" / "x", COLUMNS)
+
+
+def test_files_of_columns_evaluate_each_other(source: Path, out: Path, tmp_path: Path) -> None:
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.csv.read_csv(source), tmp_path / "x.parquet")
+    files = [source, out, tmp_path / "x.parquet"]
+    for data, evaluation in itertools.permutations(files, 2):
+        columns = None if data == out else COLUMNS
+        settled, _ = settle_files(TrainOptions(data=[data], evaluation=[evaluation], columns=columns))
+        assert settled.format is not None
+        assert format_of_evaluation([evaluation], settled.format) == detect_format(evaluation)
+    assert format_of_evaluation([source], "libsvm") == "libsvm"  # as was said
+
+
+def test_columns_may_stand_in_another_order(tmp_path: Path) -> None:
+    """The pairs of rows are in the order that is asked for, and that of the first of several files."""
+    orders = [("click", "a", "b", "x", "y"), ("click", "b", "y", "a", "x")]
+    rows = [
+        {"click": i % 2, "a": f"a{i % 3}", "b": f"b{i % 4}", "x": i / 8 if i % 5 else "", "y": i % 9} for i in range(90)
+    ]
+    for name, order in zip("pq", orders, strict=True):
+        lines = [",".join(order), *(",".join(str(row[column]) for column in order) for row in rows)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+        categorical = tuple(column for column in order if column in "ab")
+        numeric = tuple(column for column in order if column in "xy")
+        convert(tmp_path / f"{name}.csv", tmp_path / name, Columns("click", categorical, numeric))
+    p, q = tmp_path / "p", tmp_path / "q"
+    columns = look_at([p]).columns
+    whole = read_all(open_dataset(p, columns=columns))
+    assert whole.keys[0] != read_all(open_dataset(q)).keys[0]
+    assert_same(read_all(open_dataset(q, columns=columns)), whole)
+    assert_same(read_all(open_dataset([p, q], columns=columns)), Batch.concatenate([whole, whole]))
+    assert_same(read_all(open_dataset([p, q])), Batch.concatenate([read_all(open_dataset(p))] * 2))
+
+
+def test_lists_stay_beside_numbers_that_are_scaled(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = range(200)
+    table = {
+        "click": [i % 2 for i in rows],
+        "tags": [["a", f"t{i % 3}"][: i % 3] for i in rows],
+        "x": [100.5 + i for i in rows],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "x.parquet")
+    source, out = tmp_path / "x.parquet", tmp_path / "out"
+    convert(source, out)
+    columns = look_at([source]).columns
+    assert columns is not None
+    assert columns.scales
+    assert_same(read_all(open_dataset(out, columns=columns)), read_all(open_dataset(source, columns=columns)))
+    crossed = make_model("lr", interactions=Interactions(text="tags:x"))
+    for path in (source, out):
+        for model in (crossed, make_model("ffm")):
+            with pytest.raises(UsageError, match="column 'tags' holds lists, and --interactions and --model ffm"):
+                settle_files(TrainOptions(data=[path], model=model))
 
 
 def test_nothing_stays_of_what_was_interrupted(source: Path, tmp_path: Path) -> None:

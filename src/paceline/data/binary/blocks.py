@@ -154,6 +154,10 @@ class BlockWriter(Closing):
             left = left[self._file.write(left) :]
 
 
+class NotBlocksError(ValueError):
+    """The file is something else than blocks."""
+
+
 class BlockFile(Closing):
     """A file of blocks, open for reading.
 
@@ -211,7 +215,10 @@ class BlockFile(Closing):
         return data
 
     def _read_footer(self) -> dict[str, Any]:
-        if os.pread(self._descriptor, len(_HEADER), 0) != _HEADER:
+        header = os.pread(self._descriptor, len(_HEADER), 0)
+        if not header.startswith(MAGIC):
+            raise NotBlocksError
+        if header != _HEADER:
             raise ValueError("the header is not as expected")
         end = os.fstat(self._descriptor).st_size - TRAILER.size
         trailer = os.pread(self._descriptor, TRAILER.size, max(end, 0))

@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from paceline.data.bad_lines import BadLine
 from paceline.data.batch import Batch
-from paceline.data.binary.blocks import BlockFile, BlockWriter, Section, bad_line_of, is_count
+from paceline.data.binary.blocks import BlockFile, BlockWriter, NotBlocksError, Section, bad_line_of, is_count
 from paceline.data.columns import Columns, Guess, Guesses
 from paceline.data.reader import Report
 from paceline.data.scaling import Scale
@@ -143,6 +144,11 @@ class ConvertedFile:
             self.blocks = BlockFile(path)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        except NotBlocksError as error:
+            raise DataError(
+                f"{path} was not written by 'paceline convert': all files of a command are of one format, convert it "
+                "too"
+            ) from error
         except ValueError as error:
             raise self._damaged(str(error)) from error
         content = self.blocks.content
@@ -225,10 +231,43 @@ def merge_guesses(files: Sequence[ConvertedFile]) -> Guesses | None:
     return None if first.columns is None else Guesses(first.columns, first.guesses, first.num_guessed_rows)
 
 
+@dataclass(frozen=True)
+class _ColumnOrder:
+    """How the pairs of rows are brought to the order of other columns than those that were converted."""
+
+    categorical: npt.NDArray[np.int64]
+    """The new place of each categorical column."""
+    numeric: Mapping[int, int]
+    """The new place of each numeric column, which has one key."""
+
+    @classmethod
+    def between(cls, stored: Columns, wanted: Columns) -> _ColumnOrder | None:
+        """The order of the `wanted` columns, which are the `stored` ones; None if it is the same, or there is none."""
+        if stored.is_open or (stored.categorical, stored.numeric) == (wanted.categorical, wanted.numeric):
+            return None
+        places = {name: place for place, name in enumerate((*wanted.categorical, *wanted.numeric))}
+        return cls(
+            np.array([places[name] for name in stored.categorical], np.int64),
+            {name_seed(name): places[name] for name in stored.numeric},
+        )
+
+    def apply(self, batch: Batch) -> Batch:
+        """The examples with their pairs in the new order; those of lists, which have no place, follow categories."""
+        lengths = np.diff(batch.indptr)
+        row = np.repeat(np.arange(batch.num_examples), lengths)
+        at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], lengths)
+        place = np.append(self.categorical, len(self.categorical))[np.minimum(at, len(self.categorical))]
+        for key, numeric in self.numeric.items():
+            place[batch.keys == np.uint64(key)] = numeric
+        order = np.lexsort((place, row))
+        return replace(batch, keys=batch.keys[order], values=None if batch.values is None else batch.values[order])
+
+
 class ConvertedReader:
     """Shards of a converted file: ranges of rows that are as large as wanted on average.
 
-    `columns`, whose features are those of the file, says which scales numbers are brought to and whether weights count.
+    `columns`, whose features are those of the file, says in which order they are, which scales numbers are brought to
+    and whether weights count.
     """
 
     def __init__(self, path: str, columns: Columns | None, shard_bytes: int) -> None:
@@ -240,6 +279,7 @@ class ConvertedReader:
         check_columns(path, stored, columns)
         self._is_weighted = columns is None or bool(columns.weight)
         self._scale_columns = scale_columns
+        self._order = None if columns is None or stored is None else _ColumnOrder.between(stored, columns)
         self._seeds, self._scales = np.empty(0, np.uint64), np.empty((3, 0))
         if columns is not None and columns.scales and stored is not None:
             by_name = dict(zip(columns.numeric, columns.scales, strict=True))
@@ -275,6 +315,8 @@ class ConvertedReader:
     def _prepared(self, batch: Batch) -> Batch:
         if len(self._seeds) and batch.values is not None:
             self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._scales)
+        if self._order is not None:
+            batch = self._order.apply(batch)
         return batch if self._is_weighted else replace(batch, weights=None)
 
     def _describe_damaged(self, at: int) -> BadLine:

@@ -21,7 +21,6 @@ from paceline.data import (
     Description,
     describe_converted,
     detect_format,
-    fit_scale,
     open_dataset,
 )
 from paceline.data.feature_names import find_feature_names
@@ -126,8 +125,7 @@ def convert_data(
 def _describe(look: DataLook, dataset: Dataset) -> Description:
     scales = {}
     if look.sample is not None and look.columns is not None:
-        cells = [look.sample.column(name) for name in look.columns.numeric]
-        scales = {how: tuple(fit_scale(each, how) for each in cells) for how in NUMERIC_SCALES if how != "none"}
+        scales = {how: look.fit_scales(how) for how in NUMERIC_SCALES if how != "none"}
     return Description(
         format=dataset.source_format,
         columns=look.columns,

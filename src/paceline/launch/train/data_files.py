@@ -19,6 +19,7 @@ from paceline.data import (
     Dataset,
     Guesses,
     Sample,
+    Scale,
     check_numeric_scale,
     count_labels,
     describe_converted,
@@ -27,6 +28,7 @@ from paceline.data import (
     detect_format,
     fit_scale,
     guess_columns,
+    have_same_features,
     merge_guesses,
     open_dataset,
     sample_labels,
@@ -35,7 +37,7 @@ from paceline.data import (
     source_format,
 )
 from paceline.data.dialect import is_number
-from paceline.data.guessing import describe_json, find_json_columns
+from paceline.data.guessing import IN_LISTS, describe_json, find_json_columns
 from paceline.data.labels import CLICKS, describe_no_numbers, find_label_words, read_as
 from paceline.data.sampling import json_cells, walk_fields
 from paceline.data.streams import is_packed, stat_file
@@ -73,6 +75,20 @@ class DataLook:
     known: tuple[ConvertedFile, ...] = ()
     """Of converted files, what they say."""
 
+    @property
+    def list_columns(self) -> list[str]:
+        """The columns of parquet files that hold several categories in a row."""
+        if self.columns is None or self.columns.is_open or self.guesses is None:
+            return []
+        return [each.name for each in self.guesses.guesses if each.reason == IN_LISTS and each.kind == "categorical"]
+
+    def fit_scales(self, how: str) -> tuple[Scale, ...]:
+        """Return the scale of each numeric column of csv and parquet files; `how` as in :func:`fit_scale`."""
+        assert self.sample is not None
+        assert self.columns is not None
+        known = self.sample.labels(self.columns.label)
+        return tuple(fit_scale(self.sample.column(name), how, known) for name in self.columns.numeric)
+
 
 def look_at(
     data: Sequence[str | Path],
@@ -109,15 +125,14 @@ def look_at(
     sample = sample_rows([str(file) for file in data], format, wanted)
     guesses = guess_columns(first, sample, label, weight or "") if columns is None else describe_named(sample, columns)
     taken = guesses.columns
-    if numeric_scale != "none" and not taken.scales:
-        known = sample.labels(taken.label)
-        scales = tuple(fit_scale(sample.column(name), numeric_scale, known) for name in taken.numeric)
-        taken = dataclasses.replace(taken, scales=scales)
-    open_dataset(data, format, taken).close()
-    _check_numbers(first, taken, sample.column(taken.label), sample.column(taken.weight) if taken.weight else [])
     labels = count_labels(sample.column(taken.label))
     words = find_label_words(sample.column(taken.label))
-    return DataLook(format, taken, labels, guesses, columns is None, sample, words)
+    look = DataLook(format, taken, labels, guesses, columns is None, sample, words)
+    if numeric_scale != "none" and not taken.scales:
+        look = dataclasses.replace(look, columns=dataclasses.replace(taken, scales=look.fit_scales(numeric_scale)))
+    open_dataset(data, format, look.columns).close()
+    _check_numbers(first, taken, sample.column(taken.label), sample.column(taken.weight) if taken.weight else [])
+    return look
 
 
 def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | None, weight: str | None) -> DataLook:
@@ -165,7 +180,7 @@ def _look_at_converted(
     if weight is not None and (stored is None or weight != stored.weight):
         raise UsageError(f"{files[0]} is converted, without --weight {weight}: convert the sources with it")
     taken = stored if columns is None else columns
-    if taken is not None and stored is not None and not taken.scales and numeric_scale != "none":
+    if taken is not None and stored is not None and stored.numeric and not taken.scales and numeric_scale != "none":
         scales = dict(zip(stored.numeric, first.scales[numeric_scale], strict=True))
         taken = dataclasses.replace(taken, scales=tuple(scales[name] for name in taken.numeric if name in scales))
     open_dataset(files, CONVERTED, taken).close()
@@ -191,6 +206,11 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
         labels, counts = (np.array([*found]) for found in (look.labels.keys(), look.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
     if options.init_from is None:
+        if look.list_columns and model.knows_columns_by_place:
+            raise UsageError(
+                f"{options.data[0]}: column '{look.list_columns[0]}' holds lists, and --interactions and --model ffm "
+                "are of columns with one value in each row: name the others with --categorical and --numeric"
+            )
         model = model.of_columns(source_format(options.data[0], look.format), look.columns)
     weights = options.weights
     if weights.classes == BALANCED:
@@ -257,20 +277,27 @@ def _check_formats(options: TrainOptions, format: str) -> None:
     validation = () if stopping is None else stopping.validation
     for file in (*options.data, *options.evaluation, *validation):
         found = detect_format(file)
-        of_one_kind = found == format or (file not in options.data and CONVERTED in (found, format))
-        if not of_one_kind or (source_format(file, found) != features and format not in COLUMN_FORMATS):
-            raise DataError(
-                f"{file} looks like {found}, and {options.data[0]} like {format}: all must be of one format"
-            )
+        is_trained_on = file in options.data
+        if (is_trained_on and found != format) or not have_same_features(source_format(file, found), features):
+            first = options.data[0]
+            one, other = _describe_format(file, found), _describe_format(first, format)
+            raise DataError(f"{file} {one}, and {first} {other}: all must be of one format")
+
+
+def _describe_format(file: str | Path, format: str) -> str:
+    if format == CONVERTED:
+        return f"is converted from {source_format(file, format)}"
+    return f"looks like {format}"
 
 
 def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
-    """Return the format of the files to evaluate on: that of the data, unless one of the two is converted."""
+    """Return the format of the files to evaluate on: that of the data, unless they are of another that fits it."""
     try:
         found = detect_format(files[0])
     except DataError:
         return format
-    return found if CONVERTED in (found, format) else format
+    is_other = CONVERTED in (found, format) or {found, format} in ({*COLUMN_FORMATS}, {"libsvm", "numpy"})
+    return found if is_other else format
 
 
 def _check_names(options: TrainOptions, look: DataLook) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from paceline.data import COLUMN_FORMATS, Columns, Dataset, source_format
+from paceline.data import Columns, Dataset, have_same_features, source_format
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel, open_tables
@@ -104,7 +104,7 @@ def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
 
 def _check_format(stored: StoredModel, format: str) -> None:
     before = stored.described.get("format")
-    if format != before and not {format, before} <= set(COLUMN_FORMATS):
+    if not have_same_features(format, str(before)):
         raise DataError(
             f"the model in {stored.directory} was trained on {before}, and has none of the features of {format}"
         )

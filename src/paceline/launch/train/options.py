@@ -37,7 +37,7 @@ class ExampleWeights:
     """How often examples count in training."""
 
     column: str | None = None
-    """Of csv and parquet: the name of the column that says it."""
+    """Of csv, parquet and JSON lines: the name of the column that says it."""
     classes: Mapping[str, float] | str | None = None
     """Of the examples of a label; ``balanced``: so that all labels count as much together."""
     keep_negatives: float = 1.0
@@ -132,9 +132,9 @@ class TrainOptions:
     evaluation: Sequence[str | Path] = ()
     """Files to evaluate on after training."""
     format: str | None = None
-    """criteo, libsvm, csv or parquet; None: guessed from the content."""
+    """One of :data:`paceline.data.FORMATS`; None: guessed from the content."""
     columns: Columns | None = None
-    """Of csv and parquet; None: guessed from rows spread over the files."""
+    """Of csv, parquet and JSON lines; None: guessed from rows spread over the files."""
     label: str | None = None
     """The label's column, by name or place, where the others are guessed."""
     numeric_scale: str = "auto"

@@ -21,7 +21,7 @@ class TrainingPlan:
     batch_size: int
     update: UpdateRule
     scaling: KeyScaling | None = None
-    """How values are changed as they are read (libsvm)."""
+    """How values are changed as they are read (of formats without columns: libsvm, vw, jsonl, numpy)."""
     shards_at_once: int = 1
     """Of how many shards a worker mixes the examples: more than 1 where labels stand in runs."""
     optimism: Optimism | None = None
