@@ -12,7 +12,6 @@ from pathlib import Path
 
 import typer
 
-from paceline.data.binary.arrays import holds_labels_of
 from paceline.errors import DataError, UsageError
 
 STANDARD_INPUT = "-"
@@ -57,6 +56,10 @@ def expand_pattern(name: str) -> Sequence[str]:
     fitting = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
     if not fitting:
         raise DataError(f"no file fits {name}")
+    if not any(path.endswith(".npy") for path in fitting):
+        return fitting
+    from paceline.data.binary.arrays import holds_labels_of
+
     return [path for path in fitting if not holds_labels_of(path, fitting)]
 
 
