@@ -40,6 +40,14 @@ def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str)
     assert 260_000 < result["num_features"] < 320_000
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "auc"), [("fm", 0.7596), ("deepfm", 0.7603), ("dcn", 0.7603)])
+def test_models_of_pairs(paceline: Commands, criteo: tuple[Path, Path], model: str, auc: float) -> None:
+    """What docs/models.md says, but for chance: deep models are better than a factorization machine."""
+    common = ("--workers", "1", "--epochs", "3", "--json", "-q")
+    assert paceline.succeed("train", criteo[0], "--eval", criteo[1], "--model", model, *common).json["auc"] >= auc
+
+
 def test_a9a(paceline: Commands, real_data: Path) -> None:
     folder = real_data / "a9a"
     result = paceline.succeed("train", folder / "a9a", "--eval", folder / "a9a.t", "--json", "-q").json

@@ -265,6 +265,10 @@ class SparseModel(ABC):
         """How many numbers a prediction is."""
         return 1
 
+    def import_libraries(self) -> None:
+        """Import what arithmetic needs beyond NumPy, which may take seconds. Raises UsageError where it is missing."""
+        return
+
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
         """Return a batch as it was read ready for predictions, with all that is made of its features."""
         return self._to_minibatch(self.crossed(batch), scratch)

@@ -58,6 +58,7 @@ class Predictor:
             self.model = read_model_settings(described)
         except (UsageError, TypeError) as error:
             raise ModelError(f"the model in {directory} is damaged: {error}") from None
+        self.model.import_libraries()
         self.format = str(described["format"])
         columns = described.get("columns")
         self.columns = None if columns is None else Columns.from_fields(columns)

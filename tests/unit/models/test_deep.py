@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from typing import Any
 
@@ -129,7 +130,8 @@ def test_layers() -> None:
         ("deepfm", {"hidden": ()}, "expected 1 to 16 numbers of units"),
         ("deepfm", {"cross_layers": 2}, "--cross-layers is nothing that --model deepfm takes: it is for dcn"),
         ("dcn", {"cross_layers": 0}, "--cross-layers 0: expected 1 to 16"),
-        ("dcn", {"tower_lr": -1.0}, "lr"),
+        ("dcn", {"tower_lr": -1.0}, "--tower-lr -1: expected a finite number from 0 up"),
+        ("dcn", {"tower_lr": math.nan}, "--tower-lr nan: expected"),
         ("dcn", {"dim": 1024, "layout": RowLayout(categorical=tuple(map(str, range(64))))}, "take a smaller --dim"),
         ("dcn", {"interactions": Interactions(text="a:b")}, "--interactions is nothing that --model dcn takes"),
         ("fm", {"hidden": (3,)}, "--hidden is nothing that --model fm takes: it is for deepfm, dcn"),
@@ -161,6 +163,8 @@ def test_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "paceline.models.deep.networks", None)
         patch.delattr(deep, "networks", raising=False)
+        with pytest.raises(UsageError, match=said):
+            make_deep("dcn", layout=layout).import_libraries()
         with pytest.raises(UsageError, match=said):
             make_deep("dcn", layout=layout).prepare(make_pairs(0), KeyScratch())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

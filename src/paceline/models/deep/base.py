@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -132,6 +133,8 @@ class DeepModel(FactorModel):
         object.__setattr__(self, "hidden", tuple(self.hidden))
         object.__setattr__(self, "layout", RowLayout.of(self.layout))
         check_layers(self.hidden, self.num_inputs)
+        if not 0 <= self.tower_lr < math.inf:
+            raise UsageError(f"--tower-lr {self.tower_lr:g}: expected a finite number from 0 up")
         super().__post_init__()
         if self.interactions is not None:
             raise UsageError(
@@ -175,6 +178,10 @@ class DeepModel(FactorModel):
     @override
     def knows_columns_by_place(self) -> bool:
         return True
+
+    @override
+    def import_libraries(self) -> None:
+        load_networks(self.name)
 
     @override
     def of_columns(self, format: str, columns: Columns | None) -> Self:
