@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def test_the_best_pass_is_saved(paceline: Commands, click_log: tuple[Path, Path]
     predicted = paceline.succeed("predict", "model", validation, "-o", "out", "--json").json
     assert predicted["log_loss"] == pytest.approx(again.json["validation"]["best_loss"], abs=1e-7)
 
+    # Ctrl-C leaves the best pass's model too; the best pass of another training is of no interest.
+    shutil.rmtree(tmp_path / "model")
+    running = paceline.start(*common, "--epochs", "500", "--patience", "500", "--snapshot-every", "6000")
+    running.wait_line("pass 2: on the validation file")
+    running.signal(signal.SIGINT)
+    stopped = running.wait()
+    line = next(line for line in stopped.err.splitlines() if "the best so far, is saved in model" in line)
+    assert stopped.status == 130
+    number = int(line.split("the model of pass ")[1].split(",")[0])
+    [told] = [line for line in stopped.err.splitlines() if f" pass {number}: on the validation file" in line]
+    predicted = paceline.succeed("predict", "model", validation, "-o", "out", "--json").json
+    assert f"log loss {predicted['log_loss']:.4f}" in told
+
 
 def test_rates_fall_from_pass_to_pass(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """Steps of a thousandth teach next to nothing; the saved model has the whole rate again."""
@@ -53,4 +67,12 @@ def test_rates_fall_from_pass_to_pass(paceline: Commands, click_log: tuple[Path,
     assert constant[0] == pytest.approx(losses[0], abs=1e-9)
     assert abs(constant[1] - constant[0]) > 5e-4
     assert read_model(tmp_path / "model").table("lr").spec.update["lr"] == 0.002
-    paceline.succeed(*common[:2], "--epochs", "2", "--update", "adagrad", "--warmup", "1", "--schedule", "cosine")
+
+    # Within a pass too: a small file is learned from all the same, less than with the whole rate from the start.
+    (tmp_path / "small.csv").write_text("a,y\n" + "p,1\nq,0\n" * 300)
+    common = ["train", "small.csv", "--epochs", "1", "--update", "adagrad", "--workers", "1", "--batch-size", "16"]
+    unlearned, risen, whole = (
+        paceline.succeed(*common, "--lr", lr, "--warmup", passes, "--json").json["train_log_loss"]
+        for lr, passes in (("1e-9", "0"), ("0.02", "1"), ("0.02", "0"))
+    )
+    assert 0.1 < (unlearned - risen) / (unlearned - whole) < 0.9

@@ -21,6 +21,16 @@ FOREVER_S: Final = 365 * 86400.0
 """How long a worker waits for a shard, or for a job."""
 
 
+class JobRates(msgspec.Struct, frozen=True, kw_only=True):
+    """How workers change the rates of the model's tables: the texts and numbers of a :class:`RatePlan`."""
+
+    schedule: str
+    warmup: float
+    most_passes: int
+    num_examples: int
+    """Of the data, or an estimate; 0: unknown."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A job for the workers of a cluster. `task` is ``train``, ``evaluate``, ``read-columns`` or ``solve-blocks``.
 
@@ -41,6 +51,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None
+    rates: JobRates | None = None
+    """None: rates stay as they are."""
 
     def filter_chains(self) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
         """Return the filters, and those of what is pulled; raises UsageError if there are none of these names."""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 from typing_extensions import override
 
 from paceline.errors import UsageError
+from paceline.protocol import Consistency, Sequential
 from paceline.tables.rules import UpdateRule
 
 SCHEDULES: Final[dict[str, type[RateSchedule]]] = {}
@@ -162,6 +163,24 @@ class RatePlan:
         """Return the share of the rate when so many of at most so many passes are done."""
         rising = min(passes / self.warmup, 1.0) if self.warmup else 1.0
         return max(rising * self.schedule.share(min(passes, most), most), LEAST)
+
+    def share_of_pass(self, number: int, most: int) -> float:
+        """Return the share of the rate that the whole of a pass has (`number` from 1), where parts of one do not count.
+
+        The schedule's is that of the pass's begin; the rate has risen as far as it does by the pass's end, so that
+        the first pass teaches.
+        """
+        rising = min(number / self.warmup, 1.0) if self.warmup else 1.0
+        return max(rising * self.schedule.share(min(number - 1, most), most), LEAST)
+
+    def check_consistency(self, consistency: Consistency) -> None:
+        """Raise UsageError for what cannot come about where rates change between passes only."""
+        if isinstance(consistency, Sequential) and 0 < self.warmup <= 1:
+            raise UsageError(
+                f"--warmup {self.warmup:g}: under sequential consistency rates change between passes only, so that one "
+                "that has risen by the end of the first has never been smaller: give more than 1 pass, or another "
+                "--consistency"
+            )
 
     def check(self, rule: UpdateRule) -> None:
         """Raise UsageError unless rates of this update rule can change."""

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from paceline.data import Batch
+from paceline.data import Batch, Dataset
 from paceline.data.batch import rebatch
 from paceline.errors import UsageError
 from paceline.protocol.jobs import Lease
 
 BALANCED = "balanced"
+_WEIGHED_AT_ONCE = 4096
 
 
 class Weighting(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,26 +42,44 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it leaves all examples as they are."""
         return not self.classes and self.keep_negatives == 1.0
 
+    def read(self, dataset: Dataset, lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
+        """Yield the minibatches of a shard, with the number of examples that each stands for."""
+        if self.is_plain:
+            for batch in dataset.read(lease.file, lease.shard, batch_size):
+                yield batch, batch.num_examples
+        else:
+            blocks = dataset.read(lease.file, lease.shard, max(batch_size, _WEIGHED_AT_ONCE))
+            yield from self.apply(blocks, lease, batch_size)
+
     def apply(self, batches: Iterable[Batch], lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
         """Yield what is trained on of a shard, with the number of examples that each batch stands for.
 
-        Which negatives are kept is drawn anew for each pass, and depends on shard and pass alone.
+        A batch stands for those between the last example of the batch before and its own last one; the shard's last
+        batch for all that follow too. Which negatives are kept is drawn anew for each pass, and depends on shard and
+        pass alone.
         """
         generator = np.random.default_rng((lease.epoch, lease.file, lease.shard))
-        num_read = 0
+        num_read = num_told = 0
+        ends = np.empty(0, np.int64)  # of kept examples that are not in a batch yet: how many were read by then
 
-        def counted() -> Iterator[Batch]:
-            nonlocal num_read
+        def drawn() -> Iterator[Batch]:
+            nonlocal num_read, ends
             for batch in batches:
+                kept, rows = self._drawn(batch, generator)
+                ends = np.concatenate([ends, num_read + rows + 1])
                 num_read += batch.num_examples
-                yield self._drawn(batch, generator)
+                yield kept
 
-        num_told = 0
-        for batch in rebatch(counted(), batch_size):
-            yield batch, num_read - num_told
-            num_told = num_read
-        if num_read > num_told:  # the last ones were all passed over
-            yield Batch.concatenate([]), num_read - num_told
+        former: Batch | None = None
+        for batch in rebatch(drawn(), batch_size):
+            if former is not None:
+                end = int(ends[former.num_examples - 1])
+                ends = ends[former.num_examples :]
+                yield former, end - num_told
+                num_told = end
+            former = batch
+        if num_read:  # perhaps all were passed over
+            yield former or Batch.concatenate([]), num_read - num_told
 
     def weighted(self, batch: Batch) -> Batch:
         """Return examples with the weights of their classes, all negatives kept."""
@@ -70,17 +90,17 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             weights[batch.labels == np.float32(label)] *= np.float32(weight)
         return Batch(batch.labels, batch.indptr, batch.keys, batch.values, weights)
 
-    def _drawn(self, batch: Batch, generator: np.random.Generator) -> Batch:
-        """Return examples with their weights, and of the negatives a share."""
+    def _drawn(self, batch: Batch, generator: np.random.Generator) -> tuple[Batch, npt.NDArray[np.int64]]:
+        """Return examples with their weights, of the negatives a share, and which rows they were: int64 [n]."""
         batch = self.weighted(batch)
         if self.keep_negatives == 1:
-            return batch
+            return batch, np.arange(batch.num_examples)
         is_negative = batch.labels == 0
-        is_kept = ~is_negative | (generator.random(batch.num_examples) < self.keep_negatives)
+        rows = np.flatnonzero(~is_negative | (generator.random(batch.num_examples) < self.keep_negatives))
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
         weights[is_negative] /= np.float32(self.keep_negatives)
-        kept = batch.take(np.flatnonzero(is_kept))
-        return Batch(kept.labels, kept.indptr, kept.keys, kept.values, weights[is_kept])
+        kept = batch.take(rows)
+        return Batch(kept.labels, kept.indptr, kept.keys, kept.values, weights[rows]), rows
 
 
 def parse_class_weights(text: str) -> dict[str, float] | str:

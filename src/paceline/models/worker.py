@@ -34,9 +34,9 @@ from .progressive import FirstPass
 from .proximal.columns import ColumnCollector, ExampleColumns
 from .proximal.solver import BlockSolver
 from .registry import read_model_settings
+from .table_rates import WorkerRates
 
 _PROGRESS_S = 0.2
-_WEIGHED_AT_ONCE = 4096
 _READ_AT_ONCE = 16_384
 _EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
 
@@ -158,9 +158,10 @@ class Worker:
         leases = WorkerLeases(self._client.link, counters.job)
         tau = self._client.consistency.tau
         pipeline = _Pipeline(self._client, tables, leases, counters, ahead=0 if tau == 0 else 1)
+        rates = None if job.rates is None else WorkerRates.open(job, job.rates, model, dataset, tables)
         self._take_part()
         if job.shards_at_once > 1:
-            self._train_mixed(job, model, dataset, pipeline, leases)
+            self._train_mixed(job, model, dataset, pipeline, leases, rates)
             return
         while True:
             lease = leases.next_nowait()
@@ -174,22 +175,25 @@ class Worker:
             self._take_part()
             leases.prefetch()
             is_first = lease.epoch == 0
-            if job.weighting.is_plain:
-                for batch in dataset.read(lease.file, lease.shard, job.batch_size):
-                    minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
-                    pipeline.feed(minibatch, batch.num_examples, is_first)
-                    self._tell(counters)
-            else:
-                blocks = dataset.read(lease.file, lease.shard, max(job.batch_size, _WEIGHED_AT_ONCE))
-                for batch, num_read in job.weighting.apply(blocks, lease, job.batch_size):
-                    minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
-                    pipeline.feed(minibatch, num_read, is_first)
-                    self._tell(counters)
+            num_before = 0
+            for batch, num_read in job.weighting.read(dataset, lease, job.batch_size):
+                minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
+                if rates is not None:
+                    rates.set_within(lease, num_before)
+                pipeline.feed(minibatch, num_read, is_first)
+                num_before += num_read
+                self._tell(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
 
     def _train_mixed(
-        self, job: jobs.Job, model: SparseModel, dataset: Dataset, pipeline: _Pipeline, leases: WorkerLeases
+        self,
+        job: jobs.Job,
+        model: SparseModel,
+        dataset: Dataset,
+        pipeline: _Pipeline,
+        leases: WorkerLeases,
+        rates: WorkerRates | None,
     ) -> None:
         shards = MixedShards(dataset, job.weighting, job.batch_size, job.shards_at_once)
         may_ask = True
@@ -201,6 +205,8 @@ class Worker:
                 else:
                     shards.open(lease)
                     leases.prefetch()
+                    if rates is not None:
+                        rates.set_within(lease)
             if not shards:
                 pipeline.drain()
                 self.rest()
@@ -209,6 +215,8 @@ class Worker:
                     return
                 self._take_part()
                 shards.open(lease)
+                if rates is not None:
+                    rates.set_within(lease)
                 may_ask = True
             is_first = shards.is_first_pass
             batch, num_read, ended = shards.next_batch()

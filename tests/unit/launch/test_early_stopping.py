@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.train.early_stopping import PassLosses
+from paceline.launch.train.early_stopping import BestPass, PassLosses
 from paceline.launch.train.options import EarlyStopping
 from paceline.models.metrics import ClickEvaluation
+from paceline.ps import Client
+from paceline.storage.model_directory import save_model
 
 
 def found(loss: float) -> ClickEvaluation:
@@ -62,6 +66,33 @@ def test_passes_of_a_former_run_are_kept() -> None:
     noted.go_on(passes(0.5, 0.4).as_json())
     noted.note(3, found(0.3))
     assert [each["pass"] for each in noted.as_json()["passes"]] == [1, 2, 3]
+
+
+def test_a_pass_that_a_former_run_has_done_better() -> None:
+    """The last pass has the best one's number, or a lower one, and is another model."""
+    noted = PassLosses(EarlyStopping(validation=["v"]))
+    noted.best_pass, noted.best_loss = 2, 0.4
+    for number in (1, 2):
+        assert not noted.note(number, found(0.45))
+        assert not noted.is_over
+        assert noted.line(found(0.45)).endswith("(the former run's pass 2 was better)")
+    assert noted.summary(2) == "all 2 passes are done, the best was pass 2, whose model it is"
+
+
+def test_the_best_pass_of_another_training_is_none(tmp_path: Path) -> None:
+    """Nor is one that other files have judged, or the one of a directory that holds no model."""
+    kept = {"best_pass": 3, "best_loss": 0.1, "origin": {"run": "a", "validation": [["v", 10]]}}
+    save_model(tmp_path, [], kept)
+    for origin, number in (
+        (kept["origin"], 3),
+        ({"run": "b", "validation": [["v", 10]]}, 0),
+        ({"run": "a", "validation": [["w", 10]]}, 0),
+    ):
+        best = BestPass(cast(Client, None), tmp_path, PassLosses(EarlyStopping(validation=["v"])), [], origin)  # type: ignore[arg-type]
+        best.find(tmp_path / "none")
+        assert not best.is_kept
+        best.find(tmp_path)
+        assert (best.losses.best_pass, best.is_kept) == (number, number > 0)
 
 
 @pytest.mark.parametrize("settings", [{"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])

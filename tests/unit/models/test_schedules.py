@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from paceline.data import open_dataset
 from paceline.errors import UsageError
 from paceline.models.schedules import LEAST, SCHEDULES, ConstantRate, CosineRate, RatePlan, StepRate, parse_schedule
+from paceline.models.table_rates import PassProgress
+from paceline.protocol import BoundedDelay, Eventual, Sequential
+from paceline.protocol.jobs import Lease
 from paceline.ps import FTRL, SGD
 from paceline.tables.rules import Adam
 
@@ -72,3 +78,34 @@ def test_which_rules_take_one() -> None:
     with pytest.raises(UsageError, match="ftrl has none"):
         plan.check(FTRL())
     RatePlan(schedule=ConstantRate()).check(FTRL())
+
+
+def test_rates_that_change_between_passes_only() -> None:
+    """The first pass teaches too, and a rate that would be whole from the start is none that warms up."""
+    plan = RatePlan(schedule=parse_schedule("linear"), warmup=2)
+    assert [plan.share_of_pass(number, 4) for number in (1, 2, 3, 4)] == pytest.approx([0.5, 0.75, 0.5, 0.25])
+    plan.check_consistency(Sequential())
+    for consistency in (Eventual(), BoundedDelay(tau=0)):
+        RatePlan(warmup=0.5).check_consistency(consistency)
+    for warmup in (0.5, 1.0):
+        with pytest.raises(UsageError, match="give more than 1 pass, or another --consistency"):
+            RatePlan(warmup=warmup).check_consistency(Sequential())
+    RatePlan(schedule=parse_schedule("linear")).check_consistency(Sequential())
+
+
+def test_how_far_a_lease_is(tmp_path: Path) -> None:
+    """By shards, wherever they are in a pass: that of a small file alone is half a pass."""
+    files = [tmp_path / "a.libsvm", tmp_path / "b.libsvm"]
+    files[0].write_text("1 3:1 5:1\n" * 10)
+    files[1].write_text("0 4:1 5:1\n" * 30)
+    with open_dataset(files, shard_bytes=50) as dataset:
+        leases = [
+            Lease(lease=1, epoch=2, file=file, shard=shard, num_shards=num_shards)
+            for file, shard, num_shards in ((0, 0, 1), (0, 1, 2), (1, 0, 6), (1, 5, 6), (1, 1, 0), (1, 99, 0))
+        ]
+        progress = PassProgress(dataset, 40)
+        found = [progress.passes(lease) for lease in leases]
+        read = [progress.passes(leases[0], number) for number in (0, 5, 10, 11)]
+        assert PassProgress(dataset, 0).passes(leases[0], 9) == found[0]
+    assert read == pytest.approx([2.0, 2.125, 2.25, 2.25])
+    assert found == pytest.approx([2.125, 2.1875, 2.3125, 2.9375, 2.25 + 0.75 * 1.5 / 24, 3.0])

@@ -30,7 +30,7 @@ def test_classes_have_weights_on_top_of_those_of_rows() -> None:
     batch = make_batch()
     batch.weights = np.full(N, 2, np.float32)
     found = apply(Weighting(classes={"1": 5.0, "7": 3.0}), batch)
-    assert sum(count for _, count in found) == N
+    assert [count for _, count in found] == [256] * 39 + [16]
     whole = Batch.concatenate([each for each, _ in found])
     assert whole.weights is not None
     assert np.array_equal(whole.labels, batch.labels)
@@ -43,6 +43,10 @@ def test_negatives_that_are_kept_make_up_for_the_others() -> None:
     found = apply(Weighting(keep_negatives=0.2), batch)
     assert sum(count for _, count in found) == N
     assert {each.num_examples for each, _ in found[:-1]} == {256}
+    ends = np.cumsum([count for _, count in found])[:-1] - 1  # a batch is counted up to its last example, no further
+    lasts = [each.keys[-1] for each, _ in found[:-1] if each.indptr[-2] < each.indptr[-1]]
+    assert {int(key) for key in lasts} <= set(ends.tolist())
+    assert len(lasts) > len(found) / 2
     whole = Batch.concatenate([each for each, _ in found])
     assert whole.labels.sum() == batch.labels.sum()
     assert whole.weights is not None

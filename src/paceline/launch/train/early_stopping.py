@@ -7,7 +7,7 @@ stopping, but when?", 1998: of the criteria there, the one that counts passes wi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,11 +22,14 @@ from paceline.ps import (
     Client,
     SavedModel,
     SparseTable,
+    UpdateRule,
     read_model,
     read_records,
     save_tables,
+    to_fields,
     write_records,
 )
+from paceline.storage.model_directory import save_model
 from paceline.tables.spec import TableSpec
 
 FOLDER: Final = "best-pass"
@@ -42,6 +45,8 @@ class PassLosses:
     """From 1; 0 if there was none."""
     best_loss: float = math.inf
     last_pass: int = 0
+    is_best: bool = False
+    """Whether the last pass is the best one: not so if it is a pass that a former run has done better."""
     passes: list[dict[str, float | None]] = field(default_factory=list)
     """Number and metrics of each pass, fit for JSON."""
 
@@ -50,10 +55,10 @@ class PassLosses:
         self.last_pass = number
         self.passes.append({"pass": number, **found.as_json()})
         has_best = self.best_pass > 0 and not math.isnan(self.best_loss)
-        is_best = not has_best or found.loss < self.best_loss - self.stopping.min_delta
-        if is_best:
+        self.is_best = not has_best or found.loss < self.best_loss - self.stopping.min_delta
+        if self.is_best:
             self.best_pass, self.best_loss = number, found.loss
-        return is_best
+        return self.is_best
 
     @property
     def is_over(self) -> bool:
@@ -63,7 +68,10 @@ class PassLosses:
     def line(self, found: Evaluation) -> str:
         """Return what the last pass came to, for people."""
         since = self.last_pass - self.best_pass
-        place = "the best so far" if not since else f"{since} after the best"
+        if self.is_best:
+            place = "the best so far"
+        else:
+            place = f"{since} after the best" if since > 0 else f"the former run's pass {self.best_pass} was better"
         return f"pass {self.last_pass}: on the validation file {found.sentence()} ({place})"
 
     def summary(self, most: int) -> str:
@@ -72,7 +80,7 @@ class PassLosses:
             why = f"stopped after pass {self.last_pass} of at most {most}: no progress since pass {self.best_pass}"
         else:
             why = f"all {most} passes are done, the best was pass {self.best_pass}"
-        return f"{why}, whose model it is" if self.best_pass < self.last_pass else why
+        return why if self.is_best else f"{why}, whose model it is"
 
     def as_json(self) -> dict[str, Any]:
         """Return what came of it."""
@@ -85,33 +93,64 @@ class PassLosses:
 
 
 class BestPass:
-    """The tables of the best pass, kept as a saved model in a folder."""
+    """The tables of the best pass of a training, kept as a saved model in a folder.
 
-    def __init__(self, client: Client, folder: Path) -> None:
+    `names` are those of the model's tables; `origin`, fit for JSON, is kept with them and says of which training they
+    are, and which files have judged them.
+    """
+
+    def __init__(
+        self, client: Client, folder: Path, losses: PassLosses, names: Sequence[str], origin: Mapping[str, Any]
+    ) -> None:
         self._client = client
         self._folder = self._kept_in = folder
+        self._names = names
+        self._origin = dict(origin)
+        self.losses = losses
+        self.kept_pass = 0
+        """Which pass is kept; 0 if none is."""
 
-    def keep(self, losses: PassLosses) -> None:
-        """Write the cluster's tables in place of what is kept."""
-        self._kept_in = self._folder
-        save_tables(self._client, self._folder, best_pass=losses.best_pass, best_loss=losses.best_loss)
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is kept is the best pass: not so if there was no space for it."""
+        return 0 < self.kept_pass == self.losses.best_pass
 
-    def find(self, losses: PassLosses, folder: Path) -> None:
-        """Note which pass is kept in a folder, if one is: the best one of a training that is gone on with."""
+    def keep(self) -> None:
+        """Write the cluster's tables in place of what is kept. Raises ModelError; then what was kept still is."""
+        losses = self.losses
+        best = {"best_pass": losses.best_pass, "best_loss": json_number(losses.best_loss)}
+        save_tables(self._client, self._folder, self._names, **best, origin=self._origin)
+        self._kept_in, self.kept_pass = self._folder, losses.best_pass
+
+    def find(self, folder: Path) -> None:
+        """Take over what is kept in a folder, if that is of this training: the best pass of a former run."""
         try:
             kept = read_model(folder).manifest.model
-            losses.best_pass, losses.best_loss = int(kept["best_pass"]), float(kept["best_loss"])
+            if kept.get("origin") != self._origin:
+                return  # another training has used the folder
+            number, loss = int(kept["best_pass"]), float(kept["best_loss"])
         except (ModelError, KeyError, TypeError, ValueError):
             return  # none was kept: the next one is the best then
-        self._kept_in = folder
+        self.losses.best_pass, self.losses.best_loss = number, loss
+        self._kept_in, self.kept_pass = folder, number
 
     def restore(self) -> None:
-        """Make the cluster's tables what is kept: no worker may push meanwhile."""
+        """Make the model's tables in the cluster what is kept: no worker may push meanwhile."""
         kept = read_model(self._kept_in)
         for spec in self._client.tables():
-            self._erase_later_rows(kept, spec)
-            for keys, records in kept.records(kept.table(spec.name)):
-                write_records(self._client, spec, keys, records)
+            if spec.name in self._names:
+                self._erase_later_rows(kept, spec)
+                for keys, records in kept.records(kept.table(spec.name)):
+                    write_records(self._client, spec, keys, records)
+
+    def save(self, directory: str | Path, rules: Mapping[str, UpdateRule], **model: Any) -> None:
+        """Save what is kept as a model, with these update rules by table; `model` is kept in its manifest.
+
+        Raises as :func:`paceline.storage.model_directory.save_model`.
+        """
+        kept = read_model(self._kept_in)
+        specs = {name: kept.table(name).spec.with_update(to_fields(rules[name])) for name in self._names}
+        save_model(directory, ((spec, kept.records(kept.table(name))) for name, spec in specs.items()), model)
 
     def _erase_later_rows(self, kept: SavedModel, spec: TableSpec) -> None:
         table = self._client.open_table(spec)

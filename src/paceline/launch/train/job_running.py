@@ -21,7 +21,6 @@ from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.train.cluster_health import ClusterHealth
 from paceline.launch.train.results import TrainingState
 from paceline.launch.train.snapshots import TrainingSnapshots
-from paceline.launch.train.table_rates import TableRates
 from paceline.models import jobs
 from paceline.models.progressive import progressive_losses
 from paceline.protocol import Sequential
@@ -75,16 +74,14 @@ class JobRunner:
         epochs: int = 1,
         before: JobAccount | None = None,
         span: tuple[float, float] = (0.0, 1.0),
-        rates: TableRates | None = None,
         num_shards: int | None = None,
         on_report: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> FinishedJob:
         """Run a job on the shards of a data set, of which those `before` are done, and take what is reported.
 
-        `span` is the part of the whole work that it makes up; `rates` are changed as it goes on. With `num_shards` it
-        is no data that is shared out but so many turns. `on_report` is told of reports as they come. Raises DataError,
-        LostRowsError, UsageError and TableMismatchError as workers do; ModelLostError, PeerError and KeyboardInterrupt
-        for what happens meanwhile.
+        `span` is the part of the whole work that it makes up. With `num_shards` it is no data that is shared out but so
+        many turns. `on_report` is told of reports as they come. Raises DataError, LostRowsError, UsageError and
+        TableMismatchError as workers do; ModelLostError, PeerError and KeyboardInterrupt for what happens meanwhile.
         """
         self._health.begin_job()
         strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)
@@ -102,7 +99,7 @@ class JobRunner:
         number = self._client.link.call(messages.PostJob(spec=spec), int)
         if job.task == "train" and self._snapshots is not None:
             self._snapshots.follow(number)
-        state, reports = self._watch(number, job.task, epochs, span, rates, on_report)
+        state, reports = self._watch(number, job.task, epochs, span, on_report)
         account = self._client.link.call(messages.GetAccount(job=number), JobAccount)
         return FinishedJob(state, reports, account)
 
@@ -126,7 +123,6 @@ class JobRunner:
         task: str,
         epochs: int,
         span: tuple[float, float],
-        rates: TableRates | None,
         on_report: Callable[[dict[str, Any]], None],
     ) -> tuple[JobState, list[tuple[dict[str, Any], bytes]]]:
         reports: list[tuple[dict[str, Any], bytes]] = []
@@ -149,8 +145,6 @@ class JobRunner:
             self._health.check_workers(state)
             if task == "train" and self._snapshots is not None:
                 self._snapshots.look(state)
-            if rates is not None and state.total:
-                rates.set(epochs * state.done / state.total)
             if time.monotonic() - told_s >= _TELL_S:
                 told_s = time.monotonic()
                 self._tell(task, epochs, span, state)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.data.batch import Batch
@@ -30,9 +31,13 @@ class TrainingPlan:
     """Examples on which predictions should be right in the mean: the last ones, or from everywhere if mixed."""
     chosen_on: int = 0
     """How many examples were looked at."""
+    num_examples: int = 0
+    """How many the data has, or an estimate; 0 where it was not looked at."""
 
     resumed: Snapshot | None = None
     """What the training goes on from."""
+    run: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
+    """What no other training has; one that is resumed keeps it."""
 
     def settings(self) -> dict[str, Any]:
         """Return what was chosen, as JSON."""

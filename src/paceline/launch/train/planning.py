@@ -100,6 +100,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
         optimism=optimism,
         recent=_recent(sample, is_sorted=is_sorted),
         chosen_on=sample.batch.num_examples,
+        num_examples=sample.num_examples,
     )
 
 
@@ -113,6 +114,7 @@ def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
     is_sorted = is_sorted_by_label(sample)
     return dataclasses.replace(
         plan,
+        num_examples=sample.num_examples,
         batch_size=options.batch_size or suggested_batch_size(sample.num_examples),
         shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
         chosen_on=sample.batch.num_examples,
@@ -190,5 +192,7 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
         shards_at_once=shards_at_once,
         optimism=None if optimism is None else Optimism(*map(float, optimism)),
         recent=None if sample is None else _recent(sample, is_sorted=shards_at_once > 1),
+        num_examples=int(training.get("num_examples", 0)),
         resumed=resumption.snapshot,
+        **({"run": training["run"]} if "run" in training else {}),  # 0.1 gave it none
     )

@@ -107,19 +107,22 @@ class TrainingSnapshots:
 def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) -> dict[str, Any]:
     """Return what a snapshot says of the training that it is of."""
     return {
+        "run": plan.run,
         "model": plan.model.describe(),
         "dataset": dataset.spec(),
-        "files": _files(dataset.files),
+        "files": describe_files(dataset.files),
         "epochs": plan.epochs,
         "batch_size": plan.batch_size,
         "update": to_fields(plan.update),
         "shards_at_once": plan.shards_at_once,
+        "num_examples": plan.num_examples,
         **({"optimism": list(plan.optimism)} if plan.optimism is not None else {}),
         "consistency": consistency,
     }
 
 
-def _files(paths: Sequence[str | Path]) -> list[list[Any]]:
+def describe_files(paths: Sequence[str | Path]) -> list[list[Any]]:
+    """Return by what files are known again: their names and sizes."""
     return [[os.path.basename(path), stat_file(path).num_bytes] for path in paths]
 
 
@@ -182,7 +185,7 @@ class Resumption:
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise DataError unless a data set is the one that the snapshot's training has read."""
-        before, now = [list(each) for each in self._training["files"]], _files(dataset.files)
+        before, now = [list(each) for each in self._training["files"]], describe_files(dataset.files)
         if len(before) != len(now):
             raise DataError(
                 f"{self.snapshot} is of a training on {len(before)} files, and {len(now)} are given: resume with the "

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data import Columns, Dataset, open_dataset
-from paceline.errors import DataError, ModelLostError, PacelineError
+from paceline.errors import DataError, ModelError, ModelLostError, PacelineError
 from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
@@ -38,12 +38,12 @@ from paceline.launch.train.options import EarlyStopping, TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
-from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_training
-from paceline.launch.train.table_rates import TableRates
+from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_files, describe_training
 from paceline.models import jobs
 from paceline.models.base import KeyScratch, open_tables
 from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
 from paceline.models.progressive import progressive_losses
+from paceline.models.table_rates import TableRates
 from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobAccount, JobState
@@ -76,12 +76,12 @@ class Training:
         self._processes = processes
         self._on_news = on_news
         self._warn = warn
-        self._format = ""
-        self._columns: Columns | None = None
+        self._data: Dataset | None = None
         self._signals = DeferredSignals()
         self._health = ClusterHealth(client, processes, warn)
         self._resumption: Resumption | None = None
-        self._losses: PassLosses | None = None
+        self._best: BestPass | None = None
+        self._rates: TableRates | None = None
         self._snapshots = None if options.snapshots is None else TrainingSnapshots(client, options.snapshots, warn)
         self._runner = JobRunner(
             client, self._health, self._signals, self._snapshots, on_progress, own_processes=processes is not None
@@ -95,12 +95,12 @@ class Training:
         options, plan, spare = self._options, self._plan, None if self._processes is None else self._processes.scratch
         if plan.resumed is not None:
             self._resumption = Resumption(plan.resumed)
-        with self._signals:
+        with self._signals, contextlib.ExitStack() as stack:
             self._choose_filters()
             before = 0 if self._resumption is None else self._resumption.examples
             shard_bytes = None if self._resumption is None else self._resumption.shard_bytes
             dataset = open_training_data(options, plan, self._num_workers, spare, shard_bytes)
-            self._format, self._columns = dataset.source_format, dataset.columns and dataset.columns.unweighted
+            self._data = dataset
             train_share = 1.0
             if options.evaluation:
                 trained, evaluated = plan.epochs * total_size(options.data), total_size(options.evaluation)
@@ -108,6 +108,8 @@ class Training:
             staleness = ObservedStaleness(self._client, plan.model)
             with dataset:
                 self._begin(dataset)
+                if options.passes.stopping is not None:
+                    self._best = self._begin_validation(options.passes.stopping, stack)
                 try:
                     finished = self._train(dataset, train_share)
                 except (KeyboardInterrupt, PacelineError) as error:
@@ -144,7 +146,7 @@ class Training:
             lost_workers=self._health.num_lost_workers,
             bytes=int(state.progress.get("bytes", 0)),
             progressive=progressive_losses(state.progress),
-            validation=None if self._losses is None else self._losses.as_json(),
+            validation=None if self._best is None else self._best.losses.as_json(),
             block_passes=block_passes(finished),
         )
 
@@ -180,54 +182,43 @@ class Training:
                 self._client, self._runner, self._plan, blocks, on_news=self._on_news, warn=self._warn
             )
             return training.run(self._job("read-columns", dataset), dataset, share)
-        before = None if self._resumption is None else self._resumption.account
-        plan, rates = self._plan, None
-        if not self._options.passes.rates.is_constant:
-            rates = TableRates(self._client, plan.model, plan.update, self._options.passes.rates, plan.epochs)
-            rates.set(0.0 if self._resumption is None else self._resumption.num_passes)
+        before, plan = None if self._resumption is None else self._resumption.account, self._plan
         is_sequential = isinstance(self._client.consistency, Sequential)
+        if not self._options.passes.rates.is_constant:
+            self._options.passes.rates.check_consistency(self._client.consistency)
+            tables = open_tables(self._client, plan.model, plan.update)
+            self._rates = TableRates(tables, plan.model, plan.update, self._options.passes.rates, plan.epochs)
         try:
-            if self._options.passes.stopping is not None or (rates is not None and is_sequential):
-                return self._train_by_passes(dataset, self._options.passes.stopping, before, share, rates)
-            job = self._job("train", dataset)
-            finished = self._runner.run(job, dataset, epochs=plan.epochs, before=before, span=(0.0, share), rates=rates)
-            if rates is not None:
-                rates.reset()
+            if self._best is not None or (self._rates is not None and is_sequential):
+                finished = self._train_by_passes(dataset, before, share)
+            else:
+                job = self._job("train", dataset)
+                finished = self._runner.run(job, dataset, epochs=plan.epochs, before=before, span=(0.0, share))
+            if self._rates is not None:
+                self._rates.reset()
+            if self._best is not None:
+                self._take_best(self._best)
             return finished
         finally:
             if self._snapshots is not None:
                 self._snapshots.end()
 
-    def _train_by_passes(
-        self,
-        dataset: Dataset,
-        stopping: EarlyStopping | None,
-        before: JobAccount | None,
-        share: float,
-        rates: TableRates | None,
-    ) -> FinishedJob:
-        """Do passes one by one, as long as they get better, and leave the best one's model in the cluster."""
+    def _train_by_passes(self, dataset: Dataset, before: JobAccount | None, share: float) -> FinishedJob:
+        """Do passes one by one, as long as they get better where a validation file judges them."""
         most, seconds = self._plan.epochs, 0.0
         is_sequential = isinstance(self._client.consistency, Sequential)
         reports: list[tuple[dict[str, Any], bytes]] = []
         first = 0 if self._resumption is None else min(self._resumption.num_passes, most - 1)
-        with contextlib.ExitStack() as stack:
-            best = None if stopping is None else self._begin_validation(stopping, stack)
-            for number in range(first + 1, most + 1):
-                if rates is not None:
-                    rates.set(number - 1)
-                end, job = share * number / most, self._job("train", dataset)
-                within = None if is_sequential else rates
-                finished = self._runner.run(job, dataset, epochs=number, before=before, span=(0.0, end), rates=within)
-                before = finished.account
-                seconds += finished.state.seconds
-                reports += finished.reports
-                if best is not None and self._validate(best, number, dataset, end).is_over:
-                    break
-            if rates is not None:
-                rates.reset()
-            if best is not None:
-                self._take_best(best)
+        for number in range(first + 1, most + 1):
+            if self._rates is not None and is_sequential:
+                self._rates.set_before(number)
+            end, job = share * number / most, self._job("train", dataset)
+            finished = self._runner.run(job, dataset, epochs=number, before=before, span=(0.0, end))
+            before = finished.account
+            seconds += finished.state.seconds
+            reports += finished.reports
+            if self._best is not None and self._validate(self._best, number, dataset, end).is_over:
+                break
         return FinishedJob(dataclasses.replace(finished.state, seconds=seconds), reports, finished.account)
 
     def _begin_validation(self, stopping: EarlyStopping, stack: contextlib.ExitStack) -> BestPass:
@@ -237,30 +228,37 @@ class Training:
         else:
             scratch = None if self._processes is None else self._processes.scratch
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="best-", dir=scratch)))
-        best, self._losses = BestPass(self._client, folder / FOLDER), PassLosses(stopping)
+        names = [table.name for table in self._plan.model.tables]
+        origin = {"run": self._plan.run, "validation": describe_files(stopping.validation)}
+        best = BestPass(self._client, folder / FOLDER, PassLosses(stopping), names, origin)
         if self._resumption is not None:
-            self._losses.go_on(self._resumption.training.get("validation"))
-            best.find(self._losses, self._resumption.snapshot.directory / FOLDER)
+            best.losses.go_on(self._resumption.training.get("validation"))
+            best.find(self._resumption.snapshot.directory / FOLDER)
         return best
 
     def _validate(self, best: BestPass, number: int, dataset: Dataset, done: float) -> PassLosses:
         """Judge the model after a pass; the training is done as far as this share of the whole work."""
-        losses = self._losses
-        assert losses is not None
+        losses = best.losses
         found = self._evaluate(losses.stopping.validation, dataset, (done, done))
         if losses.note(number, found):
-            best.keep(losses)
+            try:
+                best.keep()
+            except ModelError as error:
+                self._warn(f"pass {number} is the best so far and is not kept: {error}; the training goes on")
         self._on_news(losses.line(found))
         if self._snapshots is not None:
             self._snapshots.describe(validation=losses.as_json())
         return losses
 
     def _take_best(self, best: BestPass) -> None:
-        """Put the best pass's model back."""
-        assert self._losses is not None
-        if self._losses.best_pass != self._losses.last_pass:
-            best.restore()
-        self._on_news(self._losses.summary(self._plan.epochs))
+        """Put the best pass's model back, if the last one is another."""
+        losses = best.losses
+        if losses.is_best or best.is_kept:
+            if not losses.is_best:
+                best.restore()
+            self._on_news(losses.summary(self._plan.epochs))
+        else:
+            self._warn(f"the best was pass {losses.best_pass}, which could not be kept: the model is that of the last")
 
     def _check_trained(self, state: JobState, before: int) -> None:
         """Raise DataError if nothing was trained on; say what went wrong otherwise."""
@@ -308,30 +306,52 @@ class Training:
 
     def save(self, directory: str | Path, *, finished: bool = True) -> None:
         """Save the model."""
-        plan = self._plan
-        columns = None if self._columns is None else self._columns.to_fields()
-        scaling = None if plan.scaling is None else plan.scaling.spec()
-        model = {**plan.model.describe(), "finished": finished, "format": self._format, "columns": columns}
-        names = [table.name for table in plan.model.tables]
-        save_tables(self._client, directory, names, **model, scaling=scaling)
+        save_tables(self._client, directory, [table.name for table in self._plan.model.tables], **self._about(finished))
+
+    def _about(self, finished: bool) -> dict[str, Any]:
+        """Return what a saved model says of itself."""
+        plan, columns = self._plan, self._columns
+        return {
+            **plan.model.describe(),
+            "finished": finished,
+            "format": "" if self._data is None else self._data.source_format,
+            "columns": None if columns is None else columns.to_fields(),
+            "scaling": None if plan.scaling is None else plan.scaling.spec(),
+        }
+
+    @property
+    def _columns(self) -> Columns | None:
+        """The columns of the data but for that of weights, which predictions do not need."""
+        return None if self._data is None or self._data.columns is None else self._data.columns.unweighted
 
     def _save_what_there_is(self, reason: BaseException) -> None:
-        """Save the unfinished model: after Ctrl-C under the name given, after a failure never over a finished one."""
-        if self._options.save is None:
-            return
-        directory = Path(self._options.save)
-        if not isinstance(reason, KeyboardInterrupt) and (directory / MANIFEST).exists():
-            directory = directory.with_name(f"{directory.name}-unfinished")
+        """Save the unfinished model, or that of the best pass, if a validation file has found one.
+
+        After Ctrl-C it has the name given; after a failure it never takes the place of a finished one.
+        """
+        plan, best = self._plan, self._best
         try:
             if self._processes is not None:
                 self._processes.end_workers()
-                if self._health.find_gone():
-                    return  # and the model with it
-            if not any(table.rows for each in self._client.statistics() for table in each.tables.values()):
-                self._warn(f"nothing was trained yet, and nothing is saved in {directory}")
+            is_gone = isinstance(reason, ModelLostError) or (self._processes and self._health.find_gone())
+            if self._rates is not None and not is_gone:
+                self._rates.reset()
+            if self._options.save is None:
                 return
-            self.save(directory, finished=False)
-            self._warn(f"the model so far is saved in {directory}")
+            directory = Path(self._options.save)
+            if not isinstance(reason, KeyboardInterrupt) and (directory / MANIFEST).exists():
+                directory = directory.with_name(f"{directory.name}-unfinished")
+            if best is not None and best.is_kept:
+                rules = {table.name: table.update or plan.update for table in plan.model.tables}
+                best.save(directory, rules, **self._about(finished=False))
+                self._warn(f"the model of pass {best.kept_pass}, the best so far, is saved in {directory}")
+            elif is_gone:
+                return  # and the model with it
+            elif not any(table.rows for each in self._client.statistics() for table in each.tables.values()):
+                self._warn(f"nothing was trained yet, and nothing is saved in {directory}")
+            else:
+                self.save(directory, finished=False)
+                self._warn(f"the model so far is saved in {directory}")
         except PacelineError as error:
             self._warn(f"the model so far could not be saved: {error}")
 
@@ -368,8 +388,19 @@ class Training:
             shards_at_once=self._plan.shards_at_once if is_training else 1,
             consistency=str(self._client.consistency),
             weighting=weighting_of(self._options) if is_training else Weighting(),
+            rates=self._job_rates() if task == "train" else None,
             filters=filters,
             pull_filters=pull_filters,
+        )
+
+    def _job_rates(self) -> jobs.JobRates | None:
+        """Return how workers change rates, unless they are constant or change between passes only."""
+        rates = self._options.passes.rates
+        if rates.is_constant or isinstance(self._client.consistency, Sequential):
+            return None
+        most, num_examples = self._plan.epochs, self._plan.num_examples
+        return jobs.JobRates(
+            schedule=str(rates.schedule), warmup=rates.warmup, most_passes=most, num_examples=num_examples
         )
 
     def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]], num_good: int | None) -> BadData:

@@ -60,6 +60,8 @@ def run_training(
     snapshot. With `progressive` the losses before learning in the first pass are printed as they become known.
     """
     console = Console(stderr=True)
+    if scheduler is None:
+        options.passes.rates.check_consistency(consistency)
     options, look = settle_files(options)
     if look.guessed and not quiet:
         show_columns(console, look)
