@@ -120,7 +120,7 @@ class Training:
             state, statistics, found_staleness = finished.state, self._client.statistics(), staleness.summary()
             rows = sum(each.tables[plan.model.tables[0].name].rows for each in statistics)
             examples = int(state.progress.get("examples", 0))
-            passes = self._plan.epochs if self._losses is None else self._losses.last_pass
+            passes = self._plan.epochs if self._best is None else self._best.losses.last_pass
             bad_data = self._report_bad_data(finished.reports, None if before else examples // max(passes, 1))
             self._check_trained(state, before)
             self._calibrate()
