@@ -9,6 +9,8 @@ from typing import Any
 from paceline.data.batch import Batch
 from paceline.data.key_scaling import KeyScaling
 from paceline.models.base import Optimism, SparseModel
+from paceline.models.jobs import JobRates
+from paceline.models.schedules import RatePlan
 from paceline.ps import FTRL, UpdateRule, to_fields
 from paceline.storage.snapshot_directory import Snapshot
 
@@ -48,6 +50,17 @@ class TrainingPlan:
             "shards_at_once": self.shards_at_once,
             "chosen_on": self.chosen_on,
         }
+
+    def job_rates(self, rates: RatePlan) -> JobRates | None:
+        """Return how workers change rates; None if they are constant."""
+        if rates.is_constant:
+            return None
+        return JobRates(
+            schedule=str(rates.schedule),
+            warmup=rates.warmup,
+            most_passes=self.epochs,
+            num_examples=self.num_examples,
+        )
 
     def sentence(self) -> str:
         """Return what was chosen, for people."""

@@ -377,7 +377,7 @@ class Training:
         return plan.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
 
     def _job(self, task: str, dataset: Dataset) -> jobs.Job:
-        is_training = task != "evaluate"
+        is_training, is_sequential = task != "evaluate", isinstance(self._client.consistency, Sequential)
         filters, pull_filters = self._options.filters.of(task)
         return jobs.Job(
             task=task,
@@ -388,19 +388,9 @@ class Training:
             shards_at_once=self._plan.shards_at_once if is_training else 1,
             consistency=str(self._client.consistency),
             weighting=weighting_of(self._options) if is_training else Weighting(),
-            rates=self._job_rates() if task == "train" else None,
+            rates=None if is_sequential or task != "train" else self._plan.job_rates(self._options.passes.rates),
             filters=filters,
             pull_filters=pull_filters,
-        )
-
-    def _job_rates(self) -> jobs.JobRates | None:
-        """Return how workers change rates, unless they are constant or change between passes only."""
-        rates = self._options.passes.rates
-        if rates.is_constant or isinstance(self._client.consistency, Sequential):
-            return None
-        most, num_examples = self._plan.epochs, self._plan.num_examples
-        return jobs.JobRates(
-            schedule=str(rates.schedule), warmup=rates.warmup, most_passes=most, num_examples=num_examples
         )
 
     def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]], num_good: int | None) -> BadData:
