@@ -108,9 +108,9 @@ class Running:
         assert found is not None, f"no {text!r} in {self._out} {self._err}, status {self.process.poll()}"
         return found
 
-    def wait_progress(self) -> None:
-        """Wait until examples have been trained on."""
-        self.wait_line("examples/s")
+    def wait_trains(self) -> None:
+        """Wait until a training with ``--progressive`` has told the first losses."""
+        self.wait_line("since last")
 
     def children(self, role: str) -> list[psutil.Process]:
         """The processes of a role that it started, or its fork server did, by rank."""

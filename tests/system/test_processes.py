@@ -17,15 +17,16 @@ LONG = ["--epochs", "100000"]
 
 def start(paceline: Commands, click_log: tuple[Path, Path], *arguments: str) -> Running:
     """Start a training with 2 workers, and wait until it is in its midst."""
-    running = paceline.start("train", click_log[0], "--workers", "2", *arguments)
-    running.wait_progress()
+    running = paceline.start("train", click_log[0], "--workers", "2", "--progressive", *arguments)
+    running.wait_trains()
     return running
 
 
 def sentences(text: str) -> list[str]:
-    """What was said besides the progress lines, what was chosen, and how good a model of so many passes is."""
-    others = ("examples/s", "(from a look at", "may have learned nothing")
-    return [line for line in text.splitlines() if not any(other in line for other in others)]
+    """What was said besides the losses before learning, what was chosen, and how good a model of so many passes is."""
+    others = ("since last", "(from a look at", "may have learned nothing")
+    lines = [line for line in text.splitlines() if not any(other in line for other in others)]
+    return [line for line in lines if line.strip(" 0123456789.,%-")]
 
 
 def test_an_interrupted_training_saves_what_it_has(

@@ -58,8 +58,10 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     for worker in workers:
         worker.wait_line("joined the cluster")
 
-    long = paceline.start("train", click_log[0], "--epochs", "100000", *joining, "--save", "unfinished")
-    long.wait_progress()
+    long = paceline.start(
+        "train", click_log[0], "--epochs", "100000", "--progressive", *joining, "--save", "unfinished"
+    )
+    long.wait_trains()
     ports = [address, *(found.group(1) for found in listening if found is not None)]
     assert len(ports) == 3
     for port in ports:  # whoever is no peer is shown out, and nobody else notices
@@ -100,8 +102,10 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     joining = ["--scheduler", address, "--token-file", "token"]
     first, worker = paceline.start("server", *joining), paceline.start("worker", *joining)
     first.wait_line("listening on")
-    training = paceline.start("train", click_log[0], "--epochs", "100000", *joining, "--save", "unfinished")
-    training.wait_progress()
+    training = paceline.start(
+        "train", click_log[0], "--epochs", "100000", "--progressive", *joining, "--save", "unfinished"
+    )
+    training.wait_trains()
     second = paceline.start("server", "--join", *joining)
     second.wait_line("listening on")
     first.signal(signal.SIGTERM)
@@ -156,12 +160,12 @@ def test_a_driver_that_dies_frees_the_workers(paceline: Commands, click_log: tup
     scheduler, address = start_scheduler(paceline, "--heartbeat-timeout", "1")
     joining = ["--scheduler", address, "--token-file", "token"]
     server, worker = paceline.start("server", *joining), paceline.start("worker", *joining)
-    long = paceline.start("train", click_log[0], "--epochs", "100000", *joining)
-    long.wait_progress()
+    long = paceline.start("train", click_log[0], "--epochs", "100000", "--progressive", *joining)
+    long.wait_trains()
     long.kill()
     assert paceline.succeed("train", click_log[0], "--epochs", "1", *joining, "--json", "-q").json["examples"] == 12_000
-    long = paceline.start("train", click_log[0], "--epochs", "100000", *joining)
-    long.wait_progress()
+    long = paceline.start("train", click_log[0], "--epochs", "100000", "--progressive", *joining)
+    long.wait_trains()
     server.signal(signal.SIGTERM)  # a server that leaves takes its part of the model with it
     finished = long.wait()
     assert finished.status == 1
@@ -177,8 +181,8 @@ def test_a_scheduler_that_is_started_again(paceline: Commands, click_log: tuple[
     roles = [paceline.start("server", *joining), *(paceline.start("worker", *joining) for _ in range(2))]
     for role in roles[1:]:
         role.wait_line("joined the cluster")
-    training = paceline.start("train", click_log[0], "--epochs", "25", *joining, "--json")
-    training.wait_progress()
+    training = paceline.start("train", click_log[0], "--epochs", "25", "--progressive", *joining, "--json")
+    training.wait_trains()
     scheduler.kill()
     again = ["scheduler", "--port", address.split(":")[1], "--token-file", "token", "--workers", "2"]
     scheduler = paceline.start(*again)

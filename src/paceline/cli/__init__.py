@@ -38,9 +38,9 @@ def main() -> None:
         error.show()  # type: ignore[attr-defined]
         sys.exit(2)
     except UsageError as error:
-        _fail(str(error), 2)
+        _fail(_message(error), 2)
     except PacelineError as error:
-        _fail(str(error), 1)
+        _fail(_message(error), 1)
     except BrokenPipeError:
         # Whoever read our output has had enough. Python would flush it again at exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,6 +57,12 @@ def raise_on_sigterm() -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handle)
+
+
+def _message(error: Exception) -> str:
+    from paceline.data.streams.standard_input import name_for_people
+
+    return name_for_people(str(error))
 
 
 def _fail(text: str, status: int) -> None:

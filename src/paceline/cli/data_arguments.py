@@ -6,16 +6,13 @@ import glob
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import typer
 
 from paceline.errors import DataError, UsageError
 
 STANDARD_INPUT = "-"
-_MAGICS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 def find_data(context: typer.Context, names: list[str] | None) -> list[str] | None:
@@ -64,26 +61,20 @@ def expand_pattern(name: str) -> Sequence[str]:
 
 
 def _keep_standard_input(context: typer.Context) -> str:
-    """Write standard input to a file, for data is read several times, and by several processes; return its name."""
+    """Write standard input to a file, which goes with the command; return its name."""
+    from paceline.data.streams import standard_input
+
     root = context.find_root()
     if STANDARD_INPUT in root.meta:
         raise UsageError("'-' is named twice: standard input can be read once")
-    folder = Path(tempfile.mkdtemp(prefix="paceline-stdin-"))
-    root.meta[STANDARD_INPUT] = folder
+    folder = root.meta[STANDARD_INPUT] = standard_input.make_folder()
     context.call_on_close(lambda: shutil.rmtree(folder, ignore_errors=True))
-    path = folder / "stdin"
     try:
-        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-            shutil.copyfileobj(sys.stdin.buffer, out, 1 << 20)
+        path = standard_input.keep(sys.stdin.buffer, folder)
     except OSError as error:
         raise DataError(f"standard input cannot be kept in {folder}: {error.strerror or error}") from error
-    with open(path, "rb") as file:
-        head = file.read(4)
     size = path.stat().st_size
     if not size:
         raise DataError("standard input is empty: it has no line to read")
-    for magic, suffix in _MAGICS.items():
-        if head.startswith(magic):
-            path = path.rename(path.with_suffix(suffix))
     typer.echo(f"paceline: standard input, {size:,} bytes, is kept in {path} while this command runs", err=True)
     return str(path)

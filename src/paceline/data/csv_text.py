@@ -83,7 +83,7 @@ def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "
     if kind == reference.BAD_QUOTE:
         return "a quote is opened and not closed"
     if kind == reference.BAD_WIDTH:
-        reason = f"it has {detail} cells where the first row has {len(dialect.names)}"
+        reason = f"it has {detail} cell{'s' * (detail != 1)} where the first row has {len(dialect.names)}"
         is_quoted = any(cell.startswith("'") for cell in line.split(dialect.separator))
         return reason + ("; ' is no quote in csv, but \" is" if is_quoted else "")
     return columns.describe_fault(dialect.names[detail], is_missing=kind in (reference.NO_LABEL, reference.NO_WEIGHT))

@@ -118,9 +118,13 @@ class _NameFinder:
                 self._add_values(name, seed, sorted(fresh))
 
     def read_pairs(self, features: Iterator[tuple[str, str | None, str]]) -> None:
-        """Add features that are named by seed's text, own text (None: the seed is the key) and name."""
+        """Add features, as long as some are wanted, that are named by seed's text, own text (None: the seed is the key)
+        and name.
+        """
         seen: set[tuple[str, str | None]] = set()
         for outer, inner, name in features:
+            if len(self.names) == len(self._wanted):
+                return
             if (outer, inner) not in seen:
                 seen.add((outer, inner))
                 seed = name_seed(outer)

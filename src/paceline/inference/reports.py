@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from paceline.errors import printable
 from paceline.inference.calibration import Calibration
 from paceline.inference.inspection import Histogram, ModelDifference, ModelSummary, TableSummary
 
-_BAR = 40
+_BAR, _MOST_NAME = 40, 200
 _WIDTH, _HEIGHT, _MARGIN = 460, 300, 46
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -73,8 +74,8 @@ def make_page(summary: ModelSummary, calibration: Calibration | None) -> str:
         title, *_ = _describe_table(table)
         parts += [f"<h2>{escape(title)}</h2>", _histogram_plot(table.histogram)]
         rows = "".join(
-            f"<tr><td>{each.key}</td><td>{escape(_number(each.weight))}</td><td>{escape(each.name or '')}</td></tr>"
-            for each in table.largest_weights
+            f"<tr><td>{key}</td><td>{escape(weight)}</td><td>{escape(name)}</td></tr>"
+            for key, weight, name in _weight_rows(table)
         )
         parts.append(f"<table><tr><th>key</th><th>weight</th><th>feature</th></tr>{rows}</table>")
     title = escape(summary.directory)
@@ -97,9 +98,15 @@ def _describe_table(table: TableSummary) -> list[str]:
         bar = "█" * (count * _BAR // most) or ("▏" if count else "")
         lines.append(f"{left:>10.4g} … {right:<10.4g} {count:>10,} {bar}".rstrip())
     if table.largest_weights:
-        rows = [(str(each.key), _number(each.weight), each.name or "") for each in table.largest_weights]
+        rows = _weight_rows(table)
         lines.append(_text_table(("largest weights: key", "weight", "feature"), rows))
     return lines
+
+
+def _weight_rows(table: TableSummary) -> list[tuple[str, str, str]]:
+    return [
+        (str(each.key), _number(each.weight), printable(each.name or "", _MOST_NAME)) for each in table.largest_weights
+    ]
 
 
 def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -121,10 +128,12 @@ def _number(value: float | list[float]) -> str:
 
 def _setting(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_setting(each)}" for name, each in value.items() if each)
+        return ", ".join(
+            f"{printable(str(name), _MOST_NAME)}: {_setting(each)}" for name, each in value.items() if each
+        )
     if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(value)
+        return " ".join(map(_setting, value))
+    return printable(str(value), _MOST_NAME)
 
 
 # Drawings.

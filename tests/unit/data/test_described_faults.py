@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from paceline.data import detect_format, open_dataset
 from paceline.data.labels import describe_no_numbers
+from paceline.data.streams import standard_input
 from paceline.errors import PacelineError
 from paceline.launch.train.bad_data import BadData
+from paceline.launch.train.converting import convert_data
 from paceline.launch.train.data_files import look_at
+from paceline.launch.train.describing import describe_data, show_description
 
 ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
 
@@ -106,3 +113,42 @@ def test_a_large_share_of_malformed_lines_is_told() -> None:
     assert BadData(40, []).sentence(60).startswith("40 malformed lines, 40% of all, were skipped (--strict")
     assert BadData(1, []).sentence(2).startswith("1 malformed line, 33% of all, was skipped (--strict")
     assert BadData(40, []).sentence(1000).startswith("40 malformed lines were skipped (--strict")
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz"])
+def test_malformed_rows_are_described(tmp_path: Path, name: str) -> None:
+    content = ("site,price,click\n" + "a,1.5,0\nb,2,1\n,3\n" * 20).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    found = describe_data([str(path)], None, None, None)
+    first = f"{path}, line 4: it has 2 cells where the first row has 3: ',3'"
+    assert found["malformed"] == {"rows_read": 60, "count": 20, "first": first}
+    convert_data([str(path)], tmp_path / "out", look_at([path]))
+    again = describe_data([str(tmp_path / "out")], None, None, None)["malformed"]
+    assert again == {"rows_read": 60, "count": 20, "first": f"{path}: it has 2 cells where the first row has 3: ',3'"}
+
+
+def test_what_is_shown_of_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        '{"click": 0, "site": "", "price": 0.30000000000000004}\n{"click": 1, "site": "a", "price": 2}\n{\n'
+    )
+    found = describe_data([str(path)], None, None, None)
+    assert [each["column"] for each in found["first_row"]["features"]] == ["site=", "price"]
+    console = Console(width=120, file=io.StringIO())
+    show_description(console, found)
+    assert isinstance(console.file, io.StringIO)
+    told = console.file.getvalue()
+    assert "bad rows 1 of the 3 rows read (33%) are malformed, and skipped in training: " in told
+    assert "''" in told
+    assert "0.3, 2" in told
+    assert "training brings them to a scale" in told
+
+
+def test_standard_input_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = standard_input.make_folder()
+    path = standard_input.keep(io.BytesIO(gzip.compress(b"1 1:1\n")), folder)
+    assert path.name == "stdin.gz"
+    assert standard_input.name_for_people(f"{path} is odd: {path}") == "standard input is odd: standard input"
+    assert standard_input.name_for_people(f"{tmp_path}/stdin is odd") == f"{tmp_path}/stdin is odd"

@@ -16,7 +16,15 @@ from paceline.errors import ModelError, UsageError
 from paceline.inference import load
 from paceline.inference.calibration import group_by_prediction
 from paceline.inference.export import export_model
-from paceline.inference.inspection import compare_models, inspect_model
+from paceline.inference.inspection import (
+    Histogram,
+    LargeWeight,
+    ModelSummary,
+    TableSummary,
+    compare_models,
+    inspect_model,
+)
+from paceline.inference.reports import describe_model, make_page
 from paceline.models.logistic import LogisticRegression as SparseLogisticRegression
 from paceline.models.softmax import SoftmaxRegression
 from paceline.ps import SGD, to_fields
@@ -178,3 +186,24 @@ def test_weights_are_of_values_as_they_stand_in_the_data(tmp_path: Path) -> None
     assert (summary.description["offset"], "values of 2 keys" in summary.description["scaling"]) == (-1.5, True)
     export_model(directory, tmp_path / "w.txt")
     assert (tmp_path / "w.txt").read_text().startswith(f"Constant:{bias[0]:.9g}\n3:0.25\n9:0.375\n")
+
+
+def test_names_of_features_stay_in_their_lines() -> None:
+    largest = [LargeWeight(7, "site=line\nbreak", 0.5)]
+    table = TableSummary(
+        name="weights",
+        dim=1,
+        features=1,
+        nonzero=1,
+        l1_norm=0.5,
+        l2_norm=0.5,
+        largest=0.5,
+        bias=0.0,
+        histogram=Histogram([0.0, 1.0], [1]),
+        largest_weights=largest,
+    )
+    summary = ModelSummary("m", "logistic", True, "0.1.0", {"columns": {"site\x1b": ["a\tb"]}}, [table])
+    for told in (describe_model(summary), make_page(summary, None)):
+        assert "site=line\\nbreak" in told
+        assert "a\\tb" in told
+        assert "\x1b" not in told

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.data import BadLines, line_number
+from paceline.data.streams.standard_input import name_for_people
 
 _NUM_NAMED = 5
 _LARGE_SHARE = 0.1
@@ -48,5 +49,5 @@ def describe_bad_lines(
     described = []
     for _, (file, offset, row, text, reason) in sorted(lines.items())[:_NUM_NAMED]:
         where = f"line {line_number(file, offset):,}" if offset is not None else f"row {row:,}"
-        described.append(f"{file}, {where}: {reason}: '{text}'")
+        described.append(f"{name_for_people(file)}, {where}: {reason}: '{text}'")
     return BadData(sum(counts.values()), described)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +11,22 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.data import Batch, Columns, describe_not_binary, open_dataset
+from paceline.data import KEYED_FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
+from paceline.data.dialect import is_number
+from paceline.data.feature_names import find_feature_names
 from paceline.data.labels import clicks_where, describe_label_words
+from paceline.data.sampling import spread
 from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
 from paceline.kernels.text.reference import name_seed
 from paceline.launch.kernels import prepare_kernels
+from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
 from paceline.launch.train.data_files import DataLook, look_at
 
 _MOST_COLUMNS = 40
 _MOST_TEXT = 24
+_SHARD_BYTES, _SHARDS, _MOST_BEFORE = 256 << 10, 16, 256 << 20
+_ROWS, _BATCHES = 4096, 8  # of a shard, at most; of lines of text it has fewer
 
 
 def describe_data(
@@ -37,24 +44,58 @@ def describe_data(
     look = look_at(data, format, columns, label, numeric_scale)
     prepare_kernels()
     labels = clicks_where(positive)
-    with open_dataset(data, look.format, look.columns, labels=labels) as dataset:
-        with contextlib.closing(dataset.batches(1)) as rows:  # type: ignore[type-var]  # a generator
-            first = next(rows, None)
+    with open_dataset(data, look.format, look.columns, _SHARD_BYTES, labels=labels) as dataset:
+        first, num_good = _read_spread(dataset)
+        bad = _find_bad(look, dataset)
         if first is None:
-            raise DataError(f"{data[0]} has no row that can be read")
+            raise DataError(f"{data[0]} has no row that can be read" + (f": {bad.first[0]}" if bad.first else ""))
         return {
             "format": look.format,
             "files": list(data),
             "converted": _describe_converted(look),
             "bytes": sum(stat_file(file).num_bytes for file in dataset.files),
             "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
+            "malformed": {
+                "rows_read": num_good + bad.count,
+                "count": bad.count,
+                "first": bad.first[0] if bad.first else None,
+            },
             "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
             "positive": positive,
             "label_words": list(look.label_words),
             "warning": describe_not_binary(look.labels, labels),
             "columns": _describe_columns(look),
-            "first_row": {"label": float(first.labels[0]), "features": _describe_row(look, first)},
+            "first_row": {
+                "label": float(first.labels[0]),
+                "is_scaled": dataset.source_format not in KEYED_FORMATS or numeric_scale == "none",
+                "features": _describe_row(look, dataset, first),
+            },
         }
+
+
+def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
+    """Read rows that are spread over the files; return the first batch of them, and how many can be read."""
+    first, num_good = None, 0
+    for file in spread(len(dataset.files), _SHARDS):
+        there = dataset.num_shards(file) or 1  # unknown where the file is packed: then its beginning
+        if dataset.source_format == "csv":  # whose rows are found by reading all before them
+            there = min(there, _MOST_BEFORE // _SHARD_BYTES)
+        for shard in spread(there, max(_SHARDS // len(dataset.files), 1)):
+            with contextlib.closing(dataset.read(file, shard, _ROWS)) as batches:  # type: ignore[type-var]  # a generator
+                for batch in itertools.islice(batches, _BATCHES):
+                    first, num_good = first or batch, num_good + batch.num_examples
+    return first, num_good
+
+
+def _find_bad(look: DataLook, dataset: Dataset) -> BadData:
+    """Return what was malformed in the rows read; of converted data what was left out of it too."""
+    by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
+    found = describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
+    for file in look.known:
+        left_out = file.description
+        first = [f"{line.file}: {line.reason}: '{line.text}'" for line in left_out.bad]
+        found = BadData(found.count + left_out.num_bad, [*found.first, *first])
+    return found
 
 
 def _describe_converted(look: DataLook) -> dict[str, Any] | None:
@@ -85,14 +126,14 @@ def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_row(look: DataLook, row: Batch) -> list[dict[str, Any]]:
-    """The features of a row: column, where it has a name, key and value."""
+def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
+    """The features of the first row: column, or in formats without columns the name that is known, key and value."""
+    row = batch.slice(0, 1)
     values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
-    names: list[str | None] = [None] * len(row.keys)
-    if look.columns is not None and look.columns.is_open and look.guesses is not None:
-        known = {name_seed(guess.name): guess.name for guess in look.guesses.guesses}
-        names = [known.get(key) for key in row.keys.tolist()]
-    elif look.columns is not None:
+    if look.columns is None or look.columns.is_open:
+        known = find_feature_names(dataset.files, dataset.format, look.columns, row.keys)
+        names: list[str | None] = [known.get(key) for key in row.keys.tolist()]
+    else:
         numeric = {name_seed(name): name for name in look.columns.numeric}
         types = {} if look.sample is None else dict(zip(look.sample.names, look.sample.types, strict=True))
         single = [name for name in look.columns.categorical if types.get(name) != "list"]
@@ -114,6 +155,7 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
         ("files", f"{len(found['files']):,}, {found['bytes']:,} bytes"),
         ("rows", f"{found['rows_looked_at']:,} looked at" + (f"; labels {labels}" if labels else "")),
         ("words", words),
+        ("bad rows", _describe_malformed(found["malformed"])),
         ("warning", found["warning"]),
     ):
         if text:
@@ -121,11 +163,20 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     if found["columns"]:
         console.print()
         _show_table(console, found["columns"])
+    rows = found["first_row"]
     table = _new_table("column", "key", "value")
-    for feature in found["first_row"]["features"]:
+    for feature in rows["features"]:
         table.add_row(_plain(feature["column"] or ""), str(feature["key"]), f"{feature['value']:g}")
-    console.print(f"\nthe first row has label {found['first_row']['label']:g} and these features:", highlight=False)
+    scale = "" if rows["is_scaled"] else " (values as they stand: training brings them to a scale)"
+    console.print(f"\nthe first row has label {rows['label']:g} and these features{scale}:", highlight=False)
     console.print(table, highlight=False)
+
+
+def _describe_malformed(found: dict[str, Any]) -> str | None:
+    if not found["count"]:
+        return None
+    of_all = f"{found['count']:,} of the {found['rows_read']:,} rows read ({found['count'] / found['rows_read']:.0%})"
+    return f"{of_all} are malformed, and skipped in training: {found['first']}"
 
 
 def _converted_from(converted: dict[str, Any] | None) -> str:
@@ -153,7 +204,10 @@ def _show_table(console: Console, columns: Sequence[dict[str, Any]]) -> None:
         notes = "; ".join(filter(None, (column["reason"], column["scale"])))
         kind = f"{column['kind']} ({notes})" if notes else column["kind"]
         table.add_row(
-            _plain(column["name"]), kind, f"{column['distinct']:,}", ", ".join(map(_plain, column["examples"]))
+            _plain(column["name"]),
+            kind,
+            f"{column['distinct']:,}",
+            ", ".join(_example(text, column["kind"]) for text in column["examples"]),
         )
     console.print(table, highlight=False)
 
@@ -163,6 +217,13 @@ def _new_table(*headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right" if heading in ("distinct", "key", "value") else "left")
     return table
+
+
+def _example(text: str, kind: str) -> str:
+    """A value of a column: numbers with six digits that count, an empty text as such."""
+    if kind == "numeric" and is_number(text) and not text.strip().lstrip("+-").isdigit():
+        return f"{float(text):.6g}"
+    return _plain(text) or "''"
 
 
 def _plain(text: str) -> str:

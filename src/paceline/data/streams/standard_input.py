@@ -1,0 +1,35 @@
+"""Standard input as data: it is kept in a temporary file, for data is read several times, and by several processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+_PREFIX = "paceline-stdin-"
+_MAGICS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+
+
+def make_folder() -> Path:
+    """Make the folder that standard input is kept in, which the caller removes in the end."""
+    return Path(tempfile.mkdtemp(prefix=_PREFIX))
+
+
+def keep(source: BinaryIO, folder: Path) -> Path:
+    """Write all of `source` to a file in `folder`; return its name, with the suffix of packed data. Raises OSError."""
+    path = folder / "stdin"
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+        shutil.copyfileobj(source, out, 1 << 20)
+    with open(path, "rb") as file:
+        head = file.read(4)
+    suffix = next((suffix for magic, suffix in _MAGICS.items() if head.startswith(magic)), "")
+    return path.rename(path.with_suffix(suffix)) if suffix else path
+
+
+def name_for_people(text: str) -> str:
+    """Return a message that says `standard input` where it names such a file."""
+    folder = re.escape(os.path.join(tempfile.gettempdir(), _PREFIX))
+    return re.sub(rf"{folder}\w+/stdin(?:\.gz|\.zst)?\b", "standard input", text)
