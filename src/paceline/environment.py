@@ -63,6 +63,8 @@ class Environment:
     """``PACELINE_STRATEGY``: how a training loop is spread, as ``paceline run --strategy`` spells it."""
     replicas: int | None = None
     """``PACELINE_REPLICAS``: replicas of the model in one process."""
+    filters: str | None = None
+    """``PACELINE_FILTERS``: what gradients go behind in all-reduce, as ``paceline run --filters`` spells it."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -99,6 +101,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         algorithm=found.get("PACELINE_ALGORITHM") or None,
         strategy=found.get("PACELINE_STRATEGY") or None,
         replicas=_integer(found, "PACELINE_REPLICAS"),
+        filters=found.get("PACELINE_FILTERS") or None,
     )
 
 

@@ -81,6 +81,10 @@ def run(
     ] = None,
     job: Annotated[str | None, typer.Option(help="--cluster: what this process is: server or worker.")] = None,
     index: Annotated[int | None, typer.Option(help="--cluster: which of that job, from 0.")] = None,
+    filters: Annotated[
+        str | None,
+        typer.Option(help="all-reduce, hybrid: what gradients go behind: quantize:4 or top-k:0.01,quantize:8, say."),
+    ] = None,
     filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,
     tls_key: options.TLSKey = None,
@@ -119,6 +123,7 @@ def run(
             cluster=cluster,
             job=job,
             index=index,
+            filters=filters,
             filter_modules=filter_module or (),
             tls=options.find_tls(tls_cert, tls_key, tls_ca),
         )

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.launch.run.cluster_file import parse_cluster
 from paceline.launch.run.plan import lay_out_node, lay_out_worker, plan_ranks, servers_of_node
+from paceline.launch.run.run import RunOptions, run_script
 from paceline.strategies import choose_strategy
 
 _ALL_REDUCE = choose_strategy("all-reduce", processes=6)
@@ -50,6 +52,33 @@ def test_servers_and_replicas_are_told() -> None:
     choice = choose_strategy("hybrid", processes=1, servers=2, replicas=1)
     (plan,) = plan_ranks(layout, choice, {}, token="t", scheduler="tcp://h:1", threads=None, cores=8)
     assert "PACELINE_REPLICAS" not in plan.environment  # it is the servers' business
+
+
+def test_filters_are_told() -> None:
+    layout = lay_out_node(nproc_per_node=1, nnodes=1, node_rank=0, master_addr=None, master_port=None)
+    for filters in ("quantize:4", None):
+        (plan,) = plan_ranks(
+            layout, _ALL_REDUCE, {"PACELINE_FILTERS": "top-k:1"}, token="t", scheduler=None, threads=None, cores=8,
+            filters=filters,
+        )  # fmt: skip
+        assert environment(plan.environment).filters == filters
+
+
+@pytest.mark.parametrize(
+    ("strategy", "filters", "message"),
+    [
+        (
+            "parameter-server",
+            "quantize:4",
+            "that all-reduce averages; strategy parameter-server",
+        ),
+        ("all-reduce", "compress", "compress:1 is not for gradients"),
+        ("all-reduce", "no_such_module:Signs", "there is no module 'no_such_module'"),
+    ],
+)
+def test_filters_that_cannot_be_are_refused(strategy: str, filters: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run_script(RunOptions(script=__file__, strategy=strategy, filters=filters))
 
 
 def test_servers_are_dealt_round_robin() -> None:

@@ -21,6 +21,7 @@ _OURS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "PACELINE_TLS_CERT", "PACELINE_TLS_KEY", "PACELINE_TLS_CA",
     "PACELINE_ROLE", "PACELINE_SCHEDULER", "PACELINE_TOKEN", "PACELINE_STRATEGY", "PACELINE_REPLICAS",
+    "PACELINE_FILTERS",
 )  # fmt: skip
 
 
@@ -108,6 +109,7 @@ def plan_ranks(
     threads: int | None,
     cores: int,
     tls: TLS | None = None,
+    filters: str | None = None,
 ) -> list[RankPlan]:
     """Return what each rank of this launcher is told.
 
@@ -127,6 +129,8 @@ def plan_ranks(
     }
     if choice.replicas is not None:
         told["PACELINE_REPLICAS"] = str(choice.replicas)
+    if filters:
+        told["PACELINE_FILTERS"] = filters
     if scheduler is not None:
         told["PACELINE_SCHEDULER"] = scheduler
     if tls is not None:  # a script may go to another folder

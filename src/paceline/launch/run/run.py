@@ -16,6 +16,8 @@ from pathlib import Path
 from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
+from paceline.filters.gradients import gradient_filters
+from paceline.filters.modules import import_filter_modules, modules_named_in
 from paceline.launch.local import Share, wait_cluster
 from paceline.launch.roles import check_replicas
 from paceline.launch.run.blame import Tracebacks
@@ -72,6 +74,8 @@ class RunOptions:
     index: int | None = None
     filter_modules: Sequence[str] = ()
     """Modules of users' own filters, which servers import."""
+    filters: str | None = None
+    """What gradients go behind that all-reduce averages."""
     tls: TLS | None = None
     """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
 
@@ -102,6 +106,8 @@ def run_script(options: RunOptions) -> int:
     setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
     stale = Accept() if options.stale is None else parse_stale_policy(options.stale)
     choice = setup.choice
+    if options.filters:
+        _check_filters(options.filters, choice.name)
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
         check_replicas(choice.server_replicas, choice.servers, options.min_replicas or 0)
@@ -149,6 +155,15 @@ def run_script(options: RunOptions) -> int:
         return status
 
 
+def _check_filters(text: str, strategy: str) -> None:
+    if strategy not in ("all-reduce", "hybrid"):
+        raise UsageError(
+            f"--filters {text}: they are for gradients that all-reduce averages; strategy {strategy} has none"
+        )
+    import_filter_modules(modules_named_in(text))
+    gradient_filters(text)
+
+
 def _run_ranks(
     options: RunOptions, setup: _Setup, layout: Layout, scheduler: str | None, servers: RunServers | None
 ) -> int:
@@ -160,6 +175,7 @@ def _run_ranks(
         token=setup.token,
         tls=setup.tls,
         scheduler=scheduler,
+        filters=options.filters,
         threads=options.threads,
         cores=num_cores(),
     )

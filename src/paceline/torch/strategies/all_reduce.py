@@ -18,6 +18,7 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
+from paceline.filters.modules import import_filter_modules, modules_named_in
 from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.gradient_filters import filter_hook
 from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
@@ -40,7 +41,8 @@ class AllReduce(Strategy):
     with zero gradients (still divided by all ranks), and at the end of the epoch all have the values and the optimizer
     state of the one that went on longest; a scheduler that is called in every step stays behind. `compression`:
     ``fp16``, ``bf16`` or ``powersgd:R`` on the wire. `filters`: what gradients go behind instead, as
-    :func:`paceline.torch.filter_hook` takes them. `sync_batch_norm` makes BatchNorm layers normalize over all ranks.
+    :func:`paceline.torch.filter_hook` takes them; default: those of ``paceline run --filters``. `sync_batch_norm` makes
+    BatchNorm layers normalize over all ranks.
     `find_unused_parameters` allows parameters that have no part in the loss, `static_graph` promises that the same ones
     are used in every step; both as DistributedDataParallel means them. `bucket_mb`: mebibytes of gradients sent at
     once. `timeout`: how long a rank is waited for.
@@ -58,7 +60,7 @@ class AllReduce(Strategy):
         seed: int = 0,
         join: bool = False,
         compression: str | None = None,
-        filters: Sequence[Filter] | str = (),
+        filters: Sequence[Filter] | str | None = None,
         sync_batch_norm: bool = False,
         find_unused_parameters: bool = False,
         bucket_mb: float = 25,
@@ -66,6 +68,9 @@ class AllReduce(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         check_compression(compression)
+        if filters is None:  # what the launcher says
+            filters = environment().filters or ()
+            import_filter_modules(modules_named_in(str(filters)) if filters else ())
         if filters:
             gradient_filters(filters)
             if compression is not None:
