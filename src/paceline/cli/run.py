@@ -83,7 +83,7 @@ def run(
     index: Annotated[int | None, typer.Option(help="--cluster: which of that job, from 0.")] = None,
     filters: Annotated[
         str | None,
-        typer.Option(help="all-reduce, hybrid: what gradients go behind: quantize:4 or top-k:0.01,quantize:8, say."),
+        typer.Option(help="What gradients go behind between processes: quantize:4; to other ranks also top-k:0.01."),
     ] = None,
     filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,

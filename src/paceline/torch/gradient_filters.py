@@ -16,9 +16,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from paceline.environment import environment
 from paceline.filters import Filter, FilterChain
 from paceline.filters.base import Bytes
 from paceline.filters.gradients import Averaging, GradientMean, RankExchange, gradient_filters
+from paceline.filters.modules import import_filter_modules, modules_named_in
 from paceline.tables.types import Floats
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
@@ -41,6 +43,13 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
         return gradients.start(dist.group.WORLD if state is None else state, bucket)
 
     return average
+
+
+def told_filters() -> str:
+    """Return the filters that the launcher says, ``paceline run --filters``; their modules are imported."""
+    text = environment().filters or ""
+    import_filter_modules(modules_named_in(text))
+    return text
 
 
 class _Step:

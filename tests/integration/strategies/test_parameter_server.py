@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import signal
 import threading
@@ -208,9 +209,9 @@ def test_asynchronous_training_learns(cluster: LocalCluster) -> None:
     inputs, targets = INPUTS[:4], INPUTS[:4].mean(-1, keepdim=True)
     before = loss_of(NET, inputs, targets).item()
 
-    def check(rank: int) -> float:
+    def check(rank: int, filters: str) -> float:
         model = copy.deepcopy(NET)
-        with ParameterServer(bucket_mb=0.02) as strategy:
+        with ParameterServer(bucket_mb=0.02, filters=filters) as strategy:
             prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.trained(), lr=0.05))
             for step in range(40):
                 optimizer.zero_grad()
@@ -219,8 +220,9 @@ def test_asynchronous_training_learns(cluster: LocalCluster) -> None:
             strategy.gather_values()
             return loss_of(model, inputs, targets).item()
 
-    found = run(check)
-    assert found[0] == found[1] < 0.5 * before
+    for filters in ("", "quantize:8,compress", "quantize:1"):
+        found = run(functools.partial(check, filters=filters))
+        assert found[0] == found[1] < 0.5 * before, filters
 
 
 @pytest.mark.parametrize("cluster", [(Eventual(), 2)], indirect=True)
@@ -328,6 +330,11 @@ def test_bfloat16_parameters_are_float32_on_the_servers(cluster: LocalCluster) -
 
     for found in run(check):
         torch.testing.assert_close(found, torch.full((1, 8), 0.992, dtype=torch.bfloat16))
+
+
+def test_filters_that_dense_tables_do_not_take_are_told() -> None:
+    with pytest.raises(UsageError, match="delta-keys is for sparse tables"):
+        ParameterServer(filters="delta-keys")
 
 
 def test_wrong_use_is_told(cluster: LocalCluster) -> None:

@@ -67,11 +67,8 @@ def test_filters_are_told() -> None:
 @pytest.mark.parametrize(
     ("strategy", "filters", "message"),
     [
-        (
-            "parameter-server",
-            "quantize:4",
-            "that all-reduce averages; strategy parameter-server",
-        ),
+        ("one-device", "quantize:4", "gradients that processes exchange; one-device has one"),
+        ("parameter-server", "top-k:0.1", "top-k:0.1 is for sparse tables"),
         ("all-reduce", "compress", "compress:1 is not for gradients"),
         ("all-reduce", "no_such_module:Signs", "there is no module 'no_such_module'"),
     ],

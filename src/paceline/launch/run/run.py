@@ -35,6 +35,7 @@ from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
 from paceline.protocol import Accept, check_stale_policy, parse_stale_policy
+from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.strategies import StrategyChoice, choose_strategy
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Address, SocketTransport, make_token
@@ -75,7 +76,7 @@ class RunOptions:
     filter_modules: Sequence[str] = ()
     """Modules of users' own filters, which servers import."""
     filters: str | None = None
-    """What gradients go behind that all-reduce averages."""
+    """What gradients go behind on their way to other ranks, or to servers."""
     tls: TLS | None = None
     """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
 
@@ -139,7 +140,7 @@ def run_script(options: RunOptions) -> int:
                         tls=setup.tls,
                         share=setup.share,
                         heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
-                        filter_modules=options.filter_modules,
+                        filter_modules=[*options.filter_modules, *modules_named_in(options.filters or "")],
                     )
                 )
                 scheduler = servers.scheduler
@@ -156,12 +157,13 @@ def run_script(options: RunOptions) -> int:
 
 
 def _check_filters(text: str, strategy: str) -> None:
-    if strategy not in ("all-reduce", "hybrid"):
-        raise UsageError(
-            f"--filters {text}: they are for gradients that all-reduce averages; strategy {strategy} has none"
-        )
     import_filter_modules(modules_named_in(text))
-    gradient_filters(text)
+    if strategy == "parameter-server":
+        filters_of_dense_tables(text)
+    elif strategy in ("all-reduce", "hybrid"):
+        gradient_filters(text)
+    else:
+        raise UsageError(f"--filters {text}: for gradients that processes exchange; {strategy} has one")
 
 
 def _run_ranks(

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from paceline.errors import PacelineError, UsageError
 from paceline.filters.base import Bytes, Filter, ValueFilter
-from paceline.filters.chain import FilterChain
+from paceline.filters.chain import FilterChain, parse_filters
 from paceline.filters.chance import seed_of
 from paceline.filters.delta_keys import DeltaKeys
 from paceline.filters.rows import ElementErrors, RowErrors, RowSelection
@@ -113,6 +113,12 @@ class TableFilters:
         places[order] = np.arange(len(keys), dtype=np.int32)
         sorted_grads = grads.reshape(-1, dim)[order].reshape(-1) if len(grads) else grads
         return keys[order], sorted_grads, places if inverse is None else places[inverse]
+
+
+def filters_of_dense_tables(filters: Sequence[Filter] | str) -> tuple[Filter, ...]:
+    """Return what a list or a text says; raises UsageError unless pushes to dense tables can go behind it."""
+    chain = parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
+    return TableFilters(chain.filters, (), is_dense=True).requests.filters
 
 
 class FilteredSender:

@@ -18,9 +18,8 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
-from paceline.filters.modules import import_filter_modules, modules_named_in
 from paceline.torch.embeddings import ReplicatedTables, RowTables
-from paceline.torch.gradient_filters import filter_hook
+from paceline.torch.gradient_filters import filter_hook, told_filters
 from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
 from paceline.torch.strategies.compression import check_compression, compress
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
@@ -68,9 +67,8 @@ class AllReduce(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         check_compression(compression)
-        if filters is None:  # what the launcher says
-            filters = environment().filters or ()
-            import_filter_modules(modules_named_in(str(filters)) if filters else ())
+        if filters is None:
+            filters = told_filters()
         if filters:
             gradient_filters(filters)
             if compression is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.filters import Filter
 from paceline.protocol import Sequential
 from paceline.ps import Client
 from paceline.torch.strategies.ranks import Ranks
@@ -44,6 +45,7 @@ class DenseParameters:
         *,
         overlaps: bool,
         skips_unused: bool,
+        filters: Sequence[Filter] = (),
     ) -> None:
         """`groups` are the slots of every parameter group, at least one in all."""
         order = {parameter: position for position, parameter in enumerate(model.parameters())}
@@ -55,7 +57,7 @@ class DenseParameters:
         self._consistency = client.consistency
         self._skips_unused = skips_unused
         self._is_on_cpu = device.type == "cpu"
-        self._tables = DenseTables(client, ranks, optimizer, groups, "dense")
+        self._tables = DenseTables(client, ranks, optimizer, groups, "dense", filters)
         is_sequential = isinstance(self._consistency, Sequential)
         self.hands_on = HandsOn(ranks, self._slots, joins=is_sequential, overlaps=overlaps)
         self.holds = False

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.filters import Filter
 from paceline.ps import Client, DenseTable, UpdateRule, read_records, write_records
 from paceline.tables.ranges import bucket_width
 from paceline.torch.strategies.ranks import Ranks
@@ -145,7 +146,13 @@ class DenseTables:
     """The tables of an optimizer's groups, on the servers. Every rank makes one; then rank 0 writes what is in them."""
 
     def __init__(
-        self, client: Client, ranks: Ranks, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], prefix: str
+        self,
+        client: Client,
+        ranks: Ranks,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[Slot]],
+        prefix: str,
+        filters: Sequence[Filter] = (),
     ) -> None:
         self._client = client
         self._ranks = ranks
@@ -155,7 +162,13 @@ class DenseTables:
         token = ranks.exchange(secrets.token_hex(4))[0]
         self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
         self.tables: list[DenseTable | None] = [
-            client.dense_table(f"{prefix} {token} group {position}", size=_size_of(slots), update=rule)
+            client.dense_table(
+                f"{prefix} {token} group {position}",
+                size=_size_of(slots),
+                update=rule,
+                filters=filters,
+                pull_filters=(),  # a program may write what came back
+            )
             if slots
             else None
             for position, (slots, rule) in enumerate(zip(groups, self.rules, strict=True))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -25,8 +25,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from paceline.errors import PacelineError, UsageError
+from paceline.filters import Filter
 from paceline.protocol import Consistency, Sequential
+from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.torch.embeddings import ClusterTables, RowTables
+from paceline.torch.gradient_filters import told_filters
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
@@ -59,6 +62,9 @@ class ParameterServer(Strategy):
     gradient of zero where other ranks have one, and where none has it stays as it is, as with torch's optimizers.
     `timeout` is how long anything is waited for.
 
+    `filters` (a list or a text as ``quantize:4``; default: those of ``paceline run --filters``) are what gradients go
+    behind; values come back as they are.
+
     The servers' consistency and replicas are the launcher's choice. A program that relies on them says so by
     `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (so many or more), and is refused where they
     are not so.
@@ -79,12 +85,14 @@ class ParameterServer(Strategy):
         bucket_mb: float = 4.0,
         overlap: bool = True,
         unused: Literal["error", "skip"] = "error",
+        filters: Sequence[Filter] | str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         if not 0 < bucket_mb <= 512:
             raise UsageError(f"ParameterServer(bucket_mb={bucket_mb!r}): expected more than 0 and at most 512 MiB")
         if unused not in ("error", "skip"):
             raise UsageError(f"ParameterServer(unused={unused!r}): expected 'error' or 'skip'")
+        chosen = filters_of_dense_tables(told_filters() if filters is None else filters)
         ranks = Ranks.meet(timeout)
         try:
             super().__init__(ranks, device=device, seed=seed)
@@ -101,6 +109,7 @@ class ParameterServer(Strategy):
         self._bucket_bytes = int(bucket_mb * (1 << 20))
         self._is_sequential = isinstance(self.client.consistency, Sequential)
         self._skips_unused = unused == "skip"
+        self._filters = chosen
         self._overlaps = overlap
         self._is_uneven: bool | None = None
         self._has_retired = False
@@ -132,6 +141,7 @@ class ParameterServer(Strategy):
                 groups,
                 overlaps=self._overlaps,
                 skips_unused=self._skips_unused,
+                filters=self._filters,
             )
             self.dense.start(optimizer)
         return model, ServerOptimizer(optimizer, self._step, self.dense)
