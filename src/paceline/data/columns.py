@@ -54,7 +54,7 @@ class Columns:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
         """The columns that :meth:`to_fields` described."""
-        scales = tuple(Scale(bool(log), mean, deviation) for log, mean, deviation in fields.get("scales", ()))
+        scales = tuple(Scale(float(unit), mean, deviation) for unit, mean, deviation in fields.get("scales", ()))
         categorical, numeric = tuple(fields["categorical"]), tuple(fields["numeric"])
         return cls(
             fields["label"], categorical, numeric, scales, fields.get("weight", ""), fields.get("is_open", False)
@@ -63,7 +63,7 @@ class Columns:
     def to_fields(self) -> dict[str, Any]:
         """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
-        scales = [[int(each.log), each.mean, each.deviation] for each in self.scales]
+        scales = [[each.unit, each.mean, each.deviation] for each in self.scales]
         others = {"scales": scales, "weight": self.weight, "is_open": self.is_open}
         return {**fields, **{name: value for name, value in others.items() if value}}
 

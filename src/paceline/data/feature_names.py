@@ -27,6 +27,7 @@ from paceline.errors import ModelError
 from paceline.kernels.text.reference import (
     CRITEO_CATEGORIES,
     CRITEO_INTEGERS,
+    category_text,
     field_seed,
     hash_bytes,
     integer_category,
@@ -173,7 +174,8 @@ def _json_features(files: Sequence[str], columns: Columns | None) -> Iterator[tu
             if isinstance(value, _NumberText) and not as_text:
                 yield path, None, path
             elif value is not None:
-                yield path, json_text(value), f"{path}={json_text(value)}"
+                text = json_text(value)
+                yield path, category_text(_encoded(text)).decode("utf-8", "surrogateescape"), f"{path}={text}"
 
 
 class _NumberText(str):

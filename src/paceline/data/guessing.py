@@ -20,6 +20,7 @@ from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, check_di
 from paceline.data.dialect import is_missing, is_number
 from paceline.data.one_column import line_loss, table_loss
 from paceline.data.sampling import Sample, json_text, walk_fields
+from paceline.data.scaling import signed_logs
 from paceline.errors import UsageError
 
 NUM_EXAMPLES = 3
@@ -29,13 +30,16 @@ IN_LISTS = "in lists"
 _LEAST_ROWS = 50  # of fewer rows, all distinct says little
 _FEW, _ROWS_PER_VALUE = 64, 20
 _LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15
-_INTEGER = re.compile(r"[+-]?[0-9]+")
+_INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0)?")
 _PADDED = re.compile(r"[+-]?0[0-9]+")
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
+_MANY_DISTINCT = "integers, each of many rows"
+_LITTLE_EVIDENCE = 2.0  # nats: by so much a table of rates seldom explains more where a line is the truth
+_EVIDENCE = 10.0  # the same where the values are many
 
 
 def guess_columns(path: str, sample: Sample, label: str | None = None, weight: str = "") -> Guesses:
@@ -55,8 +59,8 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
         counts = Counter(cell for cell in cells if cell)
         known = "label" if name == label else "weight" if weight and name == weight else None
         kind, reason = judge_column(name, cells, counts, type) if known is None else (known, "")
-        if reason == _FEW_DISTINCT and labels is not None and _is_quantity(cells, labels):
-            kind, reason = "numeric", f"{_FEW_DISTINCT}, and the label follows them evenly"
+        if labels is not None and reason in (_FEW_DISTINCT, _MANY_DISTINCT):
+            kind, reason = _judge_by_label(cells, labels, kind, reason, len(sample.names))
         guesses.append(_describe(name, kind, reason, counts))
     categorical, numeric = (
         tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric")
@@ -131,9 +135,15 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
         if all_distinct:
             return "left out", "identifies rows: text, all distinct"
         return "categorical", "text"
-    if type == "float" or not all(map(_INTEGER.fullmatch, present)):
+    if not all(map(_INTEGER.fullmatch, present)):
         return "numeric", "numbers"
-    return _judge_integers(name, [int(cell) for cell in cells if cell in counts and not is_missing(cell)], present)
+    integers = [_whole_number(cell) for cell in cells if cell in counts and not is_missing(cell)]
+    return _judge_integers(name, integers, [*dict.fromkeys(cell.removesuffix(".0") for cell in present)])
+
+
+def _whole_number(cell: str) -> int:
+    """The integer that a cell holds, which may have ``.0`` behind it: so do those of a column with missing ones."""
+    return int(cell.removesuffix(".0"))
 
 
 def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> tuple[str, str]:
@@ -158,16 +168,27 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
         return "categorical", "integers, large and close together"
     if _are_codes(values):
         return "categorical", "integers that repeat as codes do"
-    return "numeric", "integers"
+    return "numeric", _MANY_DISTINCT if num_rows >= _ROWS_PER_VALUE * num_distinct else "integers"
 
 
-def _is_quantity(cells: Sequence[str], labels: npt.NDArray[np.float64]) -> bool:
-    """Whether a line explains the labels as well as a rate for each value does, its many parameters considered."""
+def _judge_by_label(
+    cells: Sequence[str], labels: npt.NDArray[np.float64], kind: str, reason: str, num_columns: int
+) -> tuple[str, str]:
+    """The kind of a column of integers that come often, and the reason, by what explains the labels better.
+
+    That is a line, or a rate for each value, its many parameters considered; of more columns (`num_columns`) more seem
+    to have such rates by chance.
+    """
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and not math.isnan(labels[row])]
-    numbers, labels = np.array([int(cells[row]) for row in rows], np.float64), labels[rows]
-    logs = np.copysign(np.log1p(np.abs(numbers)), numbers)
-    line = min(line_loss(numbers, labels), line_loss(logs, labels))
-    return line <= table_loss(np.unique(numbers, return_inverse=True)[1], labels)
+    numbers, labels = np.array([_whole_number(cells[row]) for row in rows], np.float64), labels[rows]
+    line = min(line_loss(numbers, labels), line_loss(signed_logs(numbers, 1.0), labels))
+    table = table_loss(np.unique(numbers, return_inverse=True)[1], labels)
+    better = (line - table) * len(rows)
+    if kind == "categorical" and better < max(_LITTLE_EVIDENCE, math.log(num_columns)):
+        return "numeric", f"{reason}, and the label follows them evenly"
+    if kind == "numeric" and better > _EVIDENCE:
+        return "categorical", f"{reason}, and the label does not follow them evenly"
+    return kind, reason
 
 
 def _is_counter(values: Sequence[int]) -> bool:
@@ -238,11 +259,15 @@ def find_json_columns(
 def _holds_codes(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the numbers of a field of JSON are identifiers or codes, by the rules for columns."""
     values = [value for each in objects for path, value, in_list in walk_fields(each) if path == name and not in_list]
-    if not values or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+    if not values or not all(_is_whole(value) for value in values):
         return False
     cells = list(map(json_text, values))
     kind, reason = judge_column(name, cells, Counter(cells))
     return kind == "left out" or "codes" in reason or "digits" in reason
+
+
+def _is_whole(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 
 def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Guesses:

@@ -7,11 +7,11 @@ need learning rates of their own. A missing number is left out of its row, which
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.data.dialect import is_missing, is_number
 from paceline.data.one_column import Doubles, line_loss
@@ -21,23 +21,29 @@ NUMERIC_SCALES = ("auto", "standard", "log", "none")
 _HEAVY = 10.0  # the largest of 20,000 exponential variables lies 9 deviations above the mean
 _LEAST_ROWS = 20
 _EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as the other
+_UNIT_SHARES = (0.5, 0.01)  # of the sizes other than 0 that are smaller than a unit
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """x becomes (x - mean) / deviation; with `log`, sign(x) log(1 + |x|) takes the place of x."""
+    """x becomes (x - mean) / deviation; with a `unit` u, sign(x) log(1 + |x|/u) takes the place of x.
 
-    log: bool
+    Values below u are spread as they are then, and those above by their ratios.
+    """
+
+    unit: float
+    """0 where no logarithms are taken."""
     mean: float
     deviation: float
 
-    def as_array(self) -> npt.NDArray[np.float64]:
+    def as_array(self) -> Doubles:
         """As the kernels take it."""
-        return np.array([float(self.log), self.mean, self.deviation])
+        return np.array([self.unit, self.mean, self.deviation])
 
     def describe(self) -> str:
         """Return the scale for people."""
-        return f"{'log, ' if self.log else ''}mean {self.mean:.4g}, deviation {self.deviation:.4g}"
+        logs = "" if not self.unit else "log, " if self.unit == 1 else f"log of 1 + x/{self.unit:.3g}, "
+        return f"{logs}mean {self.mean:.4g}, deviation {self.deviation:.4g}"
 
 
 def check_numeric_scale(how: str) -> None:
@@ -52,34 +58,56 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
     ``auto`` takes logarithms if they explain the `labels` (float64, one for each cell; NaN where there is none) better
     by 2 / rows nats a row or more, and not if they explain them worse by as much. Otherwise, and without labels, it
     takes them if a value lies more than 10 deviations from the mean, and less than half as many after logarithms.
+
+    The unit of logarithms is 1 for whole numbers. For others half of the sizes lie below it, or a hundredth of them:
+    whichever explains the labels better; half of them without labels.
     """
     cells = list(cells)
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and is_number(cell)]
     rows = [row for row in rows if math.isfinite(float(cells[row]))]
-    numbers = [float(cells[row]) for row in rows]
-    logs = [math.copysign(math.log1p(abs(number)), number) for number in numbers]
-    plain, farthest = _standardise(numbers)
-    logged, farthest_log = _standardise(logs)
-    if how == "auto":
-        known = None if labels is None else labels[rows]
-        takes_logs = _explained_better(np.array(numbers), np.array(logs), known)
-        if takes_logs is None:
-            takes_logs = farthest > max(_HEAVY, 2 * farthest_log)
-    else:
-        takes_logs = how == "log"
-    return Scale(True, *logged) if takes_logs else Scale(False, *plain)
+    numbers = np.array([float(cells[row]) for row in rows])
+    known = None if labels is None else labels[rows]
+    if known is not None and np.isfinite(known).sum() < _LEAST_ROWS:
+        known = None
+    plain = Scale(0.0, *_standardise(numbers.tolist())[0])
+    if how == "standard":
+        return plain
+    units = _units(numbers)
+    losses = [_loss_of_logs(numbers, unit, known) for unit in units]
+    logs = signed_logs(numbers, unit := units[int(np.argmin(losses))])
+    logged = Scale(unit, *_standardise(logs.tolist())[0])
+    if how == "log":
+        return logged
+    if known is not None:
+        better = _line_loss(numbers, known) - min(losses)
+        if abs(better) * np.isfinite(known).sum() >= _EVIDENCE:
+            return logged if better > 0 else plain
+    farthest, farthest_log = _standardise(numbers.tolist())[1], _standardise(logs.tolist())[1]
+    return logged if farthest > max(_HEAVY, 2 * farthest_log) else plain
 
 
-def _explained_better(numbers: Doubles, logs: Doubles, labels: Doubles | None) -> bool | None:
-    """Return whether logarithms explain labels better; None if both do about alike."""
-    if labels is None:
-        return None
+def signed_logs(numbers: Doubles, unit: float) -> Doubles:
+    """Return sign(x) log(1 + |x| / unit) of each number."""
+    logs: Doubles = np.copysign(np.log1p(np.abs(numbers) / unit), numbers)
+    return logs
+
+
+def _units(numbers: Doubles) -> list[float]:
+    """Return units that logarithms may have, the likeliest first."""
+    sizes = np.abs(numbers[numbers != 0])
+    if not len(sizes) or (numbers == np.rint(numbers)).all():
+        return [1.0]
+    found = [float(np.quantile(sizes, share, method="lower")) for share in _UNIT_SHARES]
+    return [float(f"{unit:.3g}") or sys.float_info.min for unit in found]
+
+
+def _loss_of_logs(numbers: Doubles, unit: float, labels: Doubles | None) -> float:
+    return 0.0 if labels is None else _line_loss(signed_logs(numbers, unit), labels)
+
+
+def _line_loss(numbers: Doubles, labels: Doubles) -> float:
     known = np.isfinite(labels)
-    if known.sum() < _LEAST_ROWS:
-        return None
-    numbers, logs, labels = numbers[known], logs[known], labels[known]
-    better = line_loss(numbers, labels) - line_loss(logs, labels)
-    return None if abs(better) * len(labels) < _EVIDENCE else better > 0
+    return line_loss(numbers[known], labels[known])
 
 
 def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:

@@ -11,17 +11,17 @@ MOST_DEVIATIONS = 1000.0
 
 
 @njit()
-def scale_number(value, log, mean, deviation):  # type: ignore[no-untyped-def]
-    """(value - mean) / deviation, of the signed logarithm sign(x) log(1 + |x|) where `log` is not 0; float64."""
-    if log != 0.0:
-        value = np.copysign(np.log1p(abs(value)), value)
+def scale_number(value, unit, mean, deviation):  # type: ignore[no-untyped-def]
+    """(value - mean) / deviation, float64; of the logarithm sign(x) log(1 + |x| / unit) where `unit` is not 0."""
+    if unit != 0.0:
+        value = np.copysign(np.log1p(abs(value) / unit), value)
     value = (value - mean) / deviation
     return min(max(value, -MOST_DEVIATIONS), MOST_DEVIATIONS)
 
 
 @njit(cache=True, nogil=True)
 def scale_numbers(values, scale):  # type: ignore[no-untyped-def]
-    """Scale `values` (float32 [n]) in place; `scale` is float64 [3]: log (0 or 1), mean, deviation."""
+    """Scale `values` (float32 [n]) in place; `scale` is float64 [3]: unit (0: no logarithms), mean, deviation."""
     for i in range(len(values)):
         values[i] = scale_number(np.float64(values[i]), scale[0], scale[1], scale[2])
 
@@ -33,13 +33,13 @@ def scale_columns(indptr, keys, values, seeds, scales):  # type: ignore[no-untyp
     `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs]; `seeds` uint64 [n] are the keys of the
     numeric columns, `scales` float64 [3, n] what :func:`scale_number` takes.
     """
-    logs, means, deviations = scales[0], scales[1], scales[2]
+    units, means, deviations = scales[0], scales[1], scales[2]
     for row in range(indptr.shape[0] - 1):
         at, column = indptr[row + 1] - 1, seeds.shape[0] - 1
         while at >= indptr[row] and column >= 0:
             if keys[at] == seeds[column]:
                 number = np.float64(values[at])
-                values[at] = scale_number(number, logs[column], means[column], deviations[column])
+                values[at] = scale_number(number, units[column], means[column], deviations[column])
                 at -= 1
             column -= 1
 

@@ -15,6 +15,7 @@ from paceline.launch.train.data_files import look_at
 
 ROWS = 4000
 RANDOM = random.Random(1)
+NAMED = "integers, named as codes"
 CODES = [RANDOM.randrange(300, 24_000) for _ in range(500)]
 
 
@@ -58,6 +59,15 @@ def judge(values: list[object], name: str = "x", type: str = "") -> tuple[str, s
 def test_kinds_of_columns(name: str, values: list[object], kind: str, reason: str) -> None:
     found, why = judge(values, name)
     assert (found, reason in why) == (kind, True), why
+
+
+def test_integers_of_a_column_with_missing_ones() -> None:
+    """pandas writes 100153.0 for 100153 where another one is missing, and Parquet has floats then."""
+    codes: list[object] = [str(100_000 + i * 7919 % 300) for i in range(6000)]
+    for type in ("", "float"):
+        with_missing: list[object] = [f"{code}.0" if i % 500 else "" for i, code in enumerate(codes)]
+        assert judge(with_missing, "site_id", type) == judge(codes, "site_id") == ("categorical", NAMED)
+    assert judge(["1.5", *with_missing], "site_id", "")[0] == "numeric"
 
 
 def test_what_parquet_says_counts() -> None:

@@ -18,15 +18,16 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip instal
 pq = pytest.importorskip("pyarrow.parquet")
 
 RANDOM = random.Random(3)
-PLAIN, LOGGED = Scale(False, 2.0, 4.0), Scale(True, 1.0, 0.5)
+PLAIN, LOGGED = Scale(0.0, 2.0, 4.0), Scale(1.0, 1.0, 0.5)
+OF_THOUSANDTHS = Scale(0.001, 7.0, 2.0)
 
 
-@pytest.mark.parametrize("scale", [PLAIN, LOGGED])
+@pytest.mark.parametrize("scale", [PLAIN, LOGGED, OF_THOUSANDTHS])
 def test_scaling(scale: Scale) -> None:
     values = np.array([0, 2, -6.5, 1e-30, 3e38, -3e38], np.float32)
     expected = []
     for x in map(float, values):
-        y = math.copysign(math.log1p(abs(x)), x) if scale.log else x
+        y = math.copysign(math.log1p(abs(x) / scale.unit), x) if scale.unit else x
         expected.append(max(-MOST_DEVIATIONS, min((y - scale.mean) / scale.deviation, MOST_DEVIATIONS)))
     scale_numbers(values, scale.as_array())
     np.testing.assert_allclose(values, np.array(expected, np.float32), rtol=1e-6)
@@ -36,14 +37,32 @@ def test_scaling(scale: Scale) -> None:
 def test_the_scale_of_a_sample() -> None:
     cells = ["1", " 2", "3e0", "NA", "", "x", "1e999"]
     scale = fit_scale(cells)
-    assert (scale.log, scale.mean) == (False, 2.0)
+    assert (scale.unit, scale.mean) == (0, 2.0)
     assert scale.deviation == pytest.approx(math.sqrt(2 / 3))
-    assert fit_scale(cells, "log").log
+    assert fit_scale(cells, "log").unit == 1
     assert fit_scale(reversed(cells)) == scale
-    assert fit_scale(["5"] * 9) == Scale(False, 5.0, 1.0)
+    assert fit_scale(["5"] * 9) == Scale(0.0, 5.0, 1.0)
     assert fit_scale(["0.1"] * 9).deviation == 1.0
-    assert fit_scale([]) == Scale(False, 0.0, 1.0)
+    assert fit_scale([]) == Scale(0.0, 0.0, 1.0)
     assert math.isfinite(fit_scale(["1e308", "-1e308", "1e308"]).deviation)
+
+
+@pytest.mark.parametrize("how", ["auto", "log"])
+def test_the_unit_of_logarithms_follows_that_of_the_column(how: str) -> None:
+    """A column in thousandths says what it says in whole units, labels known or not."""
+    sizes = np.exp(np.random.default_rng(1).normal(0, 2.5, 4000))
+    labels = (np.random.default_rng(2).random(4000) < 1 / (1 + np.exp(-np.log(sizes)))).astype(float)
+    for known in (labels, None):
+        standardised = []
+        for factor in (1e-3, 1.0, 1e4):
+            values = (sizes * factor).astype(np.float32)
+            scale = fit_scale(map(str, values.tolist()), how, known)
+            assert scale.unit == pytest.approx(factor * (0.003 if known is not None else 1), rel=0.3)
+            scale_numbers(values, scale.as_array())
+            standardised.append(values)
+        np.testing.assert_allclose(standardised[0], standardised[1], atol=0.02)
+        np.testing.assert_allclose(standardised[0], standardised[2], atol=0.02)
+    assert fit_scale(["0", "7", "1200", "3.0"], "log").unit == 1
 
 
 def test_logarithms_where_values_spread_widely() -> None:
@@ -53,13 +72,13 @@ def test_logarithms_where_values_spread_widely() -> None:
         "even": [str(RANDOM.random()) for _ in range(5000)],
         "negative": [str(-RANDOM.paretovariate(1)) for _ in range(5000)],
     }
-    assert {name: fit_scale(cells).log for name, cells in draws.items()} == {
+    assert {name: fit_scale(cells).unit > 0 for name, cells in draws.items()} == {
         "heavy": True,
         "normal": False,
         "even": False,
         "negative": True,
     }
-    assert not fit_scale(draws["heavy"], "standard").log
+    assert fit_scale(draws["heavy"], "standard").unit == 0
 
 
 def test_an_unknown_scale() -> None:

@@ -60,11 +60,11 @@ def test_quantities_are_explained_too() -> None:
 def test_auto_takes_the_scale_that_explains_the_label() -> None:
     amounts = RNG.lognormal(0, 1.5, 4000)
     cells = [f"{amount:.6g}" for amount in amounts]
-    assert not fit_scale(cells, "auto", clicks(amounts - 2)).log
-    assert fit_scale(cells, "auto", clicks(2 * np.log(amounts))).log
-    assert fit_scale(cells, "auto", clicks(np.zeros(4000))).log == fit_scale(cells).log  # which says nothing
-    assert fit_scale(cells, "auto", np.full(4000, np.nan)).log == fit_scale(cells).log
-    assert not fit_scale(cells, "standard", clicks(2 * np.log(amounts))).log
+    assert not fit_scale(cells, "auto", clicks(amounts - 2)).unit
+    assert fit_scale(cells, "auto", clicks(2 * np.log(amounts))).unit
+    assert fit_scale(cells, "auto", clicks(np.zeros(4000))).unit == fit_scale(cells).unit  # which says nothing
+    assert fit_scale(cells, "auto", np.full(4000, np.nan)).unit == fit_scale(cells).unit
+    assert not fit_scale(cells, "standard", clicks(2 * np.log(amounts))).unit
 
 
 def test_counts_that_the_label_follows_evenly_are_numbers() -> None:

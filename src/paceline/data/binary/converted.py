@@ -76,7 +76,7 @@ class Description:
             name_seed(name)  # which of nothing but a text there is
         width = 0 if columns is None else len(columns.numeric)
         scales = {
-            how: tuple(Scale(bool(log), float(mean), float(deviation)) for log, mean, deviation in found)
+            how: tuple(Scale(float(unit), float(mean), float(deviation)) for unit, mean, deviation in found)
             for how, found in fields["scales"].items()
         }
         if any(len(each) != width for each in scales.values()):

@@ -175,3 +175,15 @@ def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
     if at < stop:
         h = hash_step(h, low_bytes(word_at(text, at), stop - at))
     return hash_finish(h)
+
+
+@njit()
+def category_end(text, start, stop):  # type: ignore[no-untyped-def]
+    """Where the category ``text[start:stop]`` ends, as :func:`paceline.kernels.text.reference.category_text` has it."""
+    if stop - start < 3 or byte_at(text, stop - 1) != 48 or byte_at(text, stop - 2) != 46:
+        return stop
+    first = start + 1 if byte_at(text, start) == 45 else start
+    for k in range(first, stop - 2):
+        if not 48 <= byte_at(text, k) <= 57:
+            return stop
+    return stop - 2 if first < stop - 2 else stop

@@ -17,6 +17,7 @@ from paceline.kernels.jit import njit
 from paceline.kernels.scaling import scale_number
 from paceline.kernels.text.bytes import (
     byte_at,
+    category_end,
     digits_of,
     first_bytes,
     first_ending,
@@ -227,6 +228,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
             if not _put_number(value, status, scales, k, seeds[slot], values, keys, base + slot) and why == 0:
                 why = NO_NUMBER + DETAIL * column
         elif slot >= 0:
+            stop = category_end(source, first, stop)
             if stop - first <= 8:
                 keys[base + slot] = _hash_short(word_at(source, first), stop - first, seeds[slot])
             else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.jit import njit
-from paceline.kernels.text.bytes import byte_at, hash_span
+from paceline.kernels.text.bytes import byte_at, category_end, hash_span
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
 from paceline.kernels.text.reference import (
     BAD_JSON,
@@ -299,6 +299,8 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 is_category = kind == _IS_TEXT or is_list[depth] == 1
                 for k in range(as_text.shape[0]):
                     is_category = is_category or seed == as_text[k]
+                if is_category:
+                    stop = category_end(source, first, stop)
                 keys[pair] = hash_span(source, first, stop, seed) if is_category else seed
                 values[pair] = 1.0 if is_category else value
                 pair += 1

@@ -15,6 +15,7 @@ from paceline.kernels.text.reference import (
     LABEL_WORDS,
     MAX_DEPTH,
     TOO_DEEP,
+    category_text,
     hash_bytes,
     name_seed,
     parse_float,
@@ -99,7 +100,7 @@ class _Row:
                     raise _MalformedError(BAD_JSON_WEIGHT)
                 self.weight = float(np.float32(found))
         elif number is None or in_list or path in self._as_text:
-            self.keys.append(hash_bytes(text.encode("utf-8", "surrogatepass"), name_seed(path)))
+            self.keys.append(hash_bytes(category_text(text.encode("utf-8", "surrogatepass")), name_seed(path)))
             self.values.append(1.0)
         else:
             self.keys.append(name_seed(path))

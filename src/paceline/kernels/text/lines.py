@@ -16,6 +16,7 @@ from paceline.kernels.text import reference
 from paceline.kernels.text.bytes import (
     as_bits,
     byte_at,
+    category_end,
     has_control,
     hash_finish,
     hash_span,
@@ -333,13 +334,13 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def hash_strings(data, offsets, seed, out, first, stride):  # type: ignore[no-untyped-def]
-    """Hash string i, ``data[offsets[i]:offsets[i+1]]``, into ``out[first + i * stride]``.
+    """Hash the category that is string i, ``data[offsets[i]:offsets[i+1]]``, into ``out[first + i * stride]``.
 
     `data` uint8 and `offsets` int64 [n+1], both read-only arrays, as Arrow's buffers are; `seed` uint64;
     `out` uint64. Nothing outside `data` is loaded.
     """
     for i in range(offsets.shape[0] - 1):
-        start, stop = offsets[i], offsets[i + 1]
+        start, stop = offsets[i], category_end(data, offsets[i], offsets[i + 1])
         whole = start + ((stop - start) & ~7)
         h = hash_start(seed, stop - start)
         at = start

@@ -91,6 +91,7 @@ REASONS = {
     TOO_DEEP: f"it is nested deeper than {MAX_DEPTH} objects and lists",
 }
 
+_WHOLE = re.compile(rb"-?[0-9]+\.0")
 _NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 
@@ -120,6 +121,14 @@ def hash_end(h: int) -> int:
 def name_seed(name: str) -> int:
     """The seed of a named column, which is also the key of a numeric column: the hash of its name."""
     return hash_bytes(name.encode("utf-8"), 0)
+
+
+def category_text(text: bytes) -> bytes:
+    """What is hashed of a category's text: of a whole number with ``.0`` behind it, the whole number.
+
+    That is how programs write the integers of a column in which others are missing.
+    """
+    return text[:-2] if _WHOLE.fullmatch(text) else text
 
 
 def field_seed(field: int) -> int:
@@ -297,7 +306,7 @@ def csv_row(
             elif number is not None:
                 pairs[slot] = (seeds[slot], float(np.float32(number)))
         elif slot >= 0:
-            pairs[slot] = (hash_bytes(cell.encode(), seeds[slot]), 1.0)
+            pairs[slot] = (hash_bytes(category_text(cell.encode()), seeds[slot]), 1.0)
     if faults:
         return faults[0]
     ordered = [pairs[slot] for slot in sorted(pairs)]
@@ -305,5 +314,5 @@ def csv_row(
 
 
 def hash_strings(strings: Sequence[bytes], seed: int) -> npt.NDArray[np.uint64]:
-    """The keys of many strings under one seed."""
-    return np.array([hash_bytes(string, seed) for string in strings], dtype=np.uint64)
+    """The keys of many categories under one seed."""
+    return np.array([hash_bytes(category_text(string), seed) for string in strings], dtype=np.uint64)
