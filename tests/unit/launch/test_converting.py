@@ -347,8 +347,9 @@ def test_lists_stay_beside_numbers_that_are_scaled(tmp_path: Path) -> None:
     assert_same(read_all(open_dataset(out, columns=columns)), read_all(open_dataset(source, columns=columns)))
     crossed = make_model("lr", interactions=Interactions(text="tags:x"))
     for path in (source, out):
-        for model in (crossed, make_model("ffm")):
-            with pytest.raises(UsageError, match="column 'tags' holds lists, and --interactions and --model ffm"):
+        models = {"--interactions": crossed, "--model ffm": make_model("ffm"), "--model dcn": make_model("dcn")}
+        for what, model in models.items():
+            with pytest.raises(UsageError, match=f"column 'tags' holds lists, and {what} is of columns with one"):
                 settle_files(TrainOptions(data=[path], model=model))
 
 

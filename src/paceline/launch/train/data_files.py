@@ -207,9 +207,10 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
     if options.init_from is None:
         if look.list_columns and model.knows_columns_by_place:
+            what = f"--model {model.name}" if model.interactions is None else "--interactions"
             raise UsageError(
-                f"{options.data[0]}: column '{look.list_columns[0]}' holds lists, and --interactions and --model ffm "
-                "are of columns with one value in each row: name the others with --categorical and --numeric"
+                f"{options.data[0]}: column '{look.list_columns[0]}' holds lists, and {what} is of columns with one "
+                "value in each row: name the others with --categorical and --numeric"
             )
         model = model.of_columns(source_format(options.data[0], look.format), look.columns)
     weights = options.weights
