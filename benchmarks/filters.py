@@ -10,6 +10,8 @@ passes, the median of `runs`. On loopback bytes cost next to nothing: times show
 
 With `--mbit`, each training is done again between hosts (network namespaces, as in ``hosts.py``; needs root, iproute2
 and the kernel's tbf): scheduler and server on one, workers on the other, with links of so many Mbit/s.
+
+A chain may have another for the values that are pulled behind a slash: ``key-caching,quantize:1/quantize:4``.
 """
 
 from __future__ import annotations
@@ -36,27 +38,30 @@ from paceline.protocol import parse_consistency
 from paceline.transport.security.authentication import make_token
 
 TRAIN_SHARE = 0.8
+NONE = "none"
 CHAINS = (
-    "",
+    NONE,
     "key-caching",
     "delta-keys",
     "key-numbers",
     "compress",
+    "zstd",
     "float16",
     "bfloat16",
     "quantize:8",
     "quantize:4",
-    "quantize:2",
-    "quantize:1",
+    "quantize:2/quantize:4",
+    "quantize:1/quantize:4",
     "top-k:0.5",
     "random-k:0.5",
     "random-skip:0.5",
     "significant:1",
-    "key-caching,quantize:8",
-    "key-caching,quantize:8,compress",
-    "key-caching,quantize:4,compress",
-    "key-caching,key-numbers,quantize:8,compress",
-    "key-caching,key-numbers,quantize:4,compress",
+    "key-caching,key-numbers",
+    "key-caching,key-numbers,quantize:8",
+    "key-caching,key-numbers,quantize:8,zstd",
+    "key-caching,key-numbers,quantize:4",
+    "key-caching,key-numbers,quantize:4,zstd",
+    "key-caching,key-numbers,quantize:1,zstd/quantize:4,zstd",
 )
 
 
@@ -78,13 +83,15 @@ def main() -> None:
         folder = Path(name)
         split(arguments.data or generate(folder, arguments.rows), folder)
         report: list[dict[str, Any]] = []
-        for chain in ("", *arguments.filters) if arguments.filters else CHAINS:
+        for chain in (NONE, *arguments.filters) if arguments.filters else CHAINS:
             report.append(measure(folder, chain, arguments))
             print_line(report[-1], report[0], arguments.json, is_first=len(report) == 1)
 
 
 def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what a training with a chain of filters takes, and how good its model is."""
+
+    pushed, _, pulled = chain.partition("/")
 
     def run(epochs: int) -> TrainResult:
         return train_locally(
@@ -93,7 +100,7 @@ def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str
                 evaluation=[folder / "eval.tsv"],
                 format="criteo",
                 epochs=epochs,
-                filters=TrafficFilters(pushed=chain),
+                filters=TrafficFilters(pushed=pushed, pulled=pulled or None),
             ),
             servers=1,
             workers=arguments.workers,
@@ -104,6 +111,12 @@ def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str
     results = [run(arguments.epochs) for _ in range(arguments.runs)]
     aucs = [result.evaluation.auc for result in results if isinstance(result.evaluation, ClickEvaluation)]
     total = statistics.median(result.bytes for result in results)
+    links = {
+        f"seconds_at_{mbit}_mbit": statistics.median(
+            train_between_hosts(folder, chain, mbit, arguments) for _ in range(arguments.runs)
+        )
+        for mbit in arguments.mbit
+    }
     return {
         "filters": chain,
         "bytes": total,
@@ -111,7 +124,7 @@ def measure(folder: Path, chain: str, arguments: argparse.Namespace) -> dict[str
         "later_pass_bytes": (total - first.bytes) / (arguments.epochs - 1),
         "seconds": statistics.median(result.seconds for result in results),
         "auc": statistics.median(aucs),
-        **{f"seconds_at_{mbit}_mbit": train_between_hosts(folder, chain, mbit, arguments) for mbit in arguments.mbit},
+        **links,
     }
 
 
@@ -134,7 +147,9 @@ def train_between_hosts(folder: Path, chain: str, mbit: int, arguments: argparse
         ]
         processes = [subprocess.Popen(each, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for each in commands]
         try:
-            options = ["--epochs", arguments.epochs, "--format", "criteo", "--filters", chain, "--json", "--quiet"]
+            pushed, _, pulled = chain.partition("/")
+            options = ["--epochs", arguments.epochs, "--format", "criteo", "--filters", pushed, "--json", "--quiet"]
+            options += ["--pull-filters", pulled] if pulled else []
             trained = command(1, "train", folder / "train.tsv", *where, *options)
             told = subprocess.run(trained, check=True, capture_output=True, text=True, timeout=600).stdout
         finally:
@@ -153,7 +168,7 @@ def print_line(found: dict[str, Any], plain: dict[str, Any], as_json: bool, *, i
     if is_first:
         heads = f"{'MB':>8} {'×':>6} {'1st pass':>9} {'×':>6} {'later':>8} {'×':>6} {'s':>6} {'AUC':>8} {'−':>9}"
         links = [name.removeprefix("seconds_at_").replace("_", " ") for name in found if name.startswith("seconds_at_")]
-        print(f"{'filters':46} {heads}" + "".join(f" {f's, {link}':>14} {'×':>5}" for link in links))
+        print(f"{'filters':60} {heads}" + "".join(f" {f's, {link}':>14} {'×':>5}" for link in links))
     cells = ""
     for name, width in (("bytes", 8), ("first_pass_bytes", 9), ("later_pass_bytes", 8)):
         cells += f" {found[name] / 1e6:{width}.1f} {plain[name] / found[name]:6.1f}"
@@ -161,7 +176,7 @@ def print_line(found: dict[str, Any], plain: dict[str, Any], as_json: bool, *, i
     for name in found:
         if name.startswith("seconds_at_"):
             cells += f" {found[name]:14.2f} {plain[name] / found[name]:5.1f}"
-    print(f"{found['filters'] or 'none':46}{cells}", flush=True)
+    print(f"{found['filters']:60}{cells}", flush=True)
 
 
 def generate(folder: Path, rows: int) -> Path:

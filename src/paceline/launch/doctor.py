@@ -55,7 +55,7 @@ def examine() -> Iterator[Finding]:
     for package in ("numpy", "numba", "msgspec", "safetensors"):
         yield Finding("ok", package, importlib.metadata.version(package))
     yield _extra("pyarrow", "parquet", "pip install 'paceline[parquet]'")
-    yield _extra("zstandard", "data in .zst files", "pip install 'paceline[zstd]'")
+    yield _extra("zstandard", "data in .zst files, filter zstd", "pip install 'paceline[zstd]'")
     yield _extra("fsspec", "data at URLs", "pip install 'paceline[remote]'")
     yield _extra("torch", "PyTorch models, and Gloo in bench collectives", "pip install torch")
     yield _extra("scikit-learn", "paceline.sklearn", "pip install 'paceline[sklearn]'", module="sklearn")

@@ -45,7 +45,7 @@ class ExampleWeights:
 
 
 BETWEEN_MACHINES: Final = "key-caching,key-numbers"
-"""Filters that change no bit, and save more time than they take where bytes go over a network (docs/benchmarks.md)."""
+"""Filters that change no bit, and save more time than they take below 1 Gbit/s (docs/benchmarks.md)."""
 
 
 def are_on_several_machines(members: Sequence[MemberInfo]) -> bool:
