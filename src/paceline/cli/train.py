@@ -89,6 +89,10 @@ def train(
     min_delta: Annotated[
         float | None, typer.Option(help="By how much that loss must fall to be progress; default 0.")
     ] = None,
+    expire_after: Annotated[
+        int | None,
+        typer.Option(help="After each pass, drop features that were not seen for so many passes (1 to 62)."),
+    ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(min=1, help="Examples per minibatch of one worker; default: 8 to 256, by their number."),
@@ -299,6 +303,7 @@ def train(
                 stopping=_choose_stopping(validation, patience, min_delta),
                 rates=RatePlan(schedule=parse_schedule(schedule), warmup=warmup),
                 blocks=blocks,
+                expire_after=expire_after,
             ),
             save=save,
             feature_names=feature_names,

@@ -18,6 +18,10 @@ filled alike lie alike in memory. Where an entry would lie more than ``MAX_RUN``
 keys bring about, the bucket gets a random odd salt (multiply-shift, Dietzfelbinger et al., J. Algorithms 1997: any two
 keys share one of n lines with a chance of at most 2/n), and is filled anew.
 
+Marks. A line of three or five entries leaves its last word to spare: where the layout has a ``MARK``, 6 bits of that
+word are each entry's, which hold the mark of the pass over the data in which its row was last pushed (of key 0, a word
+of its line). Marks go round from 1 to 63; rows that are older must have been erased before.
+
 Growth is per bucket, to 1.25 times, at sizes that differ from bucket to bucket, so a table of any size pays
 for it in small pieces: at 10^7 rows one growth copies 20,000 rows.
 
@@ -32,11 +36,12 @@ from __future__ import annotations
 import numpy as np
 
 from .jit import njit
-from .memory import load_u32, load_u64, store_u32, store_u64
+from .memory import load_u32, load_u64, prefetch, store_u32, store_u64
 
 NUM_BUCKETS = 512
 LINE_BYTES = 64
 TAIL_LINES = 12  # to begin with
+_AT_ONCE = 64  # keys whose lines are prefetched together, where speed counts less
 AHEAD = 32  # keys between prefetch and use; 24 to 48 measure alike
 
 # Sections of the directory, a uint64 array.
@@ -54,14 +59,18 @@ FIRST_SALT = 1 << 9
 MAX_RUN = 64  # lines: 1.5 million random keys never came to it, in four layouts
 
 # Fields of the layout, an int64 array.
-ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED = range(8)
-LAYOUT_WORDS = 8
+ENTRY_WORDS, SLOTS, INLINE, DIM, ROW_WORDS, RULE, INITIALIZER, SEED, MARK = range(9)  # MARK: of now; 0 for no marks
+LAYOUT_WORDS = 9
+NUM_MARKS = 63
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 _LINE = np.uint64(LINE_BYTES)
 _KEY = np.uint64(8)
 _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
+_MARKS_AT, _ZERO_MARK_AT = np.uint64(60), np.uint64(56)  # in the line of an entry, and in that of key 0
+_MARK_BITS, _MARK_MASK = np.uint32(6), np.uint32(63)
+_EVERY_ENTRY = np.uint32(0x01041041)
 _S27, _S30, _S31, _S32 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(32)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -199,6 +208,78 @@ def row_of_entry(directory, entry, key, layout):  # type: ignore[no-untyped-def]
     return directory[ROWS + bucket] + slot * np.uint64(layout[ROW_WORDS]) * _WORD
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _mark_of(line, slot):  # type: ignore[no-untyped-def]
+    return (load_u32(line + _MARKS_AT) >> (_MARK_BITS * np.uint32(slot))) & _MARK_MASK
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _set_mark(line, slot, mark):  # type: ignore[no-untyped-def]
+    shift = _MARK_BITS * np.uint32(slot)
+    others = load_u32(line + _MARKS_AT) & ~(_MARK_MASK << shift)
+    store_u32(line + _MARKS_AT, np.uint32(others | (np.uint32(mark) << shift)))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _set_mark_of_entry(entry, entry_bytes, mark):  # type: ignore[no-untyped-def]
+    line = entry & ~(_LINE - _U1)
+    _set_mark(line, (entry - line) // entry_bytes, mark)
+
+
+@njit(cache=True, nogil=True)
+def mark(directory, layout, keys):  # type: ignore[no-untyped-def]
+    """Give the rows of `keys` (uint64 [n]) the mark of now; keys without a row are passed over."""
+    entry_bytes, slots = np.uint64(layout[ENTRY_WORDS]) * _WORD, layout[SLOTS]
+    lines = np.empty(_AT_ONCE, np.uint64)
+    for start in range(0, len(keys), _AT_ONCE):
+        stop = min(len(keys), start + _AT_ONCE)
+        for i in range(start, stop):
+            lines[i - start] = home_line(directory, keys[i])
+            prefetch(lines[i - start])
+        for i in range(start, stop):
+            entry = find_entry(directory, lines[i - start], keys[i], entry_bytes, slots)
+            if entry == _U0:
+                continue
+            if keys[i] == _U0:
+                store_u32(entry + _ZERO_MARK_AT, np.uint32(layout[MARK]))
+            else:
+                _set_mark_of_entry(entry, entry_bytes, layout[MARK])
+
+
+@njit(cache=True, nogil=True)
+def mark_all(directory, layout):  # type: ignore[no-untyped-def]
+    """Give every row the mark of now."""
+    for bucket in range(NUM_BUCKETS):
+        if directory[COUNT + bucket] == _U0:
+            continue  # its line is all such buckets'
+        base = directory[2 * bucket]
+        for number in range(np.int64(directory[2 * bucket + 1] + directory[TAIL + bucket])):
+            store_u32(base + np.uint64(number) * _LINE + _MARKS_AT, np.uint32(layout[MARK]) * _EVERY_ENTRY)
+        if bucket == 0 and load_u32(base - _LINE + np.uint64(60)) != np.uint32(0):
+            store_u32(base - _LINE + _ZERO_MARK_AT, np.uint32(layout[MARK]))
+
+
+@njit(cache=True, nogil=True)
+def old_keys(directory, layout, bucket, num_passes, keys_out):  # type: ignore[no-untyped-def]
+    """Write the keys of a bucket's rows with marks of `num_passes` passes ago or older; return how many there are."""
+    entry_bytes, slots = np.uint64(layout[ENTRY_WORDS]) * _WORD, layout[SLOTS]
+    base, count = directory[2 * bucket], 0
+    has_zero = bucket == 0 and load_u32(base - _LINE + np.uint64(60)) != np.uint32(0)
+    if has_zero and (layout[MARK] - np.int64(load_u32(base - _LINE + _ZERO_MARK_AT))) % NUM_MARKS >= num_passes:
+        keys_out[0] = _U0
+        count = 1
+    for number in range(np.int64(directory[2 * bucket + 1] + directory[TAIL + bucket])):
+        line = base + np.uint64(number) * _LINE
+        for slot in range(slots):
+            key = load_u64(line + np.uint64(slot) * entry_bytes)
+            if key == _U0:
+                break
+            if (layout[MARK] - np.int64(_mark_of(line, slot))) % NUM_MARKS >= num_passes:
+                keys_out[count] = key
+                count += 1
+    return count
+
+
 @njit(cache=True, nogil=True)
 def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[no-untyped-def]
     """Copy a bucket's entries from its `num_old` old lines, with tail, to the empty ones of `new_directory`.
@@ -226,6 +307,8 @@ def rehash(old_lines, num_old, layout, bucket, new_directory):  # type: ignore[n
             for word in range(2, entry_words):
                 at = np.uint64(word) * _WORD
                 store_u32(target + at, load_u32(entry + at))
+            if layout[MARK] != 0:
+                _set_mark_of_entry(target, entry_bytes, _mark_of(old_lines + np.uint64(number) * _LINE, slot))
     return True
 
 
@@ -258,21 +341,22 @@ def erase(directory, layout, keys):  # type: ignore[no-untyped-def]
         base = directory[2 * bucket]
         line = entry - (entry - base) % _LINE
         was_full = load_u64(line + last) != _U0
-        _drop_entry(line, entry, entry_words, slots)
+        _drop_entry(line, entry, layout)
         if was_full:
-            _put_in_again(directory, bucket, line + _LINE, entry_words, slots)
+            _put_in_again(directory, bucket, line + _LINE, layout)
     return erased
 
 
 @njit(cache=True, nogil=True)
-def _put_in_again(directory, bucket, first_line, entry_words, slots):  # type: ignore[no-untyped-def]
+def _put_in_again(directory, bucket, first_line, layout):  # type: ignore[no-untyped-def]
     """Take out the entries of the lines from `first_line` to the first that is not full; place them anew."""
+    entry_words, slots = layout[ENTRY_WORDS], layout[SLOTS]
     entry_bytes = np.uint64(entry_words) * _WORD
     last = np.uint64(slots - 1) * entry_bytes
     num_lines = 1
     while load_u64(first_line + np.uint64(num_lines - 1) * _LINE + last) != _U0:
         num_lines += 1
-    taken = np.empty((num_lines * slots, entry_words), np.uint32)
+    taken = np.empty((num_lines * slots, entry_words + 1), np.uint32)  # entries, and their marks
     count = 0
     for number in range(num_lines):
         for slot in range(slots):
@@ -283,6 +367,7 @@ def _put_in_again(directory, bucket, first_line, entry_words, slots):  # type: i
                 at = np.uint64(word) * _WORD
                 taken[count, word] = load_u32(entry + at)
                 store_u32(entry + at, np.uint32(0))
+            taken[count, entry_words] = _mark_of(first_line + np.uint64(number) * _LINE, slot)
             count += 1
     directory[COUNT + bucket] -= np.uint64(count)
     for i in range(count):
@@ -290,19 +375,24 @@ def _put_in_again(directory, bucket, first_line, entry_words, slots):  # type: i
         target = place_entry(directory, home_line(directory, key), key, entry_bytes, slots)
         for word in range(2, entry_words):
             store_u32(target + np.uint64(word) * _WORD, taken[i, word])
+        if layout[MARK] != 0:
+            _set_mark_of_entry(target, entry_bytes, taken[i, entry_words])
 
 
 @njit(cache=True, nogil=True)
-def _drop_entry(line, entry, entry_words, slots):  # type: ignore[no-untyped-def]
+def _drop_entry(line, entry, layout):  # type: ignore[no-untyped-def]
     """Remove an entry from its line; the line's last takes its place, so that entries stay at the front."""
+    entry_words = layout[ENTRY_WORDS]
     entry_bytes = np.uint64(entry_words) * _WORD
-    tail = line + np.uint64(slots - 1) * entry_bytes
+    tail = line + np.uint64(layout[SLOTS] - 1) * entry_bytes
     while load_u64(tail) == _U0:
         tail -= entry_bytes
     for word in range(entry_words):
         at = np.uint64(word) * _WORD
         store_u32(entry + at, load_u32(tail + at))
         store_u32(tail + at, np.uint32(0))
+    if layout[MARK] != 0:
+        _set_mark_of_entry(entry, entry_bytes, _mark_of(line, (tail - line) // entry_bytes))
     # `entry` may be `tail` itself: it was copied onto itself, then cleared.
 
 

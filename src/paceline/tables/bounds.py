@@ -20,6 +20,8 @@ MAX_TABLES: Final = 65535
 MAX_WORDS: Final = 1 << 20
 """Of a record, in float32: the values and the state of a key."""
 
+MAX_PASSES: Final = 62
+"""For so many passes over the data at most it is known that a row was not pushed: marks of passes go round (63)."""
 MAX_RANK: Final = 65535
 """Of a server or worker."""
 _MAX_NUMBER: Final = 1 << 62
@@ -38,6 +40,7 @@ Clock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CLOCK)]
 TableNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TABLES)]
 Words: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WORDS)]
 Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=NUM_BUCKETS - 1)]
+NumPasses: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PASSES)]
 BucketMask: TypeAlias = Annotated[bytes, Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
 """A set of buckets (:func:`paceline.protocol.buckets.to_bytes`)."""
 Role: TypeAlias = Annotated[str, Meta(pattern=r"^(server|worker|observer)\Z")]

@@ -54,6 +54,9 @@ KERNELS: tuple[Any, ...] = (
     index.bucket_words,
     index.buckets_of,
     index.erase,
+    index.mark,
+    index.mark_all,
+    index.old_keys,
     index.is_run_too_long,
     index.rehash,
     sparse.copy_records,
@@ -147,6 +150,9 @@ def _compile_index() -> None:
     sparse.largest(floats)
     sparse.digest_records(keys, floats.view(np.uint32).reshape(1, 1))
     index.erase(directory, layout, keys)
+    index.mark(directory, layout, keys)
+    index.mark_all(directory, layout)
+    index.old_keys(directory, layout, 0, 1, keys)
     index.bucket_keys(directory, layout, 0, keys, keys)
     index.is_run_too_long(directory, keys[0], layout)
     index.buckets_of(keys, buckets)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from paceline.kernels.dedup import select
 from paceline.protocol.buckets import Buckets, buckets_in
 from paceline.tables.bucket_arrays import to_words
+from paceline.tables.passes import has_room_for_marks
 from paceline.tables.rules import SGD, UpdateRule
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.sparse_part import Selection, SparsePart, TablePart
@@ -164,6 +165,13 @@ class WatchedPart:
         """See :meth:`TablePart.push_sum`."""
         self._touch(selection)
         self.part.push_sum(selection, grads, factor)
+
+    def begin_pass(self, number: int, rows_of: int) -> None:
+        """See :meth:`SparsePart.begin_pass`; rows may move to another store then."""
+        assert isinstance(self.part, SparsePart)
+        if not has_room_for_marks(self.part.store):
+            self._touch_all(self.part.held)
+        self.part.begin_pass(number, rows_of)
 
     def write_records(self, keys: Keys, records: Floats) -> None:
         """See :meth:`TablePart.write_records`."""

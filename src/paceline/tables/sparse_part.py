@@ -9,6 +9,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.protocol.buckets import Buckets, buckets_in
+from paceline.tables import passes
 from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags
 from paceline.tables.dense_part import DensePart
 from paceline.tables.memory.blocks import RowMemory
@@ -85,6 +86,7 @@ class SparsePart(TablePart):
         self.check_bucket(bucket, keys)
         self.magnitudes.widen(records)
         self.store.load_bucket(bucket, keys, records)
+        passes.note_push(self.store, keys)
         self._held |= 1 << bucket
 
     @override
@@ -115,6 +117,7 @@ class SparsePart(TablePart):
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
         self.store.push(selection.key_array(), grads)
+        passes.note_push(self.store, selection.key_array())
 
     @override
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
@@ -136,10 +139,30 @@ class SparsePart(TablePart):
     def write_records(self, keys: Keys, records: Floats) -> None:
         self.magnitudes.widen(records.reshape(len(keys), self.record_words))
         self.store.write_records(keys, records)
+        passes.note_push(self.store, keys)
 
     @override
     def erase(self, keys: Keys) -> int:
         return self.store.erase(keys)
+
+    # Passes over the data.
+
+    def begin_pass(self, number: int, rows_of: int) -> None:
+        """Have pushes from now on count as of pass `number`; rows, if that is new, as of pass `rows_of`."""
+        if not passes.has_room_for_marks(self.store):
+            former = self.store
+            self.store = SparseStore(
+                dim=self.dim, rule=self.rule, initializer=self.initializer, seed=self.spec.seed, memory=former.memory,
+                has_marks=True,
+            )  # fmt: skip
+            for bucket in buckets_in(self.held):
+                self.store.load_bucket(bucket, *former.bucket(bucket))
+                former.drop_bucket(bucket)
+        passes.begin_pass(self.store, number, rows_of)
+
+    def unseen_keys(self, bucket: int, num_passes: int) -> Keys:
+        """Return the keys of a bucket's rows that no push has named for `num_passes` passes, this one included."""
+        return passes.unseen_keys(self.store, bucket, num_passes)
 
 
 def make_part(spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> TablePart:

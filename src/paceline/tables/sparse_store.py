@@ -32,6 +32,7 @@ _INLINE_WORDS = 3  # rows up to this many words lie in the index itself
 # miss: at 10^7 rows of one word, 0.76 gives 20 ns a look-up in 1.8 times the bare size, 0.66 gives 16 ns in 2.1 times.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
 _WIDE_FILL = 0.5  # beside wide rows the index is small
+_WITHOUT_MARKS = (4,)  # words of entries that fill a line to its last
 _HEADER_LINES = 1
 
 
@@ -73,7 +74,8 @@ class SparseStore:
     """Rows of `dim` float32 values, by uint64 key, with an update rule's state beside each.
 
     Arguments: `dim`, values per row; `rule`, what :meth:`push` does; `initializer` and `seed`, what a missing
-    row reads as; `memory`, where the rows lie. A row exists from its first push. Any of the 2^64 keys is legal.
+    row reads as; `memory`, where the rows lie; `has_marks`, whether there is room for marks of passes
+    (:mod:`paceline.tables.passes`). A row exists from its first push. Any of the 2^64 keys is legal.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class SparseStore:
         initializer: Initializer | None = None,
         seed: int = 0,
         memory: RowMemory | None = None,
+        has_marks: bool = False,
     ) -> None:
         rule = SGD(lr=1.0) if rule is None else rule
         initializer = Zeros() if initializer is None else initializer
@@ -94,6 +97,8 @@ class SparseStore:
         self._inline = self.row_words <= _INLINE_WORDS
         self._growth = _GROWTH if self._inline else _WIDE_GROWTH
         entry_words = sparse.entry_words(self.row_words if self._inline else 1)
+        if has_marks and entry_words in _WITHOUT_MARKS:
+            entry_words += 1
         slots = index.LINE_BYTES // (4 * entry_words)
         self._slots, self._fill = slots, _FILL[slots] if self._inline else _WIDE_FILL
 
@@ -140,6 +145,8 @@ class SparseStore:
     def pull(self, keys: Keys, out: Floats) -> None:
         """Read the rows of `keys` (uint64 [n]) into `out` (float32, n * dim elements, contiguous)."""
         _check_size("values", out, len(keys), self.dim)
+        if self.memory.spilled_bytes:
+            self.memory.read_ahead.read(self.directory, self.layout, keys)
         sparse.gather(self.directory, self.layout, self.parameters, keys, out.reshape(-1))
 
     def reserve(self, keys: Keys) -> None:
@@ -190,6 +197,8 @@ class SparseStore:
         """
         _check_size("gradients", grads, len(keys), self.dim)
         flat, done = grads.reshape(-1), 0
+        if self.memory.spilled_bytes:
+            self.memory.read_ahead.read(self.directory, self.layout, keys)
         while True:
             done = kernels.push(self.directory, self.layout, self.parameters, keys, flat, done)
             if done == len(keys):

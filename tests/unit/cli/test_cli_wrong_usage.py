@@ -68,6 +68,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             "no: No such file or directory; name a folder that can be written to",
         ),
         ("server --scheduler 127.0.0.1:1 --memory-limit none", 2, "--memory-limit none: expected a positive"),
+        ("train good.tsv --expire-after 0", 2, "--expire-after 0: expected 1 to 62 passes"),
+        (
+            "train good.tsv --expire-after 2 --filters top-k:0.1",
+            2,
+            "--expire-after with --filters top-k: rows that these leave out of pushes would seem unseen",
+        ),
+        ("train good.tsv --solver proximal-blocks --expire-after 2", 2, "--expire-after is nothing for --solver"),
         ("train good.tsv --patience 3", 2, "--patience is for a validation file: give one with --validation"),
         ("train good.tsv --solver blocks", 2, "--solver blocks: expected minibatches or proximal-blocks"),
         ("train good.tsv --max-delay 2 --plot p.svg", 2, "--max-delay, --plot: they are of --solver proximal-blocks"),

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from paceline.data import Columns
 from paceline.errors import UsageError
 from paceline.filters import FilterChain, parse_filters
+from paceline.filters.base import RowFilter
 from paceline.filters.modules import modules_of
 from paceline.models.base import SparseModel
 from paceline.models.proximal.rules import ProximalBlocks
@@ -19,6 +20,7 @@ from paceline.models.schedules import RatePlan
 from paceline.models.update import RuleChoice, suited_ftrl
 from paceline.ps import UpdateRule
 from paceline.ps.messages import MemberInfo
+from paceline.tables.bounds import MAX_PASSES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,13 @@ class PassOptions:
     blocks: ProximalBlocks | None = None
     """Whether passes are over blocks of columns instead, by delayed block proximal gradient, and how; they read the
     data once, and need sequential consistency."""
+    expire_after: int | None = None
+    """After a pass, features that were not seen for so many passes lose their rows; None: none does. Raises UsageError
+    unless it is 1 to 62."""
+
+    def __post_init__(self) -> None:
+        if self.expire_after is not None and not 1 <= self.expire_after <= MAX_PASSES:
+            raise UsageError(f"--expire-after {self.expire_after}: expected 1 to {MAX_PASSES} passes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,3 +178,14 @@ class TrainOptions:
     """Directory of snapshots, whose newest whole one is gone on from."""
     init_from: str | Path | None = None
     """Directory of a saved model, or of snapshots, with whose weights and state the training begins."""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for filters by which servers do not see what is pushed."""
+        chain = parse_filters(self.filters.pushed or "").filters
+        choosing = [str(each.name) for each in chain if isinstance(each, RowFilter)]
+        if self.passes.expire_after is not None and choosing:
+            given = ", ".join(choosing)
+            raise UsageError(
+                f"--expire-after with --filters {given}: rows that these leave out of pushes would seem unseen; "
+                "leave one out"
+            )

@@ -31,6 +31,7 @@ from paceline.launch.train.data_files import (
     weighting_of,
 )
 from paceline.launch.train.early_stopping import FOLDER, BestPass, PassLosses
+from paceline.launch.train.expiry import FeatureExpiry
 from paceline.launch.train.feature_names import keep_feature_names
 from paceline.launch.train.initial_model import InitialModel
 from paceline.launch.train.job_running import FinishedJob, JobRunner
@@ -189,7 +190,8 @@ class Training:
             tables = open_tables(self._client, plan.model, plan.update)
             self._rates = TableRates(tables, plan.model, plan.update, self._options.passes.rates, plan.epochs)
         try:
-            if self._best is not None or (self._rates is not None and is_sequential):
+            by_passes = self._best is not None or self._options.passes.expire_after is not None
+            if by_passes or (self._rates is not None and is_sequential):
                 finished = self._train_by_passes(dataset, before, share)
             else:
                 job = self._job("train", dataset)
@@ -209,6 +211,8 @@ class Training:
         is_sequential = isinstance(self._client.consistency, Sequential)
         reports: list[tuple[dict[str, Any], bytes]] = []
         first = 0 if self._resumption is None else min(self._resumption.num_passes, most - 1)
+        expiry = FeatureExpiry(self._client, self._plan.model, self._plan.update, self._options.passes.expire_after)
+        expiry.begin(first + 1, are_seen=self._resumption is not None)  # a part of the pass may be done
         for number in range(first + 1, most + 1):
             if self._rates is not None and is_sequential:
                 self._rates.set_before(number)
@@ -217,6 +221,8 @@ class Training:
             before = finished.account
             seconds += finished.state.seconds
             reports += finished.reports
+            if dropped := expiry.end_pass(number):
+                self._on_news(dropped)
             if self._best is not None and self._validate(self._best, number, dataset, end).is_over:
                 break
         return FinishedJob(dataclasses.replace(finished.state, seconds=seconds), reports, finished.account)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.filters.chance import seed_of
 from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
+from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
@@ -18,7 +20,7 @@ from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.table import Table
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK, TICKS
-from paceline.tables.bounds import Natural
+from paceline.tables.bounds import MAX_PASSES, Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.types import Floats, Keys
 
@@ -121,6 +123,43 @@ class SparseTable(Table):
 
             self._servers.retry(erase_rest)
             return erased
+
+    def begin_pass(self, number: int, rows_of: int | None = None) -> None:
+        """Have pushes from now on, of whatever worker, count as of pass `number` (from 1) over the data.
+
+        All that was pushed for the pass before must have arrived. The first time, rows that are there count as last
+        pushed in pass `rows_of` (default: the one before). What servers note so is not part of a snapshot or a saved
+        model, and a server that takes a dead one's place knows of its rows only that they were there.
+        """
+        if number < 1:
+            raise UsageError(f"begin_pass({number}): expected a number from 1")
+        self._settle()
+        message = messages.BeginPass(
+            table=self._number, number=number, rows_of=number - 1 if rows_of is None else rows_of
+        )
+        with self._servers.lock:
+            self._servers.call_all(message)
+
+    def erase_unseen(self, passes: int) -> int:
+        """Erase the rows that were pushed neither in this pass nor in the `passes` - 1 before; return how many.
+
+        It is told by :meth:`begin_pass` which pass this is; nothing is erased without. Nobody may push meanwhile.
+        """
+        if not 1 <= passes <= MAX_PASSES:
+            raise UsageError(f"erase_unseen({passes}): expected 1 to {MAX_PASSES} passes")
+        self._settle()
+        erased = 0
+        for bucket in range(NUM_BUCKETS):
+            message = messages.EraseUnseen(table=self._number, bucket=bucket, passes=passes)
+            with self._servers.lock:
+                erased += self._servers.retry(partial(self._call_owner, bucket, message))
+        return erased
+
+    def _call_owner(self, bucket: int, message: messages.EraseUnseen) -> int:
+        connections = self._servers.newest()
+        self._servers.check_there(1 << bucket)
+        answer: int = connections[int(self._servers.routes.owners[bucket])].call(message, Natural)[0]
+        return answer
 
     def _check_there(self, keys: Keys) -> None:
         """Raise ConnectionLostError if a key's bucket is lost."""

@@ -91,9 +91,11 @@ from paceline.ps.messages.kinds import (
     VALUES,
 )
 from paceline.ps.messages.servers import (
+    BeginPass,
     CheckFilters,
     CreateTable,
     Erase,
+    EraseUnseen,
     FilterInfo,
     GetStatistics,
     JoinClock,
@@ -109,6 +111,7 @@ from paceline.transport import reader
 
 __all__ = [
     "ACK",
+    "BeginPass",
     "CALL",
     "CHECK",
     "CLOCKS",
@@ -125,6 +128,7 @@ __all__ = [
     "EndCluster",
     "Ended",
     "Erase",
+    "EraseUnseen",
     "Expelled",
     "FILTERED",
     "FILTERED_PULL",
@@ -214,7 +218,7 @@ ToScheduler = (
 )  # fmt: skip
 ToServer = (
     CheckFilters | CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
-    | snapshots.ToServer
+    | BeginPass | EraseUnseen | snapshots.ToServer
 )  # fmt: skip
 FromScheduler = ClusterMap | MapChange | Promise | PrepareMap | CommitMap | Ended | Expelled | JobNews
 

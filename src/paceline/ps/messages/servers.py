@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.tables.bounds import Bucket, Clock, Natural, TableNumber
+from paceline.tables.bounds import Bucket, Clock, Natural, NumPasses, TableNumber
 from paceline.tables.spec import TableSpec
 
 
@@ -66,6 +66,28 @@ class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Erase rows: the body is their keys. Answered by how many there were."""
 
     table: TableNumber
+
+
+class BeginPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Have pushes to a sparse table from now on count as of pass `number` over the data.
+
+    If its passes were not noted so far, the rows there count as last pushed in pass `rows_of`.
+    """
+
+    table: TableNumber
+    number: Natural
+    rows_of: Natural
+
+
+class EraseUnseen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Erase a bucket's rows that were pushed neither in this pass nor in the `passes` - 1 before it.
+
+    Answered by how many there were.
+    """
+
+    table: TableNumber
+    bucket: Bucket
+    passes: NumPasses
 
 
 class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):

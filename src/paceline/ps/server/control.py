@@ -7,7 +7,7 @@ the way of a gradient: that is :mod:`paceline.ps.server.server`.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -24,9 +24,17 @@ from paceline.ps.server.runtime import Runtime
 from paceline.ps.server.snapshots import ServerSnapshots
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
+from paceline.tables.sparse_part import SparsePart
 from paceline.transport import Header, Peer, frame_parts
 
-_CHANGES = (messages.WriteRecords, messages.Erase, messages.SetUpdate, snapshot_messages.LoadParts)
+_CHANGES = (
+    messages.WriteRecords,
+    messages.Erase,
+    messages.EraseUnseen,
+    messages.BeginPass,
+    messages.SetUpdate,
+    snapshot_messages.LoadParts,
+)
 """Calls that change what others have pushed: of a process that left or is dead none is taken, as no push is."""
 
 
@@ -71,6 +79,7 @@ class ServerControl:
             messages.CreateTable: self._create_table,
             messages.ReadBucket: self._read_bucket,
             messages.SetUpdate: self._set_update,
+            messages.BeginPass: self._begin_pass,
             messages.GetStatistics: self._get_statistics,
             **snapshots.calls,
         }
@@ -144,17 +153,39 @@ class ServerControl:
             what = f"what {name_of(peer)} writes to server {self._tables.rank}"
             self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), what)
             part.reserve(selection)
+        return self._own_push(operation, Piece(request.table, selection, floats), buckets, peer, header)
+
+    def _own_push(self, operation: str, piece: Piece, buckets: Buckets, peer: Peer, header: Header) -> ChainPush:
         return ChainPush(
             operation,
             self._replicator.incarnation,
             next(self._own_sequences),
-            [Piece(request.table, selection, floats)],
+            [piece],
             peer,
             header,
             result=0 if operation == ERASE else None,
             buckets=buckets,
             is_owned=True,
         )
+
+    def erase_unseen(self, peer: Peer, header: Header, request: messages.EraseUnseen) -> ChainPush | None:
+        """Return what erases a bucket's rows that are seen no more, as `write_or_erase` does; None if none is."""
+        self._answers.check_member(peer)
+        self._check_led(1 << request.bucket)
+        keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes)
+        if not len(keys):
+            return None
+        piece = Piece(request.table, Selection(keys.copy()), np.empty(0, np.float32))
+        return self._own_push(ERASE, piece, 1 << request.bucket, peer, header)
+
+    def _begin_pass(self, request: messages.BeginPass) -> None:
+        self._sparse_part(request.table).begin_pass(request.number, request.rows_of)
+
+    def _sparse_part(self, number: int) -> SparsePart:
+        part = self._tables.find(number).part
+        if part.spec.kind != "sparse":
+            raise UsageError(f"table {part.spec.name!r} is dense: passes are noted of rows of sparse tables")
+        return cast(SparsePart, part)  # or what stands in its place while it is watched
 
     def _set_update(self, request: messages.SetUpdate) -> None:
         self._replicator.set_update(request.table, request.update)

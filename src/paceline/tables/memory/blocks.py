@@ -21,6 +21,7 @@ import numpy as np
 
 from paceline.kernels.index import LINE_BYTES
 from paceline.tables.memory.limit import MemoryLimit
+from paceline.tables.memory.reading import ReadAhead
 
 _SMALL_BYTES: Final = 1 << 14  # blocks below stay in memory: a file for each of 512 small buckets is not worth it
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -62,6 +63,7 @@ class RowMemory:
         """Of the blocks in memory; 0 where there is no limit."""
         self.spilled_bytes = 0
         """Of the blocks in files."""
+        self.read_ahead = ReadAhead()
         self._has_told = False
 
     def zeros(self, num_bytes: int) -> RowBlock:

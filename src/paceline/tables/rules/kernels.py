@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.kernels import dense, sparse
-from paceline.kernels.index import DIM, INLINE, LINE_BYTES, ROW_WORDS, RULE, SLOTS
+from paceline.kernels.index import DIM, ENTRY_WORDS, INLINE, LINE_BYTES, ROW_WORDS, RULE, SLOTS
 from paceline.kernels.jit import inlined, njit
 from paceline.kernels.parameters import COUNT_PLANE, MAXIMIZE
 from paceline.tables.rules.base import RULES, UpdateRule, rule_kernel
@@ -80,7 +80,7 @@ def _make_narrow_loop(rule: type[UpdateRule]) -> Any:
 
     @_loop
     def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
-        if layout[ROW_WORDS] != words:
+        if layout[ROW_WORDS] != words or layout[ENTRY_WORDS] != entry_words:
             return -1
         sizes = (slots, entry_bytes, 1, words)
         return sparse.push_narrow(directory, layout, parameters, keys, grads, first, sizes, update, _start_state)

@@ -1,0 +1,48 @@
+"""In which pass over the data the rows of a sparse table were last pushed: what tells which features are seen no more.
+
+A store notes it from :func:`begin_pass` on, in bits that its index has to spare (:mod:`paceline.kernels.index`): rows
+take no more memory, but for those of two words, which then take as much as rows of three.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.kernels import index
+from paceline.tables.sparse_store import SparseStore
+from paceline.tables.types import Keys
+
+
+def has_room_for_marks(store: SparseStore) -> bool:
+    """Return whether a store's lines have bits to spare; else it must be one that was made with ``has_marks``."""
+    return bool(store.layout[index.ENTRY_WORDS] * store.layout[index.SLOTS] * 4 < index.LINE_BYTES)
+
+
+def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
+    """Have what is pushed from now on count as of pass `number`.
+
+    If nothing was noted so far, the rows there count as last pushed in pass `rows_of`.
+    """
+    assert has_room_for_marks(store)
+    if store.layout[index.MARK] == 0:
+        store.layout[index.MARK] = _mark_of(rows_of)
+        index.mark_all(store.directory, store.layout)
+    store.layout[index.MARK] = _mark_of(number)
+
+
+def note_push(store: SparseStore, keys: Keys) -> None:
+    """Note that the rows of `keys` (uint64 [n]) were pushed in this pass, if passes are noted."""
+    if store.layout[index.MARK] != 0:
+        index.mark(store.directory, store.layout, keys)
+
+
+def unseen_keys(store: SparseStore, bucket: int, num_passes: int) -> Keys:
+    """Return the keys of a bucket's rows that were pushed neither in this pass nor in `num_passes` - 1 before."""
+    keys = np.empty(int(store.counts[bucket]), np.uint64)
+    if not len(keys) or store.layout[index.MARK] == 0:
+        return keys[:0]
+    return keys[: index.old_keys(store.directory, store.layout, bucket, num_passes, keys)]
+
+
+def _mark_of(number: int) -> int:
+    return 1 + number % index.NUM_MARKS

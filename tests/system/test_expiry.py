@@ -1,0 +1,60 @@
+"""Features that passes have not seen are dropped: by all servers of a chain, and from a model trained further."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline.errors import UsageError
+from paceline.launch.train.options import PassOptions, TrainOptions
+from paceline.launch.train.train import train_locally
+from paceline.protocol import Sequential
+
+pytestmark = pytest.mark.usefixtures("warm_clusters")
+
+
+def write(path: Path, features: range) -> Path:
+    lines = [f"{number % 2} {feature}:1 {feature + 1}:1\n" for number, feature in enumerate(features)]
+    path.write_text("".join(lines * 20))
+    return path
+
+
+def test_what_is_not_seen_is_gone_from_the_replica_too() -> None:
+    keys = np.arange(5000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    grads = np.ones((len(keys), 1), np.float32)
+    with paceline.local_cluster(servers=2, workers=1, replicas=1, consistency=Sequential()) as cluster:
+        client = cluster.connect(timeout_s=60.0)
+        table = client.sparse_table("t", dim=1, update=paceline.SGD(lr=1.0))
+        assert table.erase_unseen(1) == 0
+        table.begin_pass(1)
+        table.push(keys, grads, tick=True).wait()
+        table.begin_pass(2)
+        table.push(keys[:2000], grads[:2000], tick=True).wait()
+        table.pull(keys[:1])
+        assert table.erase_unseen(2) == 0
+        os.kill(cluster.pids("server")[0], signal.SIGKILL)  # whose replica has noted as much
+        assert table.erase_unseen(1) == 3000
+        np.testing.assert_array_equal(table.pull(keys).ravel(), [-2.0] * 2000 + [0.0] * 3000)
+        assert len(table) == 2000
+
+
+def test_a_model_that_is_trained_further_forgets(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "1.svm", range(200)), write(tmp_path / "2.svm", range(150, 260))
+    common: dict[str, Any] = {"adapt": "no", "epochs": 1}
+    before = train_locally(TrainOptions(data=[first], save=tmp_path / "m", **common), consistency=Sequential())
+    assert before.num_features == 201
+    kept = train_locally(TrainOptions(data=[second], init_from=tmp_path / "m", **common), consistency=Sequential())
+    assert kept.num_features == 261
+    passes = PassOptions(expire_after=1)
+    after = train_locally(
+        TrainOptions(data=[second], init_from=tmp_path / "m", passes=passes, **common), consistency=Sequential()
+    )
+    assert after.num_features == 111
+    with pytest.raises(UsageError, match="--expire-after 63: expected 1 to 62 passes"):
+        PassOptions(expire_after=63)

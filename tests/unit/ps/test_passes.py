@@ -1,0 +1,74 @@
+"""Which rows no push has named for so many passes: against a dictionary, through growth, erasure and all layouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.protocol import ALL
+from paceline.ps.messages import TableSpec
+from paceline.tables.bounds import MAX_PASSES
+from paceline.tables.initializers import Zeros
+from paceline.tables.part import Selection
+from paceline.tables.rules import FTRL, SGD, Adagrad, UpdateRule
+from paceline.tables.settings import to_fields
+from paceline.tables.sparse_part import SparsePart
+
+RULES = [(1, SGD(lr=0.1)), (1, FTRL(alpha=0.05)), (1, Adagrad(lr=0.1)), (8, Adagrad(lr=0.1))]
+
+
+def part_of(dim: int, rule: UpdateRule) -> SparsePart:
+    spec = TableSpec(name="t", kind="sparse", dim=dim, update=to_fields(rule), initializer=to_fields(Zeros()))
+    return SparsePart(spec, ALL)
+
+
+def push(part: SparsePart, keys: np.ndarray) -> None:
+    part.push(Selection(keys), np.ones(part.dim * len(keys), np.float32))
+
+
+def unseen(part: SparsePart, num_passes: int) -> set[int]:
+    return {int(key) for bucket in range(512) for key in part.unseen_keys(bucket, num_passes)}
+
+
+@pytest.mark.parametrize(("dim", "rule"), RULES)
+def test_rows_are_as_old_as_their_last_push(dim: int, rule: UpdateRule) -> None:
+    random, last = np.random.default_rng(dim), {}
+    part, plain = part_of(dim, rule), part_of(dim, rule)
+    every = np.concatenate([[0], random.integers(0, 2**64, 20_000, np.uint64)]).astype(np.uint64)
+    for each in (part, plain):
+        push(each, every[:6000])
+    assert unseen(part, 1) == set()  # nothing is noted yet
+    last.update(dict.fromkeys(every[:6000].tolist(), 3))
+    for number in range(4, 12):
+        part.begin_pass(number, 3)
+        size = 2000 if number < 8 else 400
+        keys = np.unique(random.choice(every if number > 5 else every[6000:], size))
+        for each in (part, plain):
+            push(each, keys)
+        last.update(dict.fromkeys(keys.tolist(), number))
+        if number % 3 == 0:
+            erased = random.choice(np.array(list(last), np.uint64), 300, replace=False)
+            assert part.erase(erased) == plain.erase(erased) == 300
+            for key in erased.tolist():
+                del last[key]
+        for passes in (1, 2, 5):
+            assert unseen(part, passes) == {key for key, seen in last.items() if number - seen >= passes}
+    for bucket in range(512):
+        keys, records = part.read_bucket(bucket)
+        same, expected = plain.read_bucket(bucket)
+        np.testing.assert_array_equal(np.sort(keys), np.sort(same))
+        np.testing.assert_array_equal(records[np.argsort(keys)], expected[np.argsort(same)])
+    keys, records = plain.read_bucket(7)
+    part.load_bucket(7, keys, records)  # what another server sends counts as seen now
+    assert len(part.unseen_keys(7, 1)) == 0
+    assert unseen(part, MAX_PASSES) == set()
+
+
+def test_marks_go_round() -> None:
+    part = part_of(1, FTRL(alpha=0.05))
+    keys = np.arange(3, dtype=np.uint64)  # key 0 too, whose row lies elsewhere
+    for number in range(1, 200):
+        part.begin_pass(number, 0)
+        push(part, keys[: 1 + (number % 61 == 1) * 2])
+        expected = (number - 1) % 61
+        assert unseen(part, 60) == ({1, 2} if expected == 60 else set())
