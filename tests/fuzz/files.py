@@ -15,6 +15,7 @@ import numpy as np
 from paceline.data.batch import Batch
 from paceline.data.binary.blocks import TRAILER
 from paceline.data.binary.cache import ShardCache
+from paceline.data.streams import stat_file
 from paceline.errors import PacelineError
 from paceline.ps import SGD, Adagrad, Zeros, messages, read_model
 from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
@@ -82,7 +83,7 @@ class FilesEpisode(Episode):
         source.write_text("x")
         self.source = str(source)
         self.cache = ShardCache(self.folder / "cache", {"format": "libsvm"})
-        writer = self.cache.writer(self.source, 0)
+        writer = self.cache.writer(self.source, stat_file(self.source), 0)
         for indptr in ([0, 2, 4], [0, 1, 4]):
             writer.append(
                 Batch(np.ones(2, np.float32), np.array(indptr), np.arange(4, dtype=np.uint64), np.ones(4, np.float32))
@@ -165,7 +166,7 @@ class FilesEpisode(Episode):
             self.last = [*self.last[-2:], footer]
             data = body + footer + TRAILER.pack(len(footer), zlib.crc32(footer), version, magic)
         self.cache_path.write_bytes(data)
-        shard = self.cache.load(self.source, 0)
+        shard = self.cache.load(self.source, stat_file(self.source), 0)
         for block in () if shard is None else shard.blocks:
             sizes = len(block.labels) + 1, len(block.keys)
             if (len(block.indptr), block.indptr[-1]) != sizes or (np.diff(block.indptr) < 0).any():

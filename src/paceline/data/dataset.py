@@ -11,7 +11,7 @@ from typing import Any
 from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
-from paceline.data.binary.arrays import ArrayFileReader
+from paceline.data.binary.arrays import ArrayFileReader, stat_arrays
 from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
 from paceline.data.columns import LABEL_NAMES, Columns, import_arrow, is_list
@@ -28,9 +28,9 @@ from paceline.data.formats import (
 from paceline.data.guessing import find_json_columns, guess_columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.labels import CLICKS, positive_in, read_as
-from paceline.data.reader import ShardReader
+from paceline.data.reader import IdleFiles, OpenFile, ShardReader
 from paceline.data.sampling import sample_objects, sample_rows
-from paceline.data.streams import full_path, is_packed, line_number, stat_file
+from paceline.data.streams import FileStatus, full_path, is_packed, line_number, stat_file
 from paceline.errors import DataError, UsageError
 
 MIN_SHARD_BYTES = 256 << 10
@@ -39,7 +39,6 @@ _SHARDS_WANTED = 64
 _PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
 _RANDOM_ACCESS = ("parquet", "numpy", CONVERTED)
-_MAX_IDLE = 4  # readers that wait, each with an open file
 
 Spec = dict[str, Any]
 """All that another process needs to open the same dataset; JSON and msgpack can carry it."""
@@ -153,6 +152,11 @@ def _parquet_schema(path: str) -> Any:
     return parquet_schema(path)
 
 
+def stat_source(path: str | Path, format: str) -> FileStatus:
+    """The status of a data file, of arrays with that of their labels beside; :exc:`DataError` without it."""
+    return stat_arrays(str(path)) if format == "numpy" else stat_file(path)
+
+
 def open_spec(spec: Mapping[str, Any]) -> Dataset:
     """Open the dataset that :meth:`Dataset.spec` described, in any process that sees the same files."""
     missing = [name for name in _SPEC_NAMES if name not in spec]
@@ -213,12 +217,11 @@ class Dataset(Closing):
         self._cache = self._open_cache()
         self._log = BadLineLog()
         self._num_shards: dict[int, int] = {}
-        self._idle: dict[int, ShardReader] = {}
+        self._idle = IdleFiles()
 
     def close(self) -> None:
         """Close the files; reading again opens them again."""
-        while self._idle:
-            self._idle.popitem()[1].close()
+        self._idle.close()
 
     @property
     def bad_lines(self) -> BadLines:
@@ -238,6 +241,10 @@ class Dataset(Closing):
     def can_enter(self, file: int) -> bool:
         """Whether a file can be read from any shard on, without parsing those before."""
         return self.format in _RANDOM_ACCESS or not is_packed(self.files[file])
+
+    def status(self, file: int) -> FileStatus:
+        """The status of a file now. :exc:`DataError` without it."""
+        return stat_source(self.files[file], self.format)
 
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip file until its end was read."""
@@ -304,8 +311,9 @@ class Dataset(Closing):
 
     def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:
         self._log.begin(file, shard)
-        if self._cache is not None:
-            cached = self._cache.load(self.files[file], shard)
+        status = None if self._cache is None else self._status_if_there(file)
+        if self._cache is not None and status is not None:
+            cached = self._cache.load(self.files[file], status, shard)
             if cached is not None and not (self.strict and cached.num_bad):
                 self._log.add(file, shard, cached.num_bad, cached.bad)
                 if cached.num_shards is not None:
@@ -316,40 +324,40 @@ class Dataset(Closing):
 
     def _parsed_blocks(self, file: int, shard: int) -> Iterator[Batch]:
         """The shard from its file; what comes by is written to the cache."""
-        writing = _Writing(self, file, shard)
-        reader = self._take(file)
+        opened = self._take(file)
+        writing = _Writing(self, file, opened.status, shard)
         whole = False
         try:
-            for parsed in reader.blocks(shard, writing.report):
+            for parsed in opened.reader.blocks(shard, writing.report):
                 block = parsed if self.scaling is None else self.scaling.apply(parsed)
                 writing.append(block)
                 yield block
-            self._give_back(file, reader)
-            writing.commit(reader.num_shards)
+            self._give_back(file, opened)
+            writing.commit(opened.reader.num_shards)
             whole = True
         except GeneratorExit:
-            self._give_back(file, reader)
+            self._give_back(file, opened)
             raise
         except BaseException:
-            reader.close()
+            opened.reader.close()
             raise
         finally:
             if not whole:
                 writing.discard()
 
-    def _take(self, file: int) -> ShardReader:
-        reader = self._idle.pop(file, None)
-        return self._open_reader(file) if reader is None else reader
+    def _status_if_there(self, file: int) -> FileStatus | None:
+        try:
+            return self.status(file)
+        except DataError:
+            return None
 
-    def _give_back(self, file: int, reader: ShardReader) -> None:
-        if reader.num_shards is not None:
-            self._num_shards[file] = reader.num_shards
-        older = self._idle.pop(file, None)
-        if older is not None:
-            older.close()
-        self._idle[file] = reader
-        while len(self._idle) > _MAX_IDLE:
-            self._idle.pop(next(iter(self._idle))).close()
+    def _take(self, file: int) -> OpenFile:
+        return self._idle.take(file) or OpenFile(self.status(file), self._open_reader(file))  # in this order
+
+    def _give_back(self, file: int, opened: OpenFile) -> None:
+        if opened.reader.num_shards is not None:
+            self._num_shards[file] = opened.reader.num_shards
+        self._idle.give_back(file, opened)
 
     def _open_reader(self, file: int) -> ShardReader:
         path = self.files[file]
@@ -403,16 +411,20 @@ class Dataset(Closing):
 
 
 class _Writing:
-    """The cache's side of reading a shard: any failure to write ends caching, never reading."""
+    """The cache's side of reading a shard: any failure to write ends caching, never reading.
 
-    def __init__(self, dataset: Dataset, file: int, shard: int) -> None:
+    Of a file that is another one by now nothing is kept.
+    """
+
+    def __init__(self, dataset: Dataset, file: int, status: FileStatus, shard: int) -> None:
         self._dataset = dataset
         self._file = file
+        self._status = status
         self._shard = shard
         self._writer: CacheWriter | None = None
         if dataset._cache is not None:
             try:
-                self._writer = dataset._cache.writer(dataset.files[file], shard)
+                self._writer = dataset._cache.writer(dataset.files[file], status, shard)
             except OSError as error:
                 dataset._stop_caching(error)
 
@@ -430,8 +442,12 @@ class _Writing:
 
     def commit(self, num_shards: int | None) -> None:
         try:
-            if self._writer is not None:
+            if self._writer is None:
+                return
+            if self._dataset._status_if_there(self._file) == self._status:
                 self._writer.commit(num_shards)
+            else:
+                self.discard()
         except OSError as error:
             self._fail(error)
 

@@ -17,6 +17,7 @@ from paceline.data import Batch, Dataset, open_dataset, open_spec
 from paceline.data import text as text_reader
 from paceline.data.binary.blocks import TRAILER, VERSION
 from paceline.data.binary.cache import ShardCache
+from paceline.data.streams import stat_file
 from paceline.errors import DataError, UsageError
 
 LINES = [b"%d %d:1 %d:%d" % (i % 2, i, i + 1, i % 3 + 1) + b" 9999:1" * (i % 5 == 0) + b"\n" for i in range(3000)]
@@ -173,6 +174,32 @@ def test_a_source_that_changed_is_parsed_anew(source: Path, folder: Path, parsed
     assert len(parsed) > count
 
 
+def test_labels_that_changed_beside_arrays_are_read_anew(tmp_path: Path, folder: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((4, 2)))
+    for labels in ([0, 1, 0, 1], [1, 0, 1, 0]):
+        np.save(tmp_path / "x.y.npy", labels)
+        with open_dataset(tmp_path / "x.npy", cache_dir=folder) as dataset:
+            assert read(dataset).labels.tolist() == labels
+            status = dataset.status(0)
+    (tmp_path / "x.y.npy").unlink()
+    assert open_dataset(tmp_path / "x.npy", needs_labels=False).status(0).num_bytes < status.num_bytes
+
+
+def test_a_source_that_is_replaced_while_it_is_read_leaves_nothing_to_later_runs(source: Path, folder: Path) -> None:
+    """The open file is still the former one, and the name is that of the new one."""
+    after = TEXT.replace(b"2999:", b"7777:")
+    dataset = open_dataset(source, shard_bytes=10_000, cache_dir=folder)
+    list(dataset.read(0, 0, 100))
+    source.with_name("new").write_bytes(after)
+    source.with_name("new").replace(source)
+    rows = [batch for shard in range(1, dataset.num_shards(0) or 0) for batch in dataset.read(0, shard, 100)]
+    assert 2999 in Batch.concatenate(rows).keys
+    dataset.close()
+    found = read(open_dataset(source, shard_bytes=10_000, cache_dir=folder))
+    source.with_name("plain.svm").write_bytes(after)
+    assert_same(found, read(open_dataset(source.with_name("plain.svm"), shard_bytes=10_000)))
+
+
 def test_strict_does_not_trust_a_cache_with_bad_lines(source: Path, folder: Path) -> None:
     read(open_dataset(source, cache_dir=folder))
     with pytest.raises(DataError, match="is malformed"):
@@ -306,15 +333,16 @@ def test_numbers_that_no_file_has(tmp_path: Path, part: str, value: Any) -> None
     source = tmp_path / "data"
     source.write_text("x")
     cache = ShardCache(tmp_path / "cache", {})
-    writer = cache.writer(str(source), 0)
+    status = stat_file(source)
+    writer = cache.writer(str(source), status, 0)
     writer.commit(1)
     path = cache.path_of(str(source), 0)
     data = path.read_bytes()
     footer = {**json.loads(data[64 : -TRAILER.size]), part: value}
     text = json.dumps(footer).encode()
-    assert cache.load(str(source), 0) is not None
+    assert cache.load(str(source), status, 0) is not None
     path.write_bytes(data[:64] + text + TRAILER.pack(len(text), zlib.crc32(text), VERSION, b"PACELINE"))
-    assert cache.load(str(source), 0) is None
+    assert cache.load(str(source), status, 0) is None
 
 
 def test_labels_are_read_as_clicks_or_as_numbers(tmp_path: Path, folder: Path) -> None:
@@ -336,10 +364,10 @@ def test_weights_are_kept(tmp_path: Path, folder: Path, source: Path) -> None:
         np.zeros(2, np.float32), np.array([0, 1, 2]), np.ones(2, np.uint64), weights=np.array([1, 2.5], np.float32)
     )
     cache = ShardCache(folder, {"format": "x"})
-    writer = cache.writer(str(source), 0)
+    writer = cache.writer(str(source), stat_file(source), 0)
     writer.append(batch)
     writer.commit(1)
-    found = cache.load(str(source), 0)
+    found = cache.load(str(source), stat_file(source), 0)
     assert found is not None
     assert found.blocks[0].weights is not None
     assert found.blocks[0].weights.tolist() == [1, 2.5]

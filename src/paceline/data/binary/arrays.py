@@ -19,7 +19,7 @@ import numpy.typing as npt
 from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.reader import Report
-from paceline.data.streams import check_local
+from paceline.data.streams import FileStatus, check_local, stat_file
 from paceline.errors import DataError, printable
 
 NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
@@ -114,6 +114,15 @@ def holds_labels_of(path: str, others: Container[str]) -> bool:
     """Whether a file holds the labels of one of the others."""
     name = path.removesuffix(_LABELS)
     return name != path and any(name + suffix in others for suffix in (".npy", ".npz"))
+
+
+def stat_arrays(path: str) -> FileStatus:
+    """The status of a file of arrays, and of its labels where they are beside it."""
+    arrays, beside = stat_file(path), labels_beside(path)
+    if not beside.exists():
+        return arrays
+    labels = stat_file(beside)
+    return FileStatus(arrays.num_bytes + labels.num_bytes, f"{arrays.version} {labels.version}")
 
 
 def _load(path: str) -> dict[str, npt.NDArray[Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_count
-from paceline.data.streams import stat_file
+from paceline.data.streams import FileStatus
 
 _serial = itertools.count()
 
@@ -42,25 +42,27 @@ class ShardCache:
         self._folder = folder
         self._identity = identity
 
-    def load(self, path: str, shard: int) -> CachedShard | None:
-        """The shard as it was parsed before, or None. The arrays are the caller's to write."""
+    def load(self, path: str, status: FileStatus, shard: int) -> CachedShard | None:
+        """The shard as it was parsed before, if that was of that status, or None. The arrays are the caller's."""
         try:
             with BlockFile(self.path_of(path, shard)) as file:
-                return _decode(file, self._describe(path, shard))
+                return _decode(file, self._describe(path, status, shard))
         except (OSError, ValueError, KeyError, TypeError):  # missing, or not what we write: parse again
             return None
 
-    def writer(self, path: str, shard: int) -> CacheWriter:
-        """A writer for the shard; :exc:`OSError` if the folder cannot be written."""
-        return CacheWriter(self.path_of(path, shard), self._describe(path, shard))
+    def writer(self, path: str, status: FileStatus, shard: int) -> CacheWriter:
+        """A writer for the shard; :exc:`OSError` if the folder cannot be written.
+
+        `status` is that of the file before it was opened: what is read from it is of no newer one.
+        """
+        return CacheWriter(self.path_of(path, shard), self._describe(path, status, shard))
 
     def path_of(self, path: str, shard: int) -> Path:
         """Return where a file's shard is kept."""
         text = json.dumps([self._identity, path], sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{shard}.shard"
 
-    def _describe(self, path: str, shard: int) -> dict[str, Any]:
-        status = stat_file(path)
+    def _describe(self, path: str, status: FileStatus, shard: int) -> dict[str, Any]:
         return {
             **self._identity,
             "path": path,

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from paceline.data.streams.packed import PACKED, is_packed
 from paceline.data.streams.plain import ByteStream, open_bytes, stat_file
-from paceline.data.streams.remote import check_local, expand_url, full_path, is_url, open_url
+from paceline.data.streams.remote import FileStatus, check_local, expand_url, full_path, is_url, open_url
 
 __all__ = [
     "ByteStream",
+    "FileStatus",
     "check_local",
     "expand_url",
     "full_path",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data import Dataset
-from paceline.data.streams import stat_file
+from paceline.data.dataset import stat_source
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.launch.train.options import SnapshotPlan
 from paceline.launch.train.plan import TrainingPlan
@@ -110,7 +110,7 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
         "run": plan.run,
         "model": plan.model.describe(),
         "dataset": dataset.spec(),
-        "files": describe_files(dataset.files),
+        "files": describe_files(dataset.files, dataset.format),
         "epochs": plan.epochs,
         "batch_size": plan.batch_size,
         "update": to_fields(plan.update),
@@ -121,9 +121,9 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
     }
 
 
-def describe_files(paths: Sequence[str | Path]) -> list[list[Any]]:
-    """Return by what files are known again: their names and sizes."""
-    return [[os.path.basename(path), stat_file(path).num_bytes] for path in paths]
+def describe_files(paths: Sequence[str | Path], format: str) -> list[list[Any]]:
+    """Return by what files of a format are known again: their names and sizes."""
+    return [[os.path.basename(path), stat_source(path, format).num_bytes] for path in paths]
 
 
 class Resumption:
@@ -185,7 +185,7 @@ class Resumption:
 
     def check_data(self, dataset: Dataset) -> None:
         """Raise DataError unless a data set is the one that the snapshot's training has read."""
-        before, now = [list(each) for each in self._training["files"]], describe_files(dataset.files)
+        before, now = [list(each) for each in self._training["files"]], describe_files(dataset.files, dataset.format)
         if len(before) != len(now):
             raise DataError(
                 f"{self.snapshot} is of a training on {len(before)} files, and {len(now)} are given: resume with the "

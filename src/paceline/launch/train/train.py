@@ -235,7 +235,8 @@ class Training:
             scratch = None if self._processes is None else self._processes.scratch
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="best-", dir=scratch)))
         names = [table.name for table in self._plan.model.tables]
-        origin = {"run": self._plan.run, "validation": describe_files(stopping.validation)}
+        format = format_of_evaluation(stopping.validation, self._options.format or "")
+        origin = {"run": self._plan.run, "validation": describe_files(stopping.validation, format)}
         best = BestPass(self._client, folder / FOLDER, PassLosses(stopping), names, origin)
         if self._resumption is not None:
             best.losses.go_on(self._resumption.training.get("validation"))
