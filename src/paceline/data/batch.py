@@ -125,3 +125,28 @@ def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
             )
     if pending:
         yield Batch.concatenate(pending)
+
+
+_ROW_BYTES, _PAIR_BYTES = 16, 12  # a label, weight and place in `indptr`; a key and value
+
+
+def cut_by_bytes(batches: Iterable[Batch], num_bytes: int) -> Iterator[Batch]:
+    """Cut `batches` into such of at most `num_bytes`, and at least a row; all but the last are about as large."""
+    pending: list[Batch] = []
+    left = num_bytes
+    for batch in batches:
+        sizes = _ROW_BYTES * np.arange(batch.num_examples + 1) + _PAIR_BYTES * batch.indptr
+        start = 0
+        while start < batch.num_examples:
+            stop = int(np.searchsorted(sizes, sizes[start] + left, side="right")) - 1
+            if stop == start and not pending:
+                stop += 1  # a row that is larger than that
+            if stop > start:
+                pending.append(batch.slice(start, stop))
+                left -= int(sizes[stop] - sizes[start])
+            if stop < batch.num_examples or left <= 0:
+                yield Batch.concatenate(pending)
+                pending, left = [], num_bytes
+            start = stop
+    if pending:
+        yield Batch.concatenate(pending)

@@ -274,18 +274,18 @@ class Dataset(Closing):
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """All examples of all files, in order, in batches of exactly `batch_size` rows, the last excepted."""
-
-        def blocks() -> Iterator[Batch]:
-            for file in range(len(self.files)):
-                for shard in itertools.count():
-                    num_shards = self.num_shards(file)
-                    if num_shards is not None and shard >= num_shards:
-                        break
-                    yield from self._blocks(file, shard)
-
         if batch_size < 1:
             raise UsageError(f"batches of {batch_size} rows: a batch is 1 or more")
-        return rebatch(blocks(), batch_size)
+        return rebatch(self.blocks(), batch_size)
+
+    def blocks(self) -> Iterator[Batch]:
+        """All examples of all files, in order, in batches as they are read: of about 1 MiB of text."""
+        for file in range(len(self.files)):
+            for shard in itertools.count():
+                num_shards = self.num_shards(file)
+                if num_shards is not None and shard >= num_shards:
+                    break
+                yield from self._blocks(file, shard)
 
     def spec(self) -> Spec:
         """A plain description from which :func:`open_spec` opens the same dataset elsewhere."""

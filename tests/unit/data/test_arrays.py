@@ -112,6 +112,17 @@ def test_numbers_that_float32_does_not_hold_are_malformed_without_a_warning(tmp_
         assert [line.row for line in dataset.bad_lines.first] == [1, 2]
 
 
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_wide_rows_are_read_few_at_a_time(tmp_path: Path, is_sparse: bool) -> None:
+    dense = np.ones((70, 50_000), np.int8)
+    if is_sparse:
+        sparse.save_npz(tmp_path / "x.npz", sparse.csr_matrix(dense))
+    else:
+        np.savez(tmp_path / "x.npz", X=dense)
+    with open_dataset(tmp_path / "x.npz", shard_bytes=10**9, needs_labels=False) as dataset:
+        assert [batch.num_examples for batch in dataset.blocks()] == [20, 20, 20, 10]
+
+
 def npy(array: Any) -> bytes:
     buffer = io.BytesIO()
     np.save(buffer, array)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data import Batch
-from paceline.data.batch import rebatch
+from paceline.data.batch import cut_by_bytes, rebatch
 
 
 def make(widths: list[int], first: int = 0, *, ones: bool = False) -> Batch:
@@ -74,3 +74,15 @@ def test_rebatch_keeps_every_row_in_order(shapes: list[list[int]], batch_size: i
 def test_batches_have_slots() -> None:
     with pytest.raises(AttributeError):
         make([1]).label = 1  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), st.integers(1, 600))
+def test_batches_are_cut_by_their_size(widths: list[list[int]], num_bytes: int) -> None:
+    batches = [make(each, 100 * number, ones=number % 2 == 0) for number, each in enumerate(widths)]
+    cut = list(cut_by_bytes(iter(batches), num_bytes))
+    assert rows(cut) == rows(batches)
+    sizes = [16 * batch.num_examples + 12 * len(batch.keys) for batch in cut]
+    assert all(size <= num_bytes or batch.num_examples == 1 for size, batch in zip(sizes, cut, strict=True))
+    for batch, size, following in zip(cut, sizes, cut[1:], strict=False):
+        assert batch.num_examples
+        assert size + 16 + 12 * int(following.indptr[1]) > num_bytes

@@ -150,6 +150,16 @@ def test_shards_are_ranges_of_rows(shared: Path, shard_bytes: int, order: Any) -
         assert list(dataset.read(0, count, 64)) == []
 
 
+def test_blocks_are_as_large_whatever_the_rows_are(tmp_path: Path) -> None:
+    wide = " ".join(f"{key}:1.5" for key in range(1, 3001))
+    (tmp_path / "x.svm").write_text("1 1:1\n" * 300 + f"0 {wide}\n" * 50 + "1 7:2\n" * 300)
+    convert(tmp_path / "x.svm", tmp_path / "out")
+    with BlockFile(tmp_path / "out") as file:
+        assert max(entry.num_bytes for entry in file.entries) <= 1 << 18
+        assert len(file.entries) < 12
+    assert_same(read_all(open_dataset(tmp_path / "out")), read_all(open_dataset(tmp_path / "x.svm")))
+
+
 def test_a_damaged_block_is_told_and_left_out(source: Path, out: Path) -> None:
     with BlockFile(out) as file:
         entries = file.entries

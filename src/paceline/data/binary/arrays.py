@@ -24,7 +24,7 @@ from paceline.errors import DataError, printable
 
 NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _PARTS = ("indptr", "indices", "data")
-_ROWS = 4096
+_ROWS, _CELLS = 4096, 1 << 20  # so many are read at a time
 _MOST_TEXT = 200
 _LABELS = ".y.npy"
 _LARGEST = float(np.finfo(np.float32).max)
@@ -72,6 +72,15 @@ class ArrayFile:
         if y is not None and (y.shape != (self.num_rows,) or y.dtype.kind not in "fiub"):
             what = f"y has shape {y.shape} and dtype {y.dtype}"
             raise DataError(f"{self._path}: {what}: expected {self.num_rows:,} numbers")
+
+    def end_of_piece(self, start: int, stop: int) -> int:
+        """Where a piece of rows ends that begins at `start`: at `stop`, or where it would take much memory."""
+        stop = min(start + _ROWS, stop)
+        if self.X is not None:
+            return min(stop, start + max(_CELLS // max(self.X.shape[1], 1), 1))
+        assert self.indptr is not None
+        within = int(np.searchsorted(self.indptr[start + 1 : stop + 1], self.indptr[start] + _CELLS, side="right"))
+        return start + max(within, 1)
 
     def rows(self, start: int, stop: int) -> Batch:
         """Examples `start` to `stop`, with labels NaN where there are none, and infinite what float32 does not hold."""
@@ -175,10 +184,11 @@ class ArrayFileReader:
         """Nothing is held open."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """The shard's rows, 4,096 at a time; those with a number that is not finite are malformed."""
-        stop = min((shard + 1) * self._shard_rows, self._file.num_rows)
-        for start in range(shard * self._shard_rows, stop, _ROWS):
-            batch = self._file.rows(start, min(start + _ROWS, stop))
+        """The shard's rows, up to 4,096 at a time; those with a number that is not finite are malformed."""
+        end, stop = shard * self._shard_rows, min((shard + 1) * self._shard_rows, self._file.num_rows)
+        while end < stop:
+            start, end = end, self._file.end_of_piece(end, stop)
+            batch = self._file.rows(start, end)
             assert batch.values is not None
             row = np.repeat(np.arange(batch.num_examples), np.diff(batch.indptr))
             is_bad = np.zeros(batch.num_examples, np.bool_)

@@ -288,9 +288,6 @@ class ConvertedReader:
         num_bytes = sum(entry.num_bytes for entry in self._file.blocks.entries)
         num_rows = self._file.num_examples
         self._shard_rows = max(num_rows * shard_bytes // max(num_bytes, 1), 1)
-        block_rows = self._file.blocks.entries[0].num_rows if self._file.blocks.entries else 1
-        if self._shard_rows > block_rows:  # no block is read, and checked, for two shards
-            self._shard_rows -= self._shard_rows % block_rows
         self.num_shards: int | None = -(-num_rows // self._shard_rows)
 
     def close(self) -> None:
@@ -300,8 +297,7 @@ class ConvertedReader:
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
         """The shard's rows, block by block."""
         starts = self._file.starts
-        row = shard * self._shard_rows
-        stop = min(row + self._shard_rows, starts[-1])
+        row, stop = self._first_row(shard), self._first_row(shard + 1)
         while row < stop:
             at = bisect_right(starts, row) - 1
             first, end = starts[at], min(starts[at + 1], stop)
@@ -311,6 +307,13 @@ class ConvertedReader:
             else:
                 yield self._prepared(batch.slice(row - first, end - first))
             row = end
+
+    def _first_row(self, shard: int) -> int:
+        """The first row of a shard: that of a block, where there is one, so that few are read for two shards."""
+        starts = self._file.starts
+        row = min(shard * self._shard_rows, starts[-1])
+        start = starts[bisect_right(starts, row) - 1]
+        return start if start > row - self._shard_rows else row
 
     def _prepared(self, batch: Batch) -> Batch:
         if len(self._seeds) and batch.values is not None:

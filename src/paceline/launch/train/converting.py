@@ -14,7 +14,6 @@ import numpy as np
 from paceline.data import (
     CONVERTED,
     NUMERIC_SCALES,
-    Batch,
     Columns,
     Dataset,
     DataWriter,
@@ -23,6 +22,7 @@ from paceline.data import (
     detect_format,
     open_dataset,
 )
+from paceline.data.batch import cut_by_bytes
 from paceline.data.feature_names import find_feature_names
 from paceline.errors import DataError, UsageError
 from paceline.launch.kernels import prepare_kernels
@@ -31,7 +31,6 @@ from paceline.launch.train.data_files import DataLook, look_at
 from paceline.storage.durable_io import replacing, sync_directory
 
 _BLOCK_BYTES = 1 << 18
-_LOOKED_AT = 256
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def convert_data(
     with _written(out) as aside, contextlib.closing(DataWriter(aside)) as writer:
         with open_dataset(sources, look.format, look.columns, strict=strict, labels="numbers") as dataset:
             told = start
-            for block in _blocks(dataset):
+            for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES):
                 writer.append(block)
                 if time.perf_counter() - told > report_s:
                     told = time.perf_counter()
@@ -138,19 +137,9 @@ def _describe(look: DataLook, dataset: Dataset) -> Description:
     )
 
 
-def _blocks(dataset: Dataset) -> Iterator[Batch]:
-    """The examples in batches of about 256 KiB."""
-    with contextlib.closing(dataset.batches(_LOOKED_AT)) as first:  # type: ignore[type-var]  # a generator
-        batch = next(first, None)
-    if batch is None:
-        return
-    row_bytes = 8 + 12 * len(batch.keys) // batch.num_examples
-    yield from dataset.batches(max(_BLOCK_BYTES // row_bytes, 1))
-
-
 def _distinct_keys(dataset: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     keys = np.empty(0, np.uint64)
-    for block in _blocks(dataset):
+    for block in dataset.blocks():
         keys = np.union1d(keys, block.keys)
     return keys
 
