@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,11 +11,17 @@ from types import FrameType
 
 
 class Terminated(KeyboardInterrupt):
-    """This process was told to end by SIGTERM; it ends as after Ctrl-C, with another exit status."""
+    """This process was told to end by a signal; it ends as after Ctrl-C, with the exit status that shells give."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.number = number
 
 
 def main() -> None:
-    """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C, 143 and 129 after SIGTERM
+    and SIGHUP.
+    """
     import typer
 
     from paceline.errors import PacelineError, UsageError
@@ -30,8 +37,8 @@ def main() -> None:
             context.command.invoke(context)
     except typer.Exit as error:
         sys.exit(error.exit_code)
-    except Terminated:
-        _fail("told to end", 143)
+    except Terminated as end:
+        _fail("told to end", 128 + end.number)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except wrong_usage as error:
@@ -50,13 +57,18 @@ def main() -> None:
 
 
 def raise_on_sigterm() -> None:
-    """Have SIGTERM raise Terminated in the main thread, so that ``finally`` and ``with`` do their work."""
+    """Have SIGTERM raise Terminated in the main thread, so that ``finally`` and ``with`` do their work.
+
+    So does SIGHUP, by which a terminal that is closed ends its programs, unless it is ignored, as nohup has it.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise Terminated(number)
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handle)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signal.signal(signal.SIGHUP, handle)
 
 
 def _message(error: Exception) -> str:
@@ -66,5 +78,6 @@ def _message(error: Exception) -> str:
 
 
 def _fail(text: str, status: int) -> None:
-    print(f"paceline: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # a terminal that is closed
+        print(f"paceline: {text}", file=sys.stderr)
     sys.exit(status)

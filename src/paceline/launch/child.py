@@ -36,7 +36,8 @@ def prepare() -> None:
 def main() -> int:
     """Run the role that the first argument describes; return the exit status."""
     options: dict[str, Any] = json.loads(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: they are the parent's to handle
+        signal.signal(number, signal.SIG_IGN)
     token = environment().token
     assert token is not None
     tls = TLS(**options["tls"]) if options.get("tls") else None

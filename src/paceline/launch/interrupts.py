@@ -10,7 +10,7 @@ from typing import Any
 
 
 class DeferredSignals:
-    """While its block runs, SIGINT and SIGTERM are noted, and take effect at :meth:`check` and at the block's end.
+    """While its block runs, SIGINT, SIGTERM and SIGHUP are noted; they take effect at :meth:`check` and at its end.
 
     A second signal before that takes effect at once. What has no handler in Python is left alone, and so are all
     signals outside the main thread.
@@ -23,7 +23,7 @@ class DeferredSignals:
     def __enter__(self) -> DeferredSignals:
         """Take the signals over."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler

@@ -352,7 +352,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 
 
 def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, fail: Fail) -> None:
-    """Run a role's coroutine on the transport's event loop until it ends or SIGTERM or SIGINT asks for it.
+    """Run a role's coroutine on the transport's event loop until it ends or SIGTERM, SIGINT or SIGHUP asks for it.
 
     With a parent they do not: it ends the process by other means, and takes one that a signal ended for dead. An
     exception that nobody takes, of the loop or of a thread, goes to `fail`, which ends the process.
@@ -363,7 +363,9 @@ def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, f
 
     async def main() -> None:
         stop = asyncio.Event()
-        for number in () if with_parent else (signal.SIGTERM, signal.SIGINT):
+        for number in () if with_parent else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:  # as nohup has it
+                continue
             try:
                 loop.add_signal_handler(number, stop.set)
             except (NotImplementedError, RuntimeError, ValueError):

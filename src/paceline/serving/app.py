@@ -65,6 +65,8 @@ class PredictionService:
             response = _refuse(500, error)
         except PacelineError as error:
             response = _refuse(400, error)
+        except asyncio.CancelledError:  # the server has waited for it, and ends
+            response = _refuse(503, UsageError("the server ends: ask again when there is another one"))
         self._metrics.add(response.status_code, rows, time.perf_counter() - start)
         return response
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +23,7 @@ def serve(
     poll_s: float = 1.0,
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM, which it raises again when all requests are answered.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP, which it raises again when all requests are answered.
 
     Port 0 is any that is free; `on_ready` is told the address. Raises ModelError if there is no model, AddressError if
     the port cannot be had, UsageError if the extra is not installed.
@@ -45,7 +47,13 @@ def serve(
             make_app(source, poll_s), access_log=False, log_level="warning", timeout_graceful_shutdown=_GRACE_S
         )
         on_ready(f"http://{name}:{bound[1]}")
-        uvicorn.Server(config).run(sockets=[listener])
+        server = uvicorn.Server(config)
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        ):
+            signal.signal(signal.SIGHUP, server.handle_exit)  # as it does with the others
+        server.run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

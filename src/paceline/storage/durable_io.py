@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import socket
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,13 +37,44 @@ def replace_synced(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name to write a file under; it is renamed to `path` in the end, and removed after an error."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Give a name to write a file under; it is renamed to `path` in the end, and removed after an error.
+
+    What processes of this host that were killed have left of the same file is removed, too.
+    """
+    aside = path.with_name(f".{path.name}.{process_mark()}")
+    remove_left_behind(path.parent, re.compile(rf"\.{re.escape(path.name)}\.([0-9a-f]{{16}})"))
     try:
         yield aside
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def process_mark() -> str:
+    """Return 16 hexadecimal digits for this host and process, for names of files that do not outlast it."""
+    return f"{_host_mark()}{os.getpid():08x}"
+
+
+def remove_left_behind(folder: Path, names: re.Pattern[str], min_age_s: float = 0.0) -> None:
+    """Remove files whose names have a :func:`process_mark` as their first group, of a process that is gone."""
+    host, oldest = _host_mark(), time.time() - min_age_s  # noqa: TID251  # as files have it
+    try:
+        entries = [(Path(entry.path), names.fullmatch(entry.name)) for entry in os.scandir(folder)]
+        for path, found in entries:
+            if found is None or found[1][:8] != host or path.lstat().st_mtime > oldest:
+                continue
+            try:
+                os.kill(int(found[1][8:], 16), 0)
+            except ProcessLookupError:
+                path.unlink(missing_ok=True)
+            except (OSError, OverflowError):
+                pass  # it is another user's, or there can be none
+    except OSError:
+        pass  # nothing depends on it
+
+
+def _host_mark() -> str:
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
 def sync_directory(folder: Path) -> None:

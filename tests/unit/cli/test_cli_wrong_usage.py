@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -222,7 +223,12 @@ def test_signals_have_their_own_status(monkeypatch: pytest.MonkeyPatch, capsys: 
     from paceline.launch import doctor
 
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
-    for error, status in ((KeyboardInterrupt, 130), (cli.Terminated, 143), (OSError(28, "No space left", "/x"), 1)):
+    for error, status in (
+        (KeyboardInterrupt, 130),
+        (cli.Terminated, 143),
+        (cli.Terminated(signal.SIGHUP), 129),
+        (OSError(28, "No space left", "/x"), 1),
+    ):
 
         def fail(error: BaseException | type[BaseException] = error) -> None:
             raise error

@@ -19,9 +19,10 @@ from paceline.errors import AddressError, ModelError
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from starlette.requests import Request
 from tests.unit.inference.conftest import CSV, save_weights, write_model
 
-from paceline.serving.app import MAX_BODY_BYTES, make_app
+from paceline.serving.app import MAX_BODY_BYTES, PredictionService, make_app
 from paceline.serving.server import serve
 from paceline.serving.source import ModelSource
 
@@ -110,6 +111,23 @@ def test_rows_by_name(tmp_path: Path) -> None:
 def test_bad_bodies_are_refused(numbered: Path, body: bytes, status: int, message: str) -> None:
     found, text = Asked(ModelSource(numbered))("POST", "/predict", body)
     assert (found, message in json.loads(text)["error"]) == (status, True), text
+
+
+def test_whoever_sends_no_end_is_answered_when_the_server_ends(numbered: Path) -> None:
+    service = PredictionService(ModelSource(numbered), 1.0)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        raise AssertionError("not reached")
+
+    async def ask() -> Any:
+        task = asyncio.create_task(service.predict(Request({"type": "http", "method": "POST"}, receive)))
+        await asyncio.sleep(0)
+        task.cancel()  # as uvicorn does when it has waited
+        return await task
+
+    response = asyncio.run(ask())
+    assert (response.status_code, b"the server ends" in response.body) == (503, True)
 
 
 def test_health_and_metrics(numbered: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.data.binary.cache import ShardCache
+from paceline.storage.durable_io import process_mark, replacing
 from paceline.storage.format import PartUse, SnapshotManifest, StoredTable
 from paceline.storage.manifests import MANIFEST
 from paceline.storage.model_directory import save_model
@@ -71,3 +75,33 @@ def test_a_snapshot(tmp_path: Path, steps: list[tuple[str, int]]) -> None:
     directory.commit(SnapshotManifest(paceline="0", number=1, full=True, iteration=None, tables=(table,)))
     check(steps, folder, [tmp_path / part.file], then=[folder, tmp_path])
     directory.close()
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own = process_mark()
+    host = own[:8]
+    there = {
+        f".out.{host}{ended.pid:08x}": False,
+        f".out.{host}{os.getppid():08x}": True,  # it lives
+        f".out.{'0' * 8}{ended.pid:08x}": True,  # another host's
+        f".other.{host}{ended.pid:08x}": True,
+        f"out.{host}{ended.pid:08x}": True,
+    }
+    for name in there:
+        (tmp_path / name).touch()
+    with replacing(tmp_path / "out") as aside:
+        aside.touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", *(name for name, stays in there.items() if stays)}
+
+
+def test_a_cache_is_rid_of_what_killed_processes_have_left(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    young, old = (tmp_path / f"{'0' * 24}-{at}.shard.{process_mark()[:8]}{ended.pid:08x}.0.tmp" for at in range(2))
+    for path in (young, old):
+        path.touch()
+    os.utime(old, (0, 0))
+    ShardCache(tmp_path, {})
+    assert list(tmp_path.iterdir()) == [young]

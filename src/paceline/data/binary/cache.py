@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_count
 from paceline.data.streams import FileStatus
+from paceline.storage.durable_io import process_mark, remove_left_behind
 
 _serial = itertools.count()
+_ASIDE = re.compile(r"[0-9a-f]{24}-\d+\.shard\.([0-9a-f]{16})\.\d+\.tmp")
+_LEFT_BEHIND_S = 3600.0  # of a folder that containers share, which do not see each other's processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class ShardCache:
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        remove_left_behind(folder, _ASIDE, _LEFT_BEHIND_S)
         self._folder = folder
         self._identity = identity
 
@@ -77,7 +82,7 @@ class CacheWriter:
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path_of = path
-        self._aside = path.with_name(f"{path.name}.{os.getpid()}.{next(_serial)}.tmp")
+        self._aside = path.with_name(f"{path.name}.{process_mark()}.{next(_serial)}.tmp")
         self._identity = identity
         self._num_bad = 0
         self._bad: list[BadLine] = []
