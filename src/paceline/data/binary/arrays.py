@@ -77,7 +77,7 @@ class ArrayFile:
         """Where a piece of rows ends that begins at `start`: at `stop`, or where it would take much memory."""
         stop = min(start + _ROWS, stop)
         if self.X is not None:
-            return min(stop, start + max(_CELLS // max(self.X.shape[1], 1), 1))
+            return min(stop, start + max(_CELLS // max(int(self.X.shape[1]), 1), 1))
         assert self.indptr is not None
         within = int(np.searchsorted(self.indptr[start + 1 : stop + 1], self.indptr[start] + _CELLS, side="right"))
         return start + max(within, 1)
