@@ -9,7 +9,7 @@ from paceline.data.bad_lines import BadLine, BadLines
 from paceline.data.batch import Batch
 from paceline.data.binary.converted import ConvertedFile, DataWriter, Description, describe_converted, merge_guesses
 from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, find_label
-from paceline.data.dataset import Dataset, Spec, column_names, open_dataset, open_spec
+from paceline.data.dataset import Dataset, Spec, open_dataset, open_spec
 from paceline.data.formats import (
     COLUMN_FORMATS,
     CONVERTED,
@@ -26,6 +26,7 @@ from paceline.data.sampling import Sample, sample_labels, sample_objects, sample
 from paceline.data.scaling import NUMERIC_SCALES, Scale, check_numeric_scale, fit_scale
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
+from paceline.data.tables import column_names
 
 __all__ = [
     "BadLine",

@@ -14,8 +14,7 @@ from paceline.data.batch import Batch, rebatch
 from paceline.data.binary.arrays import ArrayFileReader, stat_arrays
 from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
-from paceline.data.columns import LABEL_NAMES, Columns, import_arrow, is_list
-from paceline.data.dialect import read_dialect
+from paceline.data.columns import LABEL_NAMES, Columns
 from paceline.data.formats import (
     COLUMN_FORMATS,
     CONVERTED,
@@ -31,6 +30,7 @@ from paceline.data.labels import CLICKS, positive_in, read_as
 from paceline.data.reader import IdleFiles, OpenFile, ShardReader
 from paceline.data.sampling import sample_objects, sample_rows
 from paceline.data.streams import FileStatus, full_path, is_packed, line_number, stat_file
+from paceline.data.tables import column_names
 from paceline.errors import DataError, UsageError
 
 MIN_SHARD_BYTES = 256 << 10
@@ -133,28 +133,16 @@ def _columns_for(files: list[str], format: str, columns: Columns | None, needs_l
     return columns
 
 
-def column_names(path: str, format: str, wanted: Sequence[str] = LABEL_NAMES) -> list[str]:
-    """The names of a csv or parquet file's columns; `wanted` are names that tell a csv file's header.
-
-    Columns of a parquet file that hold structures, or lists of them, have no name here: they are not read.
-    """
-    if format == "csv":
-        return list(read_dialect(path, wanted).names)
-    is_nested = import_arrow().types.is_nested
-    return [each.name for each in _parquet_schema(path) if is_list(each.type) or not is_nested(each.type)]
-
-
-def _parquet_schema(path: str) -> Any:
-    from paceline.data.tables import parquet_schema
-
-    if is_packed(path):
-        raise UsageError(f"{path}: a parquet file is not read through gzip or zstd: unpack it")
-    return parquet_schema(path)
-
-
 def stat_source(path: str | Path, format: str) -> FileStatus:
     """The status of a data file, of arrays with that of their labels beside; :exc:`DataError` without it."""
     return stat_arrays(str(path)) if format == "numpy" else stat_file(path)
+
+
+def _status_if_there(path: str, format: str) -> FileStatus | None:
+    try:
+        return stat_source(path, format)
+    except DataError:
+        return None
 
 
 def open_spec(spec: Mapping[str, Any]) -> Dataset:
@@ -242,10 +230,6 @@ class Dataset(Closing):
         """Whether a file can be read from any shard on, without parsing those before."""
         return self.format in _RANDOM_ACCESS or not is_packed(self.files[file])
 
-    def status(self, file: int) -> FileStatus:
-        """The status of a file now. :exc:`DataError` without it."""
-        return stat_source(self.files[file], self.format)
-
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip file until its end was read."""
         if file not in self._num_shards:
@@ -311,7 +295,7 @@ class Dataset(Closing):
 
     def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:
         self._log.begin(file, shard)
-        status = None if self._cache is None else self._status_if_there(file)
+        status = None if self._cache is None else _status_if_there(self.files[file], self.format)
         if self._cache is not None and status is not None:
             cached = self._cache.load(self.files[file], status, shard)
             if cached is not None and not (self.strict and cached.num_bad):
@@ -345,14 +329,12 @@ class Dataset(Closing):
             if not whole:
                 writing.discard()
 
-    def _status_if_there(self, file: int) -> FileStatus | None:
-        try:
-            return self.status(file)
-        except DataError:
-            return None
-
     def _take(self, file: int) -> OpenFile:
-        return self._idle.take(file) or OpenFile(self.status(file), self._open_reader(file))  # in this order
+        opened = self._idle.take(file)
+        if opened is None:
+            status = stat_source(self.files[file], self.format)  # before it is opened
+            opened = OpenFile(status, self._open_reader(file))
+        return opened
 
     def _give_back(self, file: int, opened: OpenFile) -> None:
         if opened.reader.num_shards is not None:
@@ -399,16 +381,6 @@ class Dataset(Closing):
             "every pass parses the text again"
         )
 
-    def _bad(self, file: int, shard: int, count: int, first: Sequence[BadLine]) -> None:
-        if count and self.strict:
-            line = first[0]
-            if line.offset is not None:
-                where = f"line {line_number(line.file, line.offset):,}"
-            else:
-                where = "a row" if line.row is None else f"row {line.row:,}"
-            raise DataError(f"{line.file}: {where} is malformed: {line.reason}: '{line.text}'")
-        self._log.add(file, shard, count, first)
-
 
 class _Writing:
     """The cache's side of reading a shard: any failure to write ends caching, never reading.
@@ -429,7 +401,14 @@ class _Writing:
                 dataset._stop_caching(error)
 
     def report(self, count: int, first: Sequence[BadLine]) -> None:
-        self._dataset._bad(self._file, self._shard, count, first)
+        if count and self._dataset.strict:
+            line = first[0]
+            if line.offset is not None:
+                where = f"line {line_number(line.file, line.offset):,}"
+            else:
+                where = "a row" if line.row is None else f"row {line.row:,}"
+            raise DataError(f"{line.file}: {where} is malformed: {line.reason}: '{line.text}'")
+        self._dataset._log.add(self._file, self._shard, count, first)
         if self._writer is not None:
             self._writer.add_bad(count, first)
 
@@ -444,7 +423,7 @@ class _Writing:
         try:
             if self._writer is None:
                 return
-            if self._dataset._status_if_there(self._file) == self._status:
+            if _status_if_there(self._dataset.files[self._file], self._dataset.format) == self._status:
                 self._writer.commit(num_shards)
             else:
                 self.discard()

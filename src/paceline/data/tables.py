@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from paceline.data.bad_lines import shorten
 from paceline.data.batch import Batch
-from paceline.data.columns import Columns, Converter, import_arrow, is_list
+from paceline.data.columns import LABEL_NAMES, Columns, Converter, import_arrow, is_list
+from paceline.data.dialect import read_dialect
 from paceline.data.reader import Report
-from paceline.data.streams import is_url, open_url
+from paceline.data.streams import is_packed, is_url, open_url
 from paceline.errors import DataError, UsageError
 
 _PARQUET_ROWS = 32768
@@ -29,6 +30,8 @@ def _arrow_errors(path: str) -> Iterator[None]:
 
 def parquet_schema(path: str) -> Any:
     """The names and types of a parquet file's columns."""
+    if is_packed(path):
+        raise UsageError(f"{path}: a parquet file is not read through gzip or zstd: unpack it")
     with open_parquet(path) as file:
         return file.schema_arrow
 
@@ -41,6 +44,17 @@ def open_parquet(path: str) -> Iterator[Any]:
 
     with _arrow_errors(path), parquet.ParquetFile(open_url(path) if is_url(path) else path) as file:
         yield file
+
+
+def column_names(path: str, format: str, wanted: Sequence[str] = LABEL_NAMES) -> list[str]:
+    """The names of a csv or parquet file's columns; `wanted` are names that tell a csv file's header.
+
+    Columns of a parquet file that hold structures, or lists of them, have no name here: they are not read.
+    """
+    if format == "csv":
+        return list(read_dialect(path, wanted).names)
+    is_nested = import_arrow().types.is_nested
+    return [each.name for each in parquet_schema(path) if is_list(each.type) or not is_nested(each.type)]
 
 
 class ParquetReader:
