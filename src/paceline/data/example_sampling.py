@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.bad_lines import BadLines
 from paceline.data.batch import Batch
 from paceline.data.dataset import Dataset, open_dataset
 from paceline.data.reader import BLOCK_BYTES
@@ -33,6 +34,8 @@ class ExampleSample:
     """How many examples the whole data set has; estimated, unless `is_whole`."""
     is_whole: bool
     """Whether the sample is the data set."""
+    bad_lines: BadLines | None = None
+    """What was malformed in the files that were read."""
 
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
@@ -53,7 +56,7 @@ def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: in
         blocks = _Pieces(reader, sizes) if is_large else _Beginnings(reader)
         for batch in blocks:
             thinned.add(batch)
-    return thinned.sample(blocks.share_read)
+        return replace(thinned.sample(blocks.share_read), bad_lines=reader.bad_lines)
 
 
 def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:

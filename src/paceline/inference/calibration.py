@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import DataError
+from paceline.launch.train.bad_data import find_bad_lines, no_line_left
 from paceline.models.metrics import Evaluation
 from paceline.models.prediction import Predictor
 from paceline.tables.types import Floats
@@ -60,8 +61,8 @@ def calibrate_model(directory: Path, data: Sequence[str], format: str | None = N
     predictor = Predictor(directory)
     with predictor.open_data(data, format) as dataset:
         found = list(predictor.predict(dataset))
-    if not found:
-        raise DataError(f"{data[0]} has no line that can be predicted")
+        if not found:
+            raise no_line_left(data[0], "predicted", find_bad_lines(dataset))
     labels, predictions = np.concatenate([labels for labels, _ in found]), np.concatenate([p for _, p in found])
     has_label = ~np.isnan(labels)
     if not has_label.any():

@@ -24,6 +24,7 @@ from paceline.launch.train.converting import Conversion, convert_data, look_at_s
 from paceline.launch.train.data_files import format_of_evaluation, look_at, settle_files
 from paceline.launch.train.describing import describe_data
 from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.planning import plan_training
 from paceline.models.features.interactions import Interactions
 from paceline.models.registry import make_model
 
@@ -189,6 +190,20 @@ def test_a_damaged_block_is_told_and_left_out(source: Path, out: Path) -> None:
         pytest.raises(DataError, match=rf"out: row {first + 1:,} is malformed: the block"),
     ):
         list(dataset.batches(100))
+
+
+def test_a_file_of_damaged_blocks_alone_is_said_to_be_damaged(out: Path) -> None:
+    with BlockFile(out) as file:
+        (entry,) = file.entries
+    data = bytearray(out.read_bytes())
+    data[entry.offset + 100] ^= 4
+    out.write_bytes(data)
+    damage = r": .*out, row 1: the block of rows 1 to 3,000 is damaged: its checksum does not fit: 'bytes 64 to "
+    for strict in (False, True):
+        with pytest.raises(DataError, match=f"out has no line that can be trained on{damage}"):
+            plan_training(settle_files(TrainOptions(data=[str(out)], strict=strict))[0])
+    with pytest.raises(DataError, match=f"out has no row that can be read{damage}"):
+        describe_data([str(out)], None, None, None)
 
 
 @pytest.mark.parametrize(

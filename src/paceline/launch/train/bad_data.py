@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.data import BadLines, line_number
+from paceline.data import BadLines, Dataset, line_number
 from paceline.data.streams.standard_input import name_for_people
+from paceline.errors import DataError
 
 _NUM_NAMED = 5
 _LARGE_SHARE = 0.1
@@ -51,3 +52,14 @@ def describe_bad_lines(
         where = f"line {line_number(file, offset):,}" if offset is not None else f"row {row:,}"
         described.append(f"{name_for_people(file)}, {where}: {reason}: '{text}'")
     return BadData(sum(counts.values()), described)
+
+
+def find_bad_lines(dataset: Dataset) -> BadData:
+    """Return what was malformed in all that was read of a data set."""
+    by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
+    return describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
+
+
+def no_line_left(path: object, purpose: str, bad: BadData) -> DataError:
+    """Return the error for data of which no line can be `purpose`; it names the first malformed one."""
+    return DataError(f"{path} has no line that can be {purpose}" + (f": {bad.first[0]}" if bad.first else ""))

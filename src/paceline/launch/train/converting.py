@@ -26,7 +26,7 @@ from paceline.data.batch import cut_by_bytes
 from paceline.data.feature_names import find_feature_names
 from paceline.errors import DataError, UsageError
 from paceline.launch.kernels import prepare_kernels
-from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
+from paceline.launch.train.bad_data import BadData, find_bad_lines, no_line_left
 from paceline.launch.train.data_files import DataLook, look_at
 from paceline.storage.durable_io import replacing, sync_directory
 
@@ -107,17 +107,15 @@ def convert_data(
                     told = time.perf_counter()
                     on_progress(writer.num_examples)
             if not writer.num_examples:
-                raise DataError(f"{sources[0]} has no line that can be read")
+                raise no_line_left(sources[0], "read", find_bad_lines(dataset))
             names = None
             if feature_names:
                 keys = _distinct_keys(dataset)
                 names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
-            bad = dataset.bad_lines
-            by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
+            found = find_bad_lines(dataset)
             described = _describe(look, dataset)
         writer.finish(described, names)
     seconds = time.perf_counter() - start
-    found = describe_bad_lines([(by_shard, plain_bad_lines(bad))])
     return Conversion(writer.num_examples, writer.num_positives, out.stat().st_size, seconds, found)
 
 

@@ -20,7 +20,7 @@ from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
 from paceline.kernels.text.reference import name_seed
 from paceline.launch.kernels import prepare_kernels
-from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
+from paceline.launch.train.bad_data import BadData, find_bad_lines
 from paceline.launch.train.data_files import DataLook, look_at
 
 _MOST_COLUMNS = 40
@@ -89,8 +89,7 @@ def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
 
 def _find_bad(look: DataLook, dataset: Dataset) -> BadData:
     """Return what was malformed in the rows read; of converted data what was left out of it too."""
-    by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
-    found = describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
+    found = find_bad_lines(dataset)
     for file in look.known:
         left_out = file.description
         first = [f"{line.file}: {line.reason}: '{line.text}'" for line in left_out.bad]

@@ -12,7 +12,8 @@ from paceline.data import KEYED_FORMATS, open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling, read_key_scaling
-from paceline.errors import DataError, UsageError
+from paceline.errors import UsageError
+from paceline.launch.train.bad_data import describe_bad_lines, no_line_left, plain_bad_lines
 from paceline.launch.train.data_files import weighting_of
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
@@ -69,7 +70,8 @@ def _sample(options: TrainOptions) -> tuple[ExampleSample, bool]:
     with open_dataset(options.data, options.format, options.columns, labels=options.model.read_labels_as) as dataset:
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
-            raise DataError(f"{options.data[0]} has no line that can be trained on")
+            bad = [] if sample.bad_lines is None else plain_bad_lines(sample.bad_lines)
+            raise no_line_left(options.data[0], "trained on", describe_bad_lines([((), bad)]))
         has_keys = dataset.source_format in KEYED_FORMATS and options.numeric_scale != "none"
     return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), has_keys
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from paceline.data import Dataset, describe_not_binary, sample_labels
 from paceline.data.labels import CLICKS
-from paceline.errors import DataError, ModelError
+from paceline.errors import ModelError
 from paceline.launch.kernels import prepare_kernels
-from paceline.launch.train.bad_data import BadData, describe_bad_lines, plain_bad_lines
+from paceline.launch.train.bad_data import BadData, find_bad_lines, no_line_left
 from paceline.models.metrics import ClickEvaluation, Evaluation
 from paceline.models.prediction import Predictor
 from paceline.storage.durable_io import replacing
@@ -80,13 +80,17 @@ def run_prediction(
                 if out is not None:
                     out.write(_lines(predicted))
         if not labels:
-            raise DataError(f"{data[0]} has no line that can be predicted")
+            raise no_line_left(data[0], "predicted", find_bad_lines(dataset))
         seconds = time.perf_counter() - start
         known, predicted = np.concatenate(labels), np.concatenate(predictions)
         has_label = ~np.isnan(known)
         evaluation = predictor.model.evaluate(known[has_label], predicted[has_label]) if has_label.any() else None
         return PredictionResult(
-            evaluation, len(known), seconds, _bad_data(dataset), tuple(_find_warnings(predictor, dataset, evaluation))
+            evaluation,
+            len(known),
+            seconds,
+            find_bad_lines(dataset),
+            tuple(_find_warnings(predictor, dataset, evaluation)),
         )
 
 
@@ -113,11 +117,6 @@ def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluatio
     useless = evaluation.find_useless()
     if useless is not None:
         yield f"these predictions are of no use: {useless}"
-
-
-def _bad_data(dataset: Dataset) -> BadData:
-    by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
-    return describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
 
 
 @contextlib.contextmanager

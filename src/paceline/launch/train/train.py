@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from paceline.data import Columns, Dataset, open_dataset
-from paceline.errors import DataError, ModelError, ModelLostError, PacelineError
+from paceline.errors import ModelError, ModelLostError, PacelineError
 from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
-from paceline.launch.train.bad_data import BadData, describe_bad_lines
+from paceline.launch.train.bad_data import BadData, describe_bad_lines, no_line_left
 from paceline.launch.train.block_training import BlockTraining, block_passes
 from paceline.launch.train.cluster_health import ClusterHealth
 from paceline.launch.train.data_files import (
@@ -123,7 +123,7 @@ class Training:
             examples = int(state.progress.get("examples", 0))
             passes = self._plan.epochs if self._best is None else self._best.losses.last_pass
             bad_data = self._report_bad_data(finished.reports, None if before else examples // max(passes, 1))
-            self._check_trained(state, before)
+            self._check_trained(state, before, bad_data)
             self._calibrate()
             if options.save is not None:
                 self.save(options.save)
@@ -267,11 +267,11 @@ class Training:
         else:
             self._warn(f"the best was pass {losses.best_pass}, which could not be kept: the model is that of the last")
 
-    def _check_trained(self, state: JobState, before: int) -> None:
+    def _check_trained(self, state: JobState, before: int, bad_data: BadData) -> None:
         """Raise DataError if nothing was trained on; say what went wrong otherwise."""
         examples, model = int(state.progress.get("examples", 0)), self._plan.model
         if not examples:
-            raise DataError(f"{self._options.data[0]} has no line that can be trained on")
+            raise no_line_left(self._options.data[0], "trained on", bad_data)
         if self._resumption is not None and examples == before:
             done = f"{self._resumption.snapshot} has all examples of {self._plan.epochs} epochs"
             self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
@@ -376,9 +376,9 @@ class Training:
             reports = self._runner.run(self._job("evaluate", dataset), dataset, span=span).reports
         found = [np.frombuffer(body, np.float32) for fields, body in reports if fields["kind"] == "predictions"]
         width = plan.model.num_outputs
-        self._report_bad_data(reports, sum(map(len, found)) // (1 + width))
+        bad_data = self._report_bad_data(reports, sum(map(len, found)) // (1 + width))
         if not found:
-            raise DataError(f"{files[0]} has no line that can be evaluated")
+            raise no_line_left(files[0], "evaluated", bad_data)
         halves = [np.split(body, [len(body) // (1 + width)]) for body in found]
         labels, predictions = (np.concatenate([half[i] for half in halves]) for i in range(2))
         return plan.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
