@@ -448,7 +448,7 @@ def test_no_model(tmp_path: Path) -> None:
     refused(tmp_path, "holds no model: there is no manifest.json in it")
     refused(tmp_path / "nowhere", "holds no model")
     (tmp_path / "file").write_text("x")
-    refused(tmp_path / "file", "holds no model")
+    refused(tmp_path / "file", "is a file, and a Paceline model is a directory")
 
 
 def test_what_is_not_ours_is_not_written_over(tmp_path: Path, model: Path) -> None:
