@@ -109,5 +109,9 @@ def _batch(
     if not good.all():
         at = int(np.argmin(good))
         row = int(np.searchsorted(indptr, at, side="right")) - 1 + first_row
-        raise UsageError(f"X has {values[at]} in row {row:,}, column {keys[at]:,}: expected finite numbers")
+        found = "NaN" if np.isnan(values[at]) else values[at]
+        raise UsageError(
+            f"X has {found} in row {row:,}, column {keys[at]:,}: expected finite numbers that fit float32; fill in "
+            "those that are missing"
+        )
     return Batch(np.zeros(len(indptr) - 1, np.float32), indptr, keys, values.astype(np.float32))

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.data import Batch, Columns
-from paceline.data.columns import Converter, import_arrow
+from paceline.data.columns import Converter, import_arrow, is_list
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.data.text import criteo_parser, json_parser
-from paceline.errors import UsageError
+from paceline.errors import UsageError, printable
 from paceline.kernels.text.reference import REASONS
 
 _ROWS = 32768
@@ -115,20 +115,24 @@ class ColumnReader(FrameReader):
     def _to_arrow(self, name: str, column: Any) -> Any:
         arrow, types = self._arrow, self._arrow.types
         kinds = {*map(type, column)} if type(column) is tuple else {object}
-        if kinds <= _TEXT:  # of rows, which are few: all that follows takes longer
-            return arrow.array(column, arrow.string())
-        if kinds <= _FLOATS and name in self._columns.numeric:
-            return arrow.array(column, arrow.float64())
         try:
+            if kinds <= _TEXT:  # of rows, which are few: all that follows takes longer
+                return arrow.array(column, arrow.string())
+            if kinds <= _FLOATS and name in self._columns.numeric:
+                return arrow.array(column, arrow.float64())
             array = column.to_arrow() if hasattr(column, "to_arrow") else arrow.array(column, from_pandas=True)
             if isinstance(array, arrow.ChunkedArray):
                 array = array.combine_chunks()
         except (arrow.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = str(error).partition("\n")[0]
-            raise UsageError(f"column {name!r} is no column of text or numbers: {text}") from None
+            raise UsageError(
+                _describe_kinds(name, column) or f"column {name!r} is no column of text or numbers: {text}"
+            ) from None
         found = array.type.value_type if types.is_dictionary(array.type) else array.type
         is_text = types.is_string(found) or types.is_large_string(found) or str(found) == "string_view"
         if name in self._columns.categorical:
+            if types.is_nested(found) and (self._from_text or not is_list(found)):
+                raise UsageError(f"column {name!r} is categorical, and {found} here: expected text or whole numbers")
             if self._from_text and not (is_text or types.is_integer(found) or types.is_null(found)):
                 raise UsageError(
                     f"column {name!r} is categorical, and {found} here: pass text, as it stands in the CSV file (read "
@@ -227,6 +231,17 @@ class JsonReader(FrameReader):
     @override
     def _batches(self, columns: dict[str, Any]) -> Iterator[Batch]:
         return self.batches(columns)
+
+
+def _describe_kinds(name: str, column: Any) -> str | None:
+    """Say of what kinds the values of a column are, the first of each; None if they are of one."""
+    first: dict[str, str] = {}
+    for row, value in enumerate(column):
+        if value is not None:
+            first.setdefault(type(value).__name__, f"{printable(repr(value), 40)} in row {row:,}")
+    if len(first) < 2:
+        return None
+    return f"column {name!r} holds {' and '.join(list(first.values())[:2])}: expected values of one type, or None"
 
 
 def _plain_value(value: Any) -> Any:

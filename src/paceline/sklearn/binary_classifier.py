@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 from typing_extensions import Self
@@ -22,16 +23,20 @@ from paceline.errors import UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, is_frame
 from paceline.launch import prepare_kernels
-from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.options import ExampleWeights, TrainOptions
 from paceline.launch.train.planning import plan_on_sample
 from paceline.models.base import SparseModel
 from paceline.models.tuning import L1, suggested_batch_size
 from paceline.models.update import UPDATE_NAMES, make_update
+from paceline.models.weighting import BALANCED, Weighting
 from paceline.ps import FTRL, UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.model_tables import ModelTables
 from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
 from paceline.tables.types import Doubles
+
+_NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
+"""What is asked of arrays; that all is finite is said by those who read them."""
 
 
 class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
@@ -51,6 +56,7 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         epochs: int | None,
         batch_size: int | None,
         shuffle: bool,
+        class_weight: Any,
         random_state: Any,
         workers: int | None,
         servers: int,
@@ -66,6 +72,7 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         self.epochs = epochs
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.class_weight = class_weight
         self.random_state = random_state
         self.workers = workers
         self.servers = servers
@@ -88,9 +95,9 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         rows = self._to_batch(X, self._to_labels(targets), sample_weight)
         random = check_random_state(self.random_state)
         order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
-        chosen = self._options()
+        chosen, weighting = self._options(), self._weigh_classes(targets)
         if self.workers is None and self.scheduler is None:
-            rows = rows.take(order)
+            rows = weighting.weighted(rows.take(order))
             plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
             tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
             rows = tables.scaled(rows)
@@ -100,6 +107,7 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         else:
             if sample_weight is not None:
                 raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
+            chosen = dataclasses.replace(chosen, weights=ExampleWeights(classes=weighting.classes))
             where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
             tables = train_on_cluster(rows, order, chosen, where)
         self._tables = tables
@@ -121,7 +129,12 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
             self.classes_ = self._find_classes(np.asarray(classes))
         elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
             raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
-        rows = self._to_batch(X, self._to_labels(targets), sample_weight)
+        if self.class_weight == BALANCED:
+            raise UsageError(
+                "class_weight='balanced' asks how often each class comes, which partial_fit does not know: name the "
+                "weights, as sklearn.utils.class_weight.compute_class_weight finds them, or call fit"
+            )
+        rows = self._weigh_classes(targets).weighted(self._to_batch(X, self._to_labels(targets), sample_weight))
         if is_first:
             chosen = dataclasses.replace(self._options(), epochs=1)
             plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
@@ -135,7 +148,7 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         check_is_fitted(self, "_tables")
         prepare_kernels()
         if self._columns is None:
-            X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=[np.float64, np.float32])
+            X = validate_data(self, X, reset=False, **_NUMBERS)
         return self._tables.decide(self._to_batch(X))
 
     def predict_proba(self, X: Any) -> Doubles:
@@ -192,9 +205,7 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         if reset:
             self._columns: Columns | None = None
         if not is_table:
-            X, y = validate_data(
-                self, X, y, reset=reset, accept_sparse="csr", dtype=[np.float64, np.float32], y_numeric=False
-            )
+            X, y = validate_data(self, X, y, reset=reset, y_numeric=False, **_NUMBERS)
         else:
             y = column_or_1d(y, warn=True)
             if len(y) != len(X):
@@ -224,6 +235,18 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
             raise UsageError(f"y has {unknown.tolist()[0]!r}, which is none of the classes {self.classes_.tolist()}")
         labels: npt.NDArray[np.float32] = (y == self.classes_[1]).astype(np.float32)
         return labels
+
+    def _weigh_classes(self, y: npt.NDArray[Any]) -> Weighting:
+        """Return how often examples of each class count. Raises UsageError for what is no `class_weight`."""
+        if self.class_weight is None:
+            return Weighting()
+        try:
+            found = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
+        except ValueError as error:
+            raise UsageError(
+                f"class_weight={self.class_weight!r}: expected None, 'balanced', or a dict of weights by class: {error}"
+            ) from None
+        return Weighting(classes={str(label): float(weight) for label, weight in enumerate(found)})
 
     def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None = None, sample_weight: Any = None) -> Batch:
         batch = Batch.concatenate(list(self._read(X, is_training=labels is not None)))

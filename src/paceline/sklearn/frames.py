@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Columns, fit_scale
+from paceline.inference.frames import list_names
 
 LABEL = "\0label"
 """Stands where a file has its label; no column of a frame is called so."""
@@ -23,9 +25,17 @@ def has_text(frame: Any) -> bool:
 def choose_columns(frame: Any, y: npt.NDArray[Any]) -> Columns:
     """Return the columns of a frame: those of numbers, on a scale as for files, and others as categories.
 
-    `y` are the labels, one for each row.
+    Those of times are left out, with a warning: as categories hardly any of them would come again. `y` are the labels,
+    one for each row.
     """
     names = [str(name) for name in frame.columns]
+    times = [name for name in names if _is_temporal(frame[name])]
+    if times:
+        warnings.warn(
+            f"columns of times are left out: {list_names(times)}; make numbers or categories of them, such as the hour",
+            stacklevel=5,
+        )
+        names = [name for name in names if name not in times]
     numeric = [name for name in names if _is_numeric(frame[name])]
     some = slice(None, None, len(frame) // _SAMPLE + 1)
     labels = np.unique(y, return_inverse=True)[1][some].astype(np.float64)
@@ -41,3 +51,12 @@ def _is_numeric(column: Any) -> bool:
     if is_numeric is not None:
         return bool(is_numeric())
     return getattr(dtype, "kind", "O") in "iufb"
+
+
+def _is_temporal(column: Any) -> bool:
+    """Return whether a column of pandas or of polars is of dates, times or durations."""
+    dtype = column.dtype
+    is_temporal = getattr(dtype, "is_temporal", None)
+    if is_temporal is not None:
+        return bool(is_temporal())
+    return getattr(dtype, "kind", "O") in "mM"

@@ -26,12 +26,15 @@ class LogisticRegression(BinaryClassifier):
     - `epochs`, `batch_size`: passes over the data, and examples per minibatch; None: chosen, as the rate (FTRL's alpha)
       is, by a look at a sample of X, whose values are scaled too (docs/defaults.md).
     - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and by what.
+    - `class_weight`: None; ``balanced``, so that both classes count as much together; or a dict of weights by class. It
+      multiplies on `sample_weight`, and counts on a cluster too.
     - `workers`: None trains in this process. A number starts a cluster on this machine for each :meth:`fit`, of so many
       worker processes and `servers` servers, with this `consistency`.
     - `scheduler`, `token`: train on the cluster that this scheduler leads; its workers must see the folder for
       temporary files (TMPDIR) of this machine. `token` may be in PACELINE_TOKEN instead.
 
-    After :meth:`fit` there are `classes_` and `n_features_in_`; `coef_` and `intercept_` are made when asked for.
+    After :meth:`fit` there are `classes_` and `n_features_in_`; `coef_` and `intercept_` are made when asked for, but
+    not of a frame whose columns were hashed.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class LogisticRegression(BinaryClassifier):
         epochs: int | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
+        class_weight: Any = None,
         random_state: Any = None,
         workers: int | None = None,
         servers: int = 1,
@@ -61,6 +65,7 @@ class LogisticRegression(BinaryClassifier):
             epochs=epochs,
             batch_size=batch_size,
             shuffle=shuffle,
+            class_weight=class_weight,
             random_state=random_state,
             workers=workers,
             servers=servers,

@@ -281,3 +281,59 @@ def test_settings_of_factors_that_cannot_work_are_refused(settings: dict[str, An
     with pytest.raises(UsageError) as raised:
         FactorizationMachine(**settings).fit(X, y)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [LogisticRegression, FactorizationMachine])
+def test_weights_of_classes(kind: type[Any]) -> None:
+    X, y = examples(400)
+    keep = (y == "no") | (np.arange(400) % 8 == 0)
+    X, y = X[keep], y[keep]
+    counts = {name: int((y == name).sum()) for name in ("no", "yes")}
+    named = {name: len(y) / (2 * count) for name, count in counts.items()}
+    settings = {"random_state": 0, "epochs": 2}
+    plain, balanced, by_class, by_example = (
+        kind(**settings, class_weight=weights).fit(X, y, sample_weight=each).decision_function(X)
+        for weights, each in (
+            (None, None),
+            ("balanced", None),
+            (named, None),
+            (None, [named[name] for name in y]),
+        )
+    )
+    np.testing.assert_array_equal(balanced, by_class)
+    np.testing.assert_allclose(balanced, by_example, atol=1e-6)
+    assert balanced.mean() - plain.mean() > 0.3
+
+
+def test_weights_of_classes_on_a_cluster_and_bit_by_bit() -> None:
+    X, y = examples(600)
+    settings: dict[str, Any] = {"l1": 0.1, "epochs": 1, "shuffle": False, "class_weight": {"no": 4.0, "yes": 1.0}}
+    here = LogisticRegression(**settings).fit(X, y)
+    there = LogisticRegression(**settings, workers=1, consistency="sequential").fit(X, y)
+    np.testing.assert_allclose(there.decision_function(X), here.decision_function(X), atol=1e-4)
+    part = LogisticRegression(**settings).partial_fit(X, y, classes=["no", "yes"])
+    assert (
+        part.decision_function(X).mean()
+        < LogisticRegression().partial_fit(X, y, classes=["no", "yes"]).decision_function(X).mean()
+    )
+    with pytest.raises(UsageError, match="which partial_fit does not know"):
+        LogisticRegression(class_weight="balanced").partial_fit(X, y, classes=["no", "yes"])
+    for odd in ("even", {"maybe": 2.0, "no": 1.0}, {"no": -1.0, "yes": 1.0}):
+        with pytest.raises(UsageError, match=r"class.weight"):
+            LogisticRegression(class_weight=odd).fit(X, y)
+
+
+def test_values_that_are_missing_are_told_by_their_place() -> None:
+    X, y = examples(50, 10)
+    dense = X.toarray()
+    dense[7, 3] = np.nan
+    with pytest.raises(UsageError, match="X has NaN in row 7, column 3: expected finite numbers"):
+        LogisticRegression().fit(dense, y)
+
+
+def test_columns_of_times_are_left_out() -> None:
+    frame = Frame(city=Column(["a", "b"] * 10, "O"), when=Column(range(20), "M8[s]"))
+    with pytest.warns(UserWarning, match="columns of times are left out: when;"):
+        model = LogisticRegression(l1=0.0, epochs=20).fit(frame, [0, 1] * 10)
+    assert model.feature_names_in_.tolist() == ["city"]
+    assert model.score(frame, [0, 1] * 10) == 1.0
