@@ -73,6 +73,33 @@ class Environment:
         return f"Environment({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
+def available_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Return how many bytes of memory this process may still take: of the machine's, and of its control groups'.
+
+    `groups` is where control groups of version 2 are mounted, `own` the file that names this process's. What a group's
+    files take in the page cache counts as free.
+    """
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        name = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return free
+    folder = groups / name.strip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(groups):
+            break
+        try:
+            limit, used = ((group / f"memory.{what}").read_text().strip() for what in ("max", "current"))
+            cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            if limit != "max":
+                free = min(free, max(int(limit) - int(used) + int(cached.get("inactive_file", 0)), 0))
+        except (OSError, ValueError):
+            continue  # the root has no such files
+    return free
+
+
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment; ``variables`` stands in for ``os.environ``."""
     found = os.environ if variables is None else variables

@@ -121,6 +121,13 @@ def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
     assert "pass 2: objective" in found.err
     assert "of the columns active" in found.err
     assert (tmp_path / "passes.svg").read_text().startswith("<svg")
+    settings = {"solver": "proximal-blocks", "l1": 1.0, "l2": 0.0, "max_delay": 0, "max_passes": 3}
+    assert settings.items() <= found.json["settings"].items()
+    assert "alpha" not in found.json["settings"]
+    # Of negatives that are passed over, others count more: the mean loss is one of all rows.
+    kept = paceline.succeed(*common, "--l1", "1000", "--keep-negatives", "0.2", "--json")
+    assert kept.json["examples"] == found.json["examples"]
+    assert kept.json["train_log_loss"] < 0.75
     separated = paceline.succeed(*common, "--l1", "0", "--max-delay", "100")
     assert "a plane separates the labels: without --l1 or --l2" in separated.err
     assert "labels separated after" in separated.out

@@ -57,6 +57,9 @@ OF_MINIBATCHES: Final = {
     "interactions": "its columns are those of the files",
     "progressive": "it has no loss before learning",
     "snapshot_every": "it begins anew instead",
+    "snapshot_dir": "it takes no snapshots",
+    "snapshots": "it takes no snapshots",
+    "auto_resume": "it takes no snapshots, and begins anew by itself where workers die",
     "resume": "it takes no snapshots",
     "init_from": "it begins with weights of 0",
 }

@@ -175,7 +175,7 @@ def train(
         Path | None,
         typer.Option(help="Directory for snapshots, which all servers share; default: --resume's, or SAVE-snapshots."),
     ] = None,
-    snapshots: Annotated[int, typer.Option(min=1, help="Snapshots to keep.")] = 3,
+    snapshots: Annotated[int | None, typer.Option(min=1, help="Snapshots to keep; default 3.")] = None,
     resume: Annotated[
         Path | None,
         typer.Option(help="Go on from the newest whole snapshot in this directory, with the same data."),
@@ -256,7 +256,10 @@ def train(
         raise UsageError("--count-cells is for features that are counted: give --min-count too, or leave it out")
     if feature_names and save is None:
         raise UsageError("--feature-names keeps names beside the model: say where with --save MODEL")
-    plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots, save)
+    for name, value in (("--snapshot-dir", snapshot_dir), ("--snapshots", snapshots)):
+        if value is not None and snapshot_every is None:
+            raise UsageError(f"{name} is for snapshots: say when with --snapshot-every, or leave {name} out")
+    plan = _plan_snapshots(snapshot_every, snapshot_dir or resume, snapshots or 3, save)
     if auto_resume and (plan is None or scheduler is not None):
         raise UsageError("--auto-resume needs --snapshot-every, and processes of its own (no --scheduler)")
     given = [name for name, value in own_cluster.items() if value is not None]

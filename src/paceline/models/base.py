@@ -78,14 +78,18 @@ class KeyedMatrix:
         self.num_examples = batch.num_examples
 
 
+def summed_weight(num_examples: int, weights: Floats | None) -> float:
+    """Return how often examples count together; `weights` float32 [n], None where all count once."""
+    return float(num_examples) if weights is None else float(weights.sum(dtype=np.float64))
+
+
 def sum_examples(rows: KeyedMatrix, labels: Floats, weights: Floats | None, predictions: Floats | None) -> ExampleSums:
     """Return sums over the examples of a minibatch; arguments float32 [n], `weights` None where all count once."""
     sums = [
         None if each is None else float(each.sum(dtype=np.float64) if weights is None else each @ weights)
         for each in (labels, predictions)
     ]
-    total = rows.num_examples if weights is None else float(weights.sum(dtype=np.float64))
-    return ExampleSums(total, sums[0] or 0.0, sums[1], len(rows.indices))
+    return ExampleSums(summed_weight(rows.num_examples, weights), sums[0] or 0.0, sums[1], len(rows.indices))
 
 
 class Minibatch(ABC):
@@ -96,6 +100,8 @@ class Minibatch(ABC):
     num_examples: int
     labels: Floats
     """As the model sees them: what metrics compare predictions with."""
+    summed_weight: float
+    """How often the examples count, summed: as many as they are, where each counts once."""
 
     @property
     @abstractmethod
@@ -126,11 +132,12 @@ class Minibatch(ABC):
 class KeyedMinibatch(Minibatch):
     """A minibatch as a matrix of distinct keys; all are needed of one table. Abstract: arithmetic is missing."""
 
-    __slots__ = ("_rows", "_weights", "labels", "num_examples")
+    __slots__ = ("_rows", "_weights", "labels", "num_examples", "summed_weight")
 
     def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
         self._rows = KeyedMatrix(batch, scratch)
         self._weights = batch.weights
+        self.summed_weight = summed_weight(batch.num_examples, batch.weights)
         self.labels = batch.labels
         self.num_examples = batch.num_examples
 
@@ -150,7 +157,10 @@ class CountedMinibatch(Minibatch):
     The last table is the sketch that counts them: in the first pass over the data, until a cell has come so far.
     """
 
-    __slots__ = ("_gradient_keys", "_inner", "_is_first_pass", "_min_count", "_sketched", "labels", "num_examples")
+    __slots__ = (
+        "_gradient_keys", "_inner", "_is_first_pass", "_min_count", "_sketched", "labels", "num_examples",
+        "summed_weight",
+    )  # fmt: skip
 
     def __init__(self, inner: KeyedMinibatch, min_count: int, num_cells: int, *, is_first_pass: bool) -> None:
         self._inner = inner
@@ -160,6 +170,7 @@ class CountedMinibatch(Minibatch):
         self._gradient_keys: tuple[Keys, ...] = ()
         self.labels = inner.labels
         self.num_examples = inner.num_examples
+        self.summed_weight = inner.summed_weight
 
     @property
     @override

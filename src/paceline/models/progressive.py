@@ -64,7 +64,7 @@ class FirstPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressiveLoss:
-    """The mean loss before learning, up to some example of the first pass."""
+    """The mean loss before learning, up to some example of the first pass; examples count as often as they weigh."""
 
     examples: int
     loss: float
@@ -100,16 +100,17 @@ def progressive_losses(counters: Mapping[str, float], num_workers: int = 0) -> l
         begun_by_all = max((at for at, each in sums.items() if each["workers"] >= num_workers), default=_FIRST)
         sums = {at: each for at, each in sums.items() if at < begun_by_all}
     found: list[ProgressiveLoss] = []
-    num_examples, loss = 0, 0.0
+    num_examples, loss, weight = 0, 0.0, 0.0
     for _, each in sorted(sums.items()):
-        count, weights = each["examples"], each["weights"] or 1.0
+        count, weights = each["examples"], each.get("weights") or 1.0
         num_examples += int(count)
         loss += each["loss"]
+        weight += weights
         found.append(
             ProgressiveLoss(
                 examples=num_examples,
-                loss=loss / num_examples,
-                loss_since_last=each["loss"] / count,
+                loss=loss / weight,
+                loss_since_last=each["loss"] / weights,
                 label=each["labels"] / weights,
                 prediction=each["predictions"] / weights if "predictions" in each else None,
                 features=each["pairs"] / count,

@@ -27,7 +27,7 @@ from paceline.ps import RULES, Client, SparseTable, Ticket, from_fields, message
 from paceline.transport import Transport
 
 from . import jobs
-from .base import KeyScratch, Minibatch, SparseModel, open_tables
+from .base import KeyScratch, Minibatch, SparseModel, open_tables, summed_weight
 from .jobs import FOREVER_S, WorkerLeases
 from .mixed_shards import MixedShards
 from .progressive import FirstPass
@@ -91,6 +91,10 @@ class _Counters:
 
     job: int
     examples: int = 0
+    weight: float = 0.0
+    """How often examples count, summed."""
+    held: int = 0
+    """Examples that are kept in memory, for the solver by blocks."""
     loss: float = 0.0
     positives: int = 0
     bad_lines: int = 0
@@ -103,6 +107,8 @@ class _Counters:
         return {
             "job": self.job,
             "examples": self.examples,
+            "weight": self.weight,
+            **({"held": self.held} if self.held else {}),
             "loss": self.loss,
             "positives": self.positives,
             "bad_lines": self.bad_lines,
@@ -284,11 +290,13 @@ class Worker:
             if lease.lease == ALL_DONE:
                 break
             leases.prefetch()
-            for batch, _ in job.weighting.apply(
+            for batch, num_read in job.weighting.apply(
                 dataset.read(lease.file, lease.shard, _READ_AT_ONCE), lease, _READ_AT_ONCE
             ):
                 collector.add(model.crossed(batch))
-                counters.examples += batch.num_examples
+                counters.examples += num_read
+                counters.held += batch.num_examples
+                counters.weight += summed_weight(batch.num_examples, batch.weights)
                 counters.positives += int(np.count_nonzero(batch.labels))
                 self._tell(counters)
             leases.read(lease.file, dataset.ended(lease.file))
@@ -428,6 +436,7 @@ class _Pipeline:
             if len(keys) or not number:
                 pushed = self._tables[number].push(keys, gradients[number], tick=not number, assume_unique=True)
         self._counters.examples += num_read
+        self._counters.weight += minibatch.summed_weight
         self._counters.loss += loss
         self._counters.positives += int(np.count_nonzero(minibatch.labels))
         if is_first_pass:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from pathlib import Path
 
+import pytest
+
+from paceline import cli
 from paceline.cli.solver import OF_BLOCKS, OF_MINIBATCHES
 from paceline.cli.train import train
 
 _OF_BOTH = """
 data evaluation model format label positive categorical numeric numeric_scale epochs servers workers solver
 consistency replicas min_replicas non_finite l1 l2 weight class_weight keep_negatives filters save feature_names cache
-snapshot_dir snapshots auto_resume strict json quiet heartbeat_timeout scheduler token_file tls_cert tls_key tls_ca
+strict json quiet heartbeat_timeout scheduler token_file tls_cert tls_key tls_ca
 filter_module dim factor_lr factor_l2 factor_min_count hidden cross_layers tower_lr classes context memory_limit
 spill_dir
 """
@@ -21,3 +26,36 @@ def test_each_option_is_thought_of() -> None:
     options = set(inspect.signature(train).parameters)
     assert options == set(_OF_BOTH.split()) | set(OF_BLOCKS) | set(OF_MINIBATCHES)
     assert not set(OF_BLOCKS) & set(OF_MINIBATCHES)
+
+
+_VALUES = {
+    "tune": [],
+    "progressive": [],
+    "auto_resume": [],
+    "update": ["sgd"],
+    "validation": ["rows.svm"],
+    "stale": ["drop:2"],
+}
+"""What is given, of options that take no number."""
+
+
+@pytest.mark.parametrize("name", [*OF_MINIBATCHES, *OF_BLOCKS])
+def test_what_the_other_solver_takes_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its value, with one sentence that names it, before there is a look at any file or cluster."""
+    option = "--" + name.replace("_", "-")
+    solver = "minibatches" if name in OF_BLOCKS else "proximal-blocks"
+    (tmp_path / "rows.svm").write_text("1 7:1\n0 8:1\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["rows.svm", "--scheduler", "127.0.0.1:1", "--solver", solver, option, *_VALUES.get(name, ["1"])]
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["paceline", "train", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1), said
+    if name in OF_BLOCKS:
+        assert said == f"paceline: {option}: they are of --solver proximal-blocks, which is not asked for\n"
+    else:
+        assert said == f"paceline: {option} is nothing for --solver proximal-blocks: {OF_MINIBATCHES[name]}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.launch.supervisor import describe_status
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
-from paceline.launch.train.results import TrainResult, summarize_staleness
+from paceline.launch.train.results import TrainResult, mean_loss, summarize_staleness
 from paceline.launch.train.training_run import RunningLoss
 from paceline.models.metrics import evaluate
 from paceline.models.registry import make_model
@@ -59,12 +59,18 @@ def test_no_staleness_at_all() -> None:
 
 def test_the_running_loss_forgets_the_beginning() -> None:
     running = RunningLoss()
-    assert running.add(0, 0.0) is None
-    assert running.add(10_000, 7000.0) == 0.7
-    assert running.add(60_000, 27_000.0) == 0.4  # of the last 50,000
-    assert running.add(120_000, 45_000.0) == 0.3
-    assert running.add(119_000, 44_700.0) is None  # a worker died: the sums begin anew
-    assert running.add(129_000, 47_700.0) == 0.3
+    assert running.add(0, 0.0, 0.0) is None
+    assert running.add(10_000, 14_000.0, 20_000.0) == 0.7  # each counts twice
+    assert running.add(60_000, 54_000.0, 120_000.0) == 0.4  # of the last 50,000
+    assert running.add(120_000, 90_000.0, 240_000.0) == 0.3
+    assert running.add(119_000, 89_400.0, 238_000.0) is None  # a worker died: the sums begin anew
+    assert running.add(129_000, 95_400.0, 258_000.0) == 0.3
+
+
+def test_the_mean_loss_is_one_of_examples_as_often_as_they_count() -> None:
+    assert mean_loss({"examples": 100.0, "weight": 4000.0, "loss": 2000.0}) == 0.5
+    assert mean_loss({"examples": 100.0, "loss": 50.0}) == 0.5  # of a snapshot that says no more
+    assert mean_loss({}) == 0.0
 
 
 def test_how_a_process_ended() -> None:

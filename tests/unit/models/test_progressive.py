@@ -40,6 +40,15 @@ def test_losses_at_doubling_rows() -> None:
     assert len(found[0].line()) == len(HEADING)
 
 
+def test_examples_count_as_often_as_they_weigh() -> None:
+    worker = FirstPass()
+    for loss, weight in ((0.8, 1.0), (0.2, 3.0)):
+        worker.add(64, loss * 64 * weight, ExampleSums(64.0 * weight, 16.0 * weight, None, 128))
+    found = progressive_losses(worker.counters)
+    assert [each.loss for each in found] == pytest.approx([0.8, 0.35])
+    assert [each.loss_since_last for each in found] == pytest.approx([0.8, 0.2])
+
+
 def test_all_workers_together() -> None:
     """One worker saw fewer rows: its last ones count where they were seen."""
     found = progressive_losses(summed(a_pass(8, 0.6), a_pass(3, 0.3)))

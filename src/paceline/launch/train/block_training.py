@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from paceline.models.proximal.rules import ProximalBlocks
 from paceline.models.proximal.solver import BlockPass, SolveTask
 from paceline.protocol import Sequential
 from paceline.ps import Client, read_records, write_records
+from paceline.tables.rules.proximal import ProximalNewton
 from paceline.tables.types import Floats, Keys
 
 _MOST_ATTEMPTS = 4
@@ -70,7 +70,8 @@ class BlockTraining:
         while True:
             attempt += 1
             read = self._runner.run(reading, dataset, span=(0.0, share / 2))
-            table = f"blocks-{secrets.token_hex(6)}"
+            table = f"blocks {attempt}"
+            self._empty_table(table)
             try:
                 solved = self._solve(reading, read, table, dataset, share)
                 break
@@ -95,7 +96,7 @@ class BlockTraining:
 
     def _solve(self, reading: jobs.Job, read: FinishedJob, table: str, dataset: Dataset, share: float) -> FinishedJob:
         progress = read.state.progress
-        examples, positives = int(progress.get("examples", 0)), int(progress.get("positives", 0))
+        examples, positives = int(progress.get("held", 0)), int(progress.get("positives", 0))
         if not 0 < positives < examples:
             what = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there are no examples"
             self._warn(f"{what}: there is no best intercept, and it stays as it is")
@@ -115,6 +116,13 @@ class BlockTraining:
     def _tell_pass(self, fields: dict[str, Any]) -> None:
         if fields["kind"] == "pass":
             self._on_news(describe_pass(_read_pass(fields)))
+
+    def _empty_table(self, name: str) -> None:
+        """Have a table that a former training has left, on a cluster that outlasts trainings, be as new."""
+        self._move_weights(name, is_wanted=False)
+        for spec in self._client.tables():
+            if spec.name == name:
+                self._client.open_table(spec).set_update(ProximalNewton(l1=self._blocks.l1, l2=self._blocks.l2))
 
     def _move_weights(self, name: str, *, is_wanted: bool = True) -> None:
         """Empty the solver's table; what is not 0 in it goes to the model's, unless it is not wanted."""

@@ -53,6 +53,7 @@ from paceline.ps import FTRL
 from paceline.storage.model_directory import prepare_directory
 
 _MIXED_SHARD_BYTES = 32 << 10
+_CHOSEN_SCALES = ("standard", "log")
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 
 
@@ -102,6 +103,11 @@ def look_at(
     check_numeric_scale(numeric_scale)
     first = str(data[0])
     format = format or detect_format(first)
+    if numeric_scale in _CHOSEN_SCALES and source_format(first, format) not in COLUMN_FORMATS:
+        raise UsageError(
+            f"--numeric-scale {numeric_scale} is for numeric columns, and {source_format(first, format)} has none to "
+            "choose: leave it out, or give none"
+        )
     if format == CONVERTED:
         return _look_at_converted([str(file) for file in data], columns, label, numeric_scale, weight)
     if format == "jsonl":
@@ -216,6 +222,7 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     weights = options.weights
     if weights.classes == BALANCED:
         weights = dataclasses.replace(weights, classes=balance(_as_model_sees(look.labels, model)))
+    _check_class_weights(weights.classes, _as_model_sees(look.labels, model), model)
     options.passes.rates.check(rule_of(options.update, FTRL().alpha, L1))
     _check_formats(options, look.format)
     stopping = options.passes.stopping
@@ -259,6 +266,20 @@ def weighting_of(options: TrainOptions) -> Weighting:
 def is_weighted(options: TrainOptions) -> bool:
     """Return whether not all examples count alike, once files are settled."""
     return bool(options.columns and options.columns.weight) or not weighting_of(options).is_plain
+
+
+def _check_class_weights(
+    classes: Mapping[str, float] | str | None, labels: Mapping[float, int], model: SparseModel
+) -> None:
+    """Raise UsageError for weights of labels that neither the rows looked at nor the model have."""
+    if classes is None or isinstance(classes, str) or not model.has_classes:
+        return
+    of_model = (0.0, 1.0) if model.labels == "clicks" else getattr(model, "classes", ())
+    known = {np.float32(label) for label in (*labels, *of_model)}
+    for label in classes:
+        if np.float32(label) not in known:
+            there = ", ".join(f"{each:g}" for each in sorted(known)[:10])
+            raise UsageError(f"--class-weight {label}:{classes[label]:g}: no example has that label; there are {there}")
 
 
 def _as_model_sees(labels: Mapping[float, int], model: SparseModel) -> dict[float, int]:

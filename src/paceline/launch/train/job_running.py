@@ -187,6 +187,7 @@ class JobRunner:
                 fraction=None if done is None else span[0] + done * (span[1] - span[0]),
                 epoch=None if done is None else min(int(done * epochs) + 1, epochs),
                 examples=int(state.progress.get("examples", 0)),
+                weight=state.progress.get("weight", 0.0),
                 loss=state.progress.get("loss", 0.0),
                 num_bytes=int(state.progress.get("bytes", 0)),
                 num_workers=state.num_workers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class TrainingState:
     """The pass that the next shard belongs to, from 1."""
     examples: int
     """Of this task, as are the figures that follow."""
+    weight: float
+    """How often they count, summed."""
     loss: float
     num_bytes: int
     num_workers: int
@@ -85,6 +87,12 @@ class TrainResult:
             "validation": self.validation,
             "block_passes": [msgspec.to_builtins(each) for each in self.block_passes],
         }
+
+
+def mean_loss(progress: Mapping[str, float]) -> float:
+    """Return the mean loss of what a job's counters say; examples count as often as they weigh."""
+    loss, weight = progress.get("loss", 0.0), progress.get("weight", progress.get("examples", 0.0))
+    return loss / weight if weight else 0.0
 
 
 def json_number(value: float) -> float | None:

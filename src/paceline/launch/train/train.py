@@ -38,7 +38,7 @@ from paceline.launch.train.job_running import FinishedJob, JobRunner
 from paceline.launch.train.options import EarlyStopping, TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
-from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult
+from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult, mean_loss
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_files, describe_training
 from paceline.models import jobs
 from paceline.models.base import KeyScratch, open_tables
@@ -135,11 +135,13 @@ class Training:
             self._warn_if_useless(state, evaluation)
         return TrainResult(
             model=self._plan.model,
-            settings={**self._plan.settings(), **options.passes.rates.settings()},
+            settings={**self._plan.settings(), **options.passes.rates.settings()}
+            if options.passes.blocks is None
+            else options.passes.blocks.settings(),
             examples=examples,
             seconds=state.seconds,
             examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
-            train_loss=state.progress.get("loss", 0.0) / examples,
+            train_loss=mean_loss(state.progress),
             num_features=max(rows - 1, 0),  # the bias is no feature
             evaluation=evaluation,
             staleness=found_staleness,
@@ -275,7 +277,7 @@ class Training:
         if self._resumption is not None and examples == before:
             done = f"{self._resumption.snapshot} has all examples of {self._plan.epochs} epochs"
             self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
-        if not state.progress.get("loss", 0.0) / examples <= model.diverged_loss:
+        if not mean_loss(state.progress) <= model.diverged_loss:
             what = f"its mean {model.loss_name} is beyond all measure"
             self._warn(f"the training diverged: {what}; choose a smaller --lr")
 

@@ -168,7 +168,7 @@ class _Display:
                 examples=progress.examples,
                 examples_per_s=self._examples.per_s,
                 done_fraction=progress.fraction,
-                loss=self._loss.add(progress.examples, progress.loss) if training else None,
+                loss=self._loss.add(progress.examples, progress.loss, progress.weight) if training else None,
                 loss_name=self._loss_name,
                 staleness_mean=self._staleness.get("mean") if training else None,
                 staleness_max=self._staleness.get("max") if training else None,
@@ -191,16 +191,16 @@ class RunningLoss:
     """The mean loss of the last examples: of the newest report that covers enough of them."""
 
     def __init__(self) -> None:
-        self._reports: deque[tuple[int, float]] = deque([(0, 0.0)])
+        self._reports: deque[tuple[int, float, float]] = deque([(0, 0.0, 0.0)])
 
-    def add(self, examples: int, loss: float) -> float | None:
-        """Take the sums so far; return the mean over the last so many thousand examples."""
+    def add(self, examples: int, loss: float, weight: float) -> float | None:
+        """Take the sums so far; return the mean over the last so many thousand examples, each as often as it counts."""
         reports = self._reports
         if examples < reports[-1][0]:  # a worker died, and what it had not finished counts no more
             reports.clear()
         if not reports or examples > reports[-1][0]:
-            reports.append((examples, loss))
+            reports.append((examples, loss, weight))
         while len(reports) > 2 and examples - reports[1][0] >= _LOSS_EXAMPLES:
             reports.popleft()
-        (first, first_loss), (last, last_loss) = reports[0], reports[-1]
+        (_, first_loss, first), (_, last_loss, last) = reports[0], reports[-1]
         return (last_loss - first_loss) / (last - first) if last > first else None

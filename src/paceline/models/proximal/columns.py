@@ -7,17 +7,17 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from paceline.data import Batch
+from paceline.data.key_scaling import distinct_keys
+from paceline.environment import available_memory
 from paceline.errors import DataError
 from paceline.kernels.columns import sort_entries
-from paceline.kernels.dedup import dedup, scratch_size
 from paceline.models.base import BIAS_KEY
 from paceline.models.proximal.schedule import places_of
 from paceline.tables.types import Floats, Keys
 
-_SORT_BYTES: Final = 24
+_SORT_BYTES: Final = 40
 """Memory per value that sorting takes beside what is gathered: column numbers, hash table, sorted rows and values."""
 _SPARE_BYTES: Final = 64 << 20
 _MOST_ROWS: Final = 2**31 - 1
@@ -54,8 +54,10 @@ class ExampleColumns:
         """Return the summed magnitudes of each column."""
         if not len(self.values):
             return np.diff(self.indptr).astype(np.float64)
-        sums = np.concatenate([[0.0], np.cumsum(np.abs(self.values), dtype=np.float64)])
-        return np.diff(sums[self.indptr])
+        sums, is_full = np.zeros(len(self.keys)), np.diff(self.indptr) > 0
+        if is_full.any():  # each summed for itself: beside a large column a small one would have no digits left
+            sums[is_full] = np.add.reduceat(np.abs(self.values), self.indptr[:-1][is_full], dtype=np.float64)
+        return sums
 
 
 class ColumnCollector:
@@ -72,7 +74,7 @@ class ColumnCollector:
         self._num_rows += batch.num_examples
         available = self._available_bytes
         if available is None:
-            available = psutil.virtual_memory().available
+            available = available_memory()
         wanted = len(batch.keys) * 12 + (self._num_values + self._num_rows) * _SORT_BYTES
         if wanted > available - (_SPARE_BYTES if self._available_bytes is None else 0) or self._num_rows > _MOST_ROWS:
             raise DataError(
@@ -85,7 +87,8 @@ class ColumnCollector:
     def finish(self) -> ExampleColumns:
         """Return what was gathered, by column; the collector is empty then."""
         batch, self._batches = Batch.concatenate(self._batches), []
-        numbers, keys = _number_columns(batch)
+        keys, numbers = distinct_keys(batch.keys)
+        keys = keys.copy()  # the array that they are part of is as long as all values
         values = np.empty(0, np.float32) if batch.values is None else batch.values
         counts = np.bincount(numbers if not len(values) else numbers[values != 0], minlength=len(keys))
         places = places_of(keys)
@@ -114,10 +117,3 @@ class ColumnCollector:
 def _weights_of(batch: Batch) -> Floats:
     weights = batch.weights
     return np.empty(0, np.float32) if weights is None or bool((weights == 1).all()) else weights
-
-
-def _number_columns(batch: Batch) -> tuple[npt.NDArray[np.int32], Keys]:
-    """Return the number of each value's column, and the keys of columns by number."""
-    numbers, unique = np.empty(len(batch.keys), np.int32), np.empty(len(batch.keys), np.uint64)
-    count = dedup(batch.keys, np.empty(scratch_size(len(batch.keys)), np.int32), unique, numbers)
-    return numbers, unique[:count].copy()

@@ -14,7 +14,7 @@ from paceline.tables.types import Doubles, Floats
 class Margins:
     """Margins of a logistic regression whose weights are all 0 at first; `offset` is added to each.
 
-    ExampleColumns are named by their numbers (int64 [n]).
+    Columns are named by their numbers (int64 [n]).
     """
 
     def __init__(self, columns: ExampleColumns, offset: float) -> None:

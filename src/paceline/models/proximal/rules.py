@@ -6,7 +6,7 @@ All workers read the same weights and gradients from the servers, and so agree o
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -48,6 +48,10 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"--block-ratio {self.block_ratio:g}: expected a finite number above 0")
         if not 0 < self.tolerance < 1:
             raise UsageError(f"--tolerance {self.tolerance:g}: expected a number above 0 and below 1")
+
+    def settings(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {"solver": "proximal-blocks", **msgspec.structs.asdict(self)}
 
 
 def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -> Doubles:

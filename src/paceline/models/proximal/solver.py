@@ -29,7 +29,7 @@ from paceline.tables.rules.proximal import START, ProximalNewton
 from paceline.tables.types import Doubles, Floats
 
 _AT_ONCE: Final = 1 << 18
-"""ExampleColumns that are described in one message."""
+"""Columns that are described in one message."""
 
 
 class BlockPass(msgspec.Struct, frozen=True, kw_only=True):

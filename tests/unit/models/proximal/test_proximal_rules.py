@@ -220,6 +220,10 @@ def test_values_of_zero_are_no_values_and_columns_are_sorted_by_place() -> None:
     assert (columns.num_examples, columns.num_values, len(columns.weights)) == (3, 2, 0)
     assert columns.magnitudes().tolist() == [6.0, 3.0]
     assert columns.rows.tolist() == [0, 1, 0, 1, 2]
+    values = np.array([1e12, 1e-6, 2e-6, -4e-6], np.float32)  # summed one after the other, 1e12 leaves no digit
+    wide = by_column(Batch(np.zeros(2, np.float32), np.array([0, 3, 4]), np.array([5, 6, 7, 7], np.uint64), values))
+    known = dict(zip(wide.keys.tolist(), wide.magnitudes().tolist(), strict=True))
+    assert [known[key] for key in (5, 6, 7, int(BIAS_KEY))] == pytest.approx([1e12, 1e-6, 6e-6, 2.0], rel=1e-6)
     nothing = ColumnCollector().finish()
     assert (nothing.num_examples, nothing.num_values, nothing.keys.tolist()) == (0, 0, [int(BIAS_KEY)])
 
