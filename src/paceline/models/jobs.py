@@ -1,20 +1,23 @@
 """The jobs that workers understand: train on leased shards, predict them, or solve by blocks of columns.
 
-And a worker's side of the leases of their shards.
+And a worker's side of the leases of their shards, and of the counters of a job.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
 
 from paceline.filters import Filter, parse_filters
+from paceline.models.progressive import FirstPass
 from paceline.models.proximal.solver import SolveTask
 from paceline.models.weighting import Weighting
 from paceline.protocol.jobs import NOTHING_NOW, Lease
-from paceline.ps import SchedulerLink, messages
+from paceline.ps import Client, SchedulerLink, messages
 from paceline.transport import known
 
 FOREVER_S: Final = 365 * 86400.0
@@ -103,3 +106,36 @@ class WorkerLeases:
     def done(self, lease: Lease, progress: dict[str, float]) -> None:
         """Report a shard, all of whose pushes are acknowledged."""
         self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
+
+
+@dataclass
+class WorkerCounters:
+    """What a worker has done in one job; it goes to the scheduler with the heartbeats."""
+
+    job: int
+    examples: int = 0
+    weight: float = 0.0
+    """How often examples count, summed."""
+    held: int = 0
+    """Examples that are kept in memory, for the solver by blocks."""
+    loss: float = 0.0
+    positives: int = 0
+    bad_lines: int = 0
+    first_pass: FirstPass = field(default_factory=FirstPass)
+    start_bytes: tuple[int, int] = (0, 0)
+    told: float = field(default_factory=time.monotonic)
+
+    def as_progress(self, client: Client) -> dict[str, float]:
+        """Return them by name, as the scheduler adds them up."""
+        received, sent = client.byte_counts()
+        return {
+            "job": self.job,
+            "examples": self.examples,
+            "weight": self.weight,
+            **({"held": self.held} if self.held else {}),
+            "loss": self.loss,
+            "positives": self.positives,
+            "bad_lines": self.bad_lines,
+            "bytes": received + sent - sum(self.start_bytes),
+            **self.first_pass.counters,
+        }

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -28,9 +27,8 @@ from paceline.transport import Transport
 
 from . import jobs
 from .base import KeyScratch, Minibatch, SparseModel, open_tables, summed_weight
-from .jobs import FOREVER_S, WorkerLeases
+from .jobs import FOREVER_S, WorkerCounters, WorkerLeases
 from .mixed_shards import MixedShards
-from .progressive import FirstPass
 from .proximal.columns import ColumnCollector, ExampleColumns
 from .proximal.solver import BlockSolver
 from .registry import read_model_settings
@@ -85,38 +83,6 @@ def run_worker(
                 raise
 
 
-@dataclass
-class _Counters:
-    """What a worker has done in one job; it goes to the scheduler with the heartbeats."""
-
-    job: int
-    examples: int = 0
-    weight: float = 0.0
-    """How often examples count, summed."""
-    held: int = 0
-    """Examples that are kept in memory, for the solver by blocks."""
-    loss: float = 0.0
-    positives: int = 0
-    bad_lines: int = 0
-    first_pass: FirstPass = field(default_factory=FirstPass)
-    start_bytes: tuple[int, int] = (0, 0)
-    told: float = field(default_factory=time.monotonic)
-
-    def as_progress(self, client: Client) -> dict[str, float]:
-        received, sent = client.byte_counts()
-        return {
-            "job": self.job,
-            "examples": self.examples,
-            "weight": self.weight,
-            **({"held": self.held} if self.held else {}),
-            "loss": self.loss,
-            "positives": self.positives,
-            "bad_lines": self.bad_lines,
-            "bytes": received + sent - sum(self.start_bytes),
-            **self.first_pass.counters,
-        }
-
-
 class Worker:
     """One worker's part in the jobs of a cluster."""
 
@@ -125,7 +91,7 @@ class Worker:
         self._expelled = expelled
         self._retired = False
         self._scratch = KeyScratch()
-        self._counters = _Counters(0)
+        self._counters = WorkerCounters(0)
         self._columns: ExampleColumns | None = None
         """What this worker holds between the two jobs of the solver by blocks."""
 
@@ -133,7 +99,7 @@ class Worker:
         """Do this worker's share of a job; a failure of the data is the job's, not this process's."""
         client = self._client
         if number != self._counters.job:  # else shards of it have come back
-            self._counters = _Counters(number, start_bytes=client.byte_counts())
+            self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
         counters = self._counters
         try:
             model = read_model_settings(job.model)
@@ -159,7 +125,12 @@ class Worker:
     # Training.
 
     def _train(
-        self, job: jobs.Job, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable], counters: _Counters
+        self,
+        job: jobs.Job,
+        model: SparseModel,
+        dataset: Dataset,
+        tables: Sequence[SparseTable],
+        counters: WorkerCounters,
     ) -> None:
         leases = WorkerLeases(self._client.link, counters.job)
         tau = self._client.consistency.tau
@@ -238,7 +209,12 @@ class Worker:
     # Evaluation.
 
     def _evaluate(
-        self, job: jobs.Job, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable], counters: _Counters
+        self,
+        job: jobs.Job,
+        model: SparseModel,
+        dataset: Dataset,
+        tables: Sequence[SparseTable],
+        counters: WorkerCounters,
     ) -> None:
         self.rest()
         leases = WorkerLeases(self._client.link, counters.job)
@@ -271,7 +247,7 @@ class Worker:
 
     # Delayed block proximal gradient.
 
-    def _read_columns(self, job: jobs.Job, model: SparseModel, dataset: Dataset, counters: _Counters) -> None:
+    def _read_columns(self, job: jobs.Job, model: SparseModel, dataset: Dataset, counters: WorkerCounters) -> None:
         """Read this worker's share of the examples, and hold it by column.
 
         Shards are reported when there are no more: what a worker that dies has read, others read again.
@@ -303,7 +279,7 @@ class Worker:
             held.append(lease)
         self._columns = collector.finish()
 
-    def _solve_blocks(self, job: jobs.Job, counters: _Counters) -> None:
+    def _solve_blocks(self, job: jobs.Job, counters: WorkerCounters) -> None:
         """Take part in the passes over blocks of columns, with the examples read in the job before."""
         assert job.solve is not None
         leases, columns = WorkerLeases(self._client.link, counters.job), self._columns
@@ -336,7 +312,7 @@ class Worker:
 
     # With the scheduler.
 
-    def _tell(self, counters: _Counters) -> None:
+    def _tell(self, counters: WorkerCounters) -> None:
         if self._expelled.is_set():  # its shards are others' by now
             raise PeerError(_EXPELLED)
         now = time.monotonic()
@@ -358,7 +334,7 @@ class Worker:
             self._client.join()
             self._retired = False
 
-    def _report_data(self, number: int, dataset: Dataset, counters: _Counters) -> None:
+    def _report_data(self, number: int, dataset: Dataset, counters: WorkerCounters) -> None:
         bad = dataset.bad_lines
         counters.bad_lines += bad.count
         self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
@@ -388,7 +364,13 @@ class _Pipeline:
     """
 
     def __init__(
-        self, client: Client, tables: Sequence[SparseTable], leases: WorkerLeases, counters: _Counters, *, ahead: int
+        self,
+        client: Client,
+        tables: Sequence[SparseTable],
+        leases: WorkerLeases,
+        counters: WorkerCounters,
+        *,
+        ahead: int,
     ) -> None:
         self._client = client
         self._tables = tables
