@@ -41,6 +41,8 @@ class ModelTable(NamedTuple):
     update: UpdateRule | None = None
     """None: the rule that the training is given."""
     initializer: Initializer | None = None
+    is_count: bool = False
+    """Whether its values count something: what is pushed is applied as it is, behind no filter that is not exact."""
 
 
 class KeyScratch:
@@ -254,7 +256,7 @@ class SparseModel(ABC):
         """The tables of a training: its parameters', and last that of the sketch, if features are counted."""
         if self.min_count == 1:
             return self.parameter_tables
-        return *self.parameter_tables, ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0))
+        return *self.parameter_tables, ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0), is_count=True)
 
     @property
     def knows_columns_by_place(self) -> bool:
@@ -348,7 +350,10 @@ class SparseModel(ABC):
 
 def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[SparseTable]:
     """Open a model's tables on a cluster; `update` is the rule of those that have none of their own."""
-    return [
-        client.sparse_table(table.name, dim=table.dim, update=table.update or update, initializer=table.initializer)
-        for table in model.tables
-    ]
+    handles = []
+    for table in model.tables:
+        rule = table.update or update
+        handle = client.sparse_table(table.name, dim=table.dim, update=rule, initializer=table.initializer)
+        handle.is_count = table.is_count
+        handles.append(handle)
+    return handles

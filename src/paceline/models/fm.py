@@ -124,7 +124,7 @@ class FactorModel(ClickProbabilityModel):
             update=Adagrad(lr=self.factor_lr, weight_decay=self.factor_l2, initial_accumulator=1.0),
             initializer=Normal(std=self.factor_std),
         )
-        return ModelTable(self.name), factors, ModelTable(f"{self.name} counts", update=SGD(lr=1.0))
+        return ModelTable(self.name), factors, ModelTable(f"{self.name} counts", update=SGD(lr=1.0), is_count=True)
 
     @property
     def num_factors(self) -> int:

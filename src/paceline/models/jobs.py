@@ -57,10 +57,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rates: JobRates | None = None
     """None: rates stay as they are."""
 
-    def filter_chains(self) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
-        """Return the filters, and those of what is pulled; raises UsageError if there are none of these names."""
-        pulled = None if self.pull_filters is None else parse_filters(self.pull_filters).filters
-        return parse_filters(self.filters).filters, pulled
+    def filter_chains(self, *, exact: bool = False) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
+        """Return the filters, and those of what is pulled; with `exact`, those that change nothing.
+
+        Raises UsageError if there are none of these names.
+        """
+        texts = (self.filters, self.pull_filters)
+        pushed, pulled = (
+            None
+            if text is None
+            else [each for each in parse_filters(text).filters if not exact or each.preserves == "exact"]
+            for text in texts
+        )
+        return pushed or [], pulled
 
 
 encode = msgspec.json.encode

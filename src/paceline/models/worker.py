@@ -104,9 +104,8 @@ class Worker:
         try:
             model = read_model_settings(job.model)
             tables = open_tables(client, model, from_fields(RULES, job.update))
-            filters, pull_filters = job.filter_chains()
-            for table in tables:
-                table.set_filters(filters, pull_filters)
+            for table, its in zip(tables, model.tables, strict=True):
+                table.set_filters(*job.filter_chains(exact=its.is_count))
             with open_spec(job.dataset) as dataset:
                 if job.task == "train":
                     self._train(job, model, dataset, tables, counters)

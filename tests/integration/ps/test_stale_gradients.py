@@ -123,6 +123,21 @@ def policy(request: pytest.FixtureRequest) -> tuple[int, StalePolicy]:
     return request.param, DelayCompensate(strength=STRENGTH)
 
 
+def test_counts_are_not_compensated(policy: tuple[int, StalePolicy]) -> None:
+    servers, stale = policy
+    keys = np.arange(40, dtype=np.uint64)
+    with Cluster(servers=servers, workers=2, consistency=Eventual(), stale=stale) as cluster:
+        a, b = (sparse(client) for client in cluster.connect_all())
+        a.pull(keys)
+        a.is_count = b.is_count = True
+        b.push(keys, np.full(40, -3, np.float32)).wait()
+        a.push(keys, np.full(40, -2, np.float32)).wait()
+        assert (b.pull(keys) == 5).all()
+        a.is_count = False
+        a.push(keys, np.full(40, -2, np.float32)).wait()
+        assert (b.pull(keys) != 7).all()
+
+
 @pytest.mark.parametrize("pushed", ["same", "permutation", "subset", "superset"])
 @pytest.mark.parametrize("dim", [1, 3])
 def test_delay_compensation_sparse(policy: tuple[int, StalePolicy], dim: int, pushed: str) -> None:

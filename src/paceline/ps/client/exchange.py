@@ -15,7 +15,7 @@ import numpy.typing as npt
 from paceline.protocol.buckets import Buckets, bucket_set
 from paceline.protocol.client import Kind, Request
 from paceline.ps.client.buffer_pool import Copies, Memory
-from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, TICK, VALUES, TableSpec
+from paceline.ps.messages import ACK, CALL, EXACT, PULL, PUSH, PUSH_PULL, RANGE, RESULT, TICK, VALUES, TableSpec
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
 from paceline.tables.types import Floats, Keys
@@ -127,6 +127,8 @@ class FrameKeys:
         header = HEADER.unpack(frame[0])
         self.table = header[4]
         self.spec = spec
+        self.flags = header[3] & EXACT
+        """Those that hold for its pushes wherever they go."""
         self._is_range = bool(header[3] & RANGE)
         self._frame = frame
         self._layout = layout
@@ -182,7 +184,7 @@ def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: i
         taken = [part.take(buckets) for part, buckets in parts]
         # Copies, even of one part: these may be retained, and its memory is the caller's, or is used again.
         arrays = np.concatenate([keys for keys, _ in taken]), np.concatenate([rows for _, rows in taken]).reshape(-1)
-        return Exchange(pack(request, PUSH, 0, table, version, arrays), is_private=True)
+        return Exchange(pack(request, PUSH, parts[0][0].flags, table, version, arrays), is_private=True)
     [(part, buckets)] = parts
     former = exchange_of(pieces[0][0])
     chosen = part.positions(buckets)

@@ -19,7 +19,7 @@ from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.table import Table
 from paceline.ps.client.ticket import Ticket
-from paceline.ps.messages import PULL, PUSH, PUSH_PULL, TICK, TICKS
+from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICK, TICKS
 from paceline.tables.bounds import MAX_PASSES, Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.types import Floats, Keys
@@ -29,6 +29,9 @@ _NO_GRADS = np.empty(0, np.float32)
 
 class SparseTable(Table):
     """uint64 key → row of `dim` float32, spread over the servers by key. Declared by ``client.sparse_table``."""
+
+    is_count = False
+    """Whether it counts something: what this handle pushes is not compensated where it is stale."""
 
     @property
     def dim(self) -> int:
@@ -238,7 +241,7 @@ class SparseTable(Table):
             self._check_there(keys)
         if ticks:
             core.check_takes_part()
-        clock, flags = core.clock + ahead, TICKS if ticks else 0
+        clock, flags = core.clock + ahead, (TICKS if ticks else 0) | (EXACT if self.is_count and kind == PUSH else 0)
         sequence = core.next_sequence() if grads is not None else core.sequence
         if len(connections) == 1:
             parts: Sequence[Any] = (keys,) if grads is None else (keys, grads)
@@ -271,7 +274,7 @@ class SparseTable(Table):
         for i, connection in enumerate(connections):
             chosen = order[bounds[i] : bounds[i + 1]]
             if not len(chosen):
-                if flags:
+                if flags & TICKS:
                     sent.append(connection.send(TICK, 0, 0, clock, 0, ()))
                 continue
             if len(chosen) == len(keys):  # this server has them all

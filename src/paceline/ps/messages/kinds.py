@@ -51,6 +51,8 @@ TICKS: Final = 1
 """The push is the last of its iteration: it ticks the worker's clock."""
 RANGE: Final = 2
 """Dense: the body begins with (start, stop), two uint64, instead of keys."""
+EXACT: Final = 16
+"""What is pushed counts something, and is applied as it is: no policy for stale gradients alters it."""
 FILTERED: Final = 8
 """Of VALUES: the body is behind filters. On the server, of a request: so is to be its answer."""
 DROPPED: Final = 4

@@ -6,7 +6,7 @@ from collections import deque
 
 from paceline.kernels.sparse import largest
 from paceline.protocol import DelayCompensate, DropStale, StalePolicy
-from paceline.ps.messages import DROPPED
+from paceline.ps.messages import DROPPED, EXACT
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.staleness import DelayCompensation
@@ -38,7 +38,7 @@ class StaleGradients:
             table.dropped += 1
             self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
             return True, grads, top
-        if self._compensation is not None and staleness:
+        if self._compensation is not None and staleness and not header.flags & EXACT:
             grads = self._compensation.compensate(worker, header.table, header.clock, table.part, selection, grads)
             top = float(largest(grads))
         return False, grads, top
