@@ -54,7 +54,7 @@ class Columns:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
         """The columns that :meth:`to_fields` described."""
-        scales = tuple(Scale(float(unit), mean, deviation) for unit, mean, deviation in fields.get("scales", ()))
+        scales = tuple(Scale(float(unit), *numbers) for unit, *numbers in fields.get("scales", ()))
         categorical, numeric = tuple(fields["categorical"]), tuple(fields["numeric"])
         return cls(
             fields["label"], categorical, numeric, scales, fields.get("weight", ""), fields.get("is_open", False)
@@ -63,7 +63,7 @@ class Columns:
     def to_fields(self) -> dict[str, Any]:
         """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
-        scales = [[each.unit, each.mean, each.deviation] for each in self.scales]
+        scales = [[each.unit, each.mean, each.deviation, *filter(None, [each.centre])] for each in self.scales]
         others = {"scales": scales, "weight": self.weight, "is_open": self.is_open}
         return {**fields, **{name: value for name, value in others.items() if value}}
 
@@ -193,7 +193,8 @@ class Converter:
     def convert(self, record_batch: Any, first_row: int) -> Converted:
         """Convert a record batch whose first row is row `first_row` of the file, counted from 0."""
         num_rows, num_categorical = record_batch.num_rows, len(self._columns.categorical)
-        label, label_ok, label_missing = self._numbers(record_batch.column(0), LABEL_WORDS)
+        labels, label_ok, label_missing = self._numbers(record_batch.column(0), LABEL_WORDS)
+        label = labels.astype(np.float32)
         label_ok &= ~label_missing | (not self._has_label)
         if not self._has_label:
             label[:] = np.nan
@@ -215,16 +216,15 @@ class Converter:
                 assert values is not None
                 keys[:, at] = self._seeds[at]
                 numbers, ok, missing = self._numbers(column, {})
-                if self._scales:
-                    self._scale(numbers, self._scales[at - num_categorical])
-                values[:, at] = numbers
+                values[:, at] = self._scaled(numbers, at - num_categorical)
                 present[:, at] = ~missing
                 good &= ok
                 faults.append((name, ok))
         weights = None
         if self._columns.weight:
-            weights, ok, missing = self._numbers(record_batch.column(width + 1), {})
-            ok &= ~missing & (weights >= 0)
+            numbers, ok, missing = self._numbers(record_batch.column(width + 1), {})
+            ok &= ~missing & (numbers >= 0)
+            weights = numbers.astype(np.float32)
             good &= ok
             faults.append((self._columns.weight, ok))
         if good.all() and present.all():
@@ -298,10 +298,18 @@ class Converter:
             data = np.frombuffer(data_buffer, np.uint8)
         return self._kernels.read_only(data), self._kernels.read_only(offsets)
 
+    def _scaled(self, numbers: npt.NDArray[np.float64], column: int) -> npt.NDArray[np.float32]:
+        """The numbers of a numeric column on the scale that it has, if any."""
+        if not self._scales:
+            return numbers.astype(np.float32)
+        scaled = np.empty(len(numbers), np.float32)
+        self._scale(numbers, self._scales[column], scaled)
+        return scaled
+
     def _numbers(
         self, column: Any, words: dict[str, float]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """A column as float32, which rows are ok or missing, which are missing; `words` count as numbers."""
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """A column as float64, which rows are ok or missing, which are missing; `words` count as numbers."""
         types = self._arrow.types
         is_text = (types.is_string, types.is_large_string, types.is_dictionary)
         if any(test(column.type) for test in is_text):
@@ -309,12 +317,12 @@ class Converter:
         doubles = column.cast(self._arrow.float64(), safe=False).to_numpy(zero_copy_only=False)
         missing = np.isnan(doubles)
         ok = missing | (np.abs(doubles) <= MAX_FLOAT32)
-        return np.where(ok & ~missing, doubles, 0.0).astype(np.float32), ok, missing
+        return np.where(ok & ~missing, doubles, 0.0), ok, missing
 
     def _parsed_numbers(
         self, strings: Any, words: dict[str, float]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        numbers, status = np.empty(len(strings), np.float32), np.empty(len(strings), np.uint8)
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        numbers, status = np.empty(len(strings), np.float64), np.empty(len(strings), np.uint8)
         self._kernels.parse_floats(*self._buffers(strings), self._powers, numbers, status)
         for row in np.flatnonzero(status == self._kernels.FLOAT_BAD).tolist():
             word = strings[row].as_py().strip().lower()

@@ -40,7 +40,7 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
         places[columns.weight] = WEIGHT_SLOT
     slots = np.array([places.get(name, SKIPPED_SLOT) for name in dialect.names], np.int64)
     seeds = np.array([name_seed(name) for name in features], np.uint64)
-    scales = np.zeros((3, len(columns.numeric)), np.float64)
+    scales = np.zeros((4, len(columns.numeric)), np.float64)
     for at, scale in enumerate(columns.scales):
         scales[:, at] = scale.as_array()
     separator, powers = ord(dialect.separator), powers_of_ten()

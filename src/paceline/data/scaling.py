@@ -16,10 +16,12 @@ import numpy as np
 from paceline.data.dialect import is_missing, is_number
 from paceline.data.one_column import Doubles, line_loss
 from paceline.errors import UsageError
+from paceline.kernels.text.reference import MAX_FLOAT32
 
 NUMERIC_SCALES = ("auto", "standard", "log", "none")
 _HEAVY = 10.0  # the largest of 20,000 exponential variables lies 9 deviations above the mean
 _LEAST_ROWS = 20
+_FAR = 1000.0  # deviations from 0, where float32 has 14 bits left for one
 _EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as the other
 _UNIT_SHARES = (0.5, 0.01)  # of the sizes other than 0 that are smaller than a unit
 
@@ -28,17 +30,24 @@ _UNIT_SHARES = (0.5, 0.01)  # of the sizes other than 0 that are smaller than a 
 class Scale:
     """x becomes (x - mean) / deviation; with a `unit` u, sign(x) log(1 + |x|/u) takes the place of x.
 
-    Values below u are spread as they are then, and those above by their ratios.
+    Values below u are spread as they are then, and those above by their ratios. Numbers are rounded to float32 before
+    that, less `centre`: of those that lie close together and far from 0, as times do, it is in their midst.
     """
 
     unit: float
     """0 where no logarithms are taken."""
     mean: float
     deviation: float
+    centre: float = 0.0
+
+    @property
+    def centring(self) -> Scale:
+        """What takes the centre from numbers, and leaves them as they are then."""
+        return Scale(0.0, 0.0, 0.0, self.centre)
 
     def as_array(self) -> Doubles:
         """As the kernels take it."""
-        return np.array([self.unit, self.mean, self.deviation])
+        return np.array([self.unit, self.mean, self.deviation, self.centre])
 
     def describe(self) -> str:
         """Return the scale for people."""
@@ -69,20 +78,22 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
     known = None if labels is None else labels[rows]
     if known is not None and np.isfinite(known).sum() < _LEAST_ROWS:
         known = None
-    plain = Scale(0.0, *_standardise(numbers.tolist())[0])
+    (mean, deviation), farthest = _standardise(numbers.tolist())
+    centre = float(np.float32(mean)) if _FAR * deviation < abs(mean) <= MAX_FLOAT32 else 0.0
+    plain = Scale(0.0, mean, deviation, centre)
     if how == "standard":
         return plain
     units = _units(numbers)
     losses = [_loss_of_logs(numbers, unit, known) for unit in units]
     logs = signed_logs(numbers, unit := units[int(np.argmin(losses))])
-    logged = Scale(unit, *_standardise(logs.tolist())[0])
+    (mean, deviation), farthest_log = _standardise(logs.tolist())
+    logged = Scale(unit, mean, deviation, centre)
     if how == "log":
         return logged
     if known is not None:
         better = _line_loss(numbers, known) - min(losses)
         if abs(better) * np.isfinite(known).sum() >= _EVIDENCE:
             return logged if better > 0 else plain
-    farthest, farthest_log = _standardise(numbers.tolist())[1], _standardise(logs.tolist())[1]
     return logged if farthest > max(_HEAVY, 2 * farthest_log) else plain
 
 

@@ -22,6 +22,9 @@ Doubles = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
 
+MAX_ORDER = 3
+"""So many columns are crossed at most (see :mod:`paceline.kernels.interactions`)."""
+
 MASK = (1 << 64) - 1
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _GOLDEN = 0x9E3779B97F4A7C15

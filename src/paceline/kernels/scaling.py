@@ -11,8 +11,20 @@ MOST_DEVIATIONS = 1000.0
 
 
 @njit()
-def scale_number(value, unit, mean, deviation):  # type: ignore[no-untyped-def]
-    """(value - mean) / deviation, float64; of the logarithm sign(x) log(1 + |x| / unit) where `unit` is not 0."""
+def centre_number(value, centre):  # type: ignore[no-untyped-def]
+    """`value` less `centre`, as float32 has it; float64."""
+    return np.float64(np.float32(value - centre))
+
+
+@njit()
+def scale_number(number, unit, mean, deviation, centre):  # type: ignore[no-untyped-def]
+    """(value - mean) / deviation, float64; of the logarithm sign(x) log(1 + |x| / unit) where `unit` is not 0.
+
+    `number` is the value as :func:`centre_number` returned it, and stays as it is if `deviation` is 0.
+    """
+    if deviation == 0.0:
+        return number
+    value = number + centre
     if unit != 0.0:
         value = np.copysign(np.log1p(abs(value) / unit), value)
     value = (value - mean) / deviation
@@ -20,26 +32,32 @@ def scale_number(value, unit, mean, deviation):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def scale_numbers(values, scale):  # type: ignore[no-untyped-def]
-    """Scale `values` (float32 [n]) in place; `scale` is float64 [3]: unit (0: no logarithms), mean, deviation."""
+def scale_numbers(values, scale, out):  # type: ignore[no-untyped-def]
+    """Scale `values` (float64 [n]) into `out` (float32 [n]).
+
+    `scale` is float64 [4]: unit (0: no logarithms), mean, deviation, centre.
+    """
     for i in range(len(values)):
-        values[i] = scale_number(np.float64(values[i]), scale[0], scale[1], scale[2])
+        out[i] = scale_number(centre_number(values[i], scale[3]), scale[0], scale[1], scale[2], scale[3])
 
 
 @njit(cache=True, nogil=True)
-def scale_columns(indptr, keys, values, seeds, scales):  # type: ignore[no-untyped-def]
+def scale_columns(indptr, keys, values, seeds, offsets, scales):  # type: ignore[no-untyped-def]
     """Scale the numeric features of rows in place: the last pairs of each, in the order of `seeds`, missing ones aside.
 
     `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs]; `seeds` uint64 [n] are the keys of the
-    numeric columns, `scales` float64 [3, n] what :func:`scale_number` takes.
+    numeric columns, `offsets` float64 [n] what was taken from their values before, `scales` float64 [4, n] what
+    :func:`scale_number` takes.
     """
-    units, means, deviations = scales[0], scales[1], scales[2]
+    units, means, deviations, centres = scales[0], scales[1], scales[2], scales[3]
     for row in range(indptr.shape[0] - 1):
         at, column = indptr[row + 1] - 1, seeds.shape[0] - 1
         while at >= indptr[row] and column >= 0:
             if keys[at] == seeds[column]:
-                number = np.float64(values[at])
-                values[at] = scale_number(number, units[column], means[column], deviations[column])
+                number, centre = np.float64(values[at]), centres[column]
+                if offsets[column] != centre:
+                    number = centre_number(number + offsets[column], centre)
+                values[at] = scale_number(number, units[column], means[column], deviations[column], centre)
                 at -= 1
             column -= 1
 
@@ -50,5 +68,5 @@ KERNELS = (scale_numbers, scale_columns)
 def compile_kernels() -> None:
     """Compile the kernels, or load them from Numba's cache, for the one signature that real calls have."""
     values, keys, indptr = np.zeros(1, np.float32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
-    scale_numbers(values, np.ones(3))
-    scale_columns(indptr, keys, values, keys, np.ones((3, 1)))
+    scale_numbers(np.zeros(1), np.ones(4), values)
+    scale_columns(indptr, keys, values, keys, np.ones(1), np.ones((4, 1)))

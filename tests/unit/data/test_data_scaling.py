@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -10,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data import Columns, Scale, check_numeric_scale, fit_scale, open_dataset, open_spec
+from paceline.data import Batch, Columns, Scale, check_numeric_scale, fit_scale, open_dataset, open_spec
 from paceline.errors import UsageError
 from paceline.kernels.scaling import MOST_DEVIATIONS, scale_columns, scale_numbers
+from paceline.launch.train.converting import convert_data, look_at_sources
+from paceline.launch.train.data_files import look_at
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -24,14 +27,15 @@ OF_THOUSANDTHS = Scale(0.001, 7.0, 2.0)
 
 @pytest.mark.parametrize("scale", [PLAIN, LOGGED, OF_THOUSANDTHS])
 def test_scaling(scale: Scale) -> None:
-    values = np.array([0, 2, -6.5, 1e-30, 3e38, -3e38], np.float32)
+    values = np.array([0, 2, -6.5, 1e-30, 3e38, -3e38])
+    scaled = np.empty(len(values), np.float32)
     expected = []
     for x in map(float, values):
         y = math.copysign(math.log1p(abs(x) / scale.unit), x) if scale.unit else x
         expected.append(max(-MOST_DEVIATIONS, min((y - scale.mean) / scale.deviation, MOST_DEVIATIONS)))
-    scale_numbers(values, scale.as_array())
-    np.testing.assert_allclose(values, np.array(expected, np.float32), rtol=1e-6)
-    assert np.isfinite(values).all()
+    scale_numbers(values, scale.as_array(), scaled)
+    np.testing.assert_allclose(scaled, np.array(expected, np.float32), rtol=1e-6)
+    assert np.isfinite(scaled).all()
 
 
 def test_the_scale_of_a_sample() -> None:
@@ -56,10 +60,11 @@ def test_the_unit_of_logarithms_follows_that_of_the_column(how: str) -> None:
         standardised = []
         for factor in (1e-3, 1.0, 1e4):
             values = (sizes * factor).astype(np.float32)
+            scaled = np.empty_like(values)
             scale = fit_scale(map(str, values.tolist()), how, known)
             assert scale.unit == pytest.approx(factor * (0.003 if known is not None else 1), rel=0.3)
-            scale_numbers(values, scale.as_array())
-            standardised.append(values)
+            scale_numbers(values.astype(np.float64), scale.as_array(), scaled)
+            standardised.append(scaled)
         np.testing.assert_allclose(standardised[0], standardised[1], atol=0.02)
         np.testing.assert_allclose(standardised[0], standardised[2], atol=0.02)
     assert fit_scale(["0", "7", "1200", "3.0"], "log").unit == 1
@@ -114,11 +119,47 @@ def test_readers_scale_and_specs_cache_and_models_carry_it(tmp_path: Path) -> No
 def test_numeric_columns_of_rows_are_scaled_where_they_stand() -> None:
     """Rows whose numbers come last, of which some are missing."""
     seeds = np.array([7, 5, 9], np.uint64)
-    scales = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 2.0], [2.0, 1.0, 4.0]])
+    scales = np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 2.0], [2.0, 1.0, 4.0], [0.0, 0.0, 0.0]])
     rows = [[(100, 1.0), (7, 3.0), (5, -3.0), (9, 10.0)], [(5, 0.0)], [], [(7, 1.0), (9, 1e30)], [(100, 1.0)]]
     indptr = np.cumsum([0, *map(len, rows)])
     keys = np.array([key for row in rows for key, _ in row], np.uint64)
     values = np.array([value for row in rows for _, value in row], np.float32)
-    scale_columns(indptr, keys, values, seeds, scales)
+    scale_columns(indptr, keys, values, seeds, np.zeros(3), scales)
     expected = [1.0, 1.0, -np.log1p(3.0), 2.0, 0.0, 0.0, MOST_DEVIATIONS, 1.0]
     np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+def test_numbers_that_lie_close_together_and_far_from_0(tmp_path: Path) -> None:
+    """Times in milliseconds within 100 s, which are one number, or two, as float32: of text, Parquet, converted."""
+    rng = np.random.default_rng(1)
+    times = 1_764_000_000_000 + rng.integers(0, 100_000, 2000)
+    near = 5e6 + rng.normal(size=2000)
+    content = {"y": (times > times.mean()).astype(int), "time": times, "near": near, "x": rng.normal(size=2000)}
+    rows = zip(*(column.tolist() for column in content.values()), strict=True)
+    (tmp_path / "x.csv").write_text("y,time,near,x\n" + "".join(",".join(map(repr, row)) + "\n" for row in rows))
+    pq.write_table(pa.table(content), tmp_path / "x.parquet")
+    named = Columns("y", (), ("time", "near", "x"))
+    for how in ("standard", "log", "auto", "none"):
+        found = []
+        for name in ("x.csv", "x.parquet", "a.paceline", "b.paceline"):
+            path = tmp_path / name
+            if how == "standard" and name.endswith("paceline"):
+                source = [str(tmp_path / ("x.csv" if name[0] == "a" else "x.parquet"))]
+                look = look_at_sources(source, path, format=None, columns=named, label=None, weight=None)
+                convert_data(source, path, look)
+            columns = look_at([path], columns=None if name.endswith("paceline") else named, numeric_scale=how).columns
+            with open_dataset(path, columns=columns) as dataset:
+                found.append(Batch.concatenate(list(dataset.batches(500))).values)
+            assert columns == look_at([tmp_path / "x.csv"], columns=named, numeric_scale=how).columns
+        values = np.asarray(found[0]).reshape(-1, 3)
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+        if how == "none":
+            np.testing.assert_array_equal(values, np.column_stack([times, near, content["x"]]).astype(np.float32))
+        else:
+            assert columns is not None
+            assert [scale.centre != 0 for scale in columns.scales] == [True, True, False]
+            assert Columns.from_fields(json.loads(json.dumps(columns.to_fields()))) == columns
+            for at, numbers in enumerate((times, near)):
+                expected = (numbers - numbers.mean()) / numbers.std()
+                np.testing.assert_allclose(values[:, at], expected, rtol=0, atol=1e-2 if how == "log" else 1e-5)

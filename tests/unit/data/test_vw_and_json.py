@@ -30,6 +30,7 @@ from paceline.kernels.text.reference import (
     BAD_VW_NAME,
     BAD_VW_WEIGHT,
     MISSING_LABEL,
+    MISSING_WEIGHT,
     NO_BAR,
     TOO_DEEP,
     hash_bytes,
@@ -152,13 +153,18 @@ def test_the_vw_kernel_is_its_twin(words: list[list[bytes]]) -> None:
         ('{"a": 1e99}', BAD_JSON_NUMBER),
         ('{"y": "maybe"}', BAD_JSON_LABEL),
         ('{"w": -1}', BAD_JSON_WEIGHT),
+        ('{"w": null}', MISSING_WEIGHT),
+        ('{"y": 1, "u": {"w": 1}}', MISSING_WEIGHT),
         ('{"a": ' * 40 + "1" + "}" * 40, TOO_DEEP),
         ('{"a": ' * 32 + "1" + "}" * 32, (None, 1, [(".".join("a" * 32), None)], [1])),
     ],
 )  # fmt: skip
 def test_lines_of_json(line: str, expected: Any) -> None:
-    rows, bad = parse(json_parser(COLUMNS, needs_label=False), line.encode() + b"\n")
-    assert (rows[0] if rows else bad[0]) == json_line(line, "y", "w", ("id",))
+    columns = (
+        COLUMNS if expected == MISSING_WEIGHT or '], "w"' in line or line.startswith('{"w"') else COLUMNS.unweighted
+    )
+    rows, bad = parse(json_parser(columns, needs_label=False), line.encode() + b"\n")
+    assert (rows[0] if rows else bad[0]) == json_line(line, "y", columns.weight, ("id",))
     if isinstance(expected, int):
         assert bad == [expected]
     else:
@@ -178,12 +184,14 @@ _values = st.recursive(
 @given(
     st.lists(st.dictionaries(st.sampled_from(["y", "w", "id", "a", "é"]) | st.text(max_size=3), _values), max_size=4),
     st.booleans(),
+    st.booleans(),
 )
-def test_the_json_kernel_is_its_twin(objects: list[dict[str, Any]], ascii: bool) -> None:
+def test_the_json_kernel_is_its_twin(objects: list[dict[str, Any]], ascii: bool, is_weighted: bool) -> None:
     lines = [json.dumps(each, ensure_ascii=ascii) for each in objects]
-    expected = [json_line(line, "y", "w", ("id",)) for line in lines]
+    columns = COLUMNS if is_weighted else COLUMNS.unweighted
+    expected = [json_line(line, "y", columns.weight, ("id",)) for line in lines]
     text = "".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass")
-    rows, bad = parse(json_parser(COLUMNS, needs_label=False), text)
+    rows, bad = parse(json_parser(columns, needs_label=False), text)
     assert rows == [each for each in expected if isinstance(each, tuple)]
     assert bad == [each for each in expected if isinstance(each, int)][:5]
 

@@ -42,7 +42,7 @@ def parse(text: bytes, separator: str, *, last: bool = True, capacity: int = 20,
     bad_at, bad_why, counts = np.empty(50, np.int64), np.empty(50, np.int64), np.empty(kernels.NUM_COUNTS, np.int64)
     kernels.parse_csv(
         *(array, start, len(text), limit, int(last), ord(separator)),
-        *(np.array(SLOTS), np.array(SEEDS, np.uint64), np.zeros((3, NUM_NUMERIC)), reference.powers_of_ten()),
+        *(np.array(SLOTS), np.array(SEEDS, np.uint64), np.zeros((4, NUM_NUMERIC)), reference.powers_of_ten()),
         *(np.empty(len(array), np.uint8), labels, weights, indptr, keys, values, bad_at, bad_why, counts),
     )
     count, bad, position, pairs = counts.tolist()

@@ -265,7 +265,7 @@ def test_hash_strings(strings: list[bytes], seed: int) -> None:
 @settings(deadline=None)
 @given(st.lists(st.one_of(_number, st.sampled_from(["", " ", " 1 ", "x", "1 2", "1\r"])), max_size=20))
 def test_parse_floats(texts: list[str]) -> None:
-    numbers, status = np.zeros(len(texts), np.float32), np.zeros(len(texts), np.uint8)
+    numbers, status = np.zeros(len(texts)), np.zeros(len(texts), np.uint8)
     data, offsets = arrow([text.encode() for text in texts])
     kernels.parse_floats(data, offsets, reference.powers_of_ten(), numbers, status)
     for text, number, code in zip(texts, numbers.tolist(), status.tolist(), strict=True):

@@ -1,7 +1,8 @@
 """Converted data: examples of other files in one file of blocks, with all that a training must know beforehand.
 
-What :class:`DataWriter` writes :class:`ConvertedFile` reads. Numbers stand in it as they stood in its sources: scales
-are kept beside them and are applied as the file is read, so that any model can be trained or predicted from it. A shard
+What :class:`DataWriter` writes :class:`ConvertedFile` reads. Numbers stand in it as they stood in its sources, less a
+centre where float32 would lose what they differ by: scales are kept beside them and are applied as the file is read, so
+that any model can be trained or predicted from it. A shard
 is a range of rows. A block that is damaged is left out, and its rows are reported as malformed.
 """
 
@@ -68,6 +69,11 @@ class Description:
             "bad": [astuple(line) for line in self.bad],
         }
 
+    @property
+    def centres(self) -> tuple[float, ...]:
+        """What was taken from the numbers of each numeric column before they were rounded to float32."""
+        return tuple(scale.centre for scale in next(iter(self.scales.values()), ()))
+
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Description:
         """The description that :meth:`to_fields` made. Raises KeyError, TypeError, ValueError, AttributeError."""
@@ -76,7 +82,10 @@ class Description:
             name_seed(name)  # which of nothing but a text there is
         width = 0 if columns is None else len(columns.numeric)
         scales = {
-            how: tuple(Scale(float(unit), float(mean), float(deviation)) for unit, mean, deviation in found)
+            how: tuple(
+                Scale(float(unit), float(mean), float(deviation), *map(float, centre))
+                for unit, mean, deviation, *centre in found
+            )
             for how, found in fields["scales"].items()
         }
         if any(len(each) != width for each in scales.values()):
@@ -280,10 +289,14 @@ class ConvertedReader:
         self._is_weighted = columns is None or bool(columns.weight)
         self._scale_columns = scale_columns
         self._order = None if columns is None or stored is None else _ColumnOrder.between(stored, columns)
-        self._seeds, self._scales = np.empty(0, np.uint64), np.empty((3, 0))
-        if columns is not None and columns.scales and stored is not None:
-            by_name = dict(zip(columns.numeric, columns.scales, strict=True))
+        self._seeds, self._offsets, self._scales = np.empty(0, np.uint64), np.empty(0), np.empty((4, 0))
+        scales = () if columns is None else columns.scales
+        centres = self._file.description.centres
+        if stored is not None and (scales or any(centres)):
+            as_stand = (Scale(0.0, 0.0, 0.0),) * len(stored.numeric)
+            by_name = dict(zip((columns or stored).numeric, scales or as_stand, strict=True))
             self._seeds = np.array([name_seed(name) for name in stored.numeric], np.uint64)
+            self._offsets = np.array(centres or (0.0,) * len(stored.numeric))
             self._scales = np.array([by_name[name].as_array() for name in stored.numeric]).T.copy()
         num_bytes = sum(entry.num_bytes for entry in self._file.blocks.entries)
         num_rows = self._file.num_examples
@@ -317,7 +330,7 @@ class ConvertedReader:
 
     def _prepared(self, batch: Batch) -> Batch:
         if len(self._seeds) and batch.values is not None:
-            self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._scales)
+            self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._offsets, self._scales)
         if self._order is not None:
             batch = self._order.apply(batch)
         return batch if self._is_weighted else replace(batch, weights=None)

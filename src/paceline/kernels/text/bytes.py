@@ -5,7 +5,8 @@
 another word, `first_ending` it or a byte below 32: the number of bytes before, 8 if there is none. `first_bytes` keeps
 one to eight bytes; `digits_of` reads them as a number, -1 if one is no digit. The hash of
 :mod:`paceline.kernels.text.reference` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
-`hash_finish`; `hash_span` is all of it. Words are little-endian, as on every platform that Numba supports.
+`hash_finish`; `hash_span` is all of it. `skip_blanks` passes over spaces, tabs and carriage returns. Words are
+little-endian, as on every platform that Numba supports.
 """
 
 # ruff: noqa: D103
@@ -21,6 +22,7 @@ from numba.extending import intrinsic
 from paceline.kernels.jit import njit
 from paceline.kernels.text import reference
 
+_TAB, _RETURN, _SPACE = 9, 13, 32
 _ONES, _TOPS, _ZEROS = 0x0101010101010101, 0x8080808080808080, 0x3030303030303030
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined]  # for coverage: the same loops on Python's integers
@@ -162,6 +164,16 @@ else:
         h ^= h >> np.uint64(29)
         h *= np.uint64(reference.LAST_FINAL_MULTIPLIER)
         return h ^ (h >> np.uint64(32))
+
+
+@njit()
+def skip_blanks(text, at):  # type: ignore[no-untyped-def]
+    """The first position from `at` that is no space, tab or carriage return; a newline stops it."""
+    byte = byte_at(text, at)
+    while byte in (_SPACE, _TAB, _RETURN):
+        at += 1
+        byte = byte_at(text, at)
+    return at
 
 
 @njit()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.jit import njit
-from paceline.kernels.scaling import scale_number
+from paceline.kernels.scaling import centre_number, scale_number
 from paceline.kernels.text.bytes import (
     byte_at,
     category_end,
@@ -190,10 +190,8 @@ def _put_number(value, status, scales, k, seed, values, keys, at):  # type: igno
     keys[at] = seed
     values[at] = np.nan
     if status == FLOAT_OK:
-        number = np.float64(np.float32(value))
-        if scales[2, k] != 0.0:
-            number = scale_number(number, scales[0, k], scales[1, k], scales[2, k])
-        values[at] = number
+        number = centre_number(value, scales[3, k])
+        values[at] = scale_number(number, scales[0, k], scales[1, k], scales[2, k], scales[3, k])
     return status != FLOAT_BAD
 
 
@@ -275,12 +273,12 @@ def parse_csv(  # type: ignore[no-untyped-def]
     """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
 
     `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault. `slots` int64 [columns] says
-    where a column's feature stands in a row, or one of the other slots. `seeds` is uint64 [features], of which the
-    last are numeric, as many as `scales`, float64 [3, numeric features], has columns: log, mean and deviation, which is
-    0 for numbers as they stand. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows]; `weights` float32
-    [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times features]; `values`
-    float32, as many, or none if no feature is numeric; `bad_at`, `bad_why` int64: where the first bad rows begin, and
-    what ails them; `counts` int64 [NUM_COUNTS].
+    where a column's feature stands in a row, or one of the other slots. `seeds` is uint64 [features], of which the last
+    are numeric, as many as `scales`, float64 [4, numeric features], has columns: log, mean, deviation, which is 0 for
+    numbers as they stand, and centre. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows]; `weights`
+    float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times features];
+    `values` float32, as many, or none if no feature is numeric; `bad_at`, `bad_why` int64: where the first bad rows
+    begin, and what ails them; `counts` int64 [NUM_COUNTS].
     """
     at, rows, bad, pairs = start, 0, 0, 0
     indptr[0] = 0
@@ -351,7 +349,7 @@ def compile_kernels() -> None:
             44,
             np.zeros(1, np.int64),
             np.zeros(1, np.uint64),
-            np.zeros((3, 0)),
+            np.zeros((4, 0)),
             powers_of_ten(),
             scratch,
         ),

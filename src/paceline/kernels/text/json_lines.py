@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.jit import njit
-from paceline.kernels.text.bytes import byte_at, category_end, hash_span
+from paceline.kernels.text.bytes import byte_at, category_end, hash_span, skip_blanks
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
 from paceline.kernels.text.reference import (
     BAD_JSON,
@@ -20,6 +20,7 @@ from paceline.kernels.text.reference import (
     BAD_JSON_WEIGHT,
     MAX_DEPTH,
     MISSING_LABEL,
+    MISSING_WEIGHT,
     TOO_DEEP,
     powers_of_ten,
 )
@@ -30,15 +31,6 @@ _OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT, _CLOSE_OBJECT = 91, 93, 123, 125
 _NO_SEED = np.uint64(0)
 
 _IS_NUMBER, _IS_TEXT, _IS_MISSING = range(3)
-
-
-@njit()
-def _skip_blanks(text, at):  # type: ignore[no-untyped-def]
-    byte = byte_at(text, at)
-    while byte in (_SPACE, _TAB, _RETURN):
-        at += 1
-        byte = byte_at(text, at)
-    return at
 
 
 @njit()
@@ -249,11 +241,11 @@ def _parse_object(  # type: ignore[no-untyped-def]
     `bases` and `is_list`, int64 [MAX_DEPTH], are of the lists and objects that are open: where the name ends in
     `scratch`, and which they are.
     """
-    label, weight = np.nan, 1.0
+    label, weight = np.nan, np.nan if weight_seed != _NO_SEED else 1.0
     depth, bases[0], is_list[0], may_close = 0, 0, 0, True
     at += 1
     while True:
-        at = _skip_blanks(text, at)
+        at = skip_blanks(text, at)
         closing = _CLOSE_LIST if is_list[depth] == 1 else _CLOSE_OBJECT
         if may_close and byte_at(text, at) == closing:
             at += 1
@@ -269,10 +261,10 @@ def _parse_object(  # type: ignore[no-untyped-def]
                     scratch[path_end] = _DOT
                     path_end += 1
                 path_end = _unescape(text, at + 1, stop, scratch, path_end)
-                at = _skip_blanks(text, stop + 1)
+                at = skip_blanks(text, stop + 1)
                 if path_end < 0 or byte_at(text, at) != _COLON:
                     return at, pair, label, weight, BAD_JSON
-                at = _skip_blanks(text, at + 1)
+                at = skip_blanks(text, at + 1)
             byte = byte_at(text, at)
             if byte in (_OPEN_LIST, _OPEN_OBJECT):
                 depth += 1
@@ -291,7 +283,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 label, good = _as_number(source, kind, value, first, stop, powers)
                 if not good:
                     return at, pair, label, weight, BAD_JSON_LABEL
-            elif kind != _IS_MISSING and is_list[depth] == 0 and seed == weight_seed:
+            elif kind != _IS_MISSING and is_list[depth] == 0 and seed == weight_seed and weight_seed != _NO_SEED:
                 weight, good = _as_number(source, kind, value, first, stop, powers)
                 if not good or np.float32(weight) < 0.0:
                     return at, pair, label, weight, BAD_JSON_WEIGHT
@@ -308,7 +300,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
         depth -= 1
         if depth < 0:
             return at, pair, label, weight, 0
-        at = _skip_blanks(text, at)
+        at = skip_blanks(text, at)
         byte = byte_at(text, at)
         may_close = byte != _COMMA
         if byte == _COMMA:
@@ -324,18 +316,18 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Parse whole lines, an object each, until `end`.
 
-    `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight; `as_text`
-    uint64 those of the names whose numbers are categories. If `needs_label` is 1 an object without a label is
-    malformed, else its label is NaN. `scratch` is uint8, 128 longer than `text`. Out: `labels`, `weights` and `values`
-    float32 and `keys` uint64 [half as many as there are bytes, and 1], `indptr` int64 [one more]; the others as
-    :func:`paceline.kernels.text.lines.parse_libsvm` has them.
+    `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight, without
+    which an object is malformed otherwise; `as_text` uint64 those of the names whose numbers are categories. If
+    `needs_label` is 1 an object without a label is malformed, else its label is NaN. `scratch` is uint8, 128 longer
+    than `text`. Out: `labels`, `weights` and `values` float32 and `keys` uint64 [half as many as there are bytes, and
+    1], `indptr` int64 [one more]; the others as :func:`paceline.kernels.text.lines.parse_libsvm` has them.
     """
     at, rows, bad, pairs, ones = start, 0, 0, 0, True
     bases, is_list = np.empty(MAX_DEPTH, np.int64), np.empty(MAX_DEPTH, np.int64)
     indptr[0] = 0
     while at < end:
         line = at
-        at = _skip_blanks(text, at)
+        at = skip_blanks(text, at)
         if byte_at(text, at) == _NEWLINE:
             at += 1
             continue
@@ -344,11 +336,13 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
             at, pair, label, weight, why = _parse_object(
                 text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list, keys, values, pairs
             )
-            at = _skip_blanks(text, at)
+            at = skip_blanks(text, at)
             if why == 0 and byte_at(text, at) != _NEWLINE:
                 why = BAD_JSON
             if why == 0 and needs_label == 1 and label != label:
                 why = MISSING_LABEL
+            if why == 0 and weight != weight:
+                why = MISSING_WEIGHT
         if why == 0:
             for k in range(pairs, pair):
                 ones = ones and values[k] == 1.0

@@ -14,6 +14,7 @@ from paceline.kernels.text.reference import (
     BAD_JSON_WEIGHT,
     LABEL_WORDS,
     MAX_DEPTH,
+    MISSING_WEIGHT,
     TOO_DEEP,
     category_text,
     hash_bytes,
@@ -57,15 +58,17 @@ def json_line(
         return BAD_JSON
     except _MalformedError as error:
         return error.why
+    if row.weight is None:
+        return MISSING_WEIGHT
     return row.label, row.weight, row.keys, row.values
 
 
 class _Row:
     def __init__(self, label: str, weight: str, as_text: tuple[str, ...]) -> None:
-        self._names = label, weight
+        self._names = label, weight or None
         self._as_text = as_text
         self.label: float | None = None
-        self.weight = 1.0
+        self.weight: float | None = None if weight else 1.0
         self.keys: list[int] = []
         self.values: list[float] = []
 

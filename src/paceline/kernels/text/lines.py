@@ -23,6 +23,7 @@ from paceline.kernels.text.bytes import (
     hash_start,
     hash_step,
     low_bytes,
+    skip_blanks,
     word_at,
 )
 from paceline.kernels.text.reference import (
@@ -54,16 +55,6 @@ def _line_end(text, at):  # type: ignore[no-untyped-def]
     while byte_at(text, at) != _NEWLINE:
         at += 1
     return at + 1
-
-
-@njit()
-def _skip_blanks(text, at):  # type: ignore[no-untyped-def]
-    """The first position from `at` that is no space, tab or carriage return; a newline stops it."""
-    byte = byte_at(text, at)
-    while byte in (_SPACE, _TAB, _RETURN):
-        at += 1
-        byte = byte_at(text, at)
-    return at
 
 
 @njit()
@@ -277,7 +268,7 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
     indptr[0] = 0
     while at < end and rows < labels.shape[0]:
         line = at
-        at = _skip_blanks(text, at)
+        at = skip_blanks(text, at)
         byte = byte_at(text, at)
         if byte in (_NEWLINE, _HASH):
             at = _line_end(text, at)
@@ -290,7 +281,7 @@ def parse_libsvm(  # type: ignore[no-untyped-def]
             else:
                 why = BAD_LABEL
         while why == 0:
-            at = _skip_blanks(text, at)
+            at = skip_blanks(text, at)
             byte = byte_at(text, at)
             if byte in (_NEWLINE, _HASH):
                 break
@@ -360,7 +351,7 @@ def hash_strings(data, offsets, seed, out, first, stride):  # type: ignore[no-un
 
 @njit(cache=True, nogil=True)
 def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped-def]
-    """Read string i, ``data[offsets[i]:offsets[i+1]]``, as a number into ``out[i]`` (float32).
+    """Read string i, ``data[offsets[i]:offsets[i+1]]``, as a number into ``out[i]`` (float64).
 
     ``status[i]`` (uint8) is FLOAT_OK, FLOAT_MISSING (nothing but blanks) or FLOAT_BAD (no finite float32);
     `out` is 0 unless OK. `data` and `offsets` as in :func:`hash_strings`.
@@ -398,7 +389,7 @@ def compile_kernels() -> None:
     parse_libsvm(text, 0, 1, 1, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
     data, offsets = read_only(text), read_only(np.zeros(2, np.int64))
     hash_strings(data, offsets, np.uint64(0), keys, 0, 1)
-    parse_floats(data, offsets, powers, values, np.empty(1, np.uint8))
+    parse_floats(data, offsets, powers, np.empty(1), np.empty(1, np.uint8))
 
 
 def read_only(array: Any) -> Any:

@@ -66,7 +66,7 @@ LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT = -1, -2, -3
 """Where a csv column has no feature: it is the label, the row's weight, or not read."""
 
 NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE, BAD_VW_NAME, MISSING_LABEL = range(17, 23)
-BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP = range(23, 28)
+BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP, MISSING_WEIGHT = range(23, 29)
 MAX_DEPTH = 32
 """So many objects and lists may be open at a time in a row of JSON."""
 
@@ -84,6 +84,7 @@ REASONS = {
     BAD_VW_BASE: "it has an initial prediction, which is not read",
     BAD_VW_NAME: "a feature has no name",
     MISSING_LABEL: "it has no label",
+    MISSING_WEIGHT: "it has no weight",
     BAD_JSON: "it is not one object of JSON",
     BAD_JSON_LABEL: "its label is not a finite number, true or false",
     BAD_JSON_NUMBER: "a number is not a finite float32 number",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.jit import njit
-from paceline.kernels.text.bytes import byte_at, hash_span
+from paceline.kernels.text.bytes import byte_at, hash_span, skip_blanks
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
 from paceline.kernels.text.reference import (
     BAD_VALUE,
@@ -31,15 +31,6 @@ NUM_VW_COUNTS = NUM_COUNTS + 1
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE, _COLON, _BAR = 9, 10, 13, 32, 39, 58, 124
 _NO_SEED = np.uint64(0)
-
-
-@njit()
-def _skip_blanks(text, at):  # type: ignore[no-untyped-def]
-    byte = byte_at(text, at)
-    while byte in (_SPACE, _TAB, _RETURN):
-        at += 1
-        byte = byte_at(text, at)
-    return at
 
 
 @njit()
@@ -67,13 +58,13 @@ def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
 def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
     """What stands before the first bar: (label or NaN, weight, what ails it, or 0)."""
     label, weight, count = np.nan, 1.0, 0
-    at = _skip_blanks(text, at)
+    at = skip_blanks(text, at)
     while at < bar:
         stop = at
         while stop < bar and byte_at(text, stop) not in (_SPACE, _TAB, _RETURN):
             stop += 1
         if byte_at(text, at) == _QUOTE or stop == bar:
-            return label, weight, (0 if _skip_blanks(text, stop) == bar else BAD_VW_HEAD)
+            return label, weight, (0 if skip_blanks(text, stop) == bar else BAD_VW_HEAD)
         value, behind = read_float(text, at, stop, powers)
         if behind != stop or count > 2:
             return label, weight, BAD_VW_HEAD
@@ -86,7 +77,7 @@ def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
         elif value != 0.0:
             return label, weight, BAD_VW_BASE
         count += 1
-        at = _skip_blanks(text, stop)
+        at = skip_blanks(text, stop)
     return label, weight, 0
 
 
@@ -100,7 +91,7 @@ def _read_features(text, at, end, powers, keys, values, pair):  # type: ignore[n
         scale, at = _read_value(text, at, end, powers)
         if at < 0:
             return pair, BAD_VALUE
-        at = _skip_blanks(text, at)
+        at = skip_blanks(text, at)
         byte = byte_at(text, at)
         while byte not in (_BAR, _NEWLINE):
             first = at
@@ -114,7 +105,7 @@ def _read_features(text, at, end, powers, keys, values, pair):  # type: ignore[n
                 return pair, BAD_VALUE
             values[pair] = value
             pair += 1
-            at = _skip_blanks(text, at)
+            at = skip_blanks(text, at)
             byte = byte_at(text, at)
     return pair, 0
 
@@ -133,7 +124,7 @@ def parse_vw(  # type: ignore[no-untyped-def]
     indptr[0] = 0
     while at < end:
         line = at
-        at = _skip_blanks(text, at)
+        at = skip_blanks(text, at)
         if byte_at(text, at) == _NEWLINE:
             at += 1
             continue

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from paceline.data import (
     Dataset,
     DataWriter,
     Description,
+    Scale,
     describe_converted,
     detect_format,
     open_dataset,
@@ -99,7 +101,9 @@ def convert_data(
     prepare_kernels()
     start = time.perf_counter()
     with _written(out) as aside, contextlib.closing(DataWriter(aside)) as writer:
-        with open_dataset(sources, look.format, look.columns, strict=strict, labels="numbers") as dataset:
+        scales = _find_scales(look)
+        columns = look.columns and dataclasses.replace(look.columns, scales=_centring(scales))
+        with open_dataset(sources, look.format, columns, strict=strict, labels="numbers") as dataset:
             told = start
             for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES):
                 writer.append(block)
@@ -113,16 +117,26 @@ def convert_data(
                 keys = _distinct_keys(dataset)
                 names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
             found = find_bad_lines(dataset)
-            described = _describe(look, dataset)
+            described = _describe(look, dataset, scales)
         writer.finish(described, names)
     seconds = time.perf_counter() - start
     return Conversion(writer.num_examples, writer.num_positives, out.stat().st_size, seconds, found)
 
 
-def _describe(look: DataLook, dataset: Dataset) -> Description:
-    scales = {}
-    if look.sample is not None and look.columns is not None:
-        scales = {how: look.fit_scales(how) for how in NUMERIC_SCALES if how != "none"}
+def _find_scales(look: DataLook) -> dict[str, tuple[Scale, ...]]:
+    """Return the scales of csv and parquet files' numeric columns by how they are found."""
+    if look.sample is None or look.columns is None:
+        return {}
+    return {how: look.fit_scales(how) for how in NUMERIC_SCALES if how != "none"}
+
+
+def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
+    """Return what numbers are brought to in the file: as they stand, less a centre where float32 needs it."""
+    found = tuple(scale.centring for scale in next(iter(scales.values()), ()))
+    return found if any(scale.centre for scale in found) else ()
+
+
+def _describe(look: DataLook, dataset: Dataset, scales: Mapping[str, tuple[Scale, ...]]) -> Description:
     return Description(
         format=dataset.source_format,
         columns=look.columns,

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from paceline.data import Batch, Columns
 from paceline.errors import UsageError
+from paceline.kernels.reference import MAX_ORDER
 from paceline.models.features.layout import RowLayout
 
-MAX_ORDER: Final = 3
 MAX_CROSSES: Final = 10_000
 _ANY = "*"
 _NO_VALUES = np.empty(0, np.float32)
