@@ -83,8 +83,7 @@ class TrainingProgress:
     """Shows snapshots of training while its ``with`` block runs; any thread may update it.
 
     On a terminal one line is redrawn in place, cut to the width there is. Elsewhere (a file, a pipe, a dumb
-    terminal) a plain line comes with the first snapshot, then at most one every `plain_every`, and one with
-    the last snapshot at the end. With `enabled` False nothing is ever written. The cursor comes back however
+    terminal) a plain line comes every `plain_every`, so that what is over before leaves none. With `enabled` False nothing is ever written. The cursor comes back however
     the block ends.
     """
 
@@ -94,7 +93,7 @@ class TrainingProgress:
         total_examples: int | None = None,
         enabled: bool = True,
         *,
-        plain_every: timedelta = timedelta(seconds=5),
+        plain_every: timedelta = timedelta(minutes=1),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`console` None is standard error; `total_examples` None means that the end is not known."""
@@ -105,12 +104,11 @@ class TrainingProgress:
         self._clock = clock
         self._lock = threading.Lock()
         self._snapshot: ProgressSnapshot | None = None
-        self._shown: ProgressSnapshot | None = None
         self._shown_s = self._start_s = 0.0
         self._live: Live | None = None
 
     def __enter__(self) -> TrainingProgress:
-        self._start_s = self._clock()
+        self._start_s = self._shown_s = self._clock()
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
                 _Line(self),
@@ -126,8 +124,6 @@ class TrainingProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
-            if self._enabled and self._live is None:
-                self._print_plain()
             self._enabled = False
         if self._live is not None:
             self._live.stop()
@@ -138,15 +134,9 @@ class TrainingProgress:
             self._snapshot = snapshot
             if not self._enabled or self._live is not None:
                 return
-            if self._shown is None or self._clock() - self._shown_s >= self._plain_every_s:
-                self._print_plain()
-
-    def _print_plain(self) -> None:
-        """One line for the present snapshot, unless it was shown already. With the lock held."""
-        if self._snapshot is None or self._snapshot is self._shown:
-            return
-        self._shown, self._shown_s = self._snapshot, self._clock()
-        self._console.out(_GAP.join(part for _, part in self._parts(self._snapshot)).strip(), highlight=False)
+            if self._clock() - self._shown_s >= self._plain_every_s:
+                self._shown_s = self._clock()
+                self._console.out(_GAP.join(part for _, part in self._parts(snapshot)).strip(), highlight=False)
 
     def _parts(self, snapshot: ProgressSnapshot | None) -> list[tuple[int, str]]:
         """What the line says, in order, each with its rank; where there is no room, high ranks go first."""

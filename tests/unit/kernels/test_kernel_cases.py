@@ -79,10 +79,11 @@ def test_every_kernel_has_a_case() -> None:
     texts |= {"scale_numbers", "scale_columns", "xxh64"}  # test_data_scaling.py, test_checksum.py
     texts |= {"cross_features"}  # tests/unit/models/test_interactions.py
     in_memory = {"logistic_pass"}  # tests/unit/models/test_tuning.py
+    of_passes = {"mark", "mark_all", "old_keys"}  # tests/unit/ps/test_passes.py
     between_processes = {  # tests/integration/collectives
         *("publish_word", "read_word", "claim", "read_peer"),
         *("all_reduce_small", "all_reduce", "all_reduce_direct", "move"),
     }
-    assert in_cases | through_the_store | texts | in_memory | between_processes == {
+    assert in_cases | through_the_store | texts | in_memory | of_passes | between_processes == {
         kernel.__name__ for kernel in KERNELS
     }

@@ -77,7 +77,7 @@ def run_training(
     def train_once() -> TrainResult:
         nonlocal workers
         with contextlib.ExitStack() as stack:
-            line = stack.enter_context(TrainingProgress(console, None, console.is_terminal and not quiet))
+            line = stack.enter_context(TrainingProgress(console, None, not quiet))
             cluster: LocalCluster | None = None
             if scheduler is not None:
                 assert token is not None
