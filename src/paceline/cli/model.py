@@ -36,6 +36,28 @@ def diff(
     typer.echo(json_module.dumps(found.as_json(), allow_nan=False) if json else describe_difference(found))
 
 
+@app.command("merge")
+def merge(
+    models: Annotated[list[Path], typer.Argument(help="Directories of linear models that were trained on other data.")],
+    save: Annotated[Path, typer.Option(help="Directory to write their mean to.")],
+    shares: Annotated[
+        str | None, typer.Option(help="How much each counts, separated by commas; all alike if not given.")
+    ] = None,
+) -> None:
+    """Write one model whose weights are the mean of several models'.
+
+    Example: paceline model merge monday tuesday --shares 3,1 --save both
+    """
+    from paceline.errors import UsageError
+    from paceline.inference.merging import merge_models
+
+    try:
+        numbers = None if shares is None else [float(each) for each in shares.split(",")]
+    except ValueError:
+        raise UsageError(f"--shares {shares}: expected numbers above 0, such as 3,1") from None
+    typer.echo(f"{merge_models(models, save, numbers):,} features in {save}")
+
+
 @app.command("export")
 def export(
     model: Annotated[Path, typer.Argument(help="Directory of a model.")],

@@ -13,7 +13,7 @@ from paceline.models.stored import StoredModel
 from paceline.storage.format import StoredTable
 from paceline.tables.types import Floats, Keys
 
-_LINEAR = ("lr", "regression", "poisson", "softmax")
+LINEAR_MODELS = ("lr", "regression", "poisson", "softmax")
 
 
 class Weights(NamedTuple):
@@ -38,7 +38,7 @@ def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
 
 def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
     """Return weights of values as they stand in the data, where a linear model scales them; see its manifest."""
-    if described.get("kind") in _LINEAR:
+    if described.get("kind") in LINEAR_MODELS:
         weights = unscaled_weights(weights, read_key_scaling(described), described.get("offset", 0.0))
     if described.get("kind") == "regression":  # which learns by how many `scale` a label is above `center`
         scale, center = np.float32(described["scale"]), np.float32(described["center"])
@@ -68,7 +68,7 @@ def split_bias(keys: Keys, values: Floats) -> Weights:
     """Return the weights by rising key (uint64 [n], float32 [n, dim]), the bias apart."""
     order = np.argsort(keys)
     keys, values = keys[order], values[order]
-    at = int(np.searchsorted(keys, BIAS_KEY))
+    at = int(np.searchsorted(keys, np.uint64(BIAS_KEY)))
     if at < len(keys) and keys[at] == BIAS_KEY:
         return Weights(np.delete(keys, at), np.delete(values, at, axis=0), values[at])
     return Weights(keys, values, np.zeros(values.shape[1], np.float32))

@@ -83,8 +83,8 @@ class TrainingProgress:
     """Shows snapshots of training while its ``with`` block runs; any thread may update it.
 
     On a terminal one line is redrawn in place, cut to the width there is. Elsewhere (a file, a pipe, a dumb
-    terminal) a plain line comes every `plain_every`, so that what is over before leaves none. With `enabled` False nothing is ever written. The cursor comes back however
-    the block ends.
+    terminal) a plain line comes every `plain_every`, so that what is over before leaves none. With
+    `enabled` False nothing is ever written. The cursor comes back however the block ends.
     """
 
     def __init__(

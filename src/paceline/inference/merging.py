@@ -1,0 +1,90 @@
+"""One model of several that were trained on different data: the mean of linear models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.inference.weights import LINEAR_MODELS, read_weights
+from paceline.models.base import BIAS_KEY
+from paceline.models.stored import StoredModel, read_stored_model
+from paceline.storage.model_directory import save_model
+from paceline.tables.rules import FTRL, RULES
+from paceline.tables.settings import from_fields
+from paceline.tables.types import Doubles, Floats, Keys
+
+_NEUTRAL = {"offset": 0.0, "center": 0.0, "scale": 1.0, "mean": 1.0}
+"""What a model adds to its margins, or multiplies them by: part of the merged weights."""
+_OF_EACH = ("finished", "scaling", *_NEUTRAL)
+
+
+def merge_models(
+    directories: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], shares: Sequence[float] | None = None
+) -> int:
+    """Write the mean of linear models of one kind to `out`, and return how many features it has.
+
+    `shares` says how much each counts, as the examples that it was trained on may; None: all count alike. A feature
+    that a model does not know has weight 0 there (parameter averaging: McDonald, Hall, Mann, NAACL 2010). FTRL's sums
+    of squares are added, so that training goes on from the mean (``--init-from``) at the rates of all their data.
+    Raises UsageError for models that cannot be averaged.
+    """
+    if len(directories) < 2:
+        raise UsageError(f"one model, {directories[0]}, was given: merge takes two or more")
+    counts = np.array([1.0] * len(directories) if shares is None else list(shares))
+    if len(counts) != len(directories) or not np.isfinite(counts).all() or (counts <= 0).any():
+        raise UsageError(f"shares {', '.join(map(str, shares or ()))}: expected {len(directories)} numbers above 0")
+    models = [read_stored_model(each) for each in directories]
+    rule = _check(models)
+    weights = [read_weights(model, model.tables[0]) for model in models]
+    keys: Keys = np.unique(np.concatenate([*(each.keys for each in weights), np.array([BIAS_KEY], np.uint64)]))
+    mean, squares = np.zeros((2, len(keys), weights[0].values.shape[1]))
+    for model, each, share in zip(models, weights, counts / counts.sum(), strict=True):
+        at = np.searchsorted(keys, each.keys)
+        mean[at] += share * each.values
+        mean[np.searchsorted(keys, np.uint64(BIAS_KEY))] += share * each.bias
+        _add_squares(model, keys, squares)
+    described = {**models[0].described, "finished": True, "scaling": None}
+    described |= {name: value for name, value in _NEUTRAL.items() if name in described}
+    save_model(out, [(models[0].tables[0].spec, [(keys, _records(mean, squares, rule))])], described)
+    return len(keys) - 1
+
+
+def _check(models: Sequence[StoredModel]) -> FTRL:
+    """Return the update rule of models that can be averaged; raise UsageError for others."""
+    first = models[0]
+    for model in models:
+        kind = model.described.get("kind")
+        if kind not in LINEAR_MODELS or len(model.tables) != 1:
+            raise UsageError(f"{model.directory} is of kind {kind!r}: only {', '.join(LINEAR_MODELS)} have a mean")
+        for name in sorted({*first.described, *model.described} - {*_OF_EACH}):
+            if first.described.get(name) != model.described.get(name):
+                raise UsageError(
+                    f"{first.directory} and {model.directory} differ in {name}, {_shown(first.described, name)} and "
+                    f"{_shown(model.described, name)}: train one from the other with --init-from, which keeps it"
+                )
+    rule = from_fields(RULES, first.tables[0].spec.update)
+    if not isinstance(rule, FTRL):
+        raise UsageError(f"{first.directory} was trained by {type(rule).__name__}: merge takes models of FTRL")
+    return rule
+
+
+def _shown(described: Mapping[str, Any], name: str) -> str:
+    text = str(described.get(name))
+    return text if len(text) < 80 else f"{text[:80]}…"
+
+
+def _add_squares(model: StoredModel, keys: Keys, squares: Doubles) -> None:
+    dim = squares.shape[1]
+    for some, records in model.records(model.tables[0]):
+        squares[np.searchsorted(keys, some)] += records[:, FTRL.squares * dim : (FTRL.squares + 1) * dim]
+
+
+def _records(mean: Doubles, squares: Doubles, rule: FTRL) -> Floats:
+    """Return records of FTRL, weights and its sums z and n, in which z is what gives the weights at n."""
+    z = -(np.sign(mean) * rule.l1 + mean * ((rule.beta + np.sqrt(squares)) / rule.alpha + rule.l2))
+    records: Floats = np.hstack([mean, z, squares]).astype(np.float32)
+    return records
