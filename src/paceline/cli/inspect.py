@@ -20,6 +20,7 @@ def inspect(
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="How many of the largest weights to show.")] = 20,
     html: Annotated[Path | None, typer.Option(help="File to write one page with plots to.")] = None,
+    png: Annotated[Path | None, typer.Option(help="File to draw the plots to, by Matplotlib.")] = None,
     format: options.Format = None,
     json: options.Json = False,
 ) -> None:
@@ -53,6 +54,10 @@ def inspect(
                 Path(aside).write_text(make_page(summary, calibration), encoding="utf-8")
         except OSError as error:
             raise ModelError(f"cannot write the page to {html}: {error.strerror or error}") from None
+    if png is not None:
+        from paceline.inference.drawing import write_png
+
+        write_png(png, summary, calibration)
     if json:
         found = summary.as_json()
         if calibration is not None:

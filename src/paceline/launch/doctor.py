@@ -57,6 +57,7 @@ def examine() -> Iterator[Finding]:
     yield _extra("pyarrow", "parquet", "pip install 'paceline[parquet]'")
     yield _extra("zstandard", "data in .zst files, filter zstd", "pip install 'paceline[zstd]'")
     yield _extra("fsspec", "data at URLs", "pip install 'paceline[remote]'")
+    yield _extra("matplotlib", "paceline inspect --png", "pip install 'paceline[plots]'")
     yield _extra("torch", "PyTorch models, and Gloo in bench collectives", "pip install torch")
     yield _extra("scikit-learn", "paceline.sklearn", "pip install 'paceline[sklearn]'", module="sklearn")
     yield _extra("uvicorn", "paceline serve", "pip install 'paceline[serve]'")

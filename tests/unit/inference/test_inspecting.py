@@ -15,6 +15,7 @@ from paceline import cli
 from paceline.errors import ModelError, UsageError
 from paceline.inference import load
 from paceline.inference.calibration import group_by_prediction
+from paceline.inference.drawing import write_png
 from paceline.inference.export import export_model
 from paceline.inference.inspection import (
     Histogram,
@@ -107,6 +108,25 @@ def test_inspect_command(
     tags.feed(page.read_text(encoding="utf-8"))
     assert tags.found.count("svg") == 2
     assert tags.found.count("circle") == 3
+
+
+def test_plots(
+    libsvm_model: Path, libsvm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of weights, and one of calibration beside it if there is data."""
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed: pip install 'paceline[plots]'")
+    sizes, file = [], libsvm_model.with_name("model.png")
+    for data in ([], ["--data", str(libsvm)]):
+        run(capsys, monkeypatch, "inspect", str(libsvm_model), "--png", str(file), *data)
+        pixels = image.imread(file)
+        assert len(np.unique(pixels)) > 2  # something is drawn
+        sizes.append(pixels.shape[1])
+    assert sizes[1] == 2 * sizes[0]
+    with pytest.raises(ModelError, match="cannot write the plots to"):
+        write_png(libsvm_model.with_name("none") / "x.png", inspect_model(libsvm_model), None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"--png needs matplotlib, .*: pip install 'paceline\[plots\]'"):
+        write_png(file, inspect_model(libsvm_model), None)
 
 
 def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
