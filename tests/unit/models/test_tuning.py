@@ -18,7 +18,7 @@ from paceline.models.tuning import (
     tune,
     wants_sparsity,
 )
-from paceline.models.tuning.trial import copies_of
+from paceline.models.tuning.trial import SMALL, copies_of, held_out_splits
 from paceline.ps import FTRL
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
 
@@ -185,6 +185,20 @@ def test_copies_are_held_out_together() -> None:
     fresh, copied = (tune(sample, 0.0, 16, rules, is_sorted=False)[0] for sample in (once, five))
     assert copied.losses.mean == pytest.approx(fresh.losses.mean, rel=0.1)
     assert copied.passes <= fresh.passes
+
+
+@pytest.mark.parametrize("num_rows", [4100, 9000])
+def test_no_copy_is_on_the_other_side(num_rows: int) -> None:
+    """Of 100 groups, whose ends are not those of folds; each group is held out once where each example is."""
+    batch = make_sample(100, num_keys=400).batch.take(np.random.default_rng(3).integers(0, 100, num_rows))
+    groups = copies_of(batch)
+    assert groups is not None
+    held_out = []
+    for trained, held in held_out_splits(batch, is_sorted=False):
+        assert not set(groups[trained]) & set(groups[held])
+        assert sorted([*trained, *held]) == list(range(num_rows))
+        held_out += held.tolist()
+    assert sorted(held_out) == (list(range(num_rows)) if num_rows <= SMALL else sorted(set(held_out)))
 
 
 def test_weights_reach_the_trial() -> None:

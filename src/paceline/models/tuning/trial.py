@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -88,7 +89,7 @@ class SampleTrial:
         counts = np.ones(len(labels)) if batch.weights is None else batch.weights.astype(np.float64)
         rate = float(np.clip(labels @ counts / max(counts.sum(), 1e-30), 1e-6, 1 - 1e-6))
         self._entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-        self._splits = list(_split(batch, is_sorted=is_sorted))
+        self._splits = list(held_out_splits(batch, is_sorted=is_sorted))
         self._held_out = [self._rows_of(held_out) for _, held_out in self._splits]
         every = np.concatenate([held_out for _, held_out in self._splits])
         self._all_labels, self._all_weights = labels, counts
@@ -152,7 +153,7 @@ class SampleTrial:
         return chosen, ids[pairs], values[pairs] if len(values) else values
 
 
-def _split(batch: Batch, *, is_sorted: bool) -> Iterator[tuple[Positions, Positions]]:
+def held_out_splits(batch: Batch, *, is_sorted: bool) -> Iterator[tuple[Positions, Positions]]:
     """Yield the positions of what is trained on, in the order of training, and of what is held out."""
     n, random = batch.num_examples, np.random.default_rng(0)
     copies = copies_of(batch)
@@ -160,15 +161,18 @@ def _split(batch: Batch, *, is_sorted: bool) -> Iterator[tuple[Positions, Positi
         anywhere = random.permutation(n)
     else:
         anywhere = np.argsort(random.permutation(n)[copies], kind="stable")
-    if n <= SMALL:
-        for fold in np.array_split(anywhere, min(_FOLDS, n)):
-            trained = anywhere[~np.isin(anywhere, fold)]
-            yield trained if copies is None else random.permutation(trained), np.sort(fold)
-    elif is_sorted or copies is not None:
-        trained = anywhere[n // _HELD_OUT :]
-        yield trained if copies is None else random.permutation(trained), np.sort(anywhere[: n // _HELD_OUT])
-    else:
+    if n > SMALL and copies is None and not is_sorted:
         yield np.arange(n - n // _HELD_OUT), np.arange(n - n // _HELD_OUT, n)
+        return
+    sizes = [len(fold) for fold in np.array_split(anywhere, min(_FOLDS, n))] if n <= SMALL else [n // _HELD_OUT]
+    cuts = [0, *np.cumsum(sizes).tolist()]
+    if copies is not None:
+        ends = np.flatnonzero(np.diff(copies[anywhere], append=-1)) + 1
+        cuts = [0, *ends[np.searchsorted(ends, cuts[1:])].tolist()]  # none between copies
+    for start, stop in pairwise(cuts):
+        trained = np.concatenate([anywhere[:start], anywhere[stop:]])
+        if start < stop:
+            yield trained if copies is None else random.permutation(trained), np.sort(anywhere[start:stop])
 
 
 def copies_of(batch: Batch) -> Positions | None:
