@@ -244,6 +244,24 @@ def few_valued_counts(rng: np.random.Generator, n: int) -> Table:
     return Table(draw(rng, margins), None, numbers)
 
 
+@data_set(20_000)
+def codes_with_missing(rng: np.random.Generator, n: int) -> Table:
+    columns, margins = categories(rng, n, (300, 40))
+    codes = {name: np.unique(column, return_inverse=True)[1] + 100_000 for name, column in columns.items()}
+    is_there = rng.random(n) > 0.01
+    written = {
+        f"{name}_id": np.where(is_there, np.char.add(code.astype(str), ".0"), "") for name, code in codes.items()
+    }
+    return Table(draw(rng, margins), None, {"score": rng.standard_normal(n)}, written)
+
+
+@data_set(20_000)
+def bent_ages(rng: np.random.Generator, n: int) -> Table:
+    age = rng.integers(18, 90, n)
+    noise = {f"x{at}": rng.standard_normal(n) for at in range(4)}
+    return Table(draw(rng, 0.003 * (age - 50.0) ** 2), None, noise, {"age": age.astype(str)})
+
+
 @data_set(60_000)
 def drifting(rng: np.random.Generator, n: int) -> Table:
     x = (sp.random(n, 2_000, 0.01, "csr", random_state=rng) > 0).astype(np.float64)
