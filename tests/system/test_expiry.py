@@ -14,7 +14,10 @@ import paceline
 from paceline.errors import UsageError
 from paceline.launch.train.options import PassOptions, TrainOptions
 from paceline.launch.train.train import train_locally
+from paceline.models.fm import FactorizationMachine
+from paceline.models.metrics import ClickEvaluation
 from paceline.protocol import Sequential
+from paceline.ps import read_model
 
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 
@@ -58,3 +61,34 @@ def test_a_model_that_is_trained_further_forgets(tmp_path: Path) -> None:
     assert after.num_features == 111
     with pytest.raises(UsageError, match="--expire-after 63: expected 1 to 62 passes"):
         PassOptions(expire_after=63)
+
+
+def write_pairs(path: Path, examples: int, strangers: int) -> Path:
+    """Write labels that only the pair of an example's two features tells, then examples of features of their own."""
+    random = np.random.default_rng(examples)
+    lines = [
+        f"{(a + b) % 2} {a}:1 {b}:1\n"
+        for a, b in zip(*random.integers([[0], [10]], [[10], [20]], (2, examples)), strict=True)
+    ]
+    path.write_text("".join(lines + [f"{number % 2} {1000 + number}:1\n" for number in range(strangers)]))
+    return path
+
+
+def test_factors_and_counts_go_with_the_feature_and_not_before(tmp_path: Path) -> None:
+    first, second = write_pairs(tmp_path / "1.svm", 3000, 100), write_pairs(tmp_path / "2.svm", 1000, 0)
+    model = FactorizationMachine(factor_min_count=50, factor_lr=0.3, factor_l2=0.0)
+    common: dict[str, Any] = {"model": model, "adapt": "no", "evaluation": [second]}
+    train_locally(TrainOptions(data=[first], epochs=2, save=tmp_path / "m", **common), consistency=Sequential())
+    passes = PassOptions(expire_after=1)
+    options = TrainOptions(
+        data=[second], epochs=1, init_from=tmp_path / "m", save=tmp_path / "n", passes=passes, **common
+    )
+    after = train_locally(options, consistency=Sequential())
+    assert after.num_features == 20
+    assert isinstance(after.evaluation, ClickEvaluation)
+    assert after.evaluation.auc > 0.95
+    kept = read_model(tmp_path / "n")
+    rows = {
+        name: sum(len(keys) for keys, _ in kept.records(kept.table(name))) for name in ("fm", "fm factors", "fm counts")
+    }
+    assert rows == {"fm": 21, "fm factors": 20, "fm counts": 20}

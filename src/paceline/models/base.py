@@ -43,6 +43,8 @@ class ModelTable(NamedTuple):
     initializer: Initializer | None = None
     is_count: bool = False
     """Whether its values count something: what is pushed is applied as it is, behind no filter that is not exact."""
+    is_by_feature: bool = True
+    """Whether its keys are those of features, as in the model's first table."""
 
 
 class KeyScratch:
@@ -256,7 +258,8 @@ class SparseModel(ABC):
         """The tables of a training: its parameters', and last that of the sketch, if features are counted."""
         if self.min_count == 1:
             return self.parameter_tables
-        return *self.parameter_tables, ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0), is_count=True)
+        sketch = ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0), is_count=True, is_by_feature=False)
+        return *self.parameter_tables, sketch
 
     @property
     def knows_columns_by_place(self) -> bool:

@@ -148,21 +148,28 @@ class SparsePart(TablePart):
     # Passes over the data.
 
     def begin_pass(self, number: int, rows_of: int) -> None:
-        """Have pushes from now on count as of pass `number`; rows, if that is new, as of pass `rows_of`."""
+        """Have pushes from now on count as of pass `number`; rows, if that is new, as of pass `rows_of`.
+
+        Rows without room for marks are copied first: MemoryError is raised where there is none for both, and nothing
+        has changed.
+        """
         if not passes.has_room_for_marks(self.store):
-            former = self.store
-            self.store = SparseStore(
-                dim=self.dim, rule=self.rule, initializer=self.initializer, seed=self.spec.seed, memory=former.memory,
-                has_marks=True,
-            )  # fmt: skip
-            for bucket in buckets_in(self.held):
-                self.store.load_bucket(bucket, *former.bucket(bucket))
-                former.drop_bucket(bucket)
+            self.store = _copy_with_marks(self)
         passes.begin_pass(self.store, number, rows_of)
 
     def unseen_keys(self, bucket: int, num_passes: int) -> Keys:
         """Return the keys of a bucket's rows that no push has named for `num_passes` passes, this one included."""
         return passes.unseen_keys(self.store, bucket, num_passes)
+
+
+def _copy_with_marks(part: SparsePart) -> SparseStore:
+    store = SparseStore(
+        dim=part.dim, rule=part.rule, initializer=part.initializer, seed=part.spec.seed, memory=part.store.memory,
+        has_marks=True,
+    )  # fmt: skip
+    for bucket in buckets_in(part.held):
+        store.load_bucket(bucket, *part.store.bucket(bucket))
+    return store
 
 
 def make_part(spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> TablePart:

@@ -75,6 +75,20 @@ def _server(client: Client, key: int) -> int:
     return int(client.servers.routes.owners[bucket[0]])
 
 
+def test_counts_are_not_dropped() -> None:
+    with Cluster(servers=2, workers=2, consistency=Eventual(), stale=DropStale(beyond=0)) as cluster:
+        a, b = (sparse(client) for client in cluster.connect_all())
+        keys, ones = np.arange(50, dtype=np.uint64), np.ones(50, np.float32)
+        a.pull(keys)
+        a.is_count = True
+        b.push(keys, -ones).wait()
+        assert not a.push(keys, -2 * ones).dropped
+        assert (b.pull(keys) == 3).all()
+        a.is_count = False
+        assert a.push(keys, -2 * ones).dropped
+        assert [counted.dropped for counted in statistics_of(a._client, "w")] == [1, 1]
+
+
 def test_far_behind_is_counted_in_the_last_place() -> None:
     with Cluster(workers=2, consistency=Eventual()) as cluster:
         clients = cluster.connect_all()

@@ -9,6 +9,7 @@ from paceline.protocol import ALL
 from paceline.ps.messages import TableSpec
 from paceline.tables.bounds import MAX_PASSES
 from paceline.tables.initializers import Zeros
+from paceline.tables.memory.blocks import RowBlock, RowMemory
 from paceline.tables.part import Selection
 from paceline.tables.rules import FTRL, SGD, Adagrad, UpdateRule
 from paceline.tables.settings import to_fields
@@ -72,3 +73,26 @@ def test_marks_go_round() -> None:
         push(part, keys[: 1 + (number % 61 == 1) * 2])
         expected = (number - 1) % 61
         assert unseen(part, 60) == ({1, 2} if expected == 60 else set())
+
+
+def test_rows_stay_where_memory_does_not_suffice_for_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, keys = part_of(1, Adagrad(lr=0.1)), np.arange(20_000, dtype=np.uint64)
+    push(part, keys)
+    before = [part.read_bucket(bucket) for bucket in range(512)]
+    zeros, num_calls = RowMemory.zeros, iter(range(200))
+
+    def some_zeros(memory: RowMemory, num_bytes: int) -> RowBlock:
+        if next(num_calls, None) is None:
+            raise MemoryError("full")
+        return zeros(memory, num_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RowMemory, "zeros", some_zeros)
+        with pytest.raises(MemoryError, match="full"):
+            part.begin_pass(2, 1)
+    for bucket, (those, records) in enumerate(before):
+        np.testing.assert_array_equal(part.read_bucket(bucket)[0], those)
+        np.testing.assert_array_equal(part.read_bucket(bucket)[1], records)
+    part.begin_pass(2, 1)  # there is memory now
+    push(part, keys[:5000])
+    assert unseen(part, 1) == set(range(5000, 20_000))

@@ -37,8 +37,9 @@ class Layer(NamedTuple):
     def table(self, update: UpdateRule) -> ModelTable:
         """Return the table of its rows, which begin as those of ``torch.nn.Linear``: uniform within 1/√inputs."""
         bound = 1 / math.sqrt(self.num_inputs)
+        initializer = Uniform(low=-bound, high=bound)
         return ModelTable(
-            self.name, dim=self.num_inputs + 1, update=update, initializer=Uniform(low=-bound, high=bound)
+            self.name, dim=self.num_inputs + 1, update=update, initializer=initializer, is_by_feature=False
         )
 
 

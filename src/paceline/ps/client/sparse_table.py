@@ -31,7 +31,7 @@ class SparseTable(Table):
     """uint64 key → row of `dim` float32, spread over the servers by key. Declared by ``client.sparse_table``."""
 
     is_count = False
-    """Whether it counts something: what this handle pushes is not compensated where it is stale."""
+    """Whether it counts something: what this handle pushes is neither dropped nor compensated where it is stale."""
 
     @property
     def dim(self) -> int:
@@ -143,17 +143,19 @@ class SparseTable(Table):
         with self._servers.lock:
             self._servers.call_all(message)
 
-    def erase_unseen(self, passes: int) -> int:
+    def erase_unseen(self, passes: int, *, also: Sequence[SparseTable] = ()) -> int:
         """Erase the rows that were pushed neither in this pass nor in the `passes` - 1 before; return how many.
 
-        It is told by :meth:`begin_pass` which pass this is; nothing is erased without. Nobody may push meanwhile.
+        It is told by :meth:`begin_pass` which pass this is; nothing is erased without. What tables `also` have of the
+        same keys is erased in the same step, whenever it was pushed. Nobody may push meanwhile.
         """
         if not 1 <= passes <= MAX_PASSES:
             raise UsageError(f"erase_unseen({passes}): expected 1 to {MAX_PASSES} passes")
         self._settle()
         erased = 0
         for bucket in range(NUM_BUCKETS):
-            message = messages.EraseUnseen(table=self._number, bucket=bucket, passes=passes)
+            numbers = tuple(table._number for table in also)
+            message = messages.EraseUnseen(table=self._number, bucket=bucket, passes=passes, also=numbers)
             with self._servers.lock:
                 erased += self._servers.retry(partial(self._call_owner, bucket, message))
         return erased

@@ -82,12 +82,13 @@ class BeginPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class EraseUnseen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Erase a bucket's rows that were pushed neither in this pass nor in the `passes` - 1 before it.
 
-    Answered by how many there were.
+    What the tables `also` have of the same keys is erased with them. Answered by how many rows of `table` there were.
     """
 
     table: TableNumber
     bucket: Bucket
     passes: NumPasses
+    also: tuple[TableNumber, ...] = ()
 
 
 class GetStatistics(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -153,14 +153,14 @@ class ServerControl:
             what = f"what {name_of(peer)} writes to server {self._tables.rank}"
             self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), what)
             part.reserve(selection)
-        return self._own_push(operation, Piece(request.table, selection, floats), buckets, peer, header)
+        return self._own_push(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
 
-    def _own_push(self, operation: str, piece: Piece, buckets: Buckets, peer: Peer, header: Header) -> ChainPush:
+    def _own_push(self, operation: str, pieces: list[Piece], buckets: Buckets, peer: Peer, header: Header) -> ChainPush:
         return ChainPush(
             operation,
             self._replicator.incarnation,
             next(self._own_sequences),
-            [piece],
+            pieces,
             peer,
             header,
             result=0 if operation == ERASE else None,
@@ -172,11 +172,14 @@ class ServerControl:
         """Return what erases a bucket's rows that are seen no more, as `write_or_erase` does; None if none is."""
         self._answers.check_member(peer)
         self._check_led(1 << request.bucket)
-        keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes)
+        for number in request.also:
+            self._sparse_part(number)  # raises
+        keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes).copy()
         if not len(keys):
             return None
-        piece = Piece(request.table, Selection(keys.copy()), np.empty(0, np.float32))
-        return self._own_push(ERASE, piece, 1 << request.bucket, peer, header)
+        numbers = (request.table, *(number for number in request.also if number != request.table))
+        pieces = [Piece(number, Selection(keys), np.empty(0, np.float32)) for number in numbers]
+        return self._own_push(ERASE, pieces, 1 << request.bucket, peer, header)
 
     def _begin_pass(self, request: messages.BeginPass) -> None:
         self._sparse_part(request.table).begin_pass(request.number, request.rows_of)

@@ -50,6 +50,7 @@ class ChainPush:
     flags: int = 0
     """Of the answer."""
     result: int | None = None
+    """Of an erasure: how many rows of its first piece's table there were."""
     asked: Selection | None = None
     """Whose values the client has asked for; None: those of its one piece."""
     buckets: Buckets = ALL
@@ -160,7 +161,9 @@ def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
         elif push.operation == WRITE:
             part.write_records(piece.selection.key_array(), piece.floats)
         elif push.operation == ERASE:
-            push.result = (push.result or 0) + part.erase(piece.selection.key_array())
+            num_erased = part.erase(piece.selection.key_array())
+            if piece.table == push.pieces[0].table:
+                push.result = (push.result or 0) + num_erased
         else:
             raise ProtocolError(f"a push with an unknown operation, {push.operation!r}: is the peer of this version?")
 

@@ -32,13 +32,18 @@ class StaleGradients:
     def treat(
         self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
     ) -> tuple[bool, Floats, float]:
-        """Return whether a gradient is too stale, what it is after compensation, and its greatest magnitude."""
+        """Return whether a gradient is too stale, what it is after compensation, and its greatest magnitude.
+
+        Counts, whose frames are flagged as exact, are applied as they are however stale.
+        """
         staleness = table.staleness.observe(worker, header.clock)
+        if header.flags & EXACT:
+            return False, grads, top
         if self._drop_beyond is not None and staleness > self._drop_beyond:
             table.dropped += 1
             self._dropped.setdefault(worker, deque(maxlen=_DROPPED_KEPT)).append(header.sequence)
             return True, grads, top
-        if self._compensation is not None and staleness and not header.flags & EXACT:
+        if self._compensation is not None and staleness:
             grads = self._compensation.compensate(worker, header.table, header.clock, table.part, selection, grads)
             top = float(largest(grads))
         return False, grads, top
