@@ -27,6 +27,7 @@ from paceline.filters.base import Bytes, Filter, RowFilter, ValueFilter
 from paceline.filters.chain import FilterChain, parse_filters
 from paceline.filters.chance import seed_of
 from paceline.filters.random_k import RandomK
+from paceline.filters.rows import forget_non_finite
 from paceline.filters.top_k import TopK
 from paceline.kernels.filters import BLOCK
 from paceline.tables.types import Floats
@@ -92,7 +93,7 @@ class GradientMean:
         if self._choice is None:
             found, read = yield from self._average_all(values)
             np.subtract(values, read, out=self.rest)
-            _forget_non_finite(self.rest)
+            forget_non_finite(self.rest)
             return found
         chosen = self._choose(values)
         part = values[chosen]
@@ -100,10 +101,12 @@ class GradientMean:
         if isinstance(self._choice, TopK):
             read = yield from self._add_up(chosen, part, out)
         else:
+            if not np.isfinite(values).all():
+                part[:1] = np.nan  # all ranks see that there is one, whatever chance has chosen
             out[chosen], read = yield from self._average_all(part)
         self.rest[:] = values
         self.rest[chosen] -= read
-        _forget_non_finite(self.rest)
+        forget_non_finite(self.rest)
         return out
 
     def _choose(self, values: Floats) -> Positions:
@@ -131,7 +134,7 @@ class GradientMean:
             mean += self.mean_rest if self._count > 1 else 0
             self._write(mean, row, other)
             self.mean_rest = mean - other
-            _forget_non_finite(self.mean_rest)
+            forget_non_finite(self.mean_rest)
         else:
             self._write(mean, row, other, seed_of(self._number, self._count, self._rank))
         gathered = yield RankExchange(row)
@@ -172,9 +175,3 @@ class GradientMean:
             out[:] = row[: out.nbytes].view(np.float32)
         else:
             self._values.decode(row[: self._values.num_bytes(len(out))], out)
-
-
-def _forget_non_finite(rest: Floats) -> None:
-    """Keep no infinity or NaN, which would come back for ever; they were sent, or the step is one that is skipped."""
-    if not np.isfinite(rest.sum()):
-        rest[~np.isfinite(rest)] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.filters.base import RowFilter
 from paceline.tables.rules import SGD
@@ -47,16 +48,22 @@ class RowSelection:
             return keys, values
         rows = given = values.reshape(-1, self._dim)
         if self._held is None:
-            chosen = self._filter.choose(keys, rows, clock, seed)
+            chosen = self._choose(keys, rows, clock, seed)
         else:
             held = self._held.read(keys)
             rows = given + held
-            chosen = self._filter.choose(keys, rows, clock, seed)
+            chosen = self._choose(keys, rows, clock, seed)
             self._held.add(keys, np.where(chosen[:, None], -held, given))
         rows, scale = rows[chosen], self._filter.rescale()
         if scale != 1.0:
             rows *= np.float32(scale)
         return keys[chosen], rows.reshape(-1)
+
+    def _choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
+        """Return which rows go out: rows that are not finite always, for servers to refuse or to count."""
+        chosen = self._filter.choose(keys, rows, clock, seed)
+        is_finite = np.isfinite(rows)
+        return chosen if is_finite.all() else chosen | ~is_finite.all(axis=1)
 
     def held_back(self, keys: Keys) -> Floats:
         """Return what is held back of these rows, float32 [n, dim]."""
@@ -74,8 +81,8 @@ class RowErrors:
         return self._rows.read(keys).reshape(-1)
 
     def keep(self, keys: Keys, before: Floats, after: Floats, *, is_range: bool) -> None:
-        """Have `after` be read of them next time, in place of `before`, except for what is not finite."""
-        self._rows.add(keys, _finite(after) - before)
+        """Have `after` be read of them next time, in place of `before`; what is not finite is set to 0."""
+        self._rows.add(keys, forget_non_finite(after) - before)
 
 
 class ElementErrors:
@@ -99,18 +106,22 @@ class ElementErrors:
         return self._elements[keys]
 
     def keep(self, keys: Keys, before: Floats, after: Floats, *, is_range: bool) -> None:
-        """Have `after` be read of them next time, in place of `before`, except for what is not finite."""
+        """Have `after` be read of them next time, in place of `before`; what is not finite is set to 0."""
         if is_range:
-            self._ranges[keys.tobytes()] = _finite(after)
+            self._ranges[keys.tobytes()] = forget_non_finite(after)
             while len(self._ranges) > _MAX_RANGES:
                 del self._ranges[next(iter(self._ranges))]
         else:
-            self._elements[keys] = _finite(after)
+            self._elements[keys] = forget_non_finite(after)
 
     def forget_ranges(self) -> None:
         """Forget the ranges: the server has other parts of them now."""
         self._ranges.clear()
 
 
-def _finite(values: Floats) -> Floats:
-    return np.where(np.isfinite(values), values, np.float32(0))
+def forget_non_finite(errors: Floats) -> Floats:
+    """Set infinities and NaN among errors to 0, for they would come back for ever; return the same array."""
+    is_finite = np.isfinite(errors)
+    if not is_finite.all():
+        errors[~is_finite] = 0
+    return errors

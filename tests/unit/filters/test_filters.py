@@ -128,6 +128,29 @@ def test_what_is_held_back_goes_out_later(chosen: RowFilter, dim: int) -> None:
         assert (np.abs(held) <= chosen.threshold).all()
 
 
+@pytest.mark.parametrize("chosen", ROW_FILTERS, ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite_go_out_at_once_and_are_not_kept(chosen: RowFilter, value: float) -> None:
+    selection = RowSelection(chosen, 2)
+    for clock in range(20):  # chance takes a quarter of the rows
+        values = np.full((8, 2), 0.5, np.float32)
+        values[[3, 5], 1] = value
+        keys, rows = selection.choose(KEYS[:8], values.reshape(-1), clock, seed_of(clock))
+        sent = dict(zip(keys.tolist(), rows.reshape(-1, 2), strict=True))
+        for key in KEYS[[3, 5]].tolist():
+            np.testing.assert_equal(sent.pop(key)[1], np.float32(value))
+        assert np.isfinite(list(sent.values())).all()
+    held = selection.held_back(KEYS[:8])
+    assert np.isfinite(held).all()
+    assert (held[[3, 5]] == 0).all()
+    for clock in range(20, 60):
+        keys, rows = selection.choose(KEYS[3:4], np.full(2, 9, np.float32), clock, seed_of(clock))
+        assert np.isfinite(rows).all()
+        if len(keys):
+            break
+    assert len(keys) == 1
+
+
 def test_top_k_takes_the_largest() -> None:
     _, rows = RowSelection(TopK(0.3), 1).choose(KEYS[:10], np.arange(10, dtype=np.float32) - 5, 0, 0)
     assert sorted(rows.tolist()) == [-5, -4, 4]

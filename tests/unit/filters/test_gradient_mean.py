@@ -116,6 +116,19 @@ def test_what_is_not_finite_is_sent_and_not_kept() -> None:
     np.testing.assert_allclose(found[0], 1, atol=1e-5)
 
 
+def test_all_ranks_see_what_is_not_finite_where_chance_chooses() -> None:
+    means = means_of("random-k:0.1", 2, 1000)
+    grads = np.ones(1000, np.float32)
+    broken = grads.copy()
+    broken[3] = np.inf
+    for _ in range(5):  # chance takes position 3 in one of ten
+        found, _ = drive([means[0].average(broken), means[1].average(grads)])
+        assert np.isnan(found[0]).any()
+        assert np.isnan(found[1]).any()
+    found, _ = drive([mean.average(grads) for mean in means])
+    assert np.isfinite(found).all()
+
+
 def test_one_rank_has_what_it_had() -> None:
     grads = np.random.default_rng(1).standard_normal(100).astype(np.float32)
     found, num_bytes = drive([means_of("quantize:1", 1, 100)[0].average(grads)])
