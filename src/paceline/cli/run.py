@@ -83,7 +83,9 @@ def run(
     index: Annotated[int | None, typer.Option(help="--cluster: which of that job, from 0.")] = None,
     filters: Annotated[
         str | None,
-        typer.Option(help="What gradients go behind between processes: quantize:4; to other ranks also top-k:0.01."),
+        typer.Option(
+            help="What gradients go behind between processes: quantize:4; to other ranks also top-k:0.01; or none."
+        ),
     ] = None,
     filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import UsageError
-from paceline.filters.base import Filter, class_path
+from paceline.filters.base import FILTERS, Filter, class_path
 
 
 def import_filter_modules(names: Sequence[str], path: Sequence[str] = ()) -> None:
@@ -58,3 +58,16 @@ def modules_named_in(text: str) -> list[str]:
     """Return the modules of the filters that ``--filters`` names as MODULE:CLASS."""
     found = [class_path(each) for each in text.split(",")]
     return list(dict.fromkeys(each[0] for each in found if each is not None))
+
+
+def with_modules(text: str) -> str:
+    """Return ``--filters`` with users' own filters as MODULE:CLASS, from which another process knows what to import."""
+    return ",".join(_with_module(each.strip()) for each in text.split(","))
+
+
+def _with_module(text: str) -> str:
+    name, *settings = text.split(":")
+    kind = FILTERS.get(name)
+    if kind is None or kind.__module__.startswith("paceline.") or class_path(text) is not None:
+        return text
+    return ":".join([kind.__module__, kind.__qualname__, *settings])

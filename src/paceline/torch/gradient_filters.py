@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from paceline.environment import environment
-from paceline.filters import Filter, FilterChain
+from paceline.filters import Filter, FilterChain, parse_filters
 from paceline.filters.base import Bytes
 from paceline.filters.gradients import Averaging, GradientMean, RankExchange, gradient_filters
 from paceline.filters.modules import import_filter_modules, modules_named_in
@@ -46,10 +46,10 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
 
 
 def told_filters() -> str:
-    """Return the filters that the launcher says, ``paceline run --filters``; their modules are imported."""
+    """Return the filters of ``paceline run --filters``, empty for none; the modules that it names are imported."""
     text = environment().filters or ""
     import_filter_modules(modules_named_in(text))
-    return text
+    return text if parse_filters(text) else ""
 
 
 class _Step:

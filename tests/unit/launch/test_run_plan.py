@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.environment import environment
 from paceline.errors import UsageError
+from paceline.filters import FILTERS
 from paceline.launch.run.cluster_file import parse_cluster
 from paceline.launch.run.plan import lay_out_node, lay_out_worker, plan_ranks, servers_of_node
 from paceline.launch.run.run import RunOptions, run_script
@@ -76,6 +79,45 @@ def test_filters_are_told() -> None:
 def test_filters_that_cannot_be_are_refused(strategy: str, filters: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run_script(RunOptions(script=__file__, strategy=strategy, filters=filters))
+
+
+_SIGNS = """
+import dataclasses
+from paceline.filters.base import ValueFilter
+
+@dataclasses.dataclass(frozen=True)
+class Signs(ValueFilter):
+    share: float = 0.5
+    name, preserves, ns_per_value = "signs", "nothing", 1.0
+    num_bytes = encode = decode = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given", "told"),
+    [
+        ("all-reduce", "none", None),
+        ("one-device", "none", None),
+        ("all-reduce", "told_signs:Signs:0.25", "told_signs:Signs:0.25"),
+        ("all-reduce", "top-k:0.125, signs:0.25", "top-k:0.125,told_signs:Signs:0.25"),
+    ],
+)
+def test_filters_are_told_so_that_ranks_can_import_them(
+    strategy: str, given: str, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told_signs.py").write_text(_SIGNS)
+    script = tmp_path / "script.py"
+    script.write_text("import os; open('told', 'w').write(str(os.environ.get('PACELINE_FILTERS')))")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    modules = [] if given == "none" else ["told_signs"]
+    options = RunOptions(script=str(script), strategy=strategy, filters=given, filter_modules=modules)
+    try:
+        assert run_script(options) == 0
+    finally:
+        FILTERS.pop("signs", None)
+        sys.modules.pop("told_signs", None)
+    assert (tmp_path / "told").read_text() == str(told)
 
 
 def test_servers_are_dealt_round_robin() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
+from paceline.filters import parse_filters
 from paceline.filters.gradients import gradient_filters
-from paceline.filters.modules import import_filter_modules, modules_named_in
+from paceline.filters.modules import import_filter_modules, modules_named_in, with_modules
 from paceline.launch.local import Share, wait_cluster
 from paceline.launch.roles import check_replicas
 from paceline.launch.run.blame import Tracebacks
@@ -74,9 +75,9 @@ class RunOptions:
     job: str | None = None
     index: int | None = None
     filter_modules: Sequence[str] = ()
-    """Modules of users' own filters, which servers import."""
+    """Modules of users' own filters, which servers import, and ranks those whose filters are in `filters`."""
     filters: str | None = None
-    """What gradients go behind on their way to other ranks, or to servers."""
+    """What gradients go behind on their way to other ranks, or to servers; None or ``none``: nothing."""
     tls: TLS | None = None
     """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
 
@@ -107,8 +108,7 @@ def run_script(options: RunOptions) -> int:
     setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
     stale = Accept() if options.stale is None else parse_stale_policy(options.stale)
     choice = setup.choice
-    if options.filters:
-        _check_filters(options.filters, choice.name)
+    filters = _find_filters(options, choice.name)
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
         check_replicas(choice.server_replicas, choice.servers, options.min_replicas or 0)
@@ -150,24 +150,34 @@ def run_script(options: RunOptions) -> int:
             print(f"paceline run: server {options.index} is ready at {setup.share.scheduler}", file=sys.stderr)
             servers.serve()
             return 0
-        status = _run_ranks(options, setup, setup.layout, scheduler, servers)
+        status = _run_ranks(options, setup, setup.layout, filters, scheduler, servers)
         if status == 0 and servers is not None:
             servers.wait_others()
         return status
 
 
-def _check_filters(text: str, strategy: str) -> None:
-    import_filter_modules(modules_named_in(text))
+def _find_filters(options: RunOptions, strategy: str) -> str | None:
+    """Return the filters that ranks are told of, with the modules that they import; None: none. Raises UsageError."""
+    text = options.filters or ""
+    import_filter_modules([*options.filter_modules, *modules_named_in(text)])
+    if not parse_filters(text):
+        return None
     if strategy == "parameter-server":
         filters_of_dense_tables(text)
     elif strategy in ("all-reduce", "hybrid"):
         gradient_filters(text)
     else:
         raise UsageError(f"--filters {text}: for gradients that processes exchange; {strategy} has one")
+    return with_modules(text)
 
 
 def _run_ranks(
-    options: RunOptions, setup: _Setup, layout: Layout, scheduler: str | None, servers: RunServers | None
+    options: RunOptions,
+    setup: _Setup,
+    layout: Layout,
+    filters: str | None,
+    scheduler: str | None,
+    servers: RunServers | None,
 ) -> int:
     assert options.script is not None
     plans = plan_ranks(
@@ -177,7 +187,7 @@ def _run_ranks(
         token=setup.token,
         tls=setup.tls,
         scheduler=scheduler,
-        filters=options.filters,
+        filters=filters,
         threads=options.threads,
         cores=num_cores(),
     )
