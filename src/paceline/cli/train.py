@@ -152,7 +152,7 @@ def train(
         str | None,
         typer.Option(
             help="What pushes and pulls go behind: key-caching,quantize:8,compress for example; MODULE:CLASS is a "
-            "filter of your own; none. Default: key-caching,key-numbers where servers are on other machines."
+            "filter of your own; none. Default: key-caching where servers are on other machines."
         ),
     ] = None,
     pull_filters: Annotated[

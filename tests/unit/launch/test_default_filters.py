@@ -18,7 +18,7 @@ def member(role: str, machine: str | None, rank: int = 0) -> MemberInfo:
 def test_keys_are_filtered_between_machines() -> None:
     apart = [member("server", "one/pid:4"), member("worker", "one/pid:4"), member("worker", "two/pid:4", 1)]
     assert TrafficFilters().suited_to(apart).of("train") == (BETWEEN_MACHINES, None)
-    assert TrafficFilters().suited_to(apart).of("evaluate") == ("key-caching:64,key-numbers:64", None)
+    assert TrafficFilters().suited_to(apart).of("evaluate") == ("key-caching:64", None)
     assert TrafficFilters(pulled="quantize:8").suited_to(apart).of("train") == (BETWEEN_MACHINES, "quantize:8")
     for said in ("none", "", "quantize:8"):
         assert TrafficFilters(pushed=said).suited_to(apart).of("train") == (said, None)
