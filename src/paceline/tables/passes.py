@@ -21,7 +21,8 @@ def has_room_for_marks(store: SparseStore) -> bool:
 def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
     """Have what is pushed from now on count as of pass `number`.
 
-    If nothing was noted so far, the rows there count as last pushed in pass `rows_of`.
+    If nothing was noted so far, the rows there count as last pushed in pass `rows_of`. Marks go round at 63 passes:
+    rows that are older look like newer ones, and must have been erased before.
     """
     assert has_room_for_marks(store)
     if store.layout[index.MARK] == 0:

@@ -170,6 +170,8 @@ class SparseStore:
             except MemoryError:
                 del spare  # where memory is reserved, there is enough now to make one bucket after the other smaller
                 self._take_back(limits)
+        if self.memory.spilled_bytes:
+            self.memory.read_ahead.read(self.directory, self.layout, keys)
         num_absent = np.empty_like(num_keys)
         sparse.count_absent(self.directory, self.layout, keys, num_absent)
         self._make_room(num_absent)

@@ -65,6 +65,19 @@ def test_a_table_beyond_its_limit_is_the_same_to_the_bit(
     assert mapped_files(tmp_path) == 0
 
 
+def test_keys_are_looked_up_behind_what_reads_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path)))
+    store, keys = SparseStore(dim=1, memory=memory), keys_of(40_000, 0)
+    store.push(keys, np.ones(len(keys), np.float32))
+    read = []
+    monkeypatch.setattr(memory.read_ahead, "read", lambda directory, layout, some: read.append(len(some)))
+    thrice = np.concatenate([keys, keys, keys])  # more than the table has: room is made for those that are absent
+    limits = store.directory[index.LIMIT : index.USED].copy()
+    store.reserve(thrice)
+    assert read == [len(thrice)]
+    np.testing.assert_array_equal(store.directory[index.LIMIT : index.USED], limits)
+
+
 def test_a_full_disk_refuses_a_push_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SparseStore(dim=1, memory=RowMemory(MemoryLimit(num_bytes=LIMIT_BYTES, spill_dir=str(tmp_path))))
     keys = keys_of(40_000, 0)

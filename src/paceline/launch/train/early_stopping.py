@@ -155,10 +155,10 @@ class BestPass:
     def _erase_later_rows(self, kept: SavedModel, spec: TableSpec) -> None:
         table = self._client.open_table(spec)
         assert isinstance(table, SparseTable)  # as all of a model's are
-        there, known = (
-            np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in records)])
-            for records in (read_records(self._client, spec), kept.records(kept.table(spec.name)))
-        )
-        later = np.setdiff1d(there, known, assume_unique=True)
-        if len(later):
-            table.erase(later)
+        copies = (keys.copy() for keys, _ in kept.records(kept.table(spec.name)))  # views would keep the records
+        known = np.sort(np.concatenate([np.empty(0, np.uint64), *copies]))
+        for keys, _ in read_records(self._client, spec):  # a bucket at a time
+            places = np.searchsorted(known[:-1], keys)  # at most the last
+            later = keys[known[places] != keys] if len(known) else keys
+            if len(later):
+                table.erase(later)

@@ -6,6 +6,7 @@ Whom it talks to: the driver (:mod:`paceline.launch.train.train`), which looks i
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
@@ -126,6 +127,14 @@ def describe_files(paths: Sequence[str | Path], format: str) -> list[list[Any]]:
     return [[os.path.basename(path), stat_source(path, format).num_bytes] for path in paths]
 
 
+def _with_weights(account: JobAccount) -> JobAccount:
+    """Return an account whose examples have a summed weight: where none was counted each has counted once."""
+    progress = account.progress
+    if "weight" in progress or "examples" not in progress:
+        return account
+    return dataclasses.replace(account, progress={**progress, "weight": progress["examples"]})
+
+
 class Resumption:
     """The snapshot that a training goes on from."""
 
@@ -133,7 +142,7 @@ class Resumption:
         self.snapshot = snapshot
         if snapshot.manifest.account is None or "dataset" not in snapshot.manifest.training:
             raise UsageError(f"{snapshot} is of no training that 'paceline train' has done: load it from Python")
-        self.account: JobAccount = snapshot.manifest.account
+        self.account = _with_weights(snapshot.manifest.account)
         self._training = snapshot.manifest.training
 
     @classmethod

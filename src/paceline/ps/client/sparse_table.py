@@ -132,7 +132,8 @@ class SparseTable(Table):
 
         All that was pushed for the pass before must have arrived. The first time, rows that are there count as last
         pushed in pass `rows_of` (default: the one before). What servers note so is not part of a snapshot or a saved
-        model, and a server that takes a dead one's place knows of its rows only that they were there.
+        model, and a server that takes a dead one's place knows of its rows only that they were there. Numbers are
+        kept modulo 63: a row that no push has named for 63 passes counts as pushed in this one unless it was erased.
         """
         if number < 1:
             raise UsageError(f"begin_pass({number}): expected a number from 1")
@@ -147,7 +148,8 @@ class SparseTable(Table):
         """Erase the rows that were pushed neither in this pass nor in the `passes` - 1 before; return how many.
 
         It is told by :meth:`begin_pass` which pass this is; nothing is erased without. What tables `also` have of the
-        same keys is erased in the same step, whenever it was pushed. Nobody may push meanwhile.
+        same keys is erased in the same step, whenever it was pushed. Nobody may push meanwhile. Call it at least once
+        in 63 - `passes` passes, or it misses rows (see there).
         """
         if not 1 <= passes <= MAX_PASSES:
             raise UsageError(f"erase_unseen({passes}): expected 1 to {MAX_PASSES} passes")
