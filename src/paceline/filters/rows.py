@@ -51,7 +51,8 @@ class RowSelection:
             chosen = self._choose(keys, rows, clock, seed)
         else:
             held = self._held.read(keys)
-            rows = given + held
+            with np.errstate(over="ignore", invalid="ignore"):  # servers tell it, or count it
+                rows = given + held
             chosen = self._choose(keys, rows, clock, seed)
             self._held.add(keys, np.where(chosen[:, None], -held, given))
         rows, scale = rows[chosen], self._filter.rescale()

@@ -151,6 +151,13 @@ def test_rows_that_are_not_finite_go_out_at_once_and_are_not_kept(chosen: RowFil
     assert len(keys) == 1
 
 
+def test_rows_that_overflow_with_what_was_held_back_go_out() -> None:
+    selection, huge = RowSelection(RandomK(1e-9), 1), np.full(1, 3e38, np.float32)
+    assert len(selection.choose(KEYS[:1], huge, 0, seed_of(0))[0]) == 0
+    assert selection.choose(KEYS[:1], huge, 1, seed_of(1))[1].tolist() == [np.inf]
+    assert selection.held_back(KEYS[:1]).tolist() == [[0.0]]
+
+
 def test_top_k_takes_the_largest() -> None:
     _, rows = RowSelection(TopK(0.3), 1).choose(KEYS[:10], np.arange(10, dtype=np.float32) - 5, 0, 0)
     assert sorted(rows.tolist()) == [-5, -4, 4]
