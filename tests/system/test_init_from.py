@@ -54,7 +54,10 @@ def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(
     data.write_text(CSV)
     common: list[str | Path] = ["train", data, "-q", "--workers", "1", "--epochs", "1"]
     paceline.succeed(*common, "--label", "label", "--categorical", "site,size", "--numeric", "age", "--save", "model")
-    paceline.succeed(*common, "--init-from", "model", "--save", "further")
+    more = tmp_path / "more.csv"  # on other scales than the model's, which stay
+    more.write_text(CSV.replace(",31,", ",310,"))
+    same = ("--label", "label", "--categorical", "site,size", "--numeric", "age")
+    paceline.succeed("train", more, *common[2:], *same, "--init-from", "model", "--save", "further")
     columns = package.load(tmp_path / "further").columns
     assert columns is not None
     assert (columns.categorical, columns.numeric) == (("site", "size"), ("age",))

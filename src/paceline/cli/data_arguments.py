@@ -71,7 +71,10 @@ def _keep_standard_input(context: typer.Context) -> str:
     context.call_on_close(lambda: shutil.rmtree(folder, ignore_errors=True))
     try:
         path = standard_input.keep(sys.stdin.buffer, folder)
-    except OSError as error:
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)  # the command has not begun, and does not end
+        if not isinstance(error, OSError):
+            raise
         raise DataError(f"standard input cannot be kept in {folder}: {error.strerror or error}") from error
     size = path.stat().st_size
     if not size:

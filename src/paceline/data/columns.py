@@ -144,6 +144,28 @@ def check_distinct(path: str, names: Sequence[str]) -> None:
         raise UsageError(f"{path} has more than one column '{double}' in its header: rename all but one")
 
 
+def category_texts(column: Any) -> Any:
+    """The values of an Arrow column as categories are written: whole numbers as integers, whatever their type."""
+    arrow = import_arrow()
+    if arrow.types.is_string(column.type):
+        return column
+    texts = column.cast(arrow.string())
+    if not arrow.types.is_floating(column.type):
+        return texts
+    from pyarrow.compute import coalesce
+
+    numbers = column.cast(arrow.float64()).to_numpy(zero_copy_only=False)
+    is_whole = are_whole(numbers)
+    integers = arrow.array(np.where(is_whole, numbers, 0.0).astype(np.int64), mask=~is_whole)
+    return coalesce(integers.cast(arrow.string()), texts)
+
+
+def are_whole(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Which numbers are integers of 64 bits."""
+    whole: npt.NDArray[np.bool_] = (np.abs(numbers) < 2.0**63) & (numbers == np.rint(numbers))
+    return whole
+
+
 def find_label(path: str, names: Sequence[str]) -> str:
     """The column that holds the label when none is given, by its name."""
     label = next((name for name in LABEL_NAMES if name in names), None)
@@ -269,7 +291,9 @@ class Converter:
     def _hash_lists(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """How many elements the lists of a column have, and the keys of them all; missing ones are passed over."""
         elements = column.flatten()
-        lengths = self._arrow.compute.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+        from pyarrow.compute import list_value_length
+
+        lengths = list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
         if elements.null_count:
             is_there = elements.is_valid().to_numpy(zero_copy_only=False)
             rows = np.repeat(np.arange(len(column)), lengths)[is_there]
@@ -280,9 +304,7 @@ class Converter:
         return lengths, keys
 
     def _text(self, column: Any) -> Any:
-        types = self._arrow.types
-        if not types.is_string(column.type):
-            column = column.cast(self._arrow.string())
+        column = category_texts(column)
         return column.fill_null("") if column.null_count else column
 
     def _buffers(self, strings: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

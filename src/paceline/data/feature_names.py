@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.binary.converted import ConvertedFile
-from paceline.data.columns import Columns, is_list
+from paceline.data.columns import Columns, category_texts, is_list
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import CONVERTED
 from paceline.data.sampling import json_text, walk_fields
@@ -204,7 +204,7 @@ def _parquet_values(files: Sequence[str], name: str) -> Iterator[Sequence[str]]:
         with open_parquet(file) as opened:
             for batch in opened.iter_batches(_ROWS, columns=[name], use_threads=False):
                 column = batch.column(batch.schema.get_field_index(name))
-                texts = (column.flatten() if is_list(column.type) else column).cast("string").to_pylist()
+                texts = category_texts(column.flatten() if is_list(column.type) else column).to_pylist()
                 yield from (("" if text is None else text,) for text in texts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from paceline.data.bad_lines import shorten
@@ -42,8 +42,10 @@ def open_parquet(path: str) -> Iterator[Any]:
     import_arrow()
     from pyarrow import parquet
 
-    with _arrow_errors(path), parquet.ParquetFile(open_url(path) if is_url(path) else path) as file:
-        yield file
+    with ExitStack() as stack:
+        stack.enter_context(_arrow_errors(path))
+        source = stack.enter_context(closing(open_url(path))) if is_url(path) else path
+        yield stack.enter_context(parquet.ParquetFile(source))
 
 
 def column_names(path: str, format: str, wanted: Sequence[str] = LABEL_NAMES) -> list[str]:

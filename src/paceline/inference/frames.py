@@ -19,7 +19,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.data import Batch, Columns
-from paceline.data.columns import Converter, import_arrow, is_list
+from paceline.data.columns import Converter, are_whole, import_arrow, is_list
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.data.text import criteo_parser, json_parser
 from paceline.errors import UsageError, printable
@@ -133,7 +133,8 @@ class ColumnReader(FrameReader):
         if name in self._columns.categorical:
             if types.is_nested(found) and (self._from_text or not is_list(found)):
                 raise UsageError(f"column {name!r} is categorical, and {found} here: expected text or whole numbers")
-            if self._from_text and not (is_text or types.is_integer(found) or types.is_null(found)):
+            is_certain = is_text or types.is_integer(found) or types.is_null(found) or self._holds_whole(array, found)
+            if self._from_text and not is_certain:
                 raise UsageError(
                     f"column {name!r} is categorical, and {found} here: pass text, as it stands in the CSV file (read "
                     "it with dtype=str)"
@@ -144,6 +145,13 @@ class ColumnReader(FrameReader):
         if not (is_text or is_number):
             raise UsageError(f"column {name!r} is numeric, and {found} here: expected numbers")
         return array.cast(arrow.float64()) if types.is_null(found) else array
+
+    def _holds_whole(self, array: Any, type: Any) -> bool:
+        """Return whether floats are integers all, as beside missing ones they are in pandas."""
+        if not self._arrow.types.is_floating(type):
+            return False
+        values = array.dictionary if self._arrow.types.is_dictionary(array.type) else array
+        return bool(are_whole(values.drop_null().cast(self._arrow.float64()).to_numpy()).all())
 
     def _warn_unknown(self, rows: Any) -> None:
         """Warn of columns none of whose first values the model knows: their text is not what it was in training."""

@@ -273,6 +273,20 @@ def test_parquet_columns_are_guessed(tmp_path: Path) -> None:
         assert len(rows(dataset)) == 5
 
 
+def test_integers_are_one_category_however_they_are_typed(tmp_path: Path) -> None:
+    """pandas makes floats of integers beside missing ones; Arrow writes large floats with an exponent."""
+    values = [3, 99_999_999_999, 2**40, 2**53, -7]
+    expected = [key("id", str(value)) for value in values]
+    for type in (pa.int64(), pa.float64(), pa.list_(pa.float64())):
+        cells: list[Any] = [[value] for value in values] if pa.types.is_list(type) else values
+        pq.write_table(pa.table({"y": [0] * 5, "id": pa.array(cells, type)}), tmp_path / "x.parquet")
+        with open_dataset(tmp_path / "x.parquet", columns=Columns("y", ("id",))) as dataset:
+            assert next(iter(dataset.batches(9))).keys.tolist() == expected
+    (tmp_path / "x.csv").write_text("y,id\n" + "".join(f"0,{value}.0\n" for value in values))
+    with open_dataset(tmp_path / "x.csv", columns=Columns("y", ("id",))) as dataset:
+        assert next(iter(dataset.batches(9))).keys.tolist() == expected
+
+
 @pytest.mark.parametrize("type", [pa.list_(pa.string()), pa.large_list(pa.large_string())])
 def test_parquet_lists(tmp_path: Path, type: Any) -> None:
     """Lists are several categories of one column; what is missing, in them or as a whole, is no feature."""

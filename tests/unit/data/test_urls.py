@@ -33,10 +33,11 @@ def store(url: str, data: bytes) -> str:
     return url
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize(
     ("name", "data"), [("x.svm", LINES), ("x.svm.gz", gzip.compress(LINES)), ("x.csv", ROWS), ("x.parquet", b"")]
 )
-def test_data_is_that_of_a_file(bucket: str, tmp_path: Path, name: str, data: bytes) -> None:
+def test_data_is_that_of_a_file(bucket: str, tmp_path: Path, name: str, data: bytes, is_copied: bool) -> None:
     path = tmp_path / name
     if name.endswith("parquet"):
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -45,6 +46,8 @@ def test_data_is_that_of_a_file(bucket: str, tmp_path: Path, name: str, data: by
         data = path.read_bytes()
     path.write_bytes(data)
     url = store(f"{bucket}/{name}", data)
+    if is_copied:
+        url = f"simplecache::{url}"
     with open_dataset(path, shard_bytes=2000) as here, open_dataset(url, shard_bytes=2000) as there:
         assert (here.format, here.columns, *there.files) == (there.format, there.columns, url)
         assert here.num_shards(0) == there.num_shards(0)

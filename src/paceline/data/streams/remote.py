@@ -88,6 +88,9 @@ class UrlStream:
         self.path = url
         self.position = 0
         self._file = open_url(url)
+        with _problems_of(url):
+            self._num_bytes = self._file.seek(0, os.SEEK_END)
+            self._file.seek(0)
 
     def readinto(self, view: memoryview) -> int:
         """Fill `view` as far as one read does."""
@@ -100,7 +103,7 @@ class UrlStream:
     def seek(self, position: int) -> None:
         """Go to `position`, or to the end if it lies behind that."""
         with _problems_of(self.path):
-            self.position = self._file.seek(min(position, self._file.size))
+            self.position = self._file.seek(min(position, self._num_bytes))
 
     def close(self) -> None:
         """Close the file; again is allowed."""
@@ -126,7 +129,8 @@ def _problems_of(url: str) -> Iterator[None]:
     except (DataError, UsageError):
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{url} does not exist") from error
+        cause = "" if error.__cause__ is None else f", or cannot be reached: {error.__cause__}"
+        raise DataError(f"{url} does not exist{cause}") from error
     except PermissionError as error:
         raise DataError(f"{url} cannot be read: permission is denied") from error
     except ImportError as error:

@@ -14,7 +14,7 @@ from rich.table import Table
 from paceline.data import KEYED_FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
 from paceline.data.dialect import is_number
 from paceline.data.feature_names import find_feature_names
-from paceline.data.labels import clicks_where, describe_label_words
+from paceline.data.labels import CLICKS, clicks_where, describe_label_words
 from paceline.data.sampling import spread
 from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
@@ -63,7 +63,7 @@ def describe_data(
             "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
             "positive": positive,
             "label_words": list(look.label_words),
-            "warning": describe_not_binary(look.labels, labels),
+            "warning": _warning(look, labels),
             "columns": _describe_columns(look),
             "first_row": {
                 "label": float(first.labels[0]),
@@ -71,6 +71,11 @@ def describe_data(
                 "features": _describe_row(look, dataset, first),
             },
         }
+
+
+def _warning(look: DataLook, labels: str) -> str | None:
+    odd = describe_not_binary(look.labels, labels)
+    return odd if odd is None or labels != CLICKS else f"{odd}: --positive says which one is positive"
 
 
 def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:

@@ -74,12 +74,24 @@ def continue_from(options: TrainOptions) -> TrainOptions:
     stored = read_stored_model(options.init_from)
     _check_format(stored, source_format(options.data[0], options.format))
     columns = stored.described.get("columns")
-    if columns is not None and options.columns is None and options.label is None:
+    if columns is not None and _names_no_others(options, Columns.from_fields(columns)):
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
-        options = dataclasses.replace(options, columns=known, numeric_scale="none")
+        options = dataclasses.replace(options, columns=known, label=None, numeric_scale="none")
     options = dataclasses.replace(options, model=_continue_model(stored, options.model))
     InitialModel(stored, options.model, rule_of(options.update, FTRL().alpha, L1))
     return options
+
+
+def _names_no_others(options: TrainOptions, known: Columns) -> bool:
+    """Return whether the columns that options name, if any, are those of the model."""
+    named = options.columns
+    if named is not None and (named.label, named.categorical, named.numeric) != (
+        known.label,
+        known.categorical,
+        known.numeric,
+    ):
+        return False
+    return options.label in (None, known.label)
 
 
 def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
