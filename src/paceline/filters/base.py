@@ -104,6 +104,11 @@ class ValueFilter(Filter, is_abstract=True):
         """Whether a worker adds to a row that it pushes what this filter took of it before (error feedback)."""
         return False
 
+    @property
+    def for_pulls(self) -> ValueFilter:
+        """What pulled values go behind where nobody says it: they have no memory of what was taken of them before."""
+        return self
+
     @abstractmethod
     def num_bytes(self, count: int) -> int:
         """Return how many bytes `count` values take."""

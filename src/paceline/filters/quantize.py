@@ -17,6 +17,7 @@ from paceline.kernels.filters import BLOCK, dequantize, quantize, quantize_neare
 from paceline.tables.types import Floats
 
 _HALVES = {8: np.float32(127), 4: np.float32(7), 2: np.float32(1), 1: np.float32(0.5)}
+_LEAST_PULLED_BITS = 4  # models whose weights were pulled with 2 bits or 1 were worse than the base rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Quantize(ValueFilter):
     def __post_init__(self) -> None:
         if self.bits not in _HALVES or isinstance(self.bits, bool):
             raise UsageError(f"Quantize(bits={self.bits!r}): expected 8, 4, 2 or 1")
+
+    @property
+    @override
+    def for_pulls(self) -> Quantize:
+        return Quantize(bits=max(self.bits, _LEAST_PULLED_BITS))
 
     @override
     def num_bytes(self, count: int) -> int:

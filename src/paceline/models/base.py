@@ -271,6 +271,13 @@ class SparseModel(ABC):
         """As what labels are read, which data is opened with (:mod:`paceline.data.labels`)."""
         return self.labels
 
+    def doubt(self, examples: Batch, num_examples: int) -> str | None:
+        """Say why the model may learn little of such data; None for no doubt.
+
+        `examples` are a sample of the data; `num_examples` are trained on, those of all passes together.
+        """
+        return None
+
     @property
     @abstractmethod
     def parameter_tables(self) -> tuple[ModelTable, ...]:

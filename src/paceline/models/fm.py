@@ -17,6 +17,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.data import Batch
+from paceline.data.key_scaling import distinct_keys
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
 from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
@@ -26,6 +27,7 @@ from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.types import Floats, Keys
 
 MAX_FACTORS = 1024
+_FREQUENT = 0.2  # of what examples hold: if features with factors are a smaller share, most pairs are not learned
 _MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
 
 
@@ -130,6 +132,19 @@ class FactorModel(ClickProbabilityModel):
     def num_factors(self) -> int:
         """The factors of a feature."""
         return self.dim
+
+    @override
+    def doubt(self, examples: Batch, num_examples: int) -> str | None:
+        _, ids = distinct_keys(examples.keys)
+        counts = np.bincount(ids)
+        is_frequent = counts * (num_examples / max(examples.num_examples, 1)) >= self.factor_min_count
+        if counts[is_frequent].sum() >= _FREQUENT * counts.sum():
+            return None
+        return (
+            f"{np.count_nonzero(is_frequent):,} of {len(counts):,} features will have occurred --factor-min-count "
+            f"{self.factor_min_count:,} times, and only these have factors: {self.name} learns little more than lr; "
+            "lower it, and try other --factor-lr, --factor-l2 and --epochs on --validation data"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

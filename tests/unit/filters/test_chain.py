@@ -28,6 +28,7 @@ from paceline.filters import (
 )
 from paceline.filters.chain import HEAD_BYTES, UnknownKeysError, from_descriptions
 from paceline.filters.modules import modules_of
+from paceline.ps.client.filtered import TableFilters
 
 CHAINS = [
     FilterChain(),
@@ -185,3 +186,11 @@ def test_chains_have_a_text() -> None:
     assert str(from_descriptions(chain.describe())) == str(chain)
     assert not parse_filters("")
     assert not chain.is_exact
+
+
+@pytest.mark.parametrize(("bits", "pulled"), [(8, 8), (4, 4), (2, 4), (1, 4)])
+def test_what_is_pulled_keeps_four_bits_unless_it_is_said_otherwise(bits: int, pulled: int) -> None:
+    """Of pulled values no error is kept, so fewer bits would be a model of noise."""
+    requests = [KeyCaching(), Quantize(bits=bits)]
+    assert str(TableFilters(requests).answers) == f"quantize:{pulled}"
+    assert str(TableFilters(requests, [Quantize(bits=bits)]).answers) == f"quantize:{bits}"

@@ -62,7 +62,11 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
     if options.adapt == "no":
         return _fixed_plan(options)
     sample, has_keys = _sample(options)
-    return plan_on_sample(options, sample, has_keys=has_keys)
+    plan = plan_on_sample(options, sample, has_keys=has_keys)
+    doubt = plan.model.doubt(sample.batch, sample.num_examples * plan.epochs)
+    if doubt is not None:
+        warn(doubt)
+    return plan
 
 
 def _sample(options: TrainOptions) -> tuple[ExampleSample, bool]:

@@ -44,6 +44,10 @@ _FILTERED = {PUSH: FILTERED_PUSH, PULL: FILTERED_PULL, PUSH_PULL: FILTERED_PUSH_
 _NO_VALUES = np.empty(0, np.float32)
 
 
+def _for_pulls(filter: Filter) -> Filter:
+    return filter.for_pulls if isinstance(filter, ValueFilter) else filter
+
+
 class TableFilters:
     """The filters of one table, as one client has them: those of its requests, and those of their answers."""
 
@@ -54,7 +58,7 @@ class TableFilters:
         sparse = [*self.requests.rows, *(each for each in self.requests.filters if isinstance(each, DeltaKeys))]
         if is_dense and sparse:
             raise UsageError(f"filter {sparse[0]} is for sparse tables: a dense one is pushed and pulled by ranges")
-        given = self.requests.filters if answers is None else answers
+        given = [_for_pulls(each) for each in self.requests.filters] if answers is None else answers
         self.answers = FilterChain([each for each in FilterChain(given).filters if each.stage >= ValueFilter.stage])
         sent = [each.describe() for each in self.requests.filters if each not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
