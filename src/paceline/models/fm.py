@@ -27,7 +27,7 @@ from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.types import Floats, Keys
 
 MAX_FACTORS = 1024
-_FREQUENT = 0.2  # of what examples hold: if features with factors are a smaller share, most pairs are not learned
+_FREQUENT = 0.6  # of what examples hold: if features with factors are less, two thirds of the pairs are not learned
 _MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
 
 
