@@ -87,7 +87,9 @@ async def ask(port: int, requests: list[bytes], rate: float, seconds: float, num
         due = start + number / rate
         while (wait := due - time.perf_counter()) > 0:
             await asyncio.sleep(wait if wait > 0.002 else 0)
-        connection = next((each for each in connections if each.is_idle), connections[number % num_connections])
+        first = number % num_connections  # in turn: the server closes connections that are idle for some seconds
+        in_turn = [*connections[first:], *connections[:first]]
+        connection = next((each for each in in_turn if each.is_idle), in_turn[0])
         connection.send(due, requests[number % len(requests)])
     while len(latencies) < total:
         await asyncio.sleep(0.01)
