@@ -42,27 +42,28 @@ _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.flo
 class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
     """An estimator of the classes of examples, of which there are two, by a model of ``paceline train``.
 
-    Abstract: :meth:`_model` is missing. Subclasses name every parameter in their constructor, as scikit-learn asks.
+    Abstract: :meth:`_model` is missing. A subclass with more parameters names all of them in its constructor, as
+    scikit-learn asks.
     """
 
     def __init__(
         self,
         *,
-        update: str,
-        lr: float | None,
-        l1: float | None,
-        l2: float | None,
-        beta: float | None,
-        epochs: int | None,
-        batch_size: int | None,
-        shuffle: bool,
-        class_weight: Any,
-        random_state: Any,
-        workers: int | None,
-        servers: int,
-        consistency: str,
-        scheduler: str | None,
-        token: str | None,
+        update: str = "ftrl",
+        lr: float | None = None,
+        l1: float | None = None,
+        l2: float | None = None,
+        beta: float | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        random_state: Any = None,
+        workers: int | None = None,
+        servers: int = 1,
+        consistency: str = "bounded:4",
+        scheduler: str | None = None,
+        token: str | None = None,
     ) -> None:
         self.update = update
         self.lr = lr

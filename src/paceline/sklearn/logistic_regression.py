@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from sklearn.utils.validation import check_is_fitted
 from typing_extensions import override
@@ -36,43 +34,6 @@ class LogisticRegression(BinaryClassifier):
     After :meth:`fit` there are `classes_` and `n_features_in_`; `coef_` and `intercept_` are made when asked for, but
     not of a frame whose columns were hashed.
     """
-
-    def __init__(
-        self,
-        *,
-        update: str = "ftrl",
-        lr: float | None = None,
-        l1: float | None = None,
-        l2: float | None = None,
-        beta: float | None = None,
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        shuffle: bool = True,
-        class_weight: Any = None,
-        random_state: Any = None,
-        workers: int | None = None,
-        servers: int = 1,
-        consistency: str = "bounded:4",
-        scheduler: str | None = None,
-        token: str | None = None,
-    ) -> None:
-        super().__init__(
-            update=update,
-            lr=lr,
-            l1=l1,
-            l2=l2,
-            beta=beta,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            class_weight=class_weight,
-            random_state=random_state,
-            workers=workers,
-            servers=servers,
-            consistency=consistency,
-            scheduler=scheduler,
-            token=token,
-        )
 
     @override
     def _model(self) -> SparseModel:
