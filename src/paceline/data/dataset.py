@@ -333,7 +333,7 @@ class Dataset(Closing):
         opened = self._idle.take(file)
         if opened is None:
             status = stat_source(self.files[file], self.format)  # before it is opened
-            opened = OpenFile(status, self._open_reader(file))
+            opened = OpenFile(status, self._open_reader(file, status.num_bytes))
         return opened
 
     def _give_back(self, file: int, opened: OpenFile) -> None:
@@ -341,13 +341,12 @@ class Dataset(Closing):
             self._num_shards[file] = opened.reader.num_shards
         self._idle.give_back(file, opened)
 
-    def _open_reader(self, file: int) -> ShardReader:
+    def _open_reader(self, file: int, size: int) -> ShardReader:
         path = self.files[file]
-        size = stat_file(path).num_bytes
         if self.format == CONVERTED:
             return ConvertedReader(path, self.columns, self.shard_bytes)
         if self.format == "numpy":
-            return ArrayFileReader(path, self.shard_bytes, size, needs_label=self.needs_labels)
+            return ArrayFileReader(path, self.shard_bytes, needs_label=self.needs_labels)
         if self.format in TEXT_FORMATS:
             from paceline.data.text import TextReader
 

@@ -170,14 +170,14 @@ def _is_csr(indptr: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None, v
 class ArrayFileReader:
     """Shards of a file of arrays: ranges of rows that are as large as wanted on average."""
 
-    def __init__(self, path: str, shard_bytes: int, num_bytes: int, *, needs_label: bool) -> None:
+    def __init__(self, path: str, shard_bytes: int, *, needs_label: bool) -> None:
         self._path = path
         self._file = ArrayFile(path)
         if self._file.y is None and needs_label:
             raise DataError(f"{path} has no labels: expected y in it, or {labels_beside(path)} beside it")
         self._needs_label = needs_label
         num_rows = self._file.num_rows
-        self._shard_rows = max(num_rows * shard_bytes // max(num_bytes, 1), 1)
+        self._shard_rows = max(num_rows * shard_bytes // stat_file(path).num_bytes, 1)
         self.num_shards: int | None = -(-num_rows // self._shard_rows)
 
     def close(self) -> None:
