@@ -290,9 +290,9 @@ class Converter:
 
     def _hash_lists(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """How many elements the lists of a column have, and the keys of them all; missing ones are passed over."""
-        elements = column.flatten()
         from pyarrow.compute import list_value_length
 
+        elements = column.flatten()
         lengths = list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
         if elements.null_count:
             is_there = elements.is_valid().to_numpy(zero_copy_only=False)

@@ -22,8 +22,9 @@ def write_png(file: Path, summary: ModelSummary, calibration: Calibration | None
     except ImportError as error:
         raise UsageError("--png needs matplotlib, which is not installed: pip install 'paceline[plots]'") from error
     groups = [] if calibration is None else calibration.groups
-    figure = Figure((_INCHES * 1.3 * (len(summary.tables) + bool(groups)), _INCHES), layout="constrained")
-    plots = figure.subplots(1, len(summary.tables) + bool(groups), squeeze=False)[0]
+    num_plots = len(summary.tables) + bool(groups)
+    figure = Figure((_INCHES * 1.3 * num_plots, _INCHES), layout="constrained")
+    plots = figure.subplots(1, num_plots, squeeze=False)[0]
     if groups:
         plots[0].axline((groups[0].predicted, groups[0].predicted), slope=1, color="silver", linestyle="--")
         plots[0].plot([each.predicted for each in groups], [each.observed for each in groups], "o-", color="tab:red")

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+from paceline.data.streams.packed import PACKED
+
 _PREFIX = "paceline-stdin-"
-_MAGICS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 def make_folder() -> Path:
@@ -25,7 +26,7 @@ def keep(source: BinaryIO, folder: Path) -> Path:
         shutil.copyfileobj(source, out, 1 << 20)
     with open(path, "rb") as file:
         head = file.read(4)
-    suffix = next((suffix for magic, suffix in _MAGICS.items() if head.startswith(magic)), "")
+    suffix = next((kind.suffix for kind in PACKED if head.startswith(kind.magics)), "")
     return path.rename(path.with_suffix(suffix)) if suffix else path
 
 
