@@ -130,12 +130,15 @@ def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
 _ROW_BYTES, _PAIR_BYTES = 16, 12  # a label, weight and place in `indptr`; a key and value
 
 
-def cut_by_bytes(batches: Iterable[Batch], num_bytes: int) -> Iterator[Batch]:
-    """Cut `batches` into such of at most `num_bytes`, and at least a row; all but the last are about as large."""
+def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) -> Iterator[Batch]:
+    """Cut `batches` into such of at most `num_bytes`, and at least a row; all but the last are about as large.
+
+    Where more than `multiple` rows fit, all but the last have a multiple of so many.
+    """
     pending: list[Batch] = []
     left = num_bytes
     for batch in batches:
-        sizes = _ROW_BYTES * np.arange(batch.num_examples + 1) + _PAIR_BYTES * batch.indptr
+        sizes = _num_bytes(batch.indptr)
         start = 0
         while start < batch.num_examples:
             stop = int(np.searchsorted(sizes, sizes[start] + left, side="right")) - 1
@@ -145,8 +148,18 @@ def cut_by_bytes(batches: Iterable[Batch], num_bytes: int) -> Iterator[Batch]:
                 pending.append(batch.slice(start, stop))
                 left -= int(sizes[stop] - sizes[start])
             if stop < batch.num_examples or left <= 0:
-                yield Batch.concatenate(pending)
+                held = Batch.concatenate(pending)
+                num_whole = held.num_examples // multiple * multiple or held.num_examples
+                yield held.slice(0, num_whole)
                 pending, left = [], num_bytes
+                if num_whole < held.num_examples:
+                    pending.append(held.slice(num_whole, held.num_examples))
+                    left -= int(_num_bytes(pending[0].indptr)[-1])
             start = stop
     if pending:
         yield Batch.concatenate(pending)
+
+
+def _num_bytes(indptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return how many bytes the rows before each take: int64 [rows + 1]."""
+    return _ROW_BYTES * np.arange(len(indptr)) + _PAIR_BYTES * indptr

@@ -25,28 +25,28 @@ def scratch_size(num_keys: int) -> int:
 def dedup(keys, scratch, unique, inverse):  # type: ignore[no-untyped-def]
     """Write the distinct keys to `unique` in order of first appearance; return how many there are.
 
-    `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n]; `inverse` int32
-    [n] is such that ``unique[inverse] == keys``.
+    `keys` uint64 [n]; `scratch` int32 [scratch_size(n)], overwritten; `unique` uint64 [n], of which the place behind
+    the last key is overwritten too; `inverse` int32 [n] is such that ``unique[inverse] == keys``.
     """
     scratch[:] = 0
     mask = np.uint64(len(scratch) - 1)
-    count = 0
+    count = np.int32(0)
     for i in range(len(keys)):
         key = keys[i]
         at = np.int64(mix(key) & mask)
+        unique[count] = key  # whether it is new is then no branch, which would be guessed wrong for a key in three
         while True:
             number = scratch[at]
-            if number == 0:
-                unique[count] = key
-                inverse[i] = count
-                count += 1
-                scratch[at] = count
-                break
-            if unique[number - 1] == key:
-                inverse[i] = number - 1
+            found = number - np.int32(1) if number else count
+            if unique[found] == key:
                 break
             at = np.int64((np.uint64(at) + np.uint64(1)) & mask)
-    return count
+        scratch[at] = found + np.int32(1)
+        inverse[i] = found
+        count += np.int32(number == 0)
+    if count < len(keys):
+        unique[count] = 0
+    return np.int64(count)
 
 
 @njit(cache=True, nogil=True)

@@ -86,3 +86,13 @@ def test_batches_are_cut_by_their_size(widths: list[list[int]], num_bytes: int) 
     for batch, size, following in zip(cut, sizes, cut[1:], strict=False):
         assert batch.num_examples
         assert size + 16 + 12 * int(following.indptr[1]) > num_bytes
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=6), st.integers(1, 600), st.integers(1, 5))
+def test_batches_are_cut_at_multiples(widths: list[list[int]], num_bytes: int, multiple: int) -> None:
+    batches = [make(each, 100 * number, ones=number % 2 == 0) for number, each in enumerate(widths)]
+    cut = list(cut_by_bytes(iter(batches), num_bytes, multiple))
+    assert rows(cut) == rows(batches)
+    for batch in cut[:-1]:
+        assert batch.num_examples % multiple == 0 or batch.num_examples < multiple
+        assert 16 * batch.num_examples + 12 * len(batch.keys) <= num_bytes or batch.num_examples == 1

@@ -33,6 +33,8 @@ from paceline.launch.train.data_files import DataLook, look_at
 from paceline.storage.durable_io import replacing, sync_directory
 
 _BLOCK_BYTES = 1 << 18
+_BLOCK_ROWS = 256
+"""A multiple of it are a block's rows: minibatches, which are seldom larger, are read without a seam."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def convert_data(
         columns = look.columns and dataclasses.replace(look.columns, scales=_centring(scales))
         with open_dataset(sources, look.format, columns, strict=strict, labels="numbers") as dataset:
             told = start
-            for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES):
+            for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES, _BLOCK_ROWS):
                 writer.append(block)
                 if time.perf_counter() - told > report_s:
                     told = time.perf_counter()
